@@ -15,7 +15,7 @@ enum class MemoryKind : uint8_t {
   kGradients,  // fp32 accumulators
   kOptimizer,  // momentum and Adam moments
   kWorkspace,  // what is computed on the way: logits, sums, lists, rows being converted
-  kSlots,      // of chunks on a device of its own: hidden states, their gradients, per-row inputs and results
+  kSlots,      // on a device: hidden states, gradients, inputs and results of rows, of chunks or clients
   kStaging,    // host buffers that slices are received into and sent from
   kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
   kLedger,     // on the host: targets and weights of open streams, ledgers of open steps

@@ -9,8 +9,10 @@
 #include "kernels/cuda/device/cuda_retained.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
+#include "kernels/cuda/device/shared_device_memory.h"
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_plan.h"
+#include "kernels/device_memory_sharer.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
@@ -72,7 +74,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
+class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySharer, public HeadPlanner {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
@@ -93,7 +95,7 @@ class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
     const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    LOSSD_RETURN_IF_ERROR(CheckFits(plan->memory, DeviceTotal(beside)));
+    LOSSD_RETURN_IF_ERROR(CheckFits("the head", plan->memory, DeviceTotal(beside)));
     PlannedHead planned;
     planned.memory = plan->memory;
     planned.compute_dtype = config.compute_dtype;
@@ -106,7 +108,7 @@ class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
     const absl::StatusOr<MemoryBytes> plan = PlanHead(config);
     if (!plan.ok()) return plan.status();
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    LOSSD_RETURN_IF_ERROR(CheckFits(*plan));
+    LOSSD_RETURN_IF_ERROR(CheckFits("the head", *plan));
     absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), config);
     if (absl::IsResourceExhausted(head.status())) {
       return absl::ResourceExhaustedError(
@@ -126,6 +128,15 @@ class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
   absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     return AdoptedStaging::Create(&device_->ledger(), memory);
+  }
+
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+    if (bytes <= 0) return errors::FieldError("bytes", "be > 0", bytes);
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    MemoryBytes plan;
+    plan[MemoryKind::kSlots] = RoundUp(bytes, kDevicePage);
+    LOSSD_RETURN_IF_ERROR(CheckFits("memory shared with a client", plan));
+    return cuda::ShareDeviceMemory(device_.get(), bytes);
   }
 
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
@@ -153,12 +164,12 @@ class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
   }
 
   // beside: bytes that will be taken before.
-  absl::Status CheckFits(const MemoryBytes& plan, int64_t beside = 0) const {
+  absl::Status CheckFits(absl::string_view what, const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;
     const int64_t used = device_->ledger().device_bytes() + beside;
     if (limit > 0 && used + needed > limit) {
-      return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
+      return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", needed, " bytes of device memory (",
                                                        DescribePlan(plan), "), ", used, " of the limit of ",
                                                        limit, " are in use"));
     }
@@ -166,7 +177,7 @@ class CudaBackend : public Backend, public StagingAdopter, public HeadPlanner {
     size_t total_bytes = 0;
     LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     if (needed + beside > static_cast<int64_t>(free_bytes)) {
-      return absl::ResourceExhaustedError(absl::StrCat("the head needs ", needed, " bytes of device memory (",
+      return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", needed, " bytes of device memory (",
                                                        DescribePlan(plan), "), ", free_bytes, " of ",
                                                        total_bytes, " are free"));
     }

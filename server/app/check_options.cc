@@ -96,6 +96,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));
   status.Update(CheckAtLeast("shared_memory_bytes", options.shared_memory_bytes, 0));
+  status.Update(CheckAtLeast("shared_device_memory_bytes", options.shared_device_memory_bytes, 0));
   status.Update(CheckAtLeast("checkpoint_buffer_bytes", options.checkpoint_buffer_bytes, 0));
   status.Update(CheckAtLeast("checkpoint_shard_bytes", options.checkpoint_shard_bytes, 1));
   status.Update(CheckAtLeast("checkpoint_threads", options.checkpoint_threads, 0));

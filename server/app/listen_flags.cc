@@ -17,6 +17,9 @@ ABSL_FLAG(lossd::app::ByteSize, shared_memory_bytes, {ServerOptions().shared_mem
           "Memory that clients of this host may share with the server, so that slices need no copy through a "
           "socket; "
           "taken as they open it; 0: none");
+ABSL_FLAG(lossd::app::ByteSize, shared_device_memory_bytes, {ServerOptions().shared_device_memory_bytes},
+          "Memory of the GPU that clients of this host may share with the server, so that their CUDA tensors "
+          "need no copy through memory of the host; taken as they open it; 0: none");
 ABSL_FLAG(std::string, region_socket, "",
           "Where clients of this host open shared memory: a path, or @ and a name in the abstract namespace; "
           "empty: "
@@ -42,6 +45,7 @@ void SetListenOptions(ServerOptions* options) {
   options->listen = absl::GetFlag(FLAGS_listen);
   options->unix_socket_mode = absl::GetFlag(FLAGS_unix_socket_mode).bits;
   options->shared_memory_bytes = absl::GetFlag(FLAGS_shared_memory_bytes).bytes;
+  options->shared_device_memory_bytes = absl::GetFlag(FLAGS_shared_device_memory_bytes).bytes;
   options->region_socket = absl::GetFlag(FLAGS_region_socket);
 }
 

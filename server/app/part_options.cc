@@ -20,7 +20,7 @@ engine::EngineOptions EngineOptionsOf(const ServerOptions& options) {
 }
 
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend) {
+                                             const kernels::BackendInfo& backend, regions::Regions* regions) {
   rpc::HeadServiceOptions out;
   out.operations.checkpoints.directory = options.checkpoint_directory;
   out.operations.checkpoints.buffer_bytes = options.checkpoint_buffer_bytes;
@@ -35,6 +35,7 @@ rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
   out.max_saves = options.max_saves;
   out.peer_share = options.peer_share;
   out.timeouts = options.timeouts;
+  out.regions = regions;
   return out;
 }
 

@@ -18,10 +18,9 @@ namespace lossd::app {
 
 engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
+// In both, `regions` is null if the server shares no memory.
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend);
-
-// Null: the server shares no memory.
+                                             const kernels::BackendInfo& backend, regions::Regions* regions);
 rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
 // None without a leader.

@@ -166,6 +166,9 @@ void ServerImpl::LogStart() const {
             {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options_)},
             {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
+            {"shared_device_memory_bytes", shared_memory_ == nullptr || shared_memory_->device().empty()
+                                               ? 0
+                                               : options_.shared_device_memory_bytes},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 
@@ -206,10 +209,8 @@ void ServerImpl::WatchRanks() {
 
 void ServerImpl::CreateServices() {
   regions::Regions* const regions = shared_memory_ == nullptr ? nullptr : shared_memory_->regions();
-  rpc::HeadServiceOptions head_options = HeadServiceOptionsOf(options_, backend_->info());
-  head_options.regions = regions;
-  head_service_ =
-      rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
+  head_service_ = rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info(), regions),
+                                           engine_.get(), &security_->access_control(), metrics_.get());
   loss_service_ = std::make_unique<rpc::LossService>(LossServiceOptionsOf(options_, regions), engine_.get(),
                                                      &security_->access_control(), metrics_.get(),
                                                      head_service_->requests());
@@ -220,6 +221,7 @@ void ServerImpl::CreateServices() {
                                 .max_streams = options_.max_streams,
                                 .ranks = [this] { return RanksOf(leader_.get()); },
                                 .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
+                                .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device(),
                                 .http = [this] { return http_url_.Get(); }},
       engine_.get(), backend_.get(), loss_service_.get(), &security_->access_control(),
       head_service_->requests());

@@ -56,10 +56,11 @@ struct ServerOptions {
   int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
   int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
   int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
-  // Memory that clients of this host may open and put their slices into (docs/transport.md), taken as they
-  // do; 0: none. Where they open it: a path, or "@" and a name in the abstract namespace; empty: the server
-  // chooses.
+  // Memory that clients of this host may open and put their slices into (docs/transport.md), of the host and
+  // of the GPU, taken as they do; 0: none. Where they open it: a path, or "@" and a name in the abstract
+  // namespace; empty: the server chooses.
   int64_t shared_memory_bytes = int64_t{256} << 20;
+  int64_t shared_device_memory_bytes = int64_t{256} << 20;
   std::string region_socket;
   int64_t max_streams = 256;  // open ComputeLoss calls
   int64_t max_heads = 64;

@@ -21,6 +21,11 @@ std::string ChooseName(const std::vector<Address>& addresses) {
   return absl::StrFormat("@lossd-%016x", absl::Uniform<uint64_t>(generator));
 }
 
+// The GPU whose memory clients may have; empty: none.
+std::string SharingDevice(const ServerOptions& options, kernels::Backend* backend) {
+  return options.shared_device_memory_bytes > 0 ? regions::SharingDevice(backend) : "";
+}
+
 bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
 
 absl::StatusOr<rpc::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
@@ -33,8 +38,9 @@ absl::StatusOr<rpc::ListeningSocket> Listen(const std::string& name, uint32_t mo
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOptions& options,
                                                                   const std::vector<Address>& addresses,
                                                                   kernels::Backend* backend) {
-  const bool can = dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr;
-  if (!can || options.shared_memory_bytes == 0) return nullptr;
+  const bool of_host =
+      dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr && options.shared_memory_bytes > 0;
+  if (!of_host && SharingDevice(options, backend).empty()) return nullptr;
   const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
   absl::StatusOr<rpc::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
   if (listener.ok())
@@ -49,8 +55,10 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
 SharedMemory::SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
                            kernels::Backend* backend)
     : name_(std::move(name)),
+      device_(SharingDevice(options, backend)),
       listener_(std::move(listener)),
-      regions_(backend, options.shared_memory_bytes, options.peer_share),
+      regions_(backend, {options.shared_memory_bytes, options.shared_device_memory_bytes},
+               options.peer_share),
       sessions_(listener_.descriptor(), &regions_,
                 {.own_user_only = IsAbstract(name_), .in_all = options.max_connections}) {}
 

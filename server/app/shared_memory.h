@@ -28,12 +28,15 @@ class SharedMemory {
   regions::Regions* regions() { return &regions_; }
   // As ServerDescription.region_socket has it.
   const std::string& socket() const { return name_; }
+  // As ServerDescription.region_device has it.
+  const std::string& device() const { return device_; }
 
  private:
   SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
                kernels::Backend* backend);
 
   const std::string name_;
+  const std::string device_;
   const rpc::ListeningSocket listener_;
   regions::Regions regions_;
   regions::SessionServer sessions_;

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/staging_adopter.h"
+#include "proto/wire/region_packets.h"
 
 namespace lossd::regions {
 namespace {
@@ -55,18 +55,22 @@ int64_t RegionBudget::used() const {
   return shares_.used();
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holder, int64_t bytes) {
-  const auto taken = std::make_shared<const Taken>(
-      budget_, holder, budget_->Take(holder, bytes, std::min(bytes, kLeastBytes)));
-  if (taken->bytes() == 0)
-    return absl::ResourceExhaustedError("--shared_memory_bytes has nothing left for this process");
+absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holder, Kind kind, int64_t bytes) {
+  const bool of_device = kind == Kind::kDevice;
+  const std::shared_ptr<RegionBudget>& budget = of_device ? device_budget_ : host_budget_;
+  const auto taken = std::make_shared<const Taken>(budget, holder,
+                                                   budget->Take(holder, bytes, std::min(bytes, kLeastBytes)));
+  if (taken->bytes() == 0) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(of_device ? "--shared_device_memory_bytes" : "--shared_memory_bytes",
+                     " has nothing left for this process"));
+  }
   absl::StatusOr<std::string> id = DrawId();
   if (!id.ok()) return id.status();
-  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = SharedMemory::Create(taken->bytes());
+  absl::StatusOr<std::unique_ptr<RegionMemory>> memory =
+      of_device ? DeviceRegionMemory(backend_, taken->bytes()) : HostRegionMemory(backend_, taken->bytes());
   if (!memory.ok()) return memory.status();
-  auto staging = kernels::AdoptStaging(backend_, (*memory)->bytes());
-  if (!staging.ok()) return staging.status();
-  auto region = std::make_unique<Region>(*id, *std::move(memory), *std::move(staging));
+  auto region = std::make_unique<Region>(*id, *std::move(memory));
   // The bytes are given back after the memory.
   std::shared_ptr<Region> shared(region.release(), [taken](const Region* gone) { delete gone; });
   absl::MutexLock lock(&mutex_);

@@ -1,5 +1,5 @@
-// The regions of a server: shared memory that clients of this host have opened, by their ids, which nobody
-// can guess.
+// The regions of a server: memory of the host or of its device that clients of this host have opened, by
+// their ids, which nobody can guess.
 //
 // A region is in the table as long as its session (session_server.h) is open. Whoever uses it holds a share
 // of it, so that the memory stays until the last use has ended; it counts as used until then.
@@ -18,7 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "server/engine/fair_share.h"
-#include "server/regions/shared_memory.h"
+#include "server/regions/region_memory.h"
 
 namespace lossd::regions {
 
@@ -41,19 +41,22 @@ class RegionBudget {
 // Thread-safe.
 class Region {
  public:
-  Region(std::string id, std::unique_ptr<SharedMemory> memory,
-         std::unique_ptr<kernels::StagingMemory> staging)
-      : id_(std::move(id)), memory_(std::move(memory)), staging_(std::move(staging)) {}
+  Region(std::string id, std::unique_ptr<RegionMemory> memory)
+      : id_(std::move(id)), memory_(std::move(memory)) {}
 
   const std::string& id() const { return id_; }
-  // The client may write to it at any time.
+  const RegionMemory& memory() const { return *memory_; }
   absl::Span<uint8_t> bytes() const { return memory_->bytes(); }
-  int descriptor() const { return memory_->descriptor(); }
 
  private:
   const std::string id_;
-  const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
+  const std::unique_ptr<RegionMemory> memory_;
+};
+
+// Bytes that all regions of a kind together have at most; 0: none.
+struct RegionLimits {
+  int64_t host_bytes = 0;
+  int64_t device_bytes = 0;
 };
 
 // Thread-safe. The backend outlives it and all regions.
@@ -61,13 +64,16 @@ class Regions {
  public:
   static constexpr int64_t kLeastBytes = int64_t{1} << 20;  // of a region, unless less is asked for
 
-  // All regions together have at most `bytes`; one process has at most `peer_share` of it, as
-  // engine::FairShare.
-  Regions(kernels::Backend* backend, int64_t bytes, double peer_share)
-      : backend_(backend), budget_(std::make_shared<RegionBudget>(bytes, peer_share)) {}
+  // One process has at most `peer_share` of the bytes of a kind, as engine::FairShare.
+  Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share)
+      : backend_(backend),
+        host_budget_(std::make_shared<RegionBudget>(limits.host_bytes, peer_share)),
+        device_budget_(std::make_shared<RegionBudget>(limits.device_bytes, peer_share)) {}
 
-  // A new region of `bytes` > 0, or of less if `holder` may not have so much. RESOURCE_EXHAUSTED.
-  absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, int64_t bytes)
+  // A new region of `bytes` > 0, or of less if `holder` may not have so much. RESOURCE_EXHAUSTED; for memory
+  // of the device UNIMPLEMENTED if the backend shares none.
+  enum class Kind : uint8_t { kHost, kDevice };
+  absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, Kind kind, int64_t bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // Its session is over.
   void Forget(const std::string& id) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -75,7 +81,8 @@ class Regions {
   // there is none. "": a caller whom the server has not asked who it is, who is an identity like others.
   std::shared_ptr<Region> Claim(absl::string_view id, absl::string_view identity) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  int64_t used_bytes() const { return budget_->used(); }
+  // Of both kinds.
+  int64_t used_bytes() const { return host_budget_->used() + device_budget_->used(); }
 
  private:
   struct Entry {
@@ -84,7 +91,7 @@ class Regions {
   };
 
   kernels::Backend* const backend_;
-  const std::shared_ptr<RegionBudget> budget_;  // regions may outlive the table
+  const std::shared_ptr<RegionBudget> host_budget_, device_budget_;  // regions may outlive the table
   absl::Mutex mutex_;
   absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
 };

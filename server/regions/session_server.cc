@@ -30,6 +30,7 @@ std::string Opened(const Region& region) {
   v1::RegionAnswer answer;
   answer.mutable_opened()->set_id(region.id());
   answer.mutable_opened()->set_bytes(region.bytes().size());
+  answer.mutable_opened()->set_device(region.memory().device());
   return answer.SerializeAsString();
 }
 
@@ -119,13 +120,17 @@ bool SessionServer::Serve(Session* session) {
   if (!session->region.empty()) return refuse("a connection has one region");
   const absl::StatusOr<v1::RegionRequest> request = wire::ParseRegionRequest(packet->bytes);
   if (!request.ok()) return refuse(request.status().message());
+  const Regions::Kind kind = request->of_device() ? Regions::Kind::kDevice : Regions::Kind::kHost;
   const absl::StatusOr<std::shared_ptr<Region>> region =
-      regions_->Create(session->holder, static_cast<int64_t>(request->bytes()));
+      regions_->Create(session->holder, kind, static_cast<int64_t>(request->bytes()));
   if (!region.ok()) return refuse(region.status().message());
   session->region = (*region)->id();
   log::Log(log::LogLevel::kDebug, "region opened",
-           {{"holder", session->holder}, {"bytes", static_cast<int64_t>((*region)->bytes().size())}});
-  return wire::SendRegionPacket(session->socket.get(), Opened(**region), (*region)->descriptor()).ok();
+           {{"holder", session->holder},
+            {"bytes", static_cast<int64_t>((*region)->bytes().size())},
+            {"device", (*region)->memory().device()}});
+  return wire::SendRegionPacket(session->socket.get(), Opened(**region), (*region)->memory().descriptor())
+      .ok();
 }
 
 void SessionServer::Close(std::list<Session>::iterator session) {

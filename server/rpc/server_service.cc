@@ -64,6 +64,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_heads(static_cast<uint64_t>(stats.heads));
   description.set_region_socket(options_.region_socket);
   if (options_.http) description.set_http(options_.http());
+  description.set_region_device(options_.region_device);
   AddRanks(options_.ranks, &description);
   return description;
 }

@@ -31,6 +31,7 @@ struct ServerServiceOptions {
   int64_t max_streams = 0;
   metrics::ReadRanks ranks;
   std::string region_socket;  // empty: none
+  std::string region_device;  // whose memory regions may be of; empty: none
   // ServerDescription.http: "" until HTTP is there.
   std::function<std::string()> http;
 };

@@ -1,6 +1,5 @@
 #include "server/rpc/slice_places.h"
 
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -40,7 +39,8 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
   slice.bytes = static_cast<int64_t>(bytes->size());
   slice.in_place = engine::StagingBuffer(bytes->data(), slice.bytes, [region = region_] {});
   slice.copy = [region = region_, from = *bytes](uint8_t* to) {
-    if (to != from.data()) std::memcpy(to, from.data(), from.size());
+    // A device that fails has failed for good, and the chunk with it.
+    if (to != from.data()) region->memory().CopyToHost(from, to).IgnoreError();
   };
   absl::MutexLock lock(&mutex_);
   in_region_[rows.begin] = bytes->data();
@@ -66,8 +66,8 @@ grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
   uint8_t* const in_region = Place(output);
   const uint8_t* const data = output.grad_hidden.data();
   const auto bytes = static_cast<size_t>(output.grad_bytes);
-  if (in_region != nullptr) {
-    if (data != in_region) std::memcpy(in_region, data, bytes);
+  if (in_region != nullptr &&
+      (data == in_region || region_->memory().CopyFromHost(data, {in_region, bytes}).ok())) {
     response.mutable_slice()->set_in_region(true);
     return wire::Encode(response);
   }

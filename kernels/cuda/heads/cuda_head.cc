@@ -287,8 +287,9 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       cudaDeviceSynchronize();  // copies to the slices' memory may be under way
     }
     if (final_status->ok() && reports) {
-      UnpackResults(*pending->job.chunk, pending->job.layout, hidden, pending->slot->host_in,
+      UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in,
                     pending->slot->host_out);
+      *final_status = device->Fail(ZeroUntouchedGradients(*pending->job.chunk, pending->job.layout, hidden));
     }
     shared->on_results(*final_status);
   };

@@ -1,6 +1,7 @@
 #include "kernels/cuda/heads/row_transfers.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/cuda/device/cuda_retained.h"
 #include "kernels/cuda/device/cuda_status.h"
@@ -111,6 +112,23 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
                                                  count, job.hidden_gradient_factor(), stream),
                                "scatter kernel");
     LOSSD_RETURN_IF_ERROR(Copy(to + r * row_bytes, buffer.data, count * row_bytes, stream));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ZeroUntouchedGradients(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size) {
+  for (const SliceLayout& place : layout.slices) {
+    void* const gradient = place.slice->grad_hidden;
+    if (place.compact_rows > 0 || gradient == nullptr) continue;
+    const auto bytes = static_cast<size_t>(place.slice->rows * hidden_size) * SizeOf(chunk.hidden_dtype);
+    cudaPointerAttributes attributes = {};
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaPointerGetAttributes(&attributes, gradient), "cudaPointerGetAttributes");
+    if (attributes.type != cudaMemoryTypeDevice) {
+      std::memset(gradient, 0, bytes);
+      continue;
+    }
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(gradient, 0, bytes, cudaStreamPerThread), "cudaMemsetAsync");
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
   }
   return absl::OkStatus();
 }

@@ -42,6 +42,10 @@ class RowTransfers {
   Event download_idle_;
 };
 
+// Zeroes the hidden gradient of slices without any target, which no kernel writes to, and waits for it. On
+// the completion thread of the device.
+absl::Status ZeroUntouchedGradients(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size);
+
 }  // namespace lossd::kernels::cuda
 
 #endif  // LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "kernels/sampling.h"
@@ -189,7 +188,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   return layout;
 }
 
-void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                    const RowOutputBlock& outputs) {
   if (layout.planned != Gradients::kExact && layout.compact_rows > 0) {
     TellDecision(chunk, outputs);
@@ -208,10 +207,6 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size,
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
       const int64_t compact = outputs.first_bad[place.device_index];
       slice.first_nonfinite_row = inputs.raw_of_compact[compact] - place.raw_begin;
-    }
-    if (place.compact_rows == 0 && slice.grad_hidden != nullptr) {
-      std::memset(slice.grad_hidden, 0,
-                  static_cast<size_t>(slice.rows * hidden_size) * SizeOf(chunk.hidden_dtype));
     }
   }
 }

@@ -96,8 +96,8 @@ struct LayoutHead {
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs);
 
 // Hands the device's results to the chunk, the decision about its filter, and to the slices: row outputs,
-// sums, first_nonfinite_row; zeroes the hidden gradient of slices without any target.
-void UnpackResults(Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size, const RowInputBlock& inputs,
+// sums, first_nonfinite_row. Hidden gradients are not its business.
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                    const RowOutputBlock& outputs);
 
 }  // namespace lossd::kernels::cuda

@@ -17,6 +17,7 @@ import lossd
 from lossd import _connection_chooser, _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
 from lossd._answer_check import AnswerCheck
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
+from lossd._row_memory import HostRows
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
@@ -25,18 +26,27 @@ def _payload(begin: int, end: int) -> bytes:
     return (np.arange(begin, end) % 251).astype(np.uint8).tobytes()
 
 
+def _host_rows(data: bytes) -> HostRows:
+    return HostRows(np.frombuffer(data, np.uint8))
+
+
+def _stale(size: int) -> HostRows:
+    return HostRows(np.full(size, 255, np.uint8))
+
+
 # ---- The work of a call ----
 
 
-def _forward(call: Case, hidden: memoryview = memoryview(b"")) -> ForwardWork:
+def _forward(call: Case, hidden: bytes = b"") -> ForwardWork:
     options = dict(call["options"])
     kind = types.NUMPY_DTYPES[call["dtype"]]
     rows = len(call["targets"])
-    gradient = np.full(rows * call["hidden_size"] * kind.itemsize, 255, np.uint8).data if call["grad_hidden"] else None
+    gradient = _stale(rows * call["hidden_size"] * kind.itemsize) if call["grad_hidden"] else None
     results = {name: np.full(rows, 77, np.int32 if name == "argmax" else np.float32) for name in call["row_results"]}
     weights = call["row_weights"]
     return ForwardWork(
-        head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"], hidden=hidden,
+        head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"],
+        hidden=_host_rows(hidden),
         hidden_dtype=types.DTYPES[call["dtype"]], hidden_size=call["hidden_size"], element_size=kind.itemsize,
         targets=np.array(call["targets"], "<i4"), row_weights=None if weights is None else np.array(weights, "<f4"),
         options=types.LossOptions(**options),
@@ -50,7 +60,7 @@ def _backward(call: Case) -> BackwardWork:
 
     size = types.NUMPY_DTYPES[call["dtype"]].itemsize
     rows = len(call["grad_loss"])
-    gradient = np.full(rows * call["hidden_size"] * size, 255, np.uint8).data if call["grad_hidden"] else None
+    gradient = _stale(rows * call["hidden_size"] * size) if call["grad_hidden"] else None
     return BackwardWork(
         head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"],
         hidden_size=call["hidden_size"], element_size=size, grad_loss=floats("grad_loss"),
@@ -104,7 +114,7 @@ def run_wire(case: Case) -> None:
     elif case["message"] == "slice":
         check_members(case, ("message", "rows", "row_bytes", "hex", "payload"))
         rows, row_bytes = _plan.Rows(*case["rows"]), case["row_bytes"]
-        hidden = memoryview(_payload(0, rows.end * row_bytes))
+        hidden = _host_rows(_payload(0, rows.end * row_bytes))
         message = _stream_messages.encode_slice(hidden, rows, row_bytes)
         assert message == bytes.fromhex(case["hex"]) + _payload(*case["payload"])
     else:
@@ -172,7 +182,7 @@ def run_stream_answers(case: Case) -> None:
     gradient = work.outputs.grad_hidden
     assert case["gives"] == {
         "valid_rows": summary.valid_rows, "received_bytes": answers.received_bytes,
-        "grad_hidden": None if gradient is None else bytes(gradient).hex(),
+        "grad_hidden": None if gradient is None else bytes(gradient.read(0, gradient.nbytes)).hex(),
         "row_results": {name: values.tolist() for name, values in work.outputs.rows.items()}}
 
 

@@ -19,7 +19,9 @@ def on_unix_sockets() -> bool:
 
 
 class ServerProcess:
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, program: str = "LOSSD_BINARY") -> None:
+        """`program`: the environment variable that names it."""
+        self._program = os.environ[program]
         self._folder = tempfile.TemporaryDirectory(prefix="lossd-test.")
         self.folder = Path(self._folder.name)
         self._flags = (*flags, *os.environ.get("LOSSD_TEST_FLAGS", "").split())
@@ -33,7 +35,7 @@ class ServerProcess:
         ports.unlink(missing_ok=True)
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [os.environ["LOSSD_BINARY"], f"--listen={self.target}", "--http=", f"--port_file={ports}",
+                [self._program, f"--listen={self.target}", "--http=", f"--port_file={ports}",
                  f"--checkpoint_dir={self.folder / 'checkpoints'}", "--threads=2", *self._flags],
                 stdout=log, stderr=subprocess.STDOUT)
         for _ in range(2400):  # two minutes, on a machine that does other work too

@@ -17,6 +17,7 @@ from server_process import ServerProcess
 
 import lossd
 from lossd import _regions, _slice_places
+from lossd._row_memory import HostRows
 from lossd.v1 import region_pb2
 
 N, D, V = 300, 24, 97
@@ -27,6 +28,10 @@ def rows(seed: int = 0) -> tuple[Any, Any]:
     targets = rng.integers(0, V, N).astype(np.int32)
     targets[::10] = -100
     return rng.standard_normal((N, D)).astype(np.float32), targets
+
+
+def rows_of(data: bytes) -> HostRows:
+    return HostRows(np.frombuffer(data, np.uint8))
 
 
 def compute(server: ServerProcess, transport: str, size: int, head: str, **arguments: Any) -> Any:
@@ -126,7 +131,7 @@ def test_says_what_it_took_and_why(server: ServerProcess, make_head: Any) -> Non
     with lossd.Client(server.target, transport="grpc") as client:
         client.compute_loss(head, hidden, targets)
         assert client.transport == ("grpc", "the client was told so")
-    with pytest.raises(lossd.InvalidArgument, match="auto, grpc or shared_memory"):
+    with pytest.raises(lossd.InvalidArgument, match="auto, grpc, shared_memory or cuda_ipc"):
         lossd.Client(server.target, transport="pigeon")
 
 
@@ -332,7 +337,7 @@ def test_a_call_that_fails_retires_its_region(server: ServerProcess) -> None:
         region = _regions.SharedRegion(name, 4096)
         places = _slice_places.SlicePlaces(region, may_wait=True)
         if put:
-            assert places.put(0, memoryview(b"x" * 100)) == 0
+            assert places.put(0, rows_of(b"x" * 100), 0, 100) == 0
         places.close(error)
         assert region.usable() != retired
-        assert places.put(1, memoryview(b"x")) is None, "nothing is taken after the end"
+        assert places.put(1, rows_of(b"x"), 0, 1) is None, "nothing is taken after the end"

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_backend.h"
+#include "server/regions/shared_memory.h"
 
 namespace lossd::regions {
 namespace {
@@ -20,6 +21,7 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
+constexpr Regions::Kind kHost = Regions::Kind::kHost;
 
 class RegionsTest : public ::testing::Test {
  protected:
@@ -27,7 +29,7 @@ class RegionsTest : public ::testing::Test {
     auto backend = kernels::CreateCpuBackend({.threads = 1, .memory_limit_bytes = limit});
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
-    regions_ = std::make_unique<Regions>(backend_.get(), 16 * kMebibyte, 0.5);
+    regions_ = std::make_unique<Regions>(backend_.get(), RegionLimits{.host_bytes = 16 * kMebibyte}, 0.5);
   }
   int64_t Staging() const { return backend_->memory().current[kernels::MemoryKind::kStaging]; }
 
@@ -70,7 +72,7 @@ TEST(SharedMemoryTest, TakesItsPagesWithIt) {
 
 TEST_F(RegionsTest, BelongToTheFirstWhoNamesThem) {
   Start();
-  const auto region = regions_->Create("a", kMebibyte);
+  const auto region = regions_->Create("a", kHost, kMebibyte);
   ASSERT_TRUE(region.ok()) << region.status();
   EXPECT_EQ((*region)->id().size(), 16u);
   EXPECT_EQ(regions_->Claim((*region)->id(), "trainer"), *region);
@@ -82,13 +84,13 @@ TEST_F(RegionsTest, BelongToTheFirstWhoNamesThem) {
   }
   regions_->Forget((*region)->id());
   EXPECT_EQ(regions_->Claim((*region)->id(), "trainer"), nullptr);
-  EXPECT_NE((*regions_->Create("a", kMebibyte))->id(), (*region)->id());
+  EXPECT_NE((*regions_->Create("a", kHost, kMebibyte))->id(), (*region)->id());
 }
 
 TEST_F(RegionsTest, StayAsLongAsTheyAreUsedAndCountUntilThen) {
   Start();
   const int64_t before = Staging();
-  auto region = *regions_->Create("a", kMebibyte);
+  auto region = *regions_->Create("a", kHost, kMebibyte);
   auto use = regions_->Claim(region->id(), "");
   regions_->Forget(region->id());
   region.reset();
@@ -102,7 +104,7 @@ TEST_F(RegionsTest, StayAsLongAsTheyAreUsedAndCountUntilThen) {
 
 TEST_F(RegionsTest, EachHolderHasItsShare) {
   Start();
-  const auto first = regions_->Create("greedy", 1000 * kMebibyte);
+  const auto first = regions_->Create("greedy", kHost, 1000 * kMebibyte);
   ASSERT_TRUE(first.ok());
   EXPECT_EQ((*first)->bytes().size(), static_cast<size_t>(16 * kMebibyte))
       << "who has nothing takes what is free";
@@ -113,7 +115,7 @@ TEST_F(RegionsTest, AreBoundedInAllAndPerHolder) {
   Start();
   std::vector<std::shared_ptr<Region>> held;
   while (true) {
-    auto region = regions_->Create("greedy", 2 * kMebibyte);
+    auto region = regions_->Create("greedy", kHost, 2 * kMebibyte);
     if (!region.ok()) {
       EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted);
       EXPECT_THAT(std::string(region.status().message()), HasSubstr("--shared_memory_bytes"));
@@ -123,15 +125,15 @@ TEST_F(RegionsTest, AreBoundedInAllAndPerHolder) {
     ASSERT_LE(held.size(), 16u);
   }
   EXPECT_LE(regions_->used_bytes(), 8 * kMebibyte);
-  EXPECT_TRUE(regions_->Create("modest", 2 * kMebibyte).ok());
+  EXPECT_TRUE(regions_->Create("modest", kHost, 2 * kMebibyte).ok());
 }
 
 TEST_F(RegionsTest, RespectTheMemoryLimit) {
   Start(4 * kMebibyte);
-  const auto region = regions_->Create("a", 8 * kMebibyte);
+  const auto region = regions_->Create("a", kHost, 8 * kMebibyte);
   EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted) << region.status();
   EXPECT_EQ(regions_->used_bytes(), 0);
-  EXPECT_TRUE(regions_->Create("a", kMebibyte).ok());
+  EXPECT_TRUE(regions_->Create("a", kHost, kMebibyte).ok());
 }
 
 }  // namespace

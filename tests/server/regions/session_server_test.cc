@@ -46,7 +46,7 @@ class SessionServerTest : public ::testing::Test {
  protected:
   void Start(SessionLimits limits = {}) {
     backend_ = *kernels::CreateCpuBackend({.threads = 1});
-    regions_ = std::make_unique<Regions>(backend_.get(), 32 * kMebibyte, 0.5);
+    regions_ = std::make_unique<Regions>(backend_.get(), RegionLimits{.host_bytes = 32 * kMebibyte}, 0.5);
     const std::string name = absl::StrCat("lossd-test-", getpid(), "-", std::random_device()());
     socket_ = absl::StrCat("@", name);
     listener_ =

@@ -21,7 +21,7 @@ from lossd._cancellation import Cancellation
 from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
-from lossd._regions import RegionSource
+from lossd._regions import RegionSource, SharedRegion
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
@@ -104,6 +104,7 @@ class Connections:
     def __init__(self, options: ConnectionOptions) -> None:
         """Opens all connections and waits until they stand; see await_server."""
         self.options = options
+        self.device = ""  # the GPU whose memory the server shares, "GPU-..."
         self._pid = os.getpid()
         self._closed = False
         self._first = self._open()
@@ -116,15 +117,15 @@ class Connections:
         self._next: grpc.Channel | None = None  # being opened
         self._next_ready = False
         self._next_deadline = 0.0
-        self._server_version = region_socket = ""
-        self.regions = RegionSource("grpc", 0, "", str)
+        self._server_version = ""
+        server = server_pb2.ServerDescription()
+        self.regions = self.device_regions = RegionSource("grpc", 0, "", str)
         deadline = Deadline(options.connect_timeout)
         try:
             for connection in self._all:
                 server = await_server(connection.channel, options, deadline)
-                self._server_version, region_socket = server.version, server.region_socket
-            self.regions = RegionSource(options.transport, options.shared_memory_bytes, region_socket, self._region_socket)
-            self.regions.check()
+                self._server_version = server.version
+            self._share_memory(server)
         except BaseException:
             self.close()
             raise
@@ -139,13 +140,52 @@ class Connections:
         for channel in channels:
             channel.close()
         self.regions.close()
+        self.device_regions.close()
 
     def _open(self) -> grpc.Channel:
         return self.options.credentials.open(self.options.target, _arguments(self.options))
 
-    def _region_socket(self) -> str:
+    def _share_memory(self, server: server_pb2.ServerDescription) -> None:
+        options = self.options
+        size = options.shared_memory_bytes
+        if options.transport != "grpc":
+            self.regions = RegionSource("auto", size, server.region_socket, lambda: self._ask().region_socket)
+        if options.transport in ("auto", "cuda_ipc"):
+            self.device = server.region_device
+            if self.device:
+                self.device_regions = RegionSource(
+                    "auto", size, server.region_socket, self._socket_of_device, self.device)
+        if options.transport == "shared_memory":
+            self.regions.check()
+        if options.transport == "cuda_ipc":
+            if not self.device:
+                raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")
+            self.device_regions.check()
+
+    def _ask(self) -> server_pb2.ServerDescription:
         return self.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
-                          Deadline(2.0)).region_socket
+                          Deadline(2.0))
+
+    def _socket_of_device(self) -> str:
+        """The server may be another process by now, with another GPU."""
+        server = self._ask()
+        return server.region_socket if server.region_device == self.device else ""
+
+    def region_for(self, device: str) -> SharedRegion | None:
+        """For a call whose rows lie on `device`; None: they are to go in messages. May open a region."""
+        if not device:
+            return self.regions.get()
+        # Rows of another GPU of the host are copied between the two.
+        region = self.device_regions.get() if self.device else None
+        return self.regions.get() if region is None else region
+
+    def cuda_choice(self) -> tuple[str, str]:
+        """How rows of CUDA arrays travel, and why."""
+        if self.device:
+            return self.device_regions.choice()
+        if self.options.transport in ("auto", "cuda_ipc"):
+            return "grpc", "the server shares no memory of a GPU"
+        return "grpc", "the client was told so"
 
     @property
     def closed(self) -> bool:

@@ -1,4 +1,7 @@
-"""Memory that a server on this host shares with a client (region.proto), and where a client gets it from."""
+"""Memory that a server on this host shares with a client (region.proto), and where a client gets it from.
+
+It is memory of the host, or of the server's GPU for arrays that lie on one (CUDA IPC).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from lossd import errors
+from lossd import _cuda, errors
 from lossd.v1 import region_pb2
 
-TRANSPORTS = ("auto", "grpc", "shared_memory")
+TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
 
 _ALIGNMENT = 256  # of slices in a region
 _ID_BYTES = 16
@@ -33,7 +36,7 @@ def given_or_environment(transport: str | None) -> str:
     """The transport that was given, else that of LOSSD_TRANSPORT, else "auto"."""
     chosen = (os.environ.get("LOSSD_TRANSPORT") or "auto") if transport is None else transport
     if chosen not in TRANSPORTS:
-        raise errors.InvalidArgument(f"transport is {chosen!r}; it must be auto, grpc or shared_memory")
+        raise errors.InvalidArgument(f"transport is {chosen!r}; it must be auto, grpc, shared_memory or cuda_ipc")
     return chosen
 
 
@@ -44,9 +47,13 @@ def _no_region(why: object) -> errors.Unavailable:
 class SharedRegion:
     """A session of the region socket, the mapping, and which parts of it are in use. Thread-safe."""
 
-    def __init__(self, name: str, size: int) -> None:
-        """Opens a region of about `size` bytes; Unavailable, saying why, if there is none to be had."""
-        self._socket, descriptor, answer = _open(name, size)
+    def __init__(self, name: str, size: int, device: str = "") -> None:
+        """Opens a region of about `size` bytes; Unavailable, saying why, if there is none to be had.
+
+        `device`: the GPU whose memory it is to be, "GPU-..."; "": memory of the host.
+        """
+        number = _number_of(device)
+        self._socket, descriptor, answer = _open(name, size, device)
         self.id = answer.id
         self.size: int = answer.bytes
         self._pid = os.getpid()
@@ -55,22 +62,30 @@ class SharedRegion:
         self._retired = False
         self._users = 0  # calls
         self._taken: dict[int, int] = {}  # offset to end
+        self.memory: NDArray[Any] = np.empty(0, np.uint8)  # of the host; unmapped with the last view of it
+        self.mapping: _cuda.Mapping | None = None  # of a GPU
         try:
-            if os.fstat(descriptor).st_size < self.size:
-                raise _no_region("the server's memory is smaller than it says")
-            mapping = mmap.mmap(descriptor, self.size)
-        except (OSError, ValueError) as error:
+            if device:
+                self.mapping = _cuda.Mapping(_cuda.driver(), descriptor, self.size, number)
+            else:
+                self.memory = _map(descriptor, self.size)
+        except (OSError, ValueError, errors.Unavailable) as error:
             self._socket.close()
             raise _no_region(error) from None
         finally:
             os.close(descriptor)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
-        self.memory: NDArray[Any] = np.frombuffer(mapping, np.uint8)  # unmapped with the last view of it
 
     def __del__(self) -> None:
         if (session := getattr(self, "_socket", None)) is not None:
             session.close()
+
+    @property
+    def address(self) -> int:
+        return self.mapping.address if self.mapping is not None else int(self.memory.ctypes.data)
+
+    def gpu_or(self, other: int) -> int:
+        """The number of its GPU; `other` if it is memory of the host."""
+        return other if self.mapping is None else self.mapping.device
 
     def enter(self) -> None:
         """A call begins to use it."""
@@ -136,6 +151,25 @@ class SharedRegion:
         return False
 
 
+def _number_of(device: str) -> int:
+    """Of a GPU that this process sees; 0 for memory of the host."""
+    if not device:
+        return 0
+    number = _cuda.driver().find(device)
+    if number is None:
+        raise _no_region(f"the server's GPU is {device}, which this process does not see")
+    return number
+
+
+def _map(descriptor: int, size: int) -> NDArray[Any]:
+    if os.fstat(descriptor).st_size < size:
+        raise ValueError("the server's memory is smaller than it says")
+    mapping = mmap.mmap(descriptor, size)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(mapping, np.uint8)
+
+
 def _cannot_connect(name: str, error: OSError) -> errors.Unavailable:
     """Why a connection to the socket failed, and what is missing."""
     hint = ""
@@ -151,14 +185,14 @@ def _cannot_connect(name: str, error: OSError) -> errors.Unavailable:
     return _no_region(f"{name}: {error.strerror or error}{hint}")
 
 
-def _ask(session: socket.socket, size: int) -> tuple[bytes, list[int]]:
+def _ask(session: socket.socket, request: region_pb2.RegionRequest) -> tuple[bytes, list[int]]:
     """Asks for a region; the answer's packet and the descriptors that came with it.
 
     A server that refuses may have closed the session before the request came (sending it fails), or without
     reading it (a reset, reported once). Its reason can be read in both cases.
     """
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        session.send(region_pb2.RegionRequest(bytes=size).SerializeToString())
+        session.send(request.SerializeToString())
     try:
         packet, descriptors, _, _ = socket.recv_fds(session, _MOST_PACKET, 1)
     except ConnectionResetError:
@@ -166,7 +200,7 @@ def _ask(session: socket.socket, size: int) -> tuple[bytes, list[int]]:
     return packet, descriptors
 
 
-def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOpened]:
+def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region_pb2.RegionOpened]:
     """The session, the descriptor of its memory, and what the server says of it."""
     if not hasattr(socket, "recv_fds"):
         raise _no_region("this system passes no descriptors between programs")
@@ -178,12 +212,14 @@ def _open(name: str, size: int) -> tuple[socket.socket, int, region_pb2.RegionOp
             session.connect("\0" + name[1:] if name.startswith("@") else name)
         except OSError as error:
             raise _cannot_connect(name, error) from None
-        packet, descriptors = _ask(session, size)
+        packet, descriptors = _ask(session, region_pb2.RegionRequest(bytes=size, of_device=bool(device)))
         answer = region_pb2.RegionAnswer.FromString(packet)
         if answer.HasField("refused"):
             raise _no_region(answer.refused.reason)
         if len(answer.opened.id) != _ID_BYTES or not answer.opened.bytes or len(descriptors) != 1:
             raise _no_region("the server has closed the session" if not packet else "the server's answer is no region")
+        if answer.opened.device != device:
+            raise _no_region(f"the server gives memory of {answer.opened.device or 'the host'}, not of {device or 'the host'}")
         session.setblocking(False)
         return session, descriptors[0], answer.opened
     except BaseException as error:
@@ -201,11 +237,12 @@ class RegionSource:
     An attempt that fails is repeated by calls that begin later, after pauses that grow. Thread-safe.
     """
 
-    def __init__(self, transport: str, size: int, name: str, ask: Callable[[], str]) -> None:
-        """`name`: the region socket, as the server has told it; `ask` asks for it again."""
+    def __init__(self, transport: str, size: int, name: str, ask: Callable[[], str], device: str = "") -> None:
+        """`name`: the region socket, as the server has told it; `ask` asks for it again. `device` as in SharedRegion."""
         self._transport = transport
         self._size = size
         self._ask = ask
+        self._device = device
         self._changed = threading.Condition()  # guards what follows
         self._name = name
         self._region: SharedRegion | None = None
@@ -216,8 +253,8 @@ class RegionSource:
         self._problem: errors.LossdError | None = None
 
     def check(self) -> None:
-        """With the transport "shared_memory": raises if there is no region to be had."""
-        if self._transport == "shared_memory" and self.get() is None and self._problem is not None:
+        """Raises if there is no region to be had."""
+        if self.get() is None and self._problem is not None:
             raise self._problem
 
     def get(self) -> SharedRegion | None:
@@ -274,15 +311,17 @@ class RegionSource:
                 self._name = self._ask()
             if not self._name:
                 raise _no_region("the server offers none")
-            return SharedRegion(self._name, self._size), None
+            return SharedRegion(self._name, self._size, self._device), None
         except errors.LossdError as error:
             return None, error
 
     def choice(self) -> tuple[str, str]:
-        """How rows travel, "shared_memory" or "grpc", and why."""
+        """How rows travel, "cuda_ipc", "shared_memory" or "grpc", and why."""
         if self._transport == "grpc":
             return "grpc", "the client was told so"
         with self._changed:
+            if self._region is not None and self._device:
+                return "cuda_ipc", f"the server's GPU is of this host; {self._region.size >> 20} MiB of {self._device}"
             if self._region is not None:
                 return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB"
             if not self._tried:

@@ -104,8 +104,7 @@ class Round:
     def _run_stream(self, connection: Connection, rows: Rows, rule: SliceRule) -> None:
         parts = self._parts
         work = parts.work
-        has_payload = work.hidden is not None or work.outputs.grad_hidden is not None
-        region = parts.connections.regions.get() if has_payload else None
+        region = None if work.memory is None else parts.connections.region_for(work.memory.device)
         # Where rows have an order, those of other calls may have to come before a slice is answered.
         with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
             room = places.reserve(rows, work.row_bytes) if work.hidden is None else None

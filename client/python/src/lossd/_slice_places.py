@@ -9,10 +9,9 @@ import threading
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-
 from lossd._plan import Rows
 from lossd._regions import SharedRegion
+from lossd._row_memory import RowMemory
 
 _CALLS_PER_REGION = 4  # so that the calls of several microbatches find room beside each other
 
@@ -61,24 +60,25 @@ class SlicePlaces:
             count //= 2
         return self._room
 
-    def put(self, row: int, hidden: memoryview) -> int | None:
-        """Copies the slice with this first row into the region: its offset there. None: it is to go in a message.
+    def put(self, row: int, hidden: RowMemory, begin: int, end: int) -> int | None:
+        """Copies the slice with this first row, bytes of `hidden`, into the region: its offset there. None: it is to go in
+        a message.
 
         Waits until there is room, if an answer of this call will make some. Not to be called after close().
         """
-        if self._region is None or hidden.nbytes == 0:
+        size = end - begin
+        if self._region is None or size == 0:
             return None
         with self._changed:
-            offset = self._take(hidden.nbytes)
+            offset = self._take(size)
             while offset is None and self._taken and self._may_wait and not self._closed:
                 self._changed.wait()
-                offset = self._take(hidden.nbytes)
+                offset = self._take(size)
             if offset is None:
                 return None
-            self._taken[row] = offset, hidden.nbytes
-            self._taken_bytes += hidden.nbytes
-        # NumPy copies without the interpreter's lock.
-        self._region.memory[offset:offset + hidden.nbytes] = np.frombuffer(hidden, np.uint8)
+            self._taken[row] = offset, size
+            self._taken_bytes += size
+        hidden.to_region(begin, end, self._region, offset)
         return offset
 
     def _take(self, size: int) -> int | None:
@@ -87,8 +87,8 @@ class SlicePlaces:
             return None
         return self._region.take(size)
 
-    def find(self, row: int, size: int) -> memoryview | None:
-        """The bytes of the slice with this first row and so many bytes; None if it is in a message."""
+    def find(self, row: int, size: int) -> tuple[SharedRegion, int] | None:
+        """Where the slice with this first row and so many bytes lies; None if it is in a message."""
         if self._region is None:
             return None
         with self._changed:
@@ -96,7 +96,7 @@ class SlicePlaces:
         if self._room is not None:
             before = (row - self._room.first_row) * self._room.row_bytes
             offset, most = self._room.offset + before, self._room.size - before if before >= 0 else -1
-        return None if size > most else self._region.memory[offset:offset + size].data
+        return None if size > most else (self._region, offset)
 
     def free(self, row: int) -> None:
         """The slice was answered, and its gradients have been used."""

@@ -74,7 +74,7 @@ class LossStream:
             assert hidden is not None
             if self._cancelled:
                 return  # the memory is not looked at any more
-            offset = self._places.put(rows.begin, hidden[rows.begin * row_bytes:rows.end * row_bytes])
+            offset = self._places.put(rows.begin, hidden, rows.begin * row_bytes, rows.end * row_bytes)
             if self._cancelled:
                 return
             self.sent_bytes += len(rows) * row_bytes

@@ -12,17 +12,18 @@ import numpy as np
 
 from lossd import _wire, errors
 from lossd._plan import Rows, AnswerTracker
+from lossd._row_memory import RowMemory
 from lossd._slice_places import SlicePlaces
 from lossd._work import Outputs, StreamPlan
 from lossd.types import RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
 
-def encode_slice(hidden: memoryview, rows: Rows, row_bytes: int) -> bytes:
-    """The message of one slice; `hidden` is bytes of [N, D]."""
+def encode_slice(hidden: RowMemory, rows: Rows, row_bytes: int) -> bytes:
+    """The message of one slice."""
     request = loss_pb2.ComputeLossRequest(slice=loss_pb2.SliceHeader(
         rows=types_pb2.RowRange(begin=rows.begin, end=rows.end)))
-    return _wire.encode(request, hidden[rows.begin * row_bytes:rows.end * row_bytes])
+    return _wire.encode(request, hidden.read(rows.begin * row_bytes, rows.end * row_bytes))
 
 
 def encode_slice_in_region(rows: Rows, row_bytes: int, offset: int) -> bytes:
@@ -87,26 +88,34 @@ class StreamAnswers:
         self._answers.take(rows)
         self.received_in_messages += payload.nbytes
         if result.in_region:
-            in_region = self._places.find(rows.begin, len(rows) * self._row_bytes)
-            if in_region is None or payload.nbytes:
-                raise errors.server_sent(f"gradients in a region for {rows}, which are not in one")
-            payload = in_region
-        self._scatter_gradient(rows, payload)
+            self._fetch_gradient(rows, payload)
+        else:
+            self._scatter_gradient(rows, payload)
         values: dict[RowOutput, Any] = {
             "loss": result.row_loss, "lse": result.row_lse, "entropy": result.row_entropy,
             "logprob": result.row_logprob, "argmax": result.row_argmax}
         for name, field in values.items():
             self._scatter_rows(rows, name, field)
-        self.received_bytes += payload.nbytes
         self._places.free(rows.begin)
+
+    def _fetch_gradient(self, rows: Rows, payload: memoryview) -> None:
+        out, begin, end = self._outputs.grad_hidden, rows.begin * self._row_bytes, rows.end * self._row_bytes
+        place = self._places.find(rows.begin, end - begin)
+        if place is None or payload.nbytes:
+            raise errors.server_sent(f"gradients in a region for {rows}, which are not in one")
+        if out is None:
+            raise errors.server_sent(f"{end - begin} bytes of gradients for {rows}; 0 were expected")
+        out.from_region(begin, end, *place)
+        self.received_bytes += end - begin
 
     def _scatter_gradient(self, rows: Rows, payload: memoryview) -> None:
         out, row_bytes = self._outputs.grad_hidden, self._row_bytes
         expected = len(rows) * row_bytes if out is not None else 0
         if payload.nbytes != expected:
             raise errors.server_sent(f"{payload.nbytes} bytes of gradients for {rows}; {expected} were expected")
-        if out is not None:  # NumPy copies without the interpreter's lock
-            np.frombuffer(out, np.uint8)[rows.begin * row_bytes:rows.end * row_bytes] = np.frombuffer(payload, np.uint8)
+        if out is not None:
+            out.write(rows.begin * row_bytes, payload)
+        self.received_bytes += payload.nbytes
 
     def _scatter_rows(self, rows: Rows, name: RowOutput, values: Any) -> None:
         out = self._outputs.rows.get(name)

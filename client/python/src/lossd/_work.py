@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
+from lossd._row_memory import RowMemory
 from lossd._slice_places import Room
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
@@ -36,12 +37,12 @@ def _rows_per_stream(max_message_bytes: int, bytes_per_row: int) -> int:
 class Outputs:
     """Where results go; written in place. Only what is there is computed and sent."""
 
-    grad_hidden: memoryview | None = None  # bytes of [N, D]
+    grad_hidden: RowMemory | None = None
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)  # [N] each
 
     def fill_ignored(self, rows: Rows, row_bytes: int) -> None:
         if self.grad_hidden is not None:
-            np.frombuffer(self.grad_hidden, np.uint8)[rows.begin * row_bytes:rows.end * row_bytes] = 0
+            self.grad_hidden.zero(rows.begin * row_bytes, rows.end * row_bytes)
         for name, array in self.rows.items():
             array[rows.begin:rows.end] = _IGNORED[name]
 
@@ -79,7 +80,12 @@ class Work(ABC):
         self.hidden_size = hidden_size
         self.row_bytes = hidden_size * element_size
         self.outputs = outputs
-        self.hidden: memoryview | None = None  # bytes of [N, D]; None: no slices are sent
+        self.hidden: RowMemory | None = None  # None: no slices are sent
+
+    @property
+    def memory(self) -> RowMemory | None:
+        """Where rows come from or gradients go; None: neither is wanted."""
+        return self.hidden or self.outputs.grad_hidden
 
     @property
     def restartable(self) -> bool:
@@ -124,7 +130,7 @@ class Scale:
 
 
 class ForwardWork(Work):
-    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden: memoryview,
+    def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden: RowMemory,
                  hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs) -> None:

@@ -88,9 +88,10 @@ class Client(HeadCalls):
             timeout. On a deterministic server they may all wait for a microbatch with a smaller id, so not more than
             max_pending - 1 are started before that one.
           transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
-            both have to be on one host for (Unavailable if there is none); "auto": in shared memory if it can be had.
+            both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays, in memory of
+            the server's GPU, which this process has to see (Unavailable else); "auto": each of these if it can be had.
             None: the environment variable LOSSD_TRANSPORT, or "auto".
-          shared_memory_bytes: asked for; the server may give less.
+          shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
@@ -140,6 +141,17 @@ class Client(HeadCalls):
     def transport(self) -> tuple[str, str]:
         """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
         return self._connections.regions.choice()
+
+    @property
+    def cuda_transport(self) -> tuple[str, str]:
+        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of the server's GPU, or "grpc", as rows of
+        the host after a copy; decided with the first of them."""
+        return self._connections.cuda_choice()
+
+    def shares_gpu(self) -> bool:
+        """Whether rows of CUDA arrays go through memory of the server's GPU. Opens that memory when asked first, which
+        takes some milliseconds."""
+        return self._connections.device_regions.get() is not None
 
     @property
     def connections(self) -> tuple[int, str]:
@@ -192,7 +204,9 @@ class Client(HeadCalls):
 
         Args:
           hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. Sent from
-            where it lies if it is C-contiguous; must not change before the computation is done.
+            where it lies if it is C-contiguous; must not change before the computation is done. Or a C-contiguous CUDA
+            array (anything with `__cuda_array_interface__`; bf16 as 16-bit integers), whose rows go through memory of the
+            server's GPU if `cuda_transport` says so.
           targets: [N] classes in [0, V) or options.ignore_index. Copied, like row_weights.
           step: the open step that the gradients belong to. Required with `accumulate`.
           id: names the microbatch within (head, step). Sending the same id again with the same contents is safe.
@@ -204,27 +218,29 @@ class Client(HeadCalls):
           grad_output: the gradient of the final objective with respect to this loss; multiplies every gradient.
           accumulate: add dL/dW, dL/db, ... to the head's accumulators, at most once per row, whatever breaks.
           retain: with reduction "none": keep the hidden states on the server for backward(), under `id`.
-          grad_hidden: True: return dL/dx; or a C-contiguous array [N, D] of the same dtype to write it into.
+          grad_hidden: True: return dL/dx; or a C-contiguous array [N, D] of the same dtype to write it into. For a CUDA
+            array it is a CUDA array.
           rows: results wanted for every row.
           streams: concurrent streams. None: one for each connection that is idle, at least one.
           slice_bytes: of hidden states per message.
-          ready: blocks until `hidden` may be read; runs on a thread of the client.
+          ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
         """
         self._connections.check_usable()
-        kind, data = _arrays.as_matrix("hidden", hidden, dtype)
+        kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
         classes = _arrays.as_targets(targets)
-        if len(classes) != len(data):
-            raise errors.InvalidArgument(f"targets has {len(classes)} entries for {len(data)} rows of hidden")
-        gradient = _arrays.gradient_array(grad_hidden, data)
+        if len(classes) != shape[0]:
+            raise errors.InvalidArgument(f"targets has {len(classes)} entries for {shape[0]} rows of hidden")
+        gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
         wanted = _arrays.row_arrays(rows, len(classes))
         work = ForwardWork(
-            head=head, step=step, id=id, accumulate=accumulate, hidden=_arrays.bytes_of(data),
-            hidden_dtype=types.DTYPES[kind], hidden_size=data.shape[1], element_size=data.itemsize, targets=classes,
+            head=head, step=step, id=id, accumulate=accumulate, hidden=data,
+            hidden_dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize,
+            targets=classes,
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient), wanted))
-        return self._start(work, gradient, streams, slice_bytes, timeout, ready)
+            outputs=Outputs(place, wanted))
+        return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(data, ready))
 
     def backward(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
@@ -255,14 +271,13 @@ class Client(HeadCalls):
         upstream = _arrays.as_floats("grad_loss", grad_loss)
         assert upstream is not None
         types.enum_value("dtype", types.DTYPES, dtype)
-        shape = np.broadcast_to(np.zeros((), types.NUMPY_DTYPES[dtype]), (len(upstream), hidden_size))
-        gradient = _arrays.gradient_array(grad_hidden, shape)
+        gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         work = BackwardWork(
             head=head, step=step, id=id, accumulate=accumulate, hidden_size=hidden_size,
             element_size=types.NUMPY_DTYPES[dtype].itemsize, grad_loss=upstream,
             grad_lse=_arrays.as_floats("grad_lse", grad_lse),
             grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
-            outputs=Outputs(None if gradient is None else _arrays.bytes_of(gradient)))
+            outputs=Outputs(place))
         return self._start(work, gradient, streams, 1, timeout, None)  # no slices are sent
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:

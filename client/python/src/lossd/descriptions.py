@@ -211,6 +211,7 @@ class ServerDescription(Shown):
     ranks: tuple[RankDescription, ...] = _many(RankDescription)  # of a server of several processes; else empty
     region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
     http: str | None = field(default=None, repr=False)  # URL of its HTTP side as it listens; "": none; None: an old server
+    region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
 
 
 @dataclass(frozen=True, repr=False)

@@ -156,7 +156,7 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
     blocks.outputs.dropped_mass[r] = 0.125f;
   }
   blocks.outputs.first_bad[0] = 1;
-  UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
   EXPECT_THAT(loss, ElementsAre(0.0f, 1.0f, 2.0f));
   EXPECT_THAT(lse, ElementsAre(0.0f, 10.0f, 20.0f));
   EXPECT_THAT(argmax, ElementsAre(-1, 4, 4));
@@ -187,7 +187,7 @@ TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {
     layout.planned = chunk.options.gradients = asked;
     chunk.choices = {{.what = "gradients", .choice = "not known yet"}, {.what = "loss"}};
     *blocks.outputs.decision = decision;
-    UnpackResults(chunk, layout, 4, blocks.inputs, blocks.outputs);
+    UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
     EXPECT_EQ(chunk.choices[0].what, "gradients");
     EXPECT_EQ(chunk.choices[0].choice, Name(chunk.gradients));
     EXPECT_EQ(chunk.choices[1].what, "loss");

@@ -80,7 +80,7 @@ class Job:
         self.deferred = module.deferred and (needs_hidden or needs_head)
         self.row_losses = module.deferred
         self.pending: lossd.PendingLoss | None = None
-        self._gradient: torch.Tensor | None = None  # in host memory
+        self._gradient: torch.Tensor | None = None  # where the client writes it
         self._lazy_loss: torch.Tensor | None = None  # memory of a loss that waits for its value
         self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted; likewise below
         self._gradient_error: torch.Tensor | None = None
@@ -100,10 +100,11 @@ class Job:
 
     def _start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None, accumulates: bool) -> None:
         module = self.module
-        host, ready = _memory.to_host(self.hidden.detach().reshape(-1, module.hidden_size))
-        gradient: bool | NDArray[Any] = False
+        place = _memory.place_of(self.hidden, module.client)
+        gradient: Any = False
         if self.needs_hidden and not self.row_losses:
-            gradient = self._gradient_memory()
+            gradient = self._gradient_memory(place)
+        sent = _memory.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
@@ -113,16 +114,16 @@ class Job:
         elif self.normalizer != 1.0:
             reduction = "mean"
         self.pending = module.client.compute_loss_async(
-            module.head_name, _memory.as_array(host), labels, dtype=self.dtype, options=module.options,
+            module.head_name, sent.array, labels, dtype=self.dtype, options=module.options,
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, **module.transport)
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **module.transport)
 
-    def _gradient_memory(self) -> NDArray[Any]:
+    def _gradient_memory(self, place: _memory.Place) -> Any:
         shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
-        self._gradient = _memory.empty_host(shape, self.hidden.dtype, self.hidden.device)
-        return _memory.as_array(self._gradient)
+        self._gradient = _memory.empty(shape, self.hidden.dtype, self.hidden.device, place)
+        return _memory.as_sent(self._gradient)
 
     def _wait(self) -> LossResult:
         assert self.pending is not None
@@ -247,12 +248,16 @@ class Job:
                   for name, gradient in upstream.items()}
         loss, rows = values.get("loss"), 0
         if math.prod(self.shape) > 0:
+            gradient: Any = False
+            if self.needs_hidden:
+                gradient = self._gradient_memory(_memory.place_of(self.hidden, module.client))
+                _memory.settle(self._gradient)
             with steps.sending(self.number, self.needs_head):
                 pending = module.client.backward_async(
                     module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
                     grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
                     dtype=self.dtype, step=self.step, accumulate=self.needs_head,
-                    grad_hidden=self._gradient_memory() if self.needs_hidden else False,
+                    grad_hidden=gradient,
                     streams=module.transport["streams"], timeout=module.transport["timeout"])
             with self._failure_noted():
                 result = pending.wait()
@@ -265,7 +270,7 @@ class Job:
         else:
             with steps.sending(self.number, self.needs_head):
                 if self.needs_hidden:
-                    self._gradient_memory()
+                    self._gradient_memory("host")
         if self.needs_head:
             steps.arrived(self.number, rows, waits_for_backward=False)
 

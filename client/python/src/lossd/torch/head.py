@@ -203,7 +203,8 @@ class LossHead(torch.nn.Module):
         """Begins the computation, so that the trainer can go on meanwhile; wait() of the result is the loss.
 
         Args:
-          hidden: (..., D), float32, float16 or bfloat16, on any device. Must not change before wait().
+          hidden: (..., D), float32, float16 or bfloat16, on any device. Must not change before wait(), or with lazy()
+            before the end of backward: it is sent meanwhile, from where it lies.
           targets: (...), integers. On the CPU, for a CUDA model too, they do not wait for the GPU.
           row_weights: (...), multiply the rows' losses and gradients; they do not enter the normalizer.
           normalizer: overrides the module's. With process_group, that of all ranks.

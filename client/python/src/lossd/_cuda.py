@@ -1,0 +1,174 @@
+"""What this client takes from CUDA's driver, which is loaded when a CUDA array comes: importing memory that a server
+shares, and copies between it and arrays of the caller.
+
+Nothing here is enqueued on a stream of the caller's: a copy has ended when its function returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lossd import errors
+
+_LIBRARY = "libcuda.so.1"
+_POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+_DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class Driver:
+    """CUDA's driver. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Unavailable, saying why, if this machine has no driver or no GPU."""
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise errors.Unavailable(f"no CUDA driver: {error}") from None
+        self._lock = threading.Lock()  # guards what follows
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # by device
+        self._streams: dict[int, list[ctypes.c_void_p]] = {}  # those that nothing uses, by device
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(result, ctypes.byref(text))
+            raise errors.Unavailable(f"{name} failed: {(text.value or b'').decode() or result}")
+
+    def find(self, name: str) -> int | None:
+        """The number of the GPU with this UUID ("GPU-..."); None if this process does not see it."""
+        count = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        return next((device for device in range(count.value) if self.uuid(device) == name), None)
+
+    def uuid(self, device: int) -> str:
+        raw = (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(raw), ctypes.c_int(device))
+        return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
+    def device_of(self, address: int) -> int:
+        """The number of the GPU whose memory is at this address."""
+        device = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(device), ctypes.c_int(_DEVICE_OF_POINTER), ctypes.c_uint64(address))
+        return device.value
+
+    @contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        """Makes the device's primary context, which is that of all libraries of the process, the thread's."""
+        with self._lock:
+            if device not in self._contexts:
+                context = ctypes.c_void_p()
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+                self._contexts[device] = context
+        self._call("cuCtxPushCurrent_v2", self._contexts[device])
+        try:
+            yield
+        finally:
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def import_memory(self, descriptor: int, size: int, device: int) -> int:
+        """Maps memory of `device` that another process shares; its address. The descriptor stays the caller's."""
+        handle, address = ctypes.c_uint64(), ctypes.c_uint64()
+        with self._current(device):
+            self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor),
+                       ctypes.c_int(_POSIX_DESCRIPTOR))
+            try:
+                self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0),
+                           ctypes.c_uint64(0), ctypes.c_uint64(0))
+                try:
+                    self._map(address, size, handle, device)
+                except BaseException:
+                    self._library.cuMemAddressFree(address, ctypes.c_size_t(size))
+                    raise
+            finally:
+                self._library.cuMemRelease(handle)  # the mapping keeps the memory
+        return address.value
+
+    def _map(self, address: ctypes.c_uint64, size: int, handle: ctypes.c_uint64, device: int) -> None:
+        access = _Access(_Location(_ON_DEVICE, device), _READ_AND_WRITE)
+        self._call("cuMemMap", address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        try:
+            self._call("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+        except BaseException:
+            self._library.cuMemUnmap(address, ctypes.c_size_t(size))
+            raise
+
+    def unmap(self, address: int, size: int, device: int) -> None:
+        with self._current(device):
+            self._library.cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size))
+            self._library.cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+    def copy(self, to: int, source: int, size: int, device: int) -> None:
+        """Copies between any two addresses, of GPUs or of the host, and waits for that, with work of `device` alone."""
+        with self._current(device):
+            stream = self._take_stream(device)
+            self._call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
+            self._call("cuStreamSynchronize", stream)
+        with self._lock:
+            self._streams[device].append(stream)  # one that failed is not used again
+
+    def fill_zeros(self, to: int, size: int, device: int) -> None:
+        with self._current(device):
+            stream = self._take_stream(device)
+            self._call("cuMemsetD8Async", ctypes.c_uint64(to), ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
+            self._call("cuStreamSynchronize", stream)
+        with self._lock:
+            self._streams[device].append(stream)
+
+    def wait(self, stream: int, device: int) -> None:
+        """Waits for all that the caller has enqueued on a stream."""
+        with self._current(device):
+            self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def _take_stream(self, device: int) -> ctypes.c_void_p:
+        with self._lock:
+            idle = self._streams.setdefault(device, [])
+            if idle:
+                return idle.pop()
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        return stream
+
+
+@functools.lru_cache(maxsize=None)
+def _driver_of(pid: int) -> Driver:
+    return Driver()
+
+
+def driver() -> Driver:
+    """The driver of this process; a fork has none of its parent's. Unavailable, saying why, if there is none."""
+    return _driver_of(os.getpid())
+
+
+class Mapping:
+    """Memory of a GPU that a server shares, in this process's address space until the object goes."""
+
+    def __init__(self, owner: Driver, descriptor: int, size: int, device: int) -> None:
+        self.driver = owner
+        self.device = device
+        self.size = size
+        self.address = owner.import_memory(descriptor, size, device)
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pid", -1) == os.getpid():
+            self.driver.unmap(self.address, self.size, self.device)

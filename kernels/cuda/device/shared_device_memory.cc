@@ -1,0 +1,178 @@
+#include "kernels/cuda/device/shared_device_memory.h"
+
+#include <cuda.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "kernels/cuda/device/cuda_status.h"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+constexpr unsigned kDriverVersion = 12000;
+
+// The driver's functions, found at run time: this library does not link the driver's.
+struct Driver {
+  decltype(&cuCtxGetDevice) get_device = nullptr;
+  decltype(&cuDeviceGetAttribute) get_attribute = nullptr;
+  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
+  decltype(&cuMemCreate) create = nullptr;
+  decltype(&cuMemRelease) release = nullptr;
+  decltype(&cuMemAddressReserve) reserve = nullptr;
+  decltype(&cuMemAddressFree) free_address = nullptr;
+  decltype(&cuMemMap) map = nullptr;
+  decltype(&cuMemUnmap) unmap = nullptr;
+  decltype(&cuMemSetAccess) set_access = nullptr;
+  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
+};
+
+template <typename Function>
+bool Find(const char* name, Function& function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result);
+  function = reinterpret_cast<Function>(found);
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess && function != nullptr;
+}
+
+// Null if the driver lacks one of them.
+const Driver* FindDriver() {
+  static const Driver* const kDriver = [] {
+    auto* const driver = new Driver();
+    const bool found =
+        Find("cuCtxGetDevice", driver->get_device) && Find("cuDeviceGetAttribute", driver->get_attribute) &&
+        Find("cuMemGetAllocationGranularity", driver->granularity) && Find("cuMemCreate", driver->create) &&
+        Find("cuMemRelease", driver->release) && Find("cuMemAddressReserve", driver->reserve) &&
+        Find("cuMemAddressFree", driver->free_address) && Find("cuMemMap", driver->map) &&
+        Find("cuMemUnmap", driver->unmap) && Find("cuMemSetAccess", driver->set_access) &&
+        Find("cuMemExportToShareableHandle", driver->export_handle);
+    return found ? driver : nullptr;
+  }();
+  return kDriver;
+}
+
+absl::Status ToStatus(CUresult result, absl::string_view call, size_t bytes) {
+  if (result == CUDA_SUCCESS) return absl::OkStatus();
+  const std::string message = absl::StrCat(
+      call, " of ", bytes, " bytes that other programs may map failed: ", static_cast<int>(result));
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return absl::ResourceExhaustedError(message);
+  return absl::UnimplementedError(message);
+}
+
+CUmemAllocationProp PropertiesOf(CUdevice device) {
+  CUmemAllocationProp properties = {};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  return properties;
+}
+
+bool CanExport(const Driver& driver, CUdevice device) {
+  int value = 0;
+  return driver.get_attribute(&value, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                              device) == CUDA_SUCCESS &&
+         value != 0;
+}
+
+class MappedMemory final : public SharedDeviceMemory {
+ public:
+  MappedMemory(Device* device, const Driver& driver, size_t bytes)
+      : device_(device), driver_(driver), bytes_(bytes) {}
+
+  // Call once. What it took when it failed goes with the object.
+  absl::Status Allocate(CUdevice device) {
+    const CUmemAllocationProp properties = PropertiesOf(device);
+    CUmemGenericAllocationHandle handle = 0;
+    if (auto status = ToStatus(driver_.create(&handle, bytes_, &properties, 0), "cuMemCreate", bytes_);
+        !status.ok())
+      return status;
+    const absl::Status status = Map(handle, properties.location);
+    driver_.release(handle);  // the mapping and the descriptor hold the memory
+    if (!status.ok()) return status;
+    device_->ledger().Add(MemoryKind::kSlots, static_cast<int64_t>(bytes_));
+    counted_ = true;
+    return Wait(cudaMemsetAsync(data(), 0, bytes_, cudaStreamPerThread), "cudaMemsetAsync");
+  }
+
+  ~MappedMemory() override {
+    device_->Enter().IgnoreError();  // a device that is lost gives its memory back with the process
+    if (mapped_) driver_.unmap(address_, bytes_);
+    if (address_ != 0) driver_.free_address(address_, bytes_);
+    if (descriptor_ >= 0) close(descriptor_);
+    if (counted_) device_->ledger().Remove(MemoryKind::kSlots, static_cast<int64_t>(bytes_));
+  }
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+
+  absl::Span<uint8_t> bytes() const override { return {data(), bytes_}; }
+  int descriptor() const override { return descriptor_; }
+  absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const override {
+    return Copy(to, from.data(), from.size());
+  }
+  absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const override {
+    return Copy(to.data(), from, to.size());
+  }
+
+ private:
+  uint8_t* data() const { return reinterpret_cast<uint8_t*>(address_); }
+
+  absl::Status Map(CUmemGenericAllocationHandle handle, CUmemLocation location) {
+    const CUmemAccessDesc access = {.location = location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    absl::Status status =
+        ToStatus(driver_.reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve", bytes_);
+    if (status.ok()) status = ToStatus(driver_.map(address_, bytes_, 0, handle, 0), "cuMemMap", bytes_);
+    mapped_ = status.ok();
+    if (status.ok())
+      status = ToStatus(driver_.set_access(address_, bytes_, &access, 1), "cuMemSetAccess", bytes_);
+    if (status.ok()) {
+      status =
+          ToStatus(driver_.export_handle(&descriptor_, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+                   "cuMemExportToShareableHandle", bytes_);
+    }
+    return status;
+  }
+
+  absl::Status Copy(void* to, const void* from, size_t bytes) const {
+    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    return Wait(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cudaStreamPerThread), "cudaMemcpyAsync");
+  }
+
+  absl::Status Wait(cudaError_t enqueued, absl::string_view call) const {
+    if (enqueued == cudaSuccess) enqueued = cudaStreamSynchronize(cudaStreamPerThread);
+    return device_->Fail(cuda::ToStatus(enqueued, call));
+  }
+
+  Device* const device_;
+  const Driver& driver_;
+  const size_t bytes_;
+  CUdeviceptr address_ = 0;
+  bool mapped_ = false;
+  bool counted_ = false;
+  int descriptor_ = -1;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes) {
+  const Driver* const driver = FindDriver();
+  if (driver == nullptr) return absl::UnimplementedError("the driver shares no memory of GPUs");
+  LOSSD_RETURN_IF_ERROR(device->Enter());
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaFree(nullptr), "cudaFree");  // makes the device's context current
+  CUdevice ordinal = 0;
+  if (driver->get_device(&ordinal) != CUDA_SUCCESS || !CanExport(*driver, ordinal))
+    return absl::UnimplementedError("this GPU shares no memory by file descriptors");
+  const CUmemAllocationProp properties = PropertiesOf(ordinal);
+  size_t page = 0;
+  if (driver->granularity(&page, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS || page == 0)
+    return absl::UnimplementedError("cuMemGetAllocationGranularity failed");
+  const auto whole = static_cast<size_t>(RoundUp(bytes, static_cast<int64_t>(page)));
+  auto memory = std::make_unique<MappedMemory>(device, *driver, whole);
+  if (absl::Status status = memory->Allocate(ordinal); !status.ok()) return status;
+  return memory;
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,20 @@
+// Memory of a GPU that other processes can import by a file descriptor (the driver's virtual memory
+// management).
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_SHARED_DEVICE_MEMORY_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_SHARED_DEVICE_MEMORY_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/cuda/device/device.h"
+#include "kernels/device_memory_sharer.h"
+
+namespace lossd::kernels::cuda {
+
+// As DeviceMemorySharer::ShareDeviceMemory; `device` outlives the result. Thread-safe.
+absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_SHARED_DEVICE_MEMORY_H_

@@ -1,0 +1,44 @@
+// Memory of a device that programs of the host can map too, so that rows need no copy through memory of the
+// host. Backends that have such memory are DeviceMemorySharers besides.
+#ifndef LOSSD_KERNELS_DEVICE_MEMORY_SHARER_H_
+#define LOSSD_KERNELS_DEVICE_MEMORY_SHARER_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace lossd::kernels {
+
+// Zeros at first. Gone for this process when destroyed, which must be before the backend; a program that has
+// mapped it keeps the device's memory until it unmaps it or ends. Thread-safe.
+class SharedDeviceMemory {
+ public:
+  virtual ~SharedDeviceMemory() = default;
+  // Addresses of the device, in whole pages of it: code of the host must not follow them. The backend takes
+  // hidden states from there and writes gradients and tensors there, as with staging memory. Other processes
+  // may write to it at any time (StagingAdopter::AdoptStaging).
+  virtual absl::Span<uint8_t> bytes() const = 0;
+  // What another process imports it from, e.g. cuMemImportFromShareableHandle. Stays this object's.
+  virtual int descriptor() const = 0;
+  // Copies `from`, a part of bytes(), to memory of the host, or the other way, and waits for it. UNAVAILABLE:
+  // the device is lost.
+  virtual absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const = 0;
+  virtual absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const = 0;
+};
+
+// Thread-safe.
+class DeviceMemorySharer {
+ public:
+  virtual ~DeviceMemorySharer() = default;
+  // `bytes` > 0, rounded up to whole pages, of the device that BackendInfo::uuids names. Counted as
+  // MemoryKind::kSlots. RESOURCE_EXHAUSTED if it would pass a limit; UNIMPLEMENTED if the device or its
+  // driver cannot share memory.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) = 0;
+};
+
+}  // namespace lossd::kernels
+
+#endif  // LOSSD_KERNELS_DEVICE_MEMORY_SHARER_H_

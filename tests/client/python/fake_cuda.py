@@ -1,0 +1,66 @@
+"""A machine with GPUs for tests: CUDA's driver as lossd._cuda has it, and arrays on its devices.
+
+Addresses of devices are those of memory of the host plus a distance, so that who follows one of them ends with SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+
+_FAR = 1 << 60  # no address of the host; device n begins at (n + 1) times it
+
+
+def uuid_of(device: int) -> str:
+    return f"GPU-00000000-0000-0000-0000-{device + 1:012}"
+
+
+class FakeDriver:
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+        self.mapped: dict[int, Any] = {}  # by address
+        self.copies: list[tuple[bool, bool]] = []  # whether the target, and the source, is of a device
+        self.waited: list[int] = []
+
+    def find(self, name: str) -> int | None:
+        return next((device for device in range(self.devices) if uuid_of(device) == name), None)
+
+    def uuid(self, device: int) -> str:
+        return uuid_of(device)
+
+    def device_of(self, address: int) -> int:
+        assert address >= _FAR
+        return address // _FAR - 1
+
+    def import_memory(self, descriptor: int, size: int, device: int) -> int:
+        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        address = int(memory.ctypes.data) + (device + 1) * _FAR
+        self.mapped[address] = memory
+        return address
+
+    def unmap(self, address: int, size: int, device: int) -> None:
+        assert self.mapped.pop(address).nbytes == size
+
+    def copy(self, to: int, source: int, size: int, device: int) -> None:
+        self.copies.append((to >= _FAR, source >= _FAR))
+        ctypes.memmove(to % _FAR, source % _FAR, size)
+
+    def fill_zeros(self, to: int, size: int, device: int) -> None:
+        assert to >= _FAR
+        ctypes.memset(to % _FAR, 0, size)
+
+    def wait(self, stream: int, device: int) -> None:
+        self.waited.append(stream)
+
+
+class FakeArray:
+    """An array on a device, as a library of GPU arrays has it."""
+
+    def __init__(self, values: Any, device: int = 0, **interface: Any) -> None:
+        self.values = np.array(values)
+        self.__cuda_array_interface__ = {
+            "shape": self.values.shape, "typestr": self.values.dtype.str, "version": 3, "strides": None,
+            "data": (int(self.values.ctypes.data) + (device + 1) * _FAR, False), **interface}
