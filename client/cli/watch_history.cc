@@ -67,7 +67,7 @@ void WatchHistory::AddRates() {
   double total = 0;
   for (const auto& [name, rows] : RowsByHead(*good_)) {
     HeadHistory& head = heads_[name];
-    if (const auto busy = Growth(kBusySeconds, "head", name); busy.has_value() && Seconds() > 0) {
+    if (const auto busy = Growth(kHeadDeviceSeconds, "head", name); busy.has_value() && Seconds() > 0) {
       head.device_share = std::max(0.0, *busy / Seconds());
     }
     const auto it = before.find(name);

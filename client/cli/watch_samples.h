@@ -18,6 +18,7 @@ inline constexpr char kChunks[] = "lossd_chunks_total";
 inline constexpr char kGradientErrorSum[] = "lossd_gradient_error_ratio_sum";
 inline constexpr char kGradientErrorCount[] = "lossd_gradient_error_ratio_count";
 inline constexpr char kBusySeconds[] = "lossd_device_busy_seconds_total";
+inline constexpr char kHeadDeviceSeconds[] = "lossd_head_device_seconds_total";
 inline constexpr char kHeadLoss[] = "lossd_head_loss";
 inline constexpr char kHeadStep[] = "lossd_head_step";
 inline constexpr char kStaging[] = "lossd_staging_bytes";

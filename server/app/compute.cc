@@ -156,7 +156,8 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
 }
 
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
-                                                            kernels::CreatedBackend own) {
+                                                            kernels::CreatedBackend own,
+                                                            std::function<void()> on_joined) {
   absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
   if (!secret.ok()) return secret.status();
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
@@ -172,7 +173,8 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
                                 .secret = *std::move(secret),
                                 .limits = LimitsOf(options),
                                 .settings = SettingsOf(options),
-                                .timeout = options.ranks.timeout},
+                                .timeout = options.ranks.timeout,
+                                .on_joined = std::move(on_joined)},
                                std::move(own));
 }
 

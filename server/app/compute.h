@@ -4,6 +4,7 @@
 #ifndef LOSSD_SERVER_APP_COMPUTE_H_
 #define LOSSD_SERVER_APP_COMPUTE_H_
 
+#include <functional>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -31,9 +32,10 @@ struct Compute {
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
-// Of the other ranks.
+// Of the other ranks. `on_joined`: as in ranks::WorkerOptions.
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
-                                                            kernels::CreatedBackend own);
+                                                            kernels::CreatedBackend own,
+                                                            std::function<void()> on_joined);
 
 }  // namespace lossd::app
 

@@ -12,14 +12,17 @@ metrics::HttpResponse Unavailable(std::string why) { return {.status = 503, .bod
 
 }  // namespace
 
+absl::Status Live(const Health& health, absl::Duration timeout) {
+  if (health.device_lost) return absl::UnavailableError("device lost");
+  if (health.device_silence <= timeout) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("no progress on the device for ",
+                   absl::FormatDuration(absl::Trunc(health.device_silence, absl::Seconds(1)))));
+}
+
 metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout) {
-  if (health.device_lost) return Unavailable("device lost\n");
-  if (health.device_silence > timeout) {
-    return Unavailable(
-        absl::StrCat("no progress on the device for ",
-                     absl::FormatDuration(absl::Trunc(health.device_silence, absl::Seconds(1))), "\n"));
-  }
-  return {.body = "ok\n"};
+  const absl::Status live = Live(health, timeout);
+  return live.ok() ? metrics::HttpResponse{.body = "ok\n"} : Unavailable(absl::StrCat(live.message(), "\n"));
 }
 
 metrics::HttpResponse Readiness(const Health& health) {

@@ -1,10 +1,11 @@
-// What /livez and /readyz answer. An orchestrator restarts a server that is not live, and sends no work to
-// one that is not ready.
+// What /livez and /readyz answer, and the service manager hears. An orchestrator restarts a server that is
+// not live, and sends no work to one that is not ready.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_APP_HEALTH_H_
 #define LOSSD_SERVER_APP_HEALTH_H_
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/metrics/http_router.h"
 
@@ -16,7 +17,11 @@ struct Health {
   absl::Duration device_silence;  // engine::Engine::DeviceSilence
 };
 
-// 503 if the device is lost or has been silent for longer than `timeout`. A server that drains is live.
+// UNAVAILABLE if the device is lost or has been silent for longer than `timeout`. A server that drains is
+// live.
+absl::Status Live(const Health& health, absl::Duration timeout);
+
+// 503 if it is not live.
 metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout);
 
 // 503 if the device is lost or the server drains.

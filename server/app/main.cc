@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <iostream>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <thread>
@@ -28,8 +27,10 @@
 #include "server/app/byte_size.h"
 #include "server/app/heap.h"
 #include "server/app/listen_flags.h"
+#include "server/app/port_file.h"
 #include "server/app/rank_flags.h"
 #include "server/app/server.h"
+#include "server/app/service_manager.h"
 #include "server/app/start_watch.h"
 #include "server/app/stop_events.h"
 #include "server/app/worker_app.h"
@@ -40,6 +41,7 @@
 using lossd::app::ByteSize;
 using lossd::app::Server;
 using lossd::app::ServerOptions;
+using lossd::app::ServiceManager;
 using lossd::app::StopEvents;
 using lossd::log::Log;
 using lossd::log::LogFormat;
@@ -282,26 +284,13 @@ ServerOptions OptionsFromFlags() {
   return options;
 }
 
-// A reader sees the whole file or none.
-absl::Status WritePortFile(const std::string& path, const Server& server) {
-  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
-  const nlohmann::json addresses = {{"grpc", server.grpc_address()}, {"http", server.http_address()}};
-  const std::string text = addresses.dump() + "\n";
-  FILE* const file = std::fopen(temporary.c_str(), "w");
-  if (file == nullptr)
-    return absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot create ", temporary));
-  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const bool closed = std::fclose(file) == 0;
-  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
-  absl::Status status = absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot write ", path));
-  std::remove(temporary.c_str());
-  return status;
-}
-
 int Fail(const absl::Status& status) {
   std::cerr << "lossd: " << status.message() << std::endl;
   return absl::IsInvalidArgument(status) ? 2 : 1;
 }
+
+// What a drain may take beyond its timeout.
+constexpr absl::Duration kGrace = absl::Seconds(10);
 
 // Ends the process if the drain takes longer than it may: at a second signal, or, with the device lost, when
 // a call to the device hangs for ever.
@@ -314,7 +303,6 @@ void WatchTheDrain(StopEvents& events, const StopEvents::Event& first) {
     _exit(device_lost ? kExitDeviceLost : kExitFailure);
   }).detach();
   if (!device_lost) return;
-  constexpr absl::Duration kGrace = absl::Seconds(10);
   std::thread([limit = absl::GetFlag(FLAGS_drain_timeout) + kGrace] {
     absl::SleepFor(limit);
     Log(LogLevel::kError, "the drain does not end: leaving at once");
@@ -322,10 +310,12 @@ void WatchTheDrain(StopEvents& events, const StopEvents::Event& first) {
   }).detach();
 }
 
-void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
+void Drain(Server& server, ServiceManager& manager, StopEvents& events, const StopEvents::Event& event) {
   const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
+  const char* const reason = event.signal == 0 ? "the device is lost" : strsignal(event.signal);
+  manager.Stopping(absl::StrCat("draining: ", reason), timeout + kGrace);
   Log(LogLevel::kInfo, "draining",
-      {{"reason", event.signal == 0 ? "the device is lost" : strsignal(event.signal)},
+      {{"reason", reason},
        {"timeout", absl::FormatDuration(timeout)},
        {"open_streams", server.stats().open_streams}});
   WatchTheDrain(events, event);
@@ -334,8 +324,8 @@ void Drain(Server& server, StopEvents& events, const StopEvents::Event& event) {
       clean ? "drained" : "drained; calls still open were cancelled");
 }
 
-int RunAsWorker(const ServerOptions& options, StopEvents& events) {
-  const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, events);
+int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvents& events) {
+  const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, &manager, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
     if (end.joined) return 0;
@@ -354,6 +344,8 @@ int Run() {
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   lossd::rpc::LogGrpcMessages();
+  const absl::StatusOr<std::unique_ptr<ServiceManager>> manager = ServiceManager::FromEnvironment();
+  if (!manager.ok()) return Fail(manager.status());
   const lossd::rpc::Periodic give_back(absl::Seconds(10), lossd::app::GiveBackFreedMemory);
   ServerOptions options = OptionsFromFlags();
   absl::StatusOr<lossd::app::RankOptions> ranks = lossd::app::RankOptionsFromFlags();
@@ -361,7 +353,7 @@ int Run() {
   options.ranks = *std::move(ranks);
   options.ranks.stop_requested = [&events] { return events.Pending() != 0; };
   options.ranks.on_leaving = [&events] { events.NotifyStop(); };
-  if (options.ranks.launch.rank != 0) return RunAsWorker(options, events);
+  if (options.ranks.launch.rank != 0) return RunAsWorker(options, **manager, events);
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
     options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
   std::optional<lossd::app::StartWatch> watch(&events);
@@ -375,10 +367,16 @@ int Run() {
   if (!server.ok()) return Fail(server.status());
   const std::string port_file = absl::GetFlag(FLAGS_port_file);
   if (!port_file.empty()) {
-    if (absl::Status status = WritePortFile(port_file, **server); !status.ok()) return Fail(status);
+    const absl::Status status =
+        lossd::app::WritePortFile(port_file, (*server)->grpc_address(), (*server)->http_address());
+    if (!status.ok()) return Fail(status);
   }
+  (*manager)->Ready(absl::StrCat("serving on ", (*server)->grpc_address()));
+  std::optional<lossd::app::KeepAlive> keep_alive;
+  keep_alive.emplace(manager->get(), [&server] { return (*server)->Live(); });
   const StopEvents::Event event = events.Wait();
-  Drain(**server, events, event);
+  Drain(**server, **manager, events, event);
+  keep_alive.reset();
   const bool device_lost = event.signal == 0;
   if (!device_lost) server->reset();
   if (!port_file.empty()) std::remove(port_file.c_str());

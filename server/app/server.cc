@@ -58,6 +58,7 @@ class ServerImpl final : public Server {
   uint64_t incarnation() const override { return engine_->incarnation(); }
   std::shared_ptr<grpc::Channel> InProcessChannel() override;
   engine::EngineStats stats() const override { return engine_->stats(); }
+  absl::Status Live() const override { return app::Live(health(), options_.liveness_timeout); }
   bool Drain(absl::Time deadline) override;
 
  private:
@@ -166,9 +167,7 @@ void ServerImpl::LogStart() const {
             {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options_)},
             {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
-            {"shared_device_memory_bytes", shared_memory_ == nullptr || shared_memory_->device().empty()
-                                               ? 0
-                                               : options_.shared_device_memory_bytes},
+            {"shared_device_memory_bytes", shared_memory_ == nullptr ? 0 : shared_memory_->device_bytes()},
             {"limit_bytes", options_.memory_limit_bytes}});
 }
 

@@ -112,6 +112,8 @@ class Server {
   // A channel without a network.
   virtual std::shared_ptr<grpc::Channel> InProcessChannel() = 0;
   virtual engine::EngineStats stats() const = 0;
+  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
+  virtual absl::Status Live() const = 0;
 
   // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
   // and stops. True if none had to be cancelled. Later calls do nothing.

@@ -56,6 +56,7 @@ SharedMemory::SharedMemory(std::string name, rpc::ListeningSocket listener, cons
                            kernels::Backend* backend)
     : name_(std::move(name)),
       device_(SharingDevice(options, backend)),
+      device_bytes_(options.shared_device_memory_bytes),
       listener_(std::move(listener)),
       regions_(backend, {options.shared_memory_bytes, options.shared_device_memory_bytes},
                options.peer_share),

@@ -2,6 +2,7 @@
 #ifndef LOSSD_SERVER_APP_SHARED_MEMORY_H_
 #define LOSSD_SERVER_APP_SHARED_MEMORY_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -30,6 +31,8 @@ class SharedMemory {
   const std::string& socket() const { return name_; }
   // As ServerDescription.region_device has it.
   const std::string& device() const { return device_; }
+  // Of that device, which clients may have; 0: none.
+  int64_t device_bytes() const { return device_.empty() ? 0 : device_bytes_; }
 
  private:
   SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
@@ -37,6 +40,7 @@ class SharedMemory {
 
   const std::string name_;
   const std::string device_;
+  const int64_t device_bytes_;
   const rpc::ListeningSocket listener_;
   regions::Regions regions_;
   regions::SessionServer sessions_;

@@ -14,6 +14,7 @@
 #include "server/app/compute.h"
 #include "server/app/device_watch.h"
 #include "server/app/gpu_watch.h"
+#include "server/app/health.h"
 #include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -26,22 +27,11 @@ constexpr absl::Duration kGrace = absl::Seconds(10);
 // How often a worker that was asked to stop looks for a second signal.
 constexpr absl::Duration kLook = absl::Milliseconds(200);
 
-metrics::HttpHandlers HandlersOf(const ranks::Worker* worker) {
-  using metrics::HttpResponse;
-  metrics::HttpHandlers handlers;
-  handlers["/livez"] = [](const auto&) { return HttpResponse{.body = "ok\n"}; };
-  handlers["/readyz"] = [worker](const auto&) {
-    return worker->joined() ? HttpResponse{.body = "ok\n"}
-                            : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
-  };
-  handlers["/healthz"] = handlers["/readyz"];
-  return handlers;
-}
-
 class WorkerApp {
  public:
-  explicit WorkerApp(const ServerOptions& options) : options_(options) {}
+  WorkerApp(const ServerOptions& options, ServiceManager* manager) : options_(options), manager_(manager) {}
   ~WorkerApp() {
+    keep_alive_.reset();
     http_.reset();
     if (runs_.joinable()) runs_.join();
   }
@@ -51,15 +41,21 @@ class WorkerApp {
 
  private:
   absl::Status StartHttp();
+  metrics::HttpHandlers Handlers() const;
+  Health health() const {
+    return {.device_lost = device_watch_->lost(), .device_silence = worker_->Silence()};
+  }
   // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
   absl::Status AwaitEnd(const StopEvents& events, absl::Duration limit);
 
   const ServerOptions& options_;
+  ServiceManager* const manager_;
   std::unique_ptr<Security> security_;
   std::unique_ptr<ranks::Worker> worker_;
   std::optional<DeviceWatch> device_watch_;
   std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
   std::unique_ptr<metrics::HttpServer> http_;
+  std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
   std::thread runs_;
@@ -73,11 +69,15 @@ absl::Status WorkerApp::Start() {
   absl::StatusOr<kernels::CreatedBackend> own = CreateOwnBackend(options_);
   if (!own.ok()) return own.status();
   const kernels::BackendInfo info = own->backend->info();
-  absl::StatusOr<std::unique_ptr<ranks::Worker>> worker = CreateWorker(options_, *std::move(own));
+  absl::StatusOr<std::unique_ptr<ranks::Worker>> worker =
+      CreateWorker(options_, *std::move(own), [manager = manager_, rank = options_.ranks.launch.rank] {
+        manager->Ready(absl::StrCat("computes as rank ", rank));
+      });
   if (!worker.ok()) return worker.status();
   worker_ = *std::move(worker);
   device_watch_.emplace([this](const absl::Status& status) { worker_->ReportLoss(status); });
   gpus_ = WatchGpus(info, {&*device_watch_});
+  keep_alive_.emplace(manager_, [this] { return Live(health(), options_.liveness_timeout); });
   log::Log(log::LogLevel::kInfo, "worker",
            {{"version", options_.version},
             {"rank", options_.ranks.launch.rank},
@@ -88,13 +88,25 @@ absl::Status WorkerApp::Start() {
   return options_.ranks.worker_http.empty() ? absl::OkStatus() : StartHttp();
 }
 
+metrics::HttpHandlers WorkerApp::Handlers() const {
+  using metrics::HttpResponse;
+  metrics::HttpHandlers handlers;
+  handlers["/livez"] = [this](const auto&) { return Liveness(health(), options_.liveness_timeout); };
+  handlers["/readyz"] = [this](const auto&) {
+    return worker_->joined() ? Readiness(health())
+                             : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
+  };
+  handlers["/healthz"] = handlers["/readyz"];
+  return handlers;
+}
+
 absl::Status WorkerApp::StartHttp() {
   absl::StatusOr<Address> address = ParseAddress("worker_http", options_.ranks.worker_http);
   if (!address.ok()) return address.status();
   if (absl::Status status = CheckHttpAddress(options_.security, *address); !status.ok()) return status;
   if (address->host == "localhost") address->host = "127.0.0.1";
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
-      metrics::HttpServer::Start(address->text(), HandlersOf(worker_.get()), security_->http());
+      metrics::HttpServer::Start(address->text(), Handlers(), security_->http());
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
   log::Log(log::LogLevel::kInfo, "probes", {{"http", http_->address()}});
@@ -127,6 +139,8 @@ WorkerEnd WorkerApp::Run(StopEvents& events) {
   const StopEvents::Event event = events.Wait();
   if (event.signal != 0) {
     log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
+    manager_->Stopping(absl::StrCat("asking rank 0 to drain: ", strsignal(event.signal)),
+                       options_.drain_timeout + kGrace);
     worker_->Leave(absl::StrCat("rank ", options_.ranks.launch.rank, " got ", strsignal(event.signal)));
     const absl::Status ended = AwaitEnd(events, options_.drain_timeout + kGrace);
     if (!ended.ok()) return {ended, false};
@@ -137,9 +151,9 @@ WorkerEnd WorkerApp::Run(StopEvents& events) {
 
 }  // namespace
 
-WorkerEnd RunWorker(const ServerOptions& options, StopEvents& events) {
+WorkerEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events) {
   // Not taken down unless it had joined and ended well: what it would wait for may hang.
-  auto app = std::make_unique<WorkerApp>(options);
+  auto app = std::make_unique<WorkerApp>(options, manager);
   WorkerEnd end{app->Start(), false};
   if (!end.status.ok()) return end;
   end = app->Run(events);

@@ -4,6 +4,7 @@
 
 #include "absl/status/status.h"
 #include "server/app/server.h"
+#include "server/app/service_manager.h"
 #include "server/app/stop_events.h"
 
 namespace lossd::app {
@@ -15,8 +16,9 @@ struct WorkerEnd {
 };
 
 // A signal asks rank 0 to drain and to end all ranks; if it does not within the drain's time, or at a second
-// signal, the worker ends by itself.
-WorkerEnd RunWorker(const ServerOptions& options, StopEvents& events);
+// signal, the worker ends by itself. `manager` hears of it all, is ready once the ranks are connected, and
+// outlives the call.
+WorkerEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events);
 
 }  // namespace lossd::app
 

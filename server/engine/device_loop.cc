@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/synchronization/notification.h"
@@ -11,7 +12,7 @@
 namespace lossd::engine {
 
 DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks, Runtime* runtime)
-    : mutex_(mutex), runtime_(runtime), load_{.max_chunks = max_chunks} {}
+    : mutex_(mutex), runtime_(runtime), load_{.max_chunks = max_chunks}, counted_(runtime->Now()) {}
 
 DeviceLoop::~DeviceLoop() = default;
 
@@ -68,6 +69,7 @@ bool DeviceLoop::stopping() const {
 
 void DeviceLoop::OnLaunched(bool accumulates) {
   mutex_->AssertHeld();
+  CountTime();
   ++load_.chunks;
   if (accumulates) ++load_.without_results;
 }
@@ -80,9 +82,21 @@ void DeviceLoop::OnResults(bool accumulates) {
 
 void DeviceLoop::OnLeft() {
   mutex_->AssertHeld();
+  CountTime();
   --load_.chunks;
   heartbeat_.Beat();
   Signal();
+}
+
+absl::Duration DeviceLoop::BusyTime() const {
+  mutex_->AssertHeld();
+  const bool busy = works_ || load_.chunks > 0;
+  return busy_ + (busy ? std::max(runtime_->Now() - counted_, absl::ZeroDuration()) : absl::ZeroDuration());
+}
+
+void DeviceLoop::CountTime() {
+  busy_ = BusyTime();
+  counted_ = runtime_->Now();
 }
 
 void DeviceLoop::Run() {
@@ -109,9 +123,15 @@ Runtime::Loop::Progress DeviceLoop::RunNext() {
   Work work = NextWork();
   const bool found = static_cast<bool>(work);
   if (found) {
-    MutexUnlock unlock(mutex_);
-    work();
-    work = nullptr;  // what it owns is destroyed without the lock
+    CountTime();
+    works_ = true;
+    {
+      MutexUnlock unlock(mutex_);
+      work();
+      work = nullptr;  // what it owns is destroyed without the lock
+    }
+    CountTime();
+    works_ = false;
   }
   if (found || load_.chunks == 0) heartbeat_.Beat();  // a device that computes beats by finishing chunks
   if (found) return Progress::kWorked;

@@ -75,6 +75,8 @@ class DeviceLoop final : public Runtime::Loop {
   void OnLaunched(bool accumulates);
   void OnResults(bool accumulates);
   void OnLeft();
+  // How long, since the loop was made, work has run or a chunk has been on the device.
+  absl::Duration BusyTime() const;
 
  private:
   void Run() override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -84,6 +86,8 @@ class DeviceLoop final : public Runtime::Loop {
   Progress RunNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Signal() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Work NextWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Called when work begins, ends, or a chunk comes or goes, before that is noted.
+  void CountTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::Mutex* const mutex_;
   Runtime* const runtime_;
@@ -94,6 +98,9 @@ class DeviceLoop final : public Runtime::Loop {
   std::map<std::string, std::shared_ptr<Source>, std::less<>> sources_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);
   DeviceLoad load_ ABSL_GUARDED_BY(mutex_);
+  bool works_ ABSL_GUARDED_BY(mutex_) = false;   // the thread
+  absl::Duration busy_ ABSL_GUARDED_BY(mutex_);  // until counted_
+  absl::Time counted_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Work last_ ABSL_GUARDED_BY(mutex_);
   absl::AnyInvocable<void()> join_;

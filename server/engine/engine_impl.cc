@@ -89,6 +89,7 @@ EngineStats EngineImpl::stats() const {
   stats.row_bytes_used = context_->row_memory.used();
   stats.area_buffers_lent = context_->area_buffers_lent;
   stats.heads = heads_.published();
+  stats.device_busy = context_->loop.BusyTime();
   for (const SessionPtr& session : heads_.Sessions()) session->AddTo(stats);
   return stats;
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/stream.h"
 #include "server/head/applied_step.h"
@@ -61,6 +62,8 @@ struct EngineStats {
   int64_t row_bytes_used = 0;  // of them; ledger_bytes and what open streams have
   int64_t retained_microbatches = 0;
   int64_t retained_bytes_used = 0;
+  // How long, since the start, the device thread has worked or a chunk has been on the device.
+  absl::Duration device_busy;
 };
 
 }  // namespace lossd::engine

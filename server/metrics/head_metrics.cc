@@ -1,6 +1,7 @@
 #include "server/metrics/head_metrics.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "server/metrics/families.h"
@@ -24,8 +25,15 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
   busy_until_ = std::max(busy_until_, now);
   head.rows += report.rows;
-  head.loss_sum += report.loss_sum;
-  head.loss_rows += report.loss_rows;
+  head.valid_rows += report.valid_rows;
+  if (report.loss_rows == 0) return;  // it takes no part in the step
+  head.open.loss_sum += report.loss_sum;
+  head.open.loss_rows += report.loss_rows;
+  head.open.sampling_variance += report.sampling_variance;
+  head.open.squared_gradient += report.squared_gradient;
+  if (report.gradients != kernels::Gradients::kFiltered) return;
+  head.open.dropped_mass += report.dropped_mass;
+  head.open.filtered_rows += report.valid_rows;
 }
 
 void HeadMetrics::OnStep(const engine::StepReport& report) {
@@ -38,10 +46,14 @@ void HeadMetrics::OnStep(const engine::StepReport& report) {
                .learning_rate = report.learning_rate,
                .rows = report.rows,
                .skipped = report.skipped};
-  if (head.loss_rows > 0) step.loss = head.loss_sum / static_cast<double>(head.loss_rows);
+  const OpenStep& sums = head.open;
+  if (sums.loss_rows > 0) step.loss = sums.loss_sum / static_cast<double>(sums.loss_rows);
+  if (sums.squared_gradient > 0.0)
+    step.gradient_error = std::sqrt(sums.sampling_variance / sums.squared_gradient);
+  if (sums.filtered_rows > 0)
+    step.dropped_probability = sums.dropped_mass / static_cast<double>(sums.filtered_rows);
   if (!head.steps.empty()) step.seconds = absl::ToDoubleSeconds(now - head.steps.front().closed);
-  head.loss_sum = 0.0;
-  head.loss_rows = 0;
+  head.open = {};
   head.steps.push_front(step);
   if (head.steps.size() > kSteps) head.steps.pop_back();
 }
@@ -84,10 +96,13 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     return MakeFamily(name, help, MetricType::Gauge);
   };
   MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
-  MetricFamily busy = MakeFamily(
-      "lossd_device_busy_seconds_total",
+  MetricFamily device = MakeFamily(
+      "lossd_head_device_seconds_total",
       "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
       "counts for the first of them to leave.",
+      MetricType::Counter);
+  MetricFamily valid_rows = MakeFamily(
+      "lossd_valid_rows_total", "Rows computed that have a target, by head: tokens as trainers count them.",
       MetricType::Counter);
   MetricFamily step = gauge("lossd_head_step", "Number of the head's last closed step.");
   MetricFamily step_rows = gauge("lossd_head_step_rows", "Rows in the gradients of the head's last step.");
@@ -99,24 +114,33 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
             "nats, row weights applied; rows that were sent twice count twice.");
   MetricFamily norm = gauge("lossd_head_gradient_norm",
                             "2-norm of the head's weight gradients in its last step, before clipping.");
+  MetricFamily error = gauge("lossd_head_gradient_error_ratio",
+                             "Predicted relative error of the sampled gradients of the head's last step.");
+  MetricFamily dropped = gauge("lossd_head_dropped_probability",
+                               "Probability left out of the filtered gradients of the head's last step, mean "
+                               "per valid row.");
   MetricFamily rate = gauge("lossd_head_learning_rate", "Learning rate of the head's last step.");
   {
     absl::ReaderMutexLock lock(&mutex_);
     for (const auto& [name, head] : heads_) {
       const Labels labels = {{"head", name}};
       AddSample(&rows, labels, static_cast<double>(head.rows));
-      AddSample(&busy, labels, head.device_seconds);
+      AddSample(&device, labels, head.device_seconds);
+      AddSample(&valid_rows, labels, static_cast<double>(head.valid_rows));
       if (head.steps.empty()) continue;
       const Step& last = head.steps.front();
       AddSample(&step, labels, static_cast<double>(last.number));
       AddSample(&step_rows, labels, static_cast<double>(last.rows));
       if (last.seconds.has_value()) AddSample(&seconds, labels, *last.seconds);
       if (last.loss.has_value()) AddSample(&loss, labels, *last.loss);
+      if (last.gradient_error.has_value()) AddSample(&error, labels, *last.gradient_error);
+      if (last.dropped_probability.has_value()) AddSample(&dropped, labels, *last.dropped_probability);
       AddSample(&norm, labels, last.grad_norm);
       AddSample(&rate, labels, last.learning_rate);
     }
   }
-  for (MetricFamily* family : {&rows, &busy, &step, &step_rows, &seconds, &loss, &norm, &rate}) {
+  for (MetricFamily* family :
+       {&rows, &device, &valid_rows, &step, &step_rows, &seconds, &loss, &norm, &rate, &error, &dropped}) {
     families->push_back(std::move(*family));
   }
 }

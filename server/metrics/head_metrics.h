@@ -1,7 +1,7 @@
 // What is known of each head: its rows, and its last steps as a trainer would plot them.
 //
 // The series of a head begin with its first chunk or step and end with the head, so there are as many as
-// there are heads. The last kSteps steps of a head take 3 KiB.
+// there are heads. The last kSteps steps of a head take 4 KiB.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HEAD_METRICS_H_
@@ -37,6 +37,10 @@ class HeadMetrics {
     absl::Time closed;
     std::optional<double> seconds;  // since the one before it was closed
     std::optional<double> loss;     // none: no rows
+    // Predicted relative error of its sampled gradients; none: no chunk of it was sampled.
+    std::optional<double> gradient_error;
+    // Probability left out of its filtered gradients, mean of their rows; none: none were filtered.
+    std::optional<double> dropped_probability;
     double grad_norm = 0.0;
     double learning_rate = 0.0;
     int64_t rows = 0;
@@ -62,12 +66,20 @@ class HeadMetrics {
   void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  struct Head {
-    int64_t rows = 0;
-    double device_seconds = 0.0;
-    // Of the open step.
+  // Sums over the chunks of a step that is not closed yet, as in engine::ChunkReport.
+  struct OpenStep {
     double loss_sum = 0.0;
     int64_t loss_rows = 0;
+    double sampling_variance = 0.0;
+    double squared_gradient = 0.0;
+    double dropped_mass = 0.0;
+    int64_t filtered_rows = 0;
+  };
+  struct Head {
+    int64_t rows = 0;
+    int64_t valid_rows = 0;
+    double device_seconds = 0.0;
+    OpenStep open;
     std::deque<Step> steps;  // the newest first
   };
 

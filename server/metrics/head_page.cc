@@ -16,20 +16,28 @@ std::string LossText(const HeadMetrics::Step& step) {
   return step.loss.has_value() ? FormatNumber(*step.loss) : "-";
 }
 
+// Of sampled gradients the predicted relative error; of filtered ones the probability that was left out.
+std::string ErrorText(const HeadMetrics::Step& step) {
+  const auto percent = [](double share) { return absl::StrCat(FormatNumber(share * 100), " %"); };
+  if (step.gradient_error.has_value()) return percent(*step.gradient_error);
+  return step.dropped_probability.has_value() ? absl::StrCat(percent(*step.dropped_probability), " dropped")
+                                              : std::string("-");
+}
+
 std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
   if (steps.empty()) return "<p>None since the server started.</p>\n";
   const absl::Time now = absl::Now();
   std::string rows;
   for (const HeadMetrics::Step& step : steps) {
-    rows +=
-        TableRow({Grouped(static_cast<int64_t>(step.number)), FormatTime(step.closed, now), LossText(step),
-                  FormatNumber(step.grad_norm), FormatNumber(step.learning_rate), Grouped(step.rows),
-                  step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
-                  step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
+    rows += TableRow({Grouped(static_cast<int64_t>(step.number)), FormatTime(step.closed, now),
+                      LossText(step), FormatNumber(step.grad_norm), ErrorText(step),
+                      FormatNumber(step.learning_rate), Grouped(step.rows),
+                      step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
+                      step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
   }
-  return Table(
-      {"Step", "Time (UTC)", "Loss", "Gradient norm", "Learning rate", "Rows", "Since the last", "Result"},
-      rows);
+  return Table({"Step", "Time (UTC)", "Loss", "Gradient norm", "Error", "Learning rate", "Rows",
+                "Since the last", "Result"},
+               rows);
 }
 
 std::string SavesTable(const std::vector<SaveMetrics::Save>& saves) {

@@ -41,13 +41,13 @@ void AppendArray(absl::string_view name, uint64_t first, uint64_t last,
 
 absl::string_view SeriesName(size_t series) {
   constexpr absl::string_view kNames[kSeries] = {
-      "rows_per_second",        "bytes_in_per_second", "bytes_out_per_second",   "errors_per_second",
-      "queued_slices",          "queued_rows",         "open_streams",           "staging_used_bytes",
-      "planned_bytes",          "resident_bytes",      "microbatch_seconds_p50", "microbatch_seconds_p95",
-      "microbatch_seconds_p99", "receive_seconds_p50", "receive_seconds_p95",    "receive_seconds_p99",
-      "queue_seconds_p50",      "queue_seconds_p95",   "queue_seconds_p99",      "compute_seconds_p50",
-      "compute_seconds_p95",    "compute_seconds_p99", "send_seconds_p50",       "send_seconds_p95",
-      "send_seconds_p99"};
+      "rows_per_second",        "bytes_in_per_second",    "bytes_out_per_second", "errors_per_second",
+      "device_busy_ratio",      "queued_slices",          "queued_rows",          "open_streams",
+      "staging_used_bytes",     "planned_bytes",          "resident_bytes",       "microbatch_seconds_p50",
+      "microbatch_seconds_p95", "microbatch_seconds_p99", "receive_seconds_p50",  "receive_seconds_p95",
+      "receive_seconds_p99",    "queue_seconds_p50",      "queue_seconds_p95",    "queue_seconds_p99",
+      "compute_seconds_p50",    "compute_seconds_p95",    "compute_seconds_p99",  "send_seconds_p50",
+      "send_seconds_p95",       "send_seconds_p99"};
   return kNames[series];
 }
 

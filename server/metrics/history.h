@@ -27,10 +27,11 @@ namespace lossd::metrics {
 // Series of the server. Rates are of the time of Sampler::kRateWindow, quantiles of Sampler::kQuantileWindow;
 // NaN: there was nothing to measure. The order is that of their names (SeriesName).
 enum class Series : uint8_t {
-  kRows,      // per second
-  kBytesIn,   // tensor bytes of slices, per second
-  kBytesOut,  // the same
-  kErrors,    // calls that ended with an error, per second
+  kRows,        // per second
+  kBytesIn,     // tensor bytes of slices, per second
+  kBytesOut,    // the same
+  kErrors,      // calls that ended with an error, per second
+  kDeviceBusy,  // share of the time, in [0, 1]
   kQueuedSlices,
   kQueuedRows,
   kOpenStreams,

@@ -320,6 +320,11 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
   gauge("lossd_staging_used_bytes", "Part of the staging memory that is in use.", stats.staging_used_bytes);
   gauge("lossd_staging_peak_bytes", "Most of the staging memory in use at once since the start.",
         stats.staging_peak_bytes);
+  MetricFamily busy =
+      MakeFamily("lossd_device_busy_seconds_total",
+                 "Time in which the device thread worked or a chunk was on the device.", MetricType::Counter);
+  AddSample(&busy, {}, absl::ToDoubleSeconds(stats.device_busy));
+  families->push_back(std::move(busy));
 }
 
 void Metrics::CollectMemory(std::vector<MetricFamily>* families) const {

@@ -79,7 +79,8 @@ void Sampler::Run() {
 
 void Sampler::Sample(absl::Time now) {
   absl::MutexLock lock(&mutex_);
-  Reading reading{.time = now, .totals = metrics_->totals()};
+  const engine::EngineStats stats = engine_->stats();
+  Reading reading{.time = now, .totals = metrics_->totals(), .device_busy = stats.device_busy};
   std::map<std::string, HeadMetrics::Summary> known = metrics_->heads().Summaries();
   std::map<std::string, HeadValues> heads;
   for (const engine::HeadSnapshot& head : engine_->List()) {
@@ -102,12 +103,12 @@ void Sampler::Sample(absl::Time now) {
   metrics_->trace().Expire();
   latencies_.push_back({now, metrics_->latencies()});
   Shorten(&latencies_, now, kQuantileWindow);
-  history_->Add(now, ServerValues(reading), heads);
+  history_->Add(now, ServerValues(reading, stats), heads);
   readings_.push_back(std::move(reading));
   Shorten(&readings_, now + History::kInterval, kRateWindow);
 }
 
-Values Sampler::ServerValues(const Reading& now) const {
+Values Sampler::ServerValues(const Reading& now, const engine::EngineStats& stats) const {
   Values values;
   values.fill(kNothing);
   const auto set = [&](Series series, double value) {
@@ -122,7 +123,8 @@ Values Sampler::ServerValues(const Reading& now) const {
   set(Series::kBytesIn, rate(&Totals::payload_bytes_in));
   set(Series::kBytesOut, rate(&Totals::payload_bytes_out));
   set(Series::kErrors, rate(&Totals::errors));
-  const engine::EngineStats stats = engine_->stats();
+  const double busy = absl::ToDoubleSeconds(now.device_busy - begin.device_busy) / seconds;
+  set(Series::kDeviceBusy, std::clamp(busy, 0.0, 1.0));
   set(Series::kQueuedSlices, static_cast<double>(stats.queued_slices));
   set(Series::kQueuedRows, static_cast<double>(stats.queued_rows));
   set(Series::kOpenStreams, static_cast<double>(stats.open_streams));

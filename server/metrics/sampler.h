@@ -44,6 +44,7 @@ class Sampler {
   struct Reading {
     absl::Time time;
     Totals totals;
+    absl::Duration device_busy;
     std::map<std::string, int64_t> rows;  // by head
   };
   struct LatencyReading {
@@ -52,7 +53,8 @@ class Sampler {
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(stop_mutex_);
-  Values ServerValues(const Reading& now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Values ServerValues(const Reading& now, const engine::EngineStats& stats) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const engine::Engine* const engine_;
   const kernels::Backend* const backend_;

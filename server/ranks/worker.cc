@@ -3,6 +3,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <optional>
 #include <thread>
@@ -88,8 +89,14 @@ class WorkerImpl final : public Worker {
   void Leave(const std::string& reason) override;
   void ReportLoss(const absl::Status& status) override;
   bool joined() const override { return joined_; }
+  absl::Duration Silence() const override {
+    const Clock::time_point since = busy_since_;
+    return since == kIdle ? absl::ZeroDuration() : absl::FromChrono(Clock::now() - since);
+  }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr Clock::time_point kIdle = Clock::time_point::max();
   using Stream = grpc::ClientReaderWriter<v1::FromWorker, v1::ToWorker>;
   // One attempt, with what it needs.
   struct Attempt {
@@ -122,6 +129,7 @@ class WorkerImpl final : public Worker {
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
   std::vector<v1::ChunkSlice> slices_;
   std::atomic<bool> joined_{false};
+  std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
   std::atomic<bool> leaving_{false};
   absl::Notification stopping_;
   absl::Mutex attempt_mutex_;
@@ -227,7 +235,9 @@ void WorkerImpl::Write() {
 
 void WorkerImpl::Drive() {
   while (std::optional<v1::ToWorker> message = requests_.Pop()) {
+    busy_since_ = Clock::now();
     if (absl::Status status = Handle(*message); !status.ok()) ReportLoss(status);
+    busy_since_ = kIdle;
   }
 }
 
@@ -244,6 +254,7 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       const auto& addresses = message.connect().addresses();
       const absl::Status status = link_->Connect({addresses.begin(), addresses.end()});
       joined_ = status.ok();
+      if (joined_) options_.on_joined();
       answer.mutable_answer()->set_request(message.connect().request());
       *answer.mutable_answer()->mutable_status() = ToProto(status);
       *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());

@@ -27,6 +27,8 @@ struct WorkerOptions {
   ChannelLimits limits;
   Settings settings;                          // but those of the backend
   absl::Duration timeout = absl::Minutes(5);  // for the leader to take this rank
+  // Called once, when joined() becomes true, on the driving thread; must not call into the worker.
+  std::function<void()> on_joined = [] {};
 };
 
 class Worker {
@@ -49,6 +51,9 @@ class Worker {
 
   // All ranks are connected.
   virtual bool joined() const = 0;
+  // How long the driving thread has been at what the leader asked for last: the creation of a head, a step, a
+  // sum with other ranks, the submission of a chunk. 0 while it waits to be asked. Takes no lock.
+  virtual absl::Duration Silence() const = 0;
 };
 
 }  // namespace lossd::ranks

@@ -127,8 +127,12 @@ class Training:
     def __init__(self, client: lossd.Client) -> None:
         self._client = client
         self._rng = np.random.default_rng(1)
+        self.started = time.monotonic()
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.errors: list[float] = []  # of the sampled rows of each step
+        self.dropped: list[float] = []  # by a filtered row of each step
+        self.tokens = 0
         client.create_head("lm", hidden_size=16, vocab_size=64)
 
     def step(self) -> None:
@@ -136,14 +140,21 @@ class Training:
         total = 0.0
         for id, gradients in enumerate(("exact", "filtered", "sampled")):
             hidden = self._rng.standard_normal((32, 16), dtype=np.float32)
-            result = self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 32), step=step, id=id, accumulate=True,
+            targets = self._rng.integers(0, 64, 32)
+            targets[:4] = -100  # are ignored
+            result = self._client.compute_loss("lm", hidden, targets, step=step, id=id, accumulate=True,
                                                grad_hidden=True, reduction="sum",
                                                options=lossd.LossOptions(gradients=gradients))
             total += result.loss
+            self.tokens += result.valid_rows
+            if gradients == "sampled":
+                self.errors.append(result.gradient_error)
+            elif gradients == "filtered":
+                self.dropped.append(result.dropped_mass / result.valid_rows)
         hidden = self._rng.standard_normal((8, 16), dtype=np.float32)
-        self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 8))  # takes no part in the step
+        self.tokens += self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 8)).valid_rows  # takes no part in the step
         self.norms.append(self._client.apply_step("lm", step, lossd.SGD(lr=0.125)).grad_norm)
-        self.losses.append(total / 96)
+        self.losses.append(total / 84)
         self._client.save_checkpoint("lm", keep=2)
         with pytest.raises(lossd.LossdError):
             self._client.describe_head("there is none")
@@ -192,7 +203,12 @@ def test_the_figures_are_those_of_the_trainer(monitored: tuple[ServerProcess, Tr
     assert value("lossd_head_loss") == pytest.approx(training.losses[-1], rel=1e-5)
     assert value("lossd_head_gradient_norm") == pytest.approx(training.norms[-1], rel=1e-6)
     assert value("lossd_head_learning_rate") == 0.125
-    assert value("lossd_head_step_rows") == 96
+    assert value("lossd_head_step_rows") == 84
+    assert value("lossd_head_gradient_error_ratio") == pytest.approx(training.errors[-1], rel=1e-6)
+    assert value("lossd_head_dropped_probability") == pytest.approx(training.dropped[-1], rel=1e-6)
+    assert value("lossd_valid_rows_total") == training.tokens
+    busy = float(prometheus.query("lossd_device_busy_seconds_total")[0]["value"][1])
+    assert 0 < busy < time.monotonic() - training.started
 
 
 def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:

@@ -133,6 +133,7 @@ def test_the_debian_package(packages: Path, tmp_path: Path) -> None:
     assert start is not None
     for path in start.groups():
         assert (tmp_path / path.lstrip("/")).is_file(), path
+    assert "Type=notify" in unit.splitlines() and re.search(r"^WatchdogSec=\d+$", unit, re.MULTILINE)
     documentation = re.search(r"^Documentation=file:(\S+)$", unit, re.MULTILINE)
     assert documentation is not None and (tmp_path / documentation[1].lstrip("/")).is_file()
     run("dpkg-deb", "--control", package, tmp_path / "control")

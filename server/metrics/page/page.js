@@ -27,6 +27,7 @@ const FORMATS = {
   count: (value) => scaled(value, 1000, ["", " k", " M", " G"]),
   bytes: (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]),
   seconds: (value) => value === 0 ? "0" : value < 1e-3 ? digits(value * 1e6, " us") : value < 1 ? digits(value * 1e3, " ms") : digits(value, " s"),
+  share: (value) => `${(100 * value).toFixed(0)} %`,
   number: (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(4))),
 };
 
@@ -46,6 +47,9 @@ const CHARTS = {
   loss: { lines: everyHead("loss"), format: "number" },
   latency: { lines: server(["median", "microbatch_seconds_p50"], ["95 %", "microbatch_seconds_p95"], ["99 %", "microbatch_seconds_p99"]), format: "seconds", zero: true },
   phases: { lines: server(["receive", "receive_seconds_p50"], ["queue", "queue_seconds_p50"], ["compute", "compute_seconds_p50"], ["send", "send_seconds_p50"]), format: "seconds", zero: true },
+  busy: { lines: server(["device", "device_busy_ratio"]), format: "share", range: [0, 1] },
+  bytes: { lines: server(["received", "bytes_in_per_second"], ["sent", "bytes_out_per_second"]), format: "bytes", zero: true },
+  norm: { lines: everyHead("gradient_norm"), format: "number", zero: true },
   memory: { lines: server(["planned", "planned_bytes"], ["staging used", "staging_used_bytes"], ["process", "resident_bytes"]), format: "bytes", zero: true },
   queue: { lines: server(["queued slices", "queued_slices"], ["open streams", "open_streams"]), format: "count", zero: true },
   "head-rows": { lines: thisHead("rows_per_second"), format: "count", zero: true },
@@ -101,7 +105,7 @@ function element(name, attributes, text) {
 
 // Some round numbers from low to high, of bytes in powers of two.
 function ticks(low, high, binary) {
-  const raw = (high - low) / 4.5;
+  const raw = (high - low) / 6;
   const power = binary ? 2 ** Math.floor(Math.log2(raw)) : 10 ** Math.floor(Math.log10(raw));
   const step = (binary ? [1, 2] : [1, 2, 5, 10]).map((factor) => factor * power).find((candidate) => candidate >= raw);
   const found = [];
@@ -169,7 +173,8 @@ function draw(figure) {
   figure.querySelectorAll("svg, .legend").forEach((old) => old.remove());
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
   figure.append(svg);
-  const range = rangeOf(lines, chart.zero);
+  const found = rangeOf(lines, chart.zero);
+  const range = found && (chart.range || found);
   if (range === null) {
     svg.append(element("text", { x: width / 2, y: height / 2, class: "empty" }, "nothing yet"));
     drawLegend(figure, [], format, null, 0);

@@ -41,10 +41,10 @@ WatchSample Sample(double seconds, uint64_t rows, uint64_t incarnation = 7) {
 // With a step's loss and the device's busy time.
 WatchSample Trained(int second, double loss) {
   WatchSample sample = Sample(second, static_cast<uint64_t>(1000 * second));
-  sample.metrics =
-      ParseMetrics(absl::StrCat("lossd_head_step{head=\"lm\"} ", second, "\nlossd_head_loss{head=\"lm\"} ",
-                                loss, "\nlossd_device_busy_seconds_total{head=\"lm\"} ", 0.25 * second,
-                                "\nlossd_staging_bytes 1048576\nlossd_staging_used_bytes 1048576\n"));
+  sample.metrics = ParseMetrics(absl::StrCat(
+      "lossd_head_step{head=\"lm\"} ", second, "\nlossd_head_loss{head=\"lm\"} ", loss,
+      "\nlossd_device_busy_seconds_total ", 0.5 * second, "\nlossd_head_device_seconds_total{head=\"lm\"} ",
+      0.25 * second, "\nlossd_staging_bytes 1048576\nlossd_staging_used_bytes 1048576\n"));
   return sample;
 }
 
@@ -99,10 +99,10 @@ TEST(WatchViewTest, LossesAndTheDevicesShareComeFromMetrics) {
   WatchHistory busy;
   busy.Add(Trained(1, 3));
   busy.Add(Trained(3, 3));
-  EXPECT_DOUBLE_EQ(*busy.DeviceShare(), 0.25);
-  EXPECT_THAT(Picture(busy), HasSubstr("device      25 % busy  █\n"));
+  EXPECT_DOUBLE_EQ(*busy.DeviceShare(), 0.5);
+  EXPECT_THAT(Picture(busy), HasSubstr("device      50 % busy  █\n"));
   const auto json = busy.Json();
-  EXPECT_EQ(json["device_share"], 0.25);
+  EXPECT_EQ(json["device_share"], 0.5);
   EXPECT_EQ(json["heads"][0]["loss"], 3.0);
   EXPECT_EQ(json["heads"][0]["device_share"], 0.25);
 }

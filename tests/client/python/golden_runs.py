@@ -11,64 +11,18 @@ import numpy as np
 from google.protobuf import json_format
 from golden_cases import CODES, Case, check_members, error_named, expect
 from golden_connecting import run_listeners, run_targets
+from golden_works import host_rows, work_of
 from scripted_server import ScriptedServer
 
 import lossd
 from lossd import _connection_chooser, _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
 from lossd._answer_check import AnswerCheck
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
-from lossd._row_memory import HostRows
-from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 
 def _payload(begin: int, end: int) -> bytes:
     return (np.arange(begin, end) % 251).astype(np.uint8).tobytes()
-
-
-def _host_rows(data: bytes) -> HostRows:
-    return HostRows(np.frombuffer(data, np.uint8))
-
-
-def _stale(size: int) -> HostRows:
-    return HostRows(np.full(size, 255, np.uint8))
-
-
-# ---- The work of a call ----
-
-
-def _forward(call: Case, hidden: bytes = b"") -> ForwardWork:
-    options = dict(call["options"])
-    kind = types.NUMPY_DTYPES[call["dtype"]]
-    rows = len(call["targets"])
-    gradient = _stale(rows * call["hidden_size"] * kind.itemsize) if call["grad_hidden"] else None
-    results = {name: np.full(rows, 77, np.int32 if name == "argmax" else np.float32) for name in call["row_results"]}
-    weights = call["row_weights"]
-    return ForwardWork(
-        head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"],
-        hidden=_host_rows(hidden),
-        hidden_dtype=types.DTYPES[call["dtype"]], hidden_size=call["hidden_size"], element_size=kind.itemsize,
-        targets=np.array(call["targets"], "<i4"), row_weights=None if weights is None else np.array(weights, "<f4"),
-        options=types.LossOptions(**options),
-        scale=Scale(call["reduction"], call["normalizer"], call["grad_output"]),
-        reduction=types.REDUCTIONS[call["reduction"]], retain=call["retain"], outputs=Outputs(gradient, results))
-
-
-def _backward(call: Case) -> BackwardWork:
-    def floats(name: str) -> Any:
-        return None if call[name] is None else np.array(call[name], "<f4")
-
-    size = types.NUMPY_DTYPES[call["dtype"]].itemsize
-    rows = len(call["grad_loss"])
-    gradient = _stale(rows * call["hidden_size"] * size) if call["grad_hidden"] else None
-    return BackwardWork(
-        head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"],
-        hidden_size=call["hidden_size"], element_size=size, grad_loss=floats("grad_loss"),
-        grad_lse=floats("grad_lse"), grad_entropy=floats("grad_entropy"), outputs=Outputs(gradient))
-
-
-def _work(call: Case) -> Work:
-    return _backward(call) if "grad_loss" in call else _forward(call)
 
 
 # ---- plan ----
@@ -87,7 +41,7 @@ def run_plan(case: Case) -> None:
                  "row_weights": None, "options": {"ignore_index": case.get("ignore_index", -100)},
                  "reduction": "none" if retain else "sum", "normalizer": None, "grad_output": 1.0, "retain": retain,
                  "row_results": []}
-    work = _work(call)
+    work = work_of(call)
     limits = json_format.ParseDict(case["limits"], loss_pb2.SliceLimits())
 
     def plan() -> list[Case]:
@@ -109,12 +63,12 @@ def run_wire(case: Case) -> None:
         check_members(case, ("message", "call", "rows", "incarnation", "hex"), ("generation",))
         rows, incarnation = _plan.Rows(*case["rows"]), case["incarnation"]
         meant = None if incarnation is None else GradientsId(incarnation, case.get("generation", 0))
-        first = _work(case["call"]).plan(rows, _plan.SliceRule(1000), meant).first
+        first = work_of(case["call"]).plan(rows, _plan.SliceRule(1000), meant).first
         assert first.hex() == case["hex"]
     elif case["message"] == "slice":
         check_members(case, ("message", "rows", "row_bytes", "hex", "payload"))
         rows, row_bytes = _plan.Rows(*case["rows"]), case["row_bytes"]
-        hidden = _host_rows(_payload(0, rows.end * row_bytes))
+        hidden = host_rows(_payload(0, rows.end * row_bytes))
         message = _stream_messages.encode_slice(hidden, rows, row_bytes)
         assert message == bytes.fromhex(case["hex"]) + _payload(*case["payload"])
     else:
@@ -172,7 +126,7 @@ def _feed(case: Case, messages: list[bytes], handle: Callable[[bytes], None], en
 
 def run_stream_answers(case: Case) -> None:
     check_members(case, ("call", "slice_rows", "answers"), ("gives", "fails"))
-    work = _work(case["call"])
+    work = work_of(case["call"])
     plan = work.plan(_plan.Rows(0, work.rows), _plan.SliceRule(case["slice_rows"]), None)
     answers = _stream_messages.StreamAnswers(plan, work.outputs, work.row_bytes, lambda state: None)
     messages = [_answer(loss_pb2.ComputeLossResponse, answer) for answer in case["answers"]]

@@ -52,6 +52,10 @@ def problem(seed: int = 0) -> tuple[Any, Any]:
     return rng.standard_normal((N, D)).astype(np.float32), targets
 
 
+def connect(server: ServerProcess, size: int = 1 << 20) -> lossd.Client:
+    return lossd.Client(server.target, transport="cuda_ipc", shared_memory_bytes=size)
+
+
 def head_on(client: lossd.Client) -> str:
     client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", exist_ok=True)
     return "lm"
@@ -75,7 +79,7 @@ def expected(server: ServerProcess, **arguments: Any) -> lossd.LossResult:
 @pytest.mark.parametrize("size", [1 << 20, 16 << 10, 2 << 10])
 def test_results_are_those_of_messages(gpu_server: ServerProcess, gpus: FakeDriver, size: int) -> None:
     wanted = expected(gpu_server)
-    with lossd.Client(gpu_server.target, shared_memory_bytes=size) as client:
+    with connect(gpu_server, size) as client:
         gradient, result = on_gpu(client)
         assert client.cuda_transport == ("cuda_ipc", f"the server's GPU is of this host; {size >> 20} MiB of {uuid_of(0)}")
         assert client.shares_gpu()
@@ -90,7 +94,7 @@ def test_a_deterministic_server_gives_the_same_bits(gpus: FakeDriver) -> None:
     server = start("--deterministic")
     try:
         wanted = expected(server, step=0, id=0, accumulate=True, streams=2)
-        with lossd.Client(server.target) as client:
+        with connect(server) as client:
             gradient, result = on_gpu(client, step=0, id=0, accumulate=True, streams=2)
             assert client.cuda_transport[0] == "cuda_ipc"
         np.testing.assert_array_equal(gradient, wanted.grad_hidden)
@@ -112,7 +116,7 @@ def test_gradients_of_retained_rows(gpu_server: ServerProcess, size: int) -> Non
 
     with lossd.Client(gpu_server.target, transport="grpc") as client:
         wanted = run(client, problem()[0], True)
-    with lossd.Client(gpu_server.target, shared_memory_bytes=size) as client:
+    with connect(gpu_server, size) as client:
         gradient = FakeArray(np.full((N, D), np.nan, np.float32))
         assert run(client, FakeArray(problem()[0]), gradient) is gradient
         np.testing.assert_allclose(gradient.values, wanted, atol=1e-5)
@@ -120,7 +124,7 @@ def test_gradients_of_retained_rows(gpu_server: ServerProcess, size: int) -> Non
 
 def test_many_computations_share_a_little_region(gpu_server: ServerProcess) -> None:
     wanted = expected(gpu_server)
-    with lossd.Client(gpu_server.target, shared_memory_bytes=16 << 10) as client:
+    with connect(gpu_server, 16 << 10) as client:
         results: list[Any] = [None] * 8
 
         def run(i: int) -> None:
@@ -136,16 +140,16 @@ def test_many_computations_share_a_little_region(gpu_server: ServerProcess) -> N
 
 
 def test_arrays_of_the_host_take_memory_of_the_host(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
-    with lossd.Client(gpu_server.target) as client:
+    with connect(gpu_server) as client:
         head_on(client)
         compute(client, problem()[0], True)
         assert client.transport[0] == "grpc", "this backend takes no memory of the host"
-        assert not gpus.copies and not gpus.mapped
+        assert not gpus.copies
 
 
 def test_arrays_of_another_gpu_are_copied_to_the_servers(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
     wanted = expected(gpu_server)
-    with lossd.Client(gpu_server.target) as client:
+    with connect(gpu_server) as client:
         gradient, _ = on_gpu(client, device=1)
         assert set(gpus.copies) == {(True, True)} and {gpus.device_of(each) for each in gpus.mapped} == {0}
     np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
@@ -153,50 +157,9 @@ def test_arrays_of_another_gpu_are_copied_to_the_servers(gpu_server: ServerProce
 
 def test_a_gpu_that_the_client_does_not_see(gpu_server: ServerProcess, gpus: FakeDriver,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = expected(gpu_server)
     monkeypatch.setattr(gpus, "find", lambda name: None)
-    with lossd.Client(gpu_server.target) as client:
-        gradient, _ = on_gpu(client)
-        name, reason = client.cuda_transport
-        assert name == "grpc" and f"the server's GPU is {uuid_of(0)}, which this process does not see" in reason
-        assert not client.shares_gpu()
-    np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
-    with pytest.raises(lossd.Unavailable, match="which this process does not see"):
-        lossd.Client(gpu_server.target, transport="cuda_ipc")
-
-
-def test_a_server_without_a_gpu(server: ServerProcess, gpus: FakeDriver) -> None:
-    wanted = expected(server)
-    with lossd.Client(server.target) as client:
-        gradient, _ = on_gpu(client)
-        assert client.cuda_transport == ("grpc", "the server shares no memory of a GPU")
-        assert client.transport[0] == "shared_memory" and set(gpus.copies) == {(False, True), (True, False)}
-        client.delete_head("lm")
-    np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
-    with pytest.raises(lossd.Unavailable, match="the server shares no memory of a GPU"):
-        lossd.Client(server.target, transport="cuda_ipc")
-
-
-def test_a_server_that_is_told_to_share_none() -> None:
-    server = start("--shared_device_memory_bytes=0")
-    try:
-        wanted = expected(server)
-        with lossd.Client(server.target) as client:
-            gradient, _ = on_gpu(client)
-            assert client.cuda_transport == ("grpc", "the server shares no memory of a GPU")
-        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
-    finally:
-        server.stop()
-
-
-@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
-def test_a_client_that_is_told_not_to(transport: str, server: ServerProcess, gpus: FakeDriver) -> None:
-    expected(server)
-    with lossd.Client(server.target, transport=transport) as client:
-        gradient, _ = on_gpu(client)
-        assert client.cuda_transport == ("grpc", "the client was told so") and not gpus.mapped
-        client.delete_head("lm")
-    assert not np.isnan(gradient).any()
+    with pytest.raises(lossd.Unavailable, match=f"the server's GPU is {uuid_of(0)}, which this process does not see"):
+        connect(gpu_server)
 
 
 def test_a_machine_without_a_driver(gpu_server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,16 +167,51 @@ def test_a_machine_without_a_driver(gpu_server: ServerProcess, monkeypatch: pyte
         raise lossd.Unavailable("no CUDA driver: libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(_cuda, "driver", none)
-    with lossd.Client(gpu_server.target) as client:
-        assert not client.shares_gpu()
-        assert "no CUDA driver" in client.cuda_transport[1]
+    with pytest.raises(lossd.Unavailable, match="no CUDA driver"):
+        connect(gpu_server)
+
+
+def test_a_server_without_a_gpu(server: ServerProcess) -> None:
+    with pytest.raises(lossd.Unavailable, match="the server shares no memory of a GPU"):
+        connect(server)
+
+
+def test_a_server_that_is_told_to_share_none() -> None:
+    server = start("--shared_device_memory_bytes=0")
+    try:
+        with pytest.raises(lossd.Unavailable, match="the server shares no memory of a GPU"):
+            connect(server)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc", "shared_memory"])
+def test_with_other_transports_arrays_are_copied_to_the_host(transport: str, server: ServerProcess, gpus: FakeDriver) -> None:
+    wanted = expected(server)
+    with lossd.Client(server.target, transport=transport) as client:
+        gradient, _ = on_gpu(client)
+        assert client.cuda_transport == ("grpc", f"the transport is {transport}") and not client.shares_gpu()
+        assert not gpus.mapped and set(gpus.copies) == {(False, True), (True, False)}
+        client.delete_head("lm")
+    np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+
+
+def test_a_process_has_at_most_its_share() -> None:
+    server = start("--shared_device_memory_bytes=2MiB")
+    try:
+        with connect(server), pytest.raises(
+                lossd.Unavailable, match="^no shared memory: --shared_device_memory_bytes has nothing left for this process"):
+            for _ in range(2):
+                connect(server)
+    finally:
+        server.stop()
 
 
 def test_a_server_that_is_restarted_gives_another_region(gpus: FakeDriver) -> None:
     server = start()
     try:
         expected(server)
-        with lossd.Client(server.target) as client:
+        with connect(server) as client:
             on_gpu(client)
             server.kill()
             server.start()
@@ -230,7 +228,7 @@ def test_nothing_stays_mapped_when_clients_go(gpu_server: ServerProcess, gpus: F
     expected(gpu_server)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(30):
-        with lossd.Client(gpu_server.target) as client:
+        with connect(gpu_server) as client:
             on_gpu(client)
             assert len(gpus.mapped) == 1
         del client
@@ -240,7 +238,7 @@ def test_nothing_stays_mapped_when_clients_go(gpu_server: ServerProcess, gpus: F
 
 
 def test_waits_for_the_stream_that_an_array_names(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
-    with lossd.Client(gpu_server.target) as client:
+    with connect(gpu_server) as client:
         hidden = FakeArray(problem()[0], stream=7)
         client.compute_loss(head_on(client), hidden, problem()[1])
     assert gpus.waited == [7]
@@ -249,7 +247,7 @@ def test_waits_for_the_stream_that_an_array_names(gpu_server: ServerProcess, gpu
 def test_bf16_comes_as_integers(gpu_server: ServerProcess) -> None:
     hidden, targets = problem()
     bits = (hidden.view(np.uint32) >> 16).astype(np.uint16)
-    with lossd.Client(gpu_server.target) as client:
+    with connect(gpu_server) as client:
         client.create_head("bf16", hidden_size=D, vocab_size=V, exist_ok=True)
         wanted = client.compute_loss("bf16", bits, targets, dtype="bf16", grad_hidden=True)
         for kind in (np.uint16, np.int16):
@@ -274,7 +272,7 @@ def test_bf16_comes_as_integers(gpu_server: ServerProcess) -> None:
     (FakeArray(np.zeros((N - 1, D), np.float32)), False, "targets has 300 entries for 299 rows"),
 ])
 def test_bad_arrays_are_refused(gpu_server: ServerProcess, hidden: Any, gradient: Any, message: str) -> None:
-    with lossd.Client(gpu_server.target) as client, pytest.raises(lossd.InvalidArgument, match=message):
+    with connect(gpu_server) as client, pytest.raises(lossd.InvalidArgument, match=message):
         client.compute_loss(head_on(client), hidden, problem()[1], grad_hidden=gradient)
 
 
@@ -282,7 +280,7 @@ def test_a_read_only_gradient_is_refused(gpu_server: ServerProcess) -> None:
     gradient = FakeArray(np.zeros((N, D), np.float32))
     interface = gradient.__cuda_array_interface__
     interface["data"] = (interface["data"][0], True)
-    with lossd.Client(gpu_server.target) as client, pytest.raises(lossd.InvalidArgument, match="not writeable"):
+    with connect(gpu_server) as client, pytest.raises(lossd.InvalidArgument, match="not writeable"):
         client.compute_loss(head_on(client), FakeArray(problem()[0]), problem()[1], grad_hidden=gradient)
 
 
@@ -312,7 +310,7 @@ def test_a_server_that_knows_no_such_regions(tmp_path: Path) -> None:
 
 def test_a_fork_uses_nothing_of_its_parents(gpu_server: ServerProcess) -> None:
     expected(gpu_server)
-    with lossd.Client(gpu_server.target) as client:
+    with connect(gpu_server) as client:
         on_gpu(client)
         region = client._connections.device_regions.get()
         assert region is not None and region.usable()

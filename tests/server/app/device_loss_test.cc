@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "tests/support/fake_service_manager.h"
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
@@ -110,6 +111,25 @@ TEST_F(DeviceLossTest, TheFlagKeepsItRunning) {
   EXPECT_THAT(test::HttpGet(server_->http(), "/metrics"), HasSubstr("\nlossd_device_lost 1\n"));
   EXPECT_TRUE(client_->DescribeHead("head").ok()) << "what needs no device works";
   EXPECT_TRUE(server_->Running());
+}
+
+TEST_F(DeviceLossTest, TheServiceManagerHearsThatTheServerIsNotAlive) {
+  const test::FakeServiceManager manager(test::FakeServiceManager::Kind::kPath, absl::Milliseconds(200));
+  Start({"--exit_on_device_loss=false"});
+  manager.NextWith("WATCHDOG=1\n");
+  LoseDevice();
+  EXPECT_FALSE(client_->GradNorm("head").ok());
+  EXPECT_EQ(manager.NextWith("not alive"), "STATUS=not alive: device lost\n");
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(manager.NextWith("="), "STATUS=not alive: device lost\n");
+}
+
+TEST_F(DeviceLossTest, TheServiceManagerHearsWhyTheServerEnds) {
+  const test::FakeServiceManager manager;
+  Start({});
+  LoseDevice();
+  EXPECT_FALSE(client_->GradNorm("head").ok());
+  EXPECT_THAT(manager.NextWith("STOPPING=1\n"), HasSubstr("STATUS=draining: the device is lost\n"));
+  EXPECT_EQ(server_->WaitFor(kLimit), 3);
 }
 
 }  // namespace

@@ -194,6 +194,85 @@ TEST_F(DeviceLoopTest, BeatsWhenAChunkLeaves) {
   EXPECT_LT(loop_.Silence(), absl::Seconds(1));
 }
 
+// By a clock that only the test moves.
+class BusyTimeTest : public ::testing::Test {
+ protected:
+  struct Clock final : Runtime {
+    absl::AnyInvocable<void()> Start(Loop*) override {
+      return [] {};
+    }
+    void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
+    absl::Time Now() override { return now; }
+    absl::Time now = absl::UnixEpoch();
+  };
+  struct OneWork final : DeviceLoop::Source {
+    DeviceLoop::Work TakeWork(const DeviceLoad&) override { return std::exchange(work, nullptr); }
+    DeviceLoop::Work work;
+  };
+
+  void Later(int seconds) { clock_.now += absl::Seconds(seconds); }
+  absl::Duration BusyTime() {
+    absl::MutexLock lock(&mutex_);
+    return loop_.BusyTime();
+  }
+  void Launch() {
+    absl::MutexLock lock(&mutex_);
+    loop_.OnLaunched(/*accumulates=*/false);
+  }
+  void Leave() {
+    absl::MutexLock lock(&mutex_);
+    loop_.OnLeft();
+  }
+  // Runs the work on this thread.
+  void Run(DeviceLoop::Work work) {
+    source_->work = std::move(work);
+    Runtime::Loop& loop = loop_;
+    EXPECT_EQ(loop.RunSome(), Runtime::Loop::Progress::kWorked);
+  }
+
+  Clock clock_;
+  absl::Mutex mutex_;
+  DeviceLoop loop_{&mutex_, /*max_chunks=*/2, &clock_};
+  const std::shared_ptr<OneWork> source_ = [this] {
+    auto source = std::make_shared<OneWork>();
+    absl::MutexLock lock(&mutex_);
+    loop_.Add("a", source);
+    return source;
+  }();
+};
+
+TEST_F(BusyTimeTest, IsThatOfWorkAndChunksEachSecondOnce) {
+  Later(1);
+  EXPECT_EQ(BusyTime(), absl::ZeroDuration());
+  Run([this] {
+    Later(2);
+    EXPECT_EQ(BusyTime(), absl::Seconds(2)) << "while it works";
+    Launch();
+    Later(4);
+  });
+  EXPECT_EQ(BusyTime(), absl::Seconds(6));
+  Later(8);
+  Launch();
+  EXPECT_EQ(BusyTime(), absl::Seconds(14)) << "a chunk is on the device";
+  Leave();
+  Later(16);
+  Leave();
+  EXPECT_EQ(BusyTime(), absl::Seconds(30));
+  Later(32);
+  EXPECT_EQ(BusyTime(), absl::Seconds(30)) << "nothing is";
+  Run([this] { Later(64); });
+  EXPECT_EQ(BusyTime(), absl::Seconds(94));
+}
+
+TEST_F(BusyTimeTest, AClockThatIsSetBackTakesNothingAway) {
+  Run([this] { Later(5); });
+  Launch();
+  Later(-100);
+  EXPECT_EQ(BusyTime(), absl::Seconds(5));
+  Leave();
+  EXPECT_EQ(BusyTime(), absl::Seconds(5));
+}
+
 TEST_F(DeviceLoopTest, ARemovedSourceIsAskedNoMore) {
   const auto source = AddQueue("a");
   Start();

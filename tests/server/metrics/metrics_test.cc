@@ -113,6 +113,7 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.SetDraining(true);
   const std::string text = metrics_.RenderText();
   EXPECT_EQ(Sample(text, "lossd_rows_total{head=\"main\"}"), 120);
+  EXPECT_EQ(Sample(text, "lossd_valid_rows_total{head=\"main\"}"), 108);
   EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"exact\"}"), 1);
   EXPECT_EQ(Sample(text, "lossd_chunks_total{gradients=\"filtered\"}"), 2);
   EXPECT_EQ(Sample(text, "lossd_chunk_rows_sum{gradients=\"exact\"}"), 90);
@@ -143,6 +144,7 @@ TEST_F(MetricsTest, PullsFromEngineBackendAndProcess) {
   EXPECT_EQ(Sample(text, "lossd_memory_bytes{kind=\"staging\"}"), 8192);
   EXPECT_EQ(Sample(text, "lossd_memory_peak_bytes{kind=\"staging\"}"), 8192);
   EXPECT_EQ(Sample(text, "lossd_memory_limit_bytes"), 0);
+  EXPECT_GE(Sample(text, "lossd_device_busy_seconds_total"), 0);
   EXPECT_EQ(Sample(text, "lossd_staging_bytes"), 8192);
   EXPECT_EQ(Sample(text, "lossd_staging_used_bytes"), 0);
   EXPECT_EQ(Sample(text, "lossd_staging_peak_bytes"), 0);

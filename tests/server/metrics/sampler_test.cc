@@ -6,6 +6,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 
 namespace lossd::metrics {
@@ -62,6 +63,21 @@ TEST_F(SamplerTest, QuantilesAreOfTheWindow) {
   EXPECT_GT(Last(Series::kMicrobatch, 2), 2.5);
   for (int i = 0; i < 16; ++i) SampleAfter(2);
   EXPECT_TRUE(std::isnan(Last(Series::kMicrobatch)));
+}
+
+TEST_F(SamplerTest, TheDeviceIsBusyWhileItWorks) {
+  SampleAfter(0);
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(engine_->ZeroGradients("lm", 0).ok());
+  EXPECT_GT(engine_->stats().device_busy, absl::ZeroDuration());
+  SampleAfter(2);
+  EXPECT_GT(Last(Series::kDeviceBusy), 0);
+  EXPECT_LE(Last(Series::kDeviceBusy), 1);
+  // The thread may still be ending the last piece of its work.
+  for (int i = 0; i < 1000 && Last(Series::kDeviceBusy) > 0; ++i) {
+    absl::SleepFor(absl::Milliseconds(5));
+    SampleAfter(2);
+  }
+  EXPECT_EQ(Last(Series::kDeviceBusy), 0) << "nothing was done in the window";
 }
 
 TEST_F(SamplerTest, HeadsSayWhatTheirLastStepSaid) {

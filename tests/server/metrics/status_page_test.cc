@@ -111,7 +111,22 @@ TEST_F(StatusPageTest, RatesAreOfTheServerAndNotOfTheViewer) {
 }
 
 TEST_F(StatusPageTest, AHeadHasAPage) {
-  metrics_.OnChunk({.head = "<b>main</b>", .rows = 4, .loss_rows = 4, .loss_sum = 10.0});
+  metrics_.OnChunk({.head = "<b>main</b>",
+                    .rows = 4,
+                    .valid_rows = 4,
+                    .gradients = kernels::Gradients::kFiltered,
+                    .loss_rows = 4,
+                    .loss_sum = 10.0,
+                    .dropped_mass = 0.5});
+  metrics_.OnStep({.head = "<b>main</b>", .step = 6, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
+  metrics_.OnChunk({.head = "<b>main</b>",
+                    .rows = 4,
+                    .valid_rows = 4,
+                    .gradients = kernels::Gradients::kSampled,
+                    .loss_rows = 4,
+                    .loss_sum = 12.0,
+                    .sampling_variance = 4e-4,
+                    .squared_gradient = 1.0});
   metrics_.OnStep({.head = "<b>main</b>", .step = 7, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
   metrics_.OnStep({.head = "<b>main</b>", .skipped = true, .step = 8});
   metrics_.saves().OnSaved("<b>main</b>",
@@ -120,7 +135,8 @@ TEST_F(StatusPageTest, AHeadHasAPage) {
   const std::string html = *page_.RenderHead("<b>main</b>");
   EXPECT_THAT(html, Not(HasSubstr("<b>main</b>")));
   EXPECT_THAT(html, HasSubstr("<h1>&lt;b&gt;main&lt;/b&gt;</h1>"));
-  EXPECT_THAT(html, HasSubstr("<td>2.5</td><td>0.25</td><td>0.5</td><td>4</td>"));
+  EXPECT_THAT(html, HasSubstr("<td>2.5</td><td>0.25</td><td>12.5 % dropped</td><td>0.5</td><td>4</td>"));
+  EXPECT_THAT(html, HasSubstr("<td>3</td><td>0.25</td><td>2 %</td><td>0.5</td><td>4</td>"));
   EXPECT_THAT(html, HasSubstr("skipped"));
   EXPECT_THAT(html, HasSubstr("main/&lt;i&gt;"));
   EXPECT_THAT(html, HasSubstr("2.0 KiB"));

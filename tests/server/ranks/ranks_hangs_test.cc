@@ -17,6 +17,7 @@
 #include "tests/server/ranks/small_steps.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
+#include "tests/support/raw_http.h"
 
 namespace lossd::app::testing {
 namespace {
@@ -101,6 +102,40 @@ TEST_P(RanksHangTest, InAChunk) {
   EXPECT_THAT(ranks.log(0), HasSubstr(absl::StrCat("rank ", hang.stopped))) << "which one, and why";
   ranks.rank(hang.stopped).Signal(SIGCONT);
   EXPECT_EQ(ranks.rank(hang.stopped).WaitFor(kLimit), 3) << ranks.log(hang.stopped);
+}
+
+bool BecomesLive(const std::string& probes, bool live) {
+  for (const absl::Time limit = absl::Now() + kLimit; absl::Now() < limit;) {
+    if (test::HttpStatus(test::HttpGet(probes, "/livez")) == (live ? 200 : 503)) return true;
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  return false;
+}
+
+TEST(RanksHangsTest, AWorkerThatWaitsForAnotherOneIsNotLive) {
+  const std::string probes = absl::StrCat("127.0.0.1:", test::FreePort());
+  RankServer ranks(LOSSD_BINARY, {.ranks = 3,
+                                  .flags = {"--rank_silence_timeout=1h", "--collective_timeout=1h",
+                                            "--liveness_timeout=2s"},
+                                  .flags_of = [&probes](int rank) -> std::vector<std::string> {
+                                    if (rank != 1) return {};
+                                    return {"--worker_http=" + probes};
+                                  }});
+  const auto client = ConnectOnce(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const std::vector<SmallRows> data = {MakeSmallRows(90, rng)};
+  ASSERT_TRUE(Accumulate(*client, data, 0).ok());
+  EXPECT_TRUE(BecomesLive(probes, true));
+  ranks.rank(2).Stop();
+  absl::Status applied;
+  std::thread step([&] { applied = client->ApplyStep(AdamStep(0, data.size())).status(); });
+  EXPECT_TRUE(BecomesLive(probes, false));
+  EXPECT_THAT(test::HttpGet(probes, "/livez"), HasSubstr("no progress on the device for "));
+  ranks.rank(2).Signal(SIGCONT);
+  step.join();
+  EXPECT_TRUE(applied.ok()) << applied;
+  EXPECT_TRUE(BecomesLive(probes, true));
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "tests/support/fake_service_manager.h"
 #include "tests/support/rank_server.h"
 
 namespace lossd::app::testing {
@@ -74,6 +75,27 @@ TEST(RanksStartTest, AWorkerThatWaitsForOtherRanksEndsAndMayComeAgain) {
   EXPECT_TRUE(ranks.rank(0).Running());
   ranks.rank(0).Signal(SIGTERM);
   EXPECT_EQ(ranks.rank(0).WaitFor(kLimit), 0) << ranks.log(0);
+}
+
+TEST(RanksStartTest, ServiceManagersAreToldNothingBeforeAllRanksAreThere) {
+  const test::FakeServiceManager manager;
+  RankServer ranks(LOSSD_BINARY, WithoutTheLastRank(3));
+  AwaitLog(ranks, 0, "rank is there");
+  AwaitLog(ranks, 1, "worker version=");
+  EXPECT_EQ(manager.Next(absl::Milliseconds(500)), std::nullopt);
+}
+
+TEST(RanksStartTest, ServiceManagersOfAllRanksHearThatTheyAreReadyAndEnd) {
+  const test::FakeServiceManager manager(test::FakeServiceManager::Kind::kPath, absl::Milliseconds(200));
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+  const std::vector<std::string> ready = {manager.NextWith("READY=1\n"), manager.NextWith("READY=1\n")};
+  EXPECT_THAT(ready, ::testing::UnorderedElementsAre(HasSubstr("STATUS=serving on " + ranks.target()),
+                                                     HasSubstr("STATUS=computes as rank 1\n")));
+  manager.NextWith("WATCHDOG=1\nSTATUS=computes as rank 1\n");
+  ranks.rank(1).Signal(SIGTERM);
+  EXPECT_THAT(manager.NextWith("STOPPING=1\n"), HasSubstr("STATUS=asking rank 0 to drain: Terminated\n"));
+  manager.NextWith("STOPPING=1\nSTATUS=draining: ");
+  EXPECT_EQ(ranks.WaitForAll(kLimit), (std::vector<int>{0, 0}));
 }
 
 // Whenever it comes, all end within a bound and with a reason.

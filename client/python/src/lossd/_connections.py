@@ -150,16 +150,13 @@ class Connections:
         size = options.shared_memory_bytes
         if options.transport != "grpc":
             self.regions = RegionSource("auto", size, server.region_socket, lambda: self._ask().region_socket)
-        if options.transport in ("auto", "cuda_ipc"):
-            self.device = server.region_device
-            if self.device:
-                self.device_regions = RegionSource(
-                    "auto", size, server.region_socket, self._socket_of_device, self.device)
         if options.transport == "shared_memory":
             self.regions.check()
         if options.transport == "cuda_ipc":
+            self.device = server.region_device
             if not self.device:
                 raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")
+            self.device_regions = RegionSource("auto", size, server.region_socket, self._socket_of_device, self.device)
             self.device_regions.check()
 
     def _ask(self) -> server_pb2.ServerDescription:
@@ -183,9 +180,7 @@ class Connections:
         """How rows of CUDA arrays travel, and why."""
         if self.device:
             return self.device_regions.choice()
-        if self.options.transport in ("auto", "cuda_ipc"):
-            return "grpc", "the server shares no memory of a GPU"
-        return "grpc", "the client was told so"
+        return "grpc", f"the transport is {self.options.transport}"
 
     @property
     def closed(self) -> bool:

@@ -226,7 +226,7 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
         session.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(error, (OSError, DecodeError)):
+        if isinstance(error, (OSError, DecodeError)) and not isinstance(error, errors.LossdError):
             raise _no_region(f"{name}: {error}") from None
         raise
 

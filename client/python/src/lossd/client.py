@@ -89,7 +89,8 @@ class Client(HeadCalls):
             max_pending - 1 are started before that one.
           transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
             both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays, in memory of
-            the server's GPU, which this process has to see (Unavailable else); "auto": each of these if it can be had.
+            the server's GPU, which this process has to see (Unavailable else), other rows as with "auto"; "auto": in shared
+            memory if it can be had.
             None: the environment variable LOSSD_TRANSPORT, or "auto".
           shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
         """

@@ -16,7 +16,7 @@ from browser import Browser
 HEAD = "lm-head"
 # Path, width, height, dark, and the scale of the picture.
 PICTURES = {
-    "status-page": ("/", 1200, 1330, False, 1.0),
+    "status-page": ("/", 1200, 1590, False, 1.0),
     "status-page-head": (f"/heads/{HEAD}", 1000, 1040, False, 1.0),
     "status-page-phone": ("/", 390, 1040, True, 1.5),
 }
@@ -25,8 +25,8 @@ PICTURES = {
 def main(url: str, lossctl: str, grpc: str, seconds: int, folder: Path) -> None:
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        subprocess.run([lossctl, f"--server={grpc}", "save", HEAD, "--keep=3"], check=False, stdout=subprocess.DEVNULL)
-        time.sleep(min(left, max(seconds / 6, 10)))
+        time.sleep(min(left, max(seconds / 6, 10)))  # the trainer makes the head meanwhile
+        subprocess.run([lossctl, f"--server={grpc}", "save", HEAD, "--keep=3"], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([lossctl, f"--server={grpc}", "describe", "no-such-head"], check=False, stderr=subprocess.DEVNULL)
     time.sleep(5)
     browser = Browser()

@@ -128,7 +128,8 @@ def nothing_breaks_the_rules(site: Site) -> Iterator[None]:
 
 def test_charts_draw_what_the_server_does(site: Site) -> None:
     site.open()
-    site.await_charts({"rows": 1, "loss": 2, "latency": 3, "phases": 4, "memory": 3, "queue": 2})
+    site.await_charts({"rows": 1, "loss": 2, "latency": 3, "phases": 4, "memory": 3, "queue": 2,
+                       "busy": 1, "bytes": 2, "norm": 2})
     assert "lm" in site.text("[data-chart=loss] .legend") and "draft.v2" in site.text("[data-chart=loss] .legend")
     assert site.browser.evaluate("document.querySelector('[data-chart=rows] svg text').textContent") != ""
 

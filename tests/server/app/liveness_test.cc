@@ -1,5 +1,6 @@
-// /livez of the linked lossd program tells that the device thread hangs, and the server still answers
-// meanwhile.
+// The linked lossd program tells that its device thread hangs: /livez does, and the service manager hears no
+// more that it is alive. The server still answers meanwhile.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "tests/support/fake_service_manager.h"
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
@@ -20,8 +22,12 @@
 namespace lossd {
 namespace {
 
+using test::FakeServiceManager;
 using test::HttpGet;
 using test::HttpStatus;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 // The thread of `process` with this name; -1 if there is none.
 pid_t ThreadOf(pid_t process, const std::string& name) {
@@ -72,13 +78,13 @@ bool BecomesStatus(const std::string& address, const char* path, int status) {
   return false;
 }
 
-class HttpLivenessTest : public ::testing::Test {
+class LivenessTest : public ::testing::Test {
  protected:
   // Several of the device thread's beats, so that a slow machine does not look like a hanging thread.
   test::ServerProcess server_{LOSSD_BINARY, {"--http=127.0.0.1:0", "--liveness_timeout=8s"}};
 };
 
-TEST_F(HttpLivenessTest, AnIdleServerIsLive) {
+TEST_F(LivenessTest, AnIdleServerIsLive) {
   const std::string& address = server_.http();
   EXPECT_EQ(HttpStatus(HttpGet(address, "/livez")), 200);
   absl::SleepFor(absl::Seconds(9));  // longer than the timeout: the thread beats with nothing to do
@@ -86,7 +92,7 @@ TEST_F(HttpLivenessTest, AnIdleServerIsLive) {
   EXPECT_TRUE(absl::EndsWith(HttpGet(address, "/livez"), "\r\n\r\nok\n"));
 }
 
-TEST_F(HttpLivenessTest, AHangingDeviceThreadIsNotLive) {
+TEST_F(LivenessTest, AHangingDeviceThreadIsNotLive) {
   const std::string& address = server_.http();
   const pid_t thread = FindThread(server_.pid(), "lossd-device");
   ASSERT_GT(thread, 0);
@@ -99,6 +105,60 @@ TEST_F(HttpLivenessTest, AHangingDeviceThreadIsNotLive) {
     EXPECT_EQ(HttpStatus(HttpGet(address, "/readyz")), 200);
   }
   EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
+}
+
+class ServiceManagerTest : public ::testing::Test {
+ protected:
+  const FakeServiceManager manager_{FakeServiceManager::Kind::kAbstract, absl::Milliseconds(200)};
+  // Several of the device thread's beats, as above.
+  test::ServerProcess server_{LOSSD_BINARY,
+                              {"--http=127.0.0.1:0", "--liveness_timeout=8s", "--drain_timeout=50s"}};
+};
+
+TEST_F(ServiceManagerTest, HearsThatTheServerServesLivesAndEnds) {
+  EXPECT_EQ(manager_.NextWith("STATUS="), "READY=1\nSTATUS=serving on " + server_.target() + "\n");
+  EXPECT_EQ(HttpStatus(HttpGet(server_.http(), "/readyz")), 200);
+  for (int i = 0; i < 3; ++i) EXPECT_THAT(manager_.NextWith("STATUS="), StartsWith("WATCHDOG=1\n"));
+  server_.Signal(SIGTERM);
+  EXPECT_EQ(manager_.NextWith("STOPPING=1\n"),
+            "STOPPING=1\nSTATUS=draining: Terminated\nEXTEND_TIMEOUT_USEC=60000000\n");
+  EXPECT_EQ(server_.WaitFor(absl::Minutes(2)), 0);
+  while (const auto message = manager_.Next(absl::ZeroDuration())) {
+    EXPECT_EQ(message, "WATCHDOG=1\nSTATUS=draining: Terminated\n");
+  }
+}
+
+TEST_F(ServiceManagerTest, HearsNothingOfAliveWhileTheDeviceThreadHangs) {
+  manager_.NextWith("WATCHDOG=1\n");
+  const pid_t thread = FindThread(server_.pid(), "lossd-device");
+  ASSERT_GT(thread, 0);
+  {
+    const FrozenThread frozen(thread);
+    if (!frozen.frozen() && frozen.error() == EPERM) GTEST_SKIP() << "this machine does not allow ptrace";
+    ASSERT_TRUE(frozen.frozen()) << std::strerror(frozen.error());
+    manager_.NextWith("not alive: no progress on the device for ");
+    EXPECT_EQ(HttpStatus(HttpGet(server_.http(), "/livez")), 503);
+    for (int i = 0; i < 10; ++i) EXPECT_THAT(manager_.NextWith("STATUS="), Not(HasSubstr("WATCHDOG=1")));
+  }
+  manager_.NextWith("WATCHDOG=1\n");
+}
+
+TEST(ServiceManagerFlagsTest, AServerWhoseManagerHasGoneServes) {
+  setenv("NOTIFY_SOCKET", "/nowhere/notify", 1);
+  test::ServerProcess server(LOSSD_BINARY, {"--log_level=info"});
+  unsetenv("NOTIFY_SOCKET");
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.WaitFor(absl::Minutes(2)), 0);
+  EXPECT_THAT(server.log(), HasSubstr("the service manager cannot be told NOTIFY_SOCKET=/nowhere/notify"));
+}
+
+TEST(ServiceManagerFlagsTest, AnEnvironmentThatIsMalformedIsRefused) {
+  const test::TempFolder folder;
+  setenv("NOTIFY_SOCKET", "elsewhere", 1);
+  test::ChildProcess server({LOSSD_BINARY, "--listen=127.0.0.1:0", "--http="}, folder.File("log"));
+  unsetenv("NOTIFY_SOCKET");
+  EXPECT_EQ(server.WaitFor(absl::Minutes(2)), 2);
+  EXPECT_THAT(test::ReadWholeFile(folder.File("log")), HasSubstr("NOTIFY_SOCKET must be a path"));
 }
 
 }  // namespace
