@@ -128,20 +128,29 @@ Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) c
                                  {"HIDDEN x VOCAB", Align::kLeft, 7}});
   Table table(std::move(columns));
   const size_t name_width = frame.columns < 60 ? 12 : 32;
+  const auto history_of = [this](const v1::HeadDescription& head) {
+    const auto found = heads_.find(head.spec().name());
+    return found == heads_.end() ? HeadHistory() : found->second;
+  };
+  const auto loss_of = [](const HeadHistory& history) {
+    return history.losses.empty() ? "" : absl::StrFormat("%.4g", history.losses.back());
+  };
+  size_t loss_width = 6;  // the lines of all heads begin in one column, and seldom move
+  for (size_t i = 0; i < heads; ++i) {
+    loss_width = std::max(loss_width, loss_of(history_of(good_->heads[i])).size());
+  }
   for (size_t i = 0; i < heads; ++i) {
     const v1::HeadDescription& head = good_->heads[i];
-    const auto found = heads_.find(head.spec().name());
-    const HeadHistory history = found == heads_.end() ? HeadHistory() : found->second;
+    const HeadHistory history = history_of(head);
     std::vector<std::string> cells = {Truncated(Printable(head.spec().name()), name_width)};
     if (has_losses) {
       std::string loss;
       if (!history.losses.empty()) {
-        const double last = history.losses.back();
-        loss = PadTo(absl::StrFormat("%.4g", last), 6);
-        if (!std::isfinite(last)) loss = frame.style.Paint(Tone::kBad, loss);
+        loss = PadTo(loss_of(history), loss_width);
+        if (!std::isfinite(history.losses.back())) loss = frame.style.Paint(Tone::kBad, loss);
         absl::StrAppend(&loss, " ", Trendline(Last(Copy(history.losses), trend)));
       }
-      cells.push_back(PadTo(loss, 7 + trend));
+      cells.push_back(PadTo(loss, loss_width + 1 + trend));
     }
     std::string queue = HumanCount(head.queued_slices() + head.waiting_slices());
     if (!head.waits_for().empty()) queue = frame.style.Paint(Tone::kWarning, queue);
