@@ -32,7 +32,10 @@ struct BackendChoice {
   // CUDA: the number of this process among those of its host. Where several GPUs are visible, and no other is
   // named, the GPU of that number is this one's.
   std::optional<int> local_rank;
-  std::string link_host;  // CPU: the address that the other ranks reach this host at
+  // What carries sums and exchanges between ranks: "nccl", "gloo" (through the memory of the hosts), or
+  // "auto": NCCL among GPUs if it is there and each rank has a GPU of its own, else Gloo.
+  std::string collectives = "auto";
+  std::string link_host;  // Gloo: the address that the other ranks reach this host at
   // How long the other ranks, or the other GPUs of this process, may take to do their part of an exchange.
   absl::Duration link_timeout = absl::Minutes(1);
 };

@@ -37,6 +37,9 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (!backend.ok()) return backend.status();
   CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
   if (choice.replica.count == 1) return created;
+  if (choice.collectives == kNccl) {
+    return errors::FieldError("collectives", "be auto or gloo on CPUs", choice.collectives);
+  }
   absl::Status planned =
       created.backend->PlanHostMemory(MemoryKind::kWorkspace, GlooLinkBytes(choice.replica));
   if (!planned.ok()) return planned;
@@ -50,13 +53,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
 absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::unique_ptr<Backend> backend) {
   CreatedBackend created{.backend = std::move(backend), .link = nullptr, .note = ""};
   if (choice.replica.count == 1) return created;
-  if (*SplitOf(choice) == Split::kVocabulary) {
-    return errors::FieldError("split",
-                              "be rows or any with several ranks on GPUs: only CPUs share the classes of a "
-                              "head between processes, and GPUs within one (devices)",
-                              choice.split);
-  }
-  absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice);
+  absl::StatusOr<std::unique_ptr<RankLink>> link = CreateGpuLink(choice, created.backend.get());
   if (!link.ok()) return link.status();
   created.link = *std::move(link);
   return created;
@@ -94,6 +91,9 @@ absl::Status Check(const BackendChoice& choice) {
   }
   if (choice.cpu_devices != 1 && choice.backend == "cuda") {
     return errors::FieldError("cpu_devices", "be 1 with backend cuda, which has devices", choice.cpu_devices);
+  }
+  if (choice.collectives != "auto" && choice.collectives != kNccl && choice.collectives != kGloo) {
+    return errors::FieldError("collectives", "be auto, nccl or gloo", choice.collectives);
   }
   if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
   return CheckReplica(choice);

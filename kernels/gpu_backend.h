@@ -15,7 +15,8 @@ namespace lossd::kernels {
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice);
 
 // The link of a backend that CreateGpuBackend has made of this choice, which is one of several replicas.
-absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice);
+// `backend` outlives RankLink::Connect.
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice, Backend* backend);
 
 }  // namespace lossd::kernels
 

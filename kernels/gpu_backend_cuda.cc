@@ -4,8 +4,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/gloo_transfers.h"
 #include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_link.h"
 #include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
 #include "kernels/gpu_backend.h"
@@ -73,12 +75,20 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   return CreateOne(choice, *device, choice.replica);
 }
 
-absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice) {
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice, Backend* backend) {
   const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
   if (!uuids.ok()) return uuids.status();
   const absl::StatusOr<int> device = DeviceOf(choice, *uuids);
   if (!device.ok()) return device.status();
-  return CreateNcclLink(*device, choice.replica, choice.link_timeout);
+  return CreateCudaLink(
+      {.device = *device,
+       .replica = choice.replica,
+       .timeout = choice.link_timeout,
+       .collectives = choice.collectives,
+       .make_transfers =
+           [&choice] { return CreateGlooTransfers(choice.replica, choice.link_host, choice.link_timeout); },
+       .plan_memory =
+           [backend](int64_t bytes) { return backend->PlanHostMemory(MemoryKind::kStaging, bytes); }});
 }
 
 }  // namespace lossd::kernels

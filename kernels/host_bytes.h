@@ -1,12 +1,11 @@
-// Retained memory that the host can read as it is: where other processes compute the rows whose hidden states
-// are there (docs/scaling.md). Memory of CPU backends is HostBytes besides.
+// Retained memory that the host can read: where other processes compute the rows whose hidden states are
+// there (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
 #ifndef LOSSD_KERNELS_HOST_BYTES_H_
 #define LOSSD_KERNELS_HOST_BYTES_H_
 
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 
@@ -16,15 +15,16 @@ namespace lossd::kernels {
 class HostBytes {
  public:
   virtual ~HostBytes() = default;
-  // What a chunk keeps there may be read once its results are out.
-  virtual absl::Span<const uint8_t> host_bytes() const = 0;
+  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are
+  // out.
+  virtual absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const = 0;
 };
 
-// UNIMPLEMENTED if the memory is not the host's.
-inline absl::StatusOr<absl::Span<const uint8_t>> HostBytesOf(const RetainedMemory* memory) {
+// UNIMPLEMENTED if the host cannot read the memory.
+inline absl::Status ReadBytesOf(const RetainedMemory* memory, int64_t offset, absl::Span<uint8_t> out) {
   auto* const bytes = dynamic_cast<const HostBytes*>(memory);
-  if (bytes == nullptr) return absl::UnimplementedError("retained memory is not the host's");
-  return bytes->host_bytes();
+  if (bytes == nullptr) return absl::UnimplementedError("the host cannot read retained memory");
+  return bytes->ReadBytes(offset, out);
 }
 
 }  // namespace lossd::kernels

@@ -13,14 +13,22 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
+
+// What carries the collectives: sums, copies and exchanges between ranks.
+inline constexpr char kNccl[] = "nccl";  // among GPUs, of which each rank has one of its own
+inline constexpr char kGloo[] = "gloo";  // through the memory of the hosts
 
 class RankLink {
  public:
   virtual ~RankLink() = default;
 
+  // What this rank can use of these, the best first.
+  virtual std::vector<std::string> CollectivesOffered() const = 0;
+  // The choice, which all ranks make alike. Called once, before Address. INVALID_ARGUMENT if it is not
+  // offered.
+  virtual absl::Status UseCollectives(const std::string& collectives) = 0;
   // What the other ranks have to know of this one to reach it. Called once.
   virtual absl::StatusOr<std::string> Address() = 0;
   // Connects this rank with the others. `addresses`: of all ranks, by rank. Blocks until all have called it;
@@ -36,24 +44,15 @@ class RankLink {
   // Joins the parts of one head that is split by vocabulary, of which every rank has one: what its chunks
   // exchange goes over this link. All ranks compute the same chunks of all such heads, and sums, in the same
   // order. The link outlives `head`, of the backend that came with the link, whose split is kVocabulary.
-  // INVALID_ARGUMENT if this kind of link cannot.
-  virtual absl::Status JoinClasses(HeadKernels* head);
+  virtual absl::Status JoinClasses(HeadKernels* head) = 0;
   // From now on, when a chunk's exchange fails, which is UNAVAILABLE, `on_failure` is told why, on the
-  // driving thread, and the chunk fails with what it returns. It may block: no chunk is computed any more.
-  // Called before the first chunk.
-  virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure);
+  // driving thread or the one that tells the chunk's results, and the chunk fails with what it returns. It
+  // may block: no chunk is computed any more. Called before the first chunk.
+  virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) = 0;
 
   // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
   virtual void Abort(const absl::Status& reason) = 0;
 };
-
-inline absl::Status RankLink::JoinClasses(HeadKernels*) {
-  return errors::FieldError(
-      "split", "be rows with several ranks on GPUs: only CPUs share the classes of a head between processes",
-      Name(Split::kVocabulary));
-}
-
-inline void RankLink::WatchChunks(std::function<absl::Status(const absl::Status&)>) {}
 
 }  // namespace lossd::kernels
 

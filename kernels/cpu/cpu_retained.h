@@ -2,6 +2,7 @@
 #ifndef LOSSD_KERNELS_CPU_CPU_RETAINED_H_
 #define LOSSD_KERNELS_CPU_CPU_RETAINED_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -19,8 +20,9 @@ class CpuRetained final : public RetainedMemory, public HostBytes {
       : reservation_(std::move(reservation)), memory_(std::move(memory)), bytes_(bytes) {}
 
   int64_t size() const override { return bytes_; }
-  absl::Span<const uint8_t> host_bytes() const override {
-    return {memory_.get(), static_cast<size_t>(bytes_)};
+  absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const override {
+    std::copy_n(memory_.get() + offset, out.size(), out.data());
+    return absl::OkStatus();
   }
   uint8_t* data() { return memory_.get(); }
 

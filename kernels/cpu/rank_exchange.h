@@ -2,7 +2,6 @@
 #ifndef LOSSD_KERNELS_CPU_RANK_EXCHANGE_H_
 #define LOSSD_KERNELS_CPU_RANK_EXCHANGE_H_
 
-#include <cstddef>
 #include <cstdint>
 
 #include "absl/functional/function_ref.h"
@@ -10,16 +9,10 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cpu/class_exchange.h"
+#include "kernels/host_transfers.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {
-
-// Memory that goes to another rank, or is filled with what one sends; bytes > 0.
-struct RankTransfer {
-  int rank = 0;
-  void* data = nullptr;
-  size_t bytes = 0;
-};
 
 // What carries an exchange between ranks. Called by one thread at a time.
 class RankTransfers {
@@ -30,8 +23,7 @@ class RankTransfers {
   // Where to put what a rank sends: aligned to 64, of the same size for all ranks. Overwritten by the next
   // user.
   virtual absl::Span<uint8_t> Room(int rank) = 0;
-  // Sends and receives at the same time, and returns when all of it is done. Ranks pair off what they send
-  // to each other in the order of the calls. UNAVAILABLE if another rank does not do its part in time.
+  // As HostTransfers::Exchange.
   virtual absl::Status Exchange(absl::Span<const RankTransfer> send,
                                 absl::Span<const RankTransfer> receive) = 0;
 };

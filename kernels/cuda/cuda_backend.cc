@@ -145,7 +145,7 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     absl::StatusOr<DeviceBuffer> buffer =
         DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);
     if (!buffer.ok()) return buffer.status();
-    return std::make_unique<CudaRetained>(*std::move(buffer), bytes);
+    return std::make_unique<CudaRetained>(device_->options().device, *std::move(buffer), bytes);
   }
 
   absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {

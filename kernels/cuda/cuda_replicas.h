@@ -1,5 +1,5 @@
-// Replicas of heads on several GPUs, of one process or one of each of several: their gradients are summed and
-// their values spread by NCCL.
+// Replicas of heads on several GPUs of one process, and the parts of heads that are split by vocabulary: what
+// they exchange goes by NCCL.
 #ifndef LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_
 #define LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_
 
@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "kernels/rank_link.h"
+#include "kernels/backend.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {
@@ -29,11 +29,6 @@ class CudaReplicaGroup {
   // The parts of a head that is split by vocabulary, likewise.
   virtual absl::Status Join(absl::Span<HeadKernels* const> heads) = 0;
 };
-
-// The link of the CUDA backend on GPU `device`, by index, as one of several ranks. `timeout`: how long one
-// rank waits for another. Sums are formed as among the GPUs of one process. Connections are neither encrypted
-// nor authenticated.
-std::unique_ptr<RankLink> CreateNcclLink(int device, Replica replica, absl::Duration timeout);
 
 }  // namespace lossd::kernels
 

@@ -59,6 +59,7 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .deterministic = options.deterministic,
           .replica = {options.ranks.launch.rank, options.ranks.launch.ranks},
           .local_rank = options.ranks.launch.local_rank,
+          .collectives = options.ranks.collectives,
           .link_timeout = options.ranks.collective_timeout};
 }
 

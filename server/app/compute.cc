@@ -78,6 +78,7 @@ ranks::Settings SettingsOf(const ServerOptions& options) {
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
           {"split", options.split},
+          {"collectives", options.ranks.collectives},
           {"workspace_bytes", absl::StrCat(options.workspace_bytes)},
           {"memory_limit_bytes", absl::StrCat(options.memory_limit_bytes)},
           {"slice_bytes", absl::StrCat(options.slice_bytes)}};

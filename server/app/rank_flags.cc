@@ -31,8 +31,12 @@ ABSL_FLAG(
     "Address where rank 0 waits for the others, host:port; empty: the port of --leader on all interfaces, "
     "or on the loopback if --leader is there");
 ABSL_FLAG(
-    std::string, rank_host, RankOptions().host,
-    "CPU backend: an address of this host that the other ranks reach; empty: that of the way to --leader");
+    std::string, collectives, RankOptions().collectives,
+    "What carries sums and exchanges between ranks: nccl (GPUs, of which each rank has one of its own), "
+    "gloo (through the memory of the hosts) or auto: nccl where it is there and the GPUs differ, else gloo");
+ABSL_FLAG(std::string, rank_host, RankOptions().host,
+          "Collectives gloo: an address of this host that the other ranks reach; empty: that of the way to "
+          "--leader");
 ABSL_FLAG(
     std::string, rank_secret_file, RankOptions().secret_file,
     "A secret that all ranks have, and that admits them: a file of one line that only its owner can read");
@@ -75,6 +79,7 @@ absl::StatusOr<RankOptions> RankOptionsFromFlags() {
   RankOptions options;
   options.launch = *std::move(launch);
   options.listen = absl::GetFlag(FLAGS_rank_listen);
+  options.collectives = absl::GetFlag(FLAGS_collectives);
   options.host = absl::GetFlag(FLAGS_rank_host);
   options.secret_file = absl::GetFlag(FLAGS_rank_secret_file);
   options.ca = absl::GetFlag(FLAGS_rank_ca);

@@ -16,6 +16,8 @@ struct RankOptions {
       listen;  // rank 0 waits for the others there, "host:port"; empty: follows from the leader's address
   std::string
       host;  // an address of this host that the other ranks reach; empty: that of the way to the leader
+  // What carries sums and exchanges between the ranks (kernels::BackendChoice).
+  std::string collectives = "auto";
   std::string secret_file;  // what admits a rank; empty: nothing
   std::string ca;           // authorities of the leader's certificate, a PEM file; empty: no TLS
   std::string worker_http;  // of the other ranks, as ServerOptions::http; empty: none

@@ -22,6 +22,7 @@
 #include "server/app/health.h"
 #include "server/app/late_text.h"
 #include "server/app/listen.h"
+#include "server/app/memory_plan.h"
 #include "server/app/part_options.h"
 #include "server/app/reflection.h"
 #include "server/app/security.h"
@@ -158,17 +159,7 @@ void ServerImpl::LogStart() const {
   metrics_->events().Add(
       metrics::EventLevel::kInfo, "server_started", "",
       absl::StrCat("lossd ", options_.version, " serves, ", info.name, " backend, ", info.device));
-  log::Log(log::LogLevel::kInfo, "memory plan",
-           {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
-            {"slice_bytes", options_.slice_bytes},
-            {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
-            {"workspace_bytes_per_head",
-             options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
-            {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
-            {"transport_bytes", TransportBytes(options_)},
-            {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
-            {"shared_device_memory_bytes", shared_memory_ == nullptr ? 0 : shared_memory_->device_bytes()},
-            {"limit_bytes", options_.memory_limit_bytes}});
+  LogMemoryPlan(options_, *backend_, shared_memory_.get());
 }
 
 absl::Status ServerImpl::CreateEngine() {

@@ -17,12 +17,6 @@ const std::string* Find(const v1::Hello& hello, const std::string& name) {
   return nullptr;
 }
 
-absl::Status CheckGpu(uint32_t rank, const std::string& gpu, uint32_t other, const std::string& others_gpu) {
-  if (gpu.empty() || gpu != others_gpu) return absl::OkStatus();
-  return errors::FieldError(absl::StrCat("rank ", rank, ": device"),
-                            absl::StrCat("be a GPU of its own, and rank ", other, " has this one"), gpu);
-}
-
 }  // namespace
 
 Settings SettingsOf(const kernels::BackendInfo& backend) {
@@ -33,19 +27,14 @@ Settings SettingsOf(const kernels::BackendInfo& backend) {
   return {{"backend", backend.name}, {"kind of device", kind}};
 }
 
-absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gpu, const v1::Hello& worker,
-                            absl::Span<const v1::Hello> others) {
+absl::Status CheckAgreement(const Settings& leader, const v1::Hello& worker) {
   for (const auto& [name, value] : leader) {
     const std::string* const got = Find(worker, name);
     if (got != nullptr && *got == value) continue;
     return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": ", name),
                               absl::StrCat("be what rank 0 has, ", value), got == nullptr ? "nothing" : *got);
   }
-  absl::Status status = CheckGpu(worker.rank(), worker.gpu_uuid(), 0, leader_gpu);
-  for (const v1::Hello& other : others) {
-    status.Update(CheckGpu(worker.rank(), worker.gpu_uuid(), other.rank(), other.gpu_uuid()));
-  }
-  return status;
+  return absl::OkStatus();
 }
 
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout) {

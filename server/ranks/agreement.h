@@ -20,10 +20,8 @@ using Settings = std::vector<std::pair<std::string, std::string>>;
 // What the backend adds to the settings of its rank: which it is, and the kind of its device.
 Settings SettingsOf(const kernels::BackendInfo& backend);
 
-// INVALID_ARGUMENT naming rank, setting and both values if a worker's settings are not the leader's; also if
-// it has the GPU that a rank before it has (`others`: those that are there).
-absl::Status CheckAgreement(const Settings& leader, const std::string& leader_gpu, const v1::Hello& worker,
-                            absl::Span<const v1::Hello> others);
+// INVALID_ARGUMENT naming rank, setting and both values if a worker's settings are not the leader's.
+absl::Status CheckAgreement(const Settings& leader, const v1::Hello& worker);
 
 // DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`.
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout);

@@ -56,10 +56,9 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t r
     bytes->assign(static_cast<const char*>(slice.hidden), length);
     return absl::OkStatus();
   }
-  const absl::StatusOr<absl::Span<const uint8_t>> retained = kernels::HostBytesOf(chunk.retained);
-  if (!retained.ok()) return retained.status();
-  bytes->assign(reinterpret_cast<const char*>(retained->data()) + slice.retained_offset, length);
-  return absl::OkStatus();
+  bytes->resize(length);
+  return kernels::ReadBytesOf(chunk.retained, slice.retained_offset,
+                              {reinterpret_cast<uint8_t*>(bytes->data()), length});
 }
 
 }  // namespace

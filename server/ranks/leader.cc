@@ -13,6 +13,7 @@
 #include "kernels/errors/field_error.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
+#include "server/ranks/collectives.h"
 #include "server/ranks/grpc_transport.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/rank_replicas.h"
@@ -58,6 +59,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Late() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAll() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CancelSilent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Workers AllWorkers() const;
   absl::Status Connect();
   absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeGroup(std::unique_ptr<kernels::Backend> own);
   void EndForming(const absl::Status& status);
@@ -184,7 +186,7 @@ absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
   };
   if (mutex_.AwaitWithTimeout(absl::Condition(&is_lost), kLastWords)) return lost_;
   const absl::Status status = absl::UnavailableError(absl::StrCat(
-      "a rank is lost: it has not done its part of a chunk within ",
+      "a rank is lost, or has not done its part of a chunk within ",
       absl::FormatDuration(options_.collective_timeout), " (--collective_timeout): ", failure.message()));
   workers_.begin()->second->GiveUp(status);
   return status;
@@ -201,11 +203,8 @@ absl::Status LeaderImpl::Late() const {
 }
 
 absl::Status LeaderImpl::CheckAll() const {
-  std::vector<v1::Hello> others;
   for (const auto& [rank, worker] : workers_) {
-    if (absl::Status status = CheckAgreement(settings_, gpu_, worker->hello(), others); !status.ok())
-      return status;
-    others.push_back(worker->hello());
+    if (absl::Status status = CheckAgreement(settings_, worker->hello()); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
@@ -255,14 +254,19 @@ void LeaderImpl::EndForming(const absl::Status& status) {
   }
 }
 
+LeaderImpl::Workers LeaderImpl::AllWorkers() const {
+  absl::MutexLock lock(&mutex_);
+  return workers_;
+}
+
 absl::Status LeaderImpl::Connect() {
-  Workers workers;
-  {
-    absl::MutexLock lock(&mutex_);
-    workers = workers_;
-  }
+  const Workers workers = AllWorkers();
+  std::vector<v1::Hello> hellos;
+  for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
+  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
+  if (!collectives.ok()) return collectives.status();
   std::vector<std::string> addresses;
-  for (const auto& [rank, worker] : workers) worker->Prepare();
+  for (const auto& [rank, worker] : workers) worker->Prepare(*collectives);
   absl::StatusOr<std::string> own = link_->Address();
   if (!own.ok()) return own.status();
   addresses.push_back(*std::move(own));
@@ -285,12 +289,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
     std::unique_ptr<kernels::Backend> own) {
   std::vector<std::unique_ptr<kernels::Backend>> members;
   members.push_back(std::move(own));
-  Workers workers;
-  {
-    absl::MutexLock lock(&mutex_);
-    workers = workers_;
-  }
-  for (const auto& [rank, worker] : workers) {
+  for (const auto& [rank, worker] : AllWorkers()) {
     absl::StatusOr<std::unique_ptr<RemoteBackend>> member = RemoteBackend::Create(worker);
     if (!member.ok()) return member.status();
     members.push_back(*std::move(member));
@@ -300,7 +299,8 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   };
   kernels::GroupOptions group = options_.group;
   group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
-    return link_->JoinClasses(heads.front());  // the workers have joined theirs
+    // On GPUs the steps of a chunk, and with them the exchanges, follow from its size.
+    return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   return kernels::CreateGroupBackend(std::move(members), make_replicas, group);

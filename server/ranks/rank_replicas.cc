@@ -8,6 +8,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/errors/field_error.h"
 #include "server/ranks/remote_backend.h"
 
 namespace lossd::ranks {
@@ -76,6 +77,19 @@ absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     others.push_back(remote);
   }
   return std::make_unique<RankReplicas>(*std::move(own), std::move(others), timeout);
+}
+
+absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
+                             absl::Span<kernels::HeadKernels* const> heads) {
+  const int64_t rows = heads.front()->chunk_rows();
+  for (size_t rank = 1; same_chunks && rank < heads.size(); ++rank) {
+    if (heads[rank]->chunk_rows() == rows) continue;
+    return errors::FieldError(
+        absl::StrCat("rank ", rank, ": rows of a chunk"),
+        absl::StrCat("be as many as those of rank 0, ", rows, ": give all ranks the same --workspace_bytes"),
+        heads[rank]->chunk_rows());
+  }
+  return link->JoinClasses(heads.front());
 }
 
 }  // namespace lossd::ranks

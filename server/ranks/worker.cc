@@ -150,6 +150,7 @@ v1::FromWorker WorkerImpl::Hello() const {
   *hello->mutable_backend() = ToProto(info, backend_->max_chunks_in_flight());
   Settings settings = options_.settings;
   for (auto& setting : SettingsOf(info)) settings.push_back(std::move(setting));
+  for (const std::string& collectives : link_->CollectivesOffered()) hello->add_collectives(collectives);
   for (const auto& [name, value] : settings) {
     v1::Setting* const setting = hello->add_settings();
     setting->set_name(name);
@@ -245,8 +246,11 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
   v1::FromWorker answer;
   switch (message.message_case()) {
     case v1::ToWorker::kPrepare: {
+      const std::string& collectives = message.prepare().collectives();
+      if (absl::Status status = link_->UseCollectives(collectives); !status.ok()) return status;
       absl::StatusOr<std::string> address = link_->Address();
       if (!address.ok()) return address.status();
+      log::Log(log::LogLevel::kInfo, "collectives", {{"collectives", collectives}});
       answer.mutable_prepared()->set_address(*std::move(address));
       break;
     }

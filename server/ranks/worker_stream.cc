@@ -31,9 +31,9 @@ void WorkerStream::Refuse(const absl::Status& reason) {
   SendAlone(message);
 }
 
-void WorkerStream::Prepare() {
+void WorkerStream::Prepare(const std::string& collectives) {
   v1::ToWorker message;
-  message.mutable_prepare();
+  message.mutable_prepare()->set_collectives(collectives);
   SendAlone(message);
 }
 

@@ -60,7 +60,7 @@ class WorkerStream {
 
   // ---- Rendezvous ----
   void Refuse(const absl::Status& reason);
-  void Prepare();
+  void Prepare(const std::string& collectives);
   // What the worker has to say of itself; waits for it.
   absl::StatusOr<std::string> AwaitPrepared(absl::Time deadline);
 

@@ -1,5 +1,10 @@
 // A server of several lossd processes on this host, with the CPU backend and little memory; killed when the
 // object goes. Thread-compatible.
+//
+// Environment:
+//   LOSSD_RANK_PROGRAM  lossd, where tests do not lie where they were built
+//   LOSSD_RANK_FLAGS    flags of all ranks, which come before those of the test: "--backend=cuda" and so on
+//   LOSSD_RANK_GPUS     how many GPUs the ranks share: rank r has the GPU r modulo so many
 #ifndef LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
 #define LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
 
@@ -9,6 +14,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -20,6 +26,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/support/child_process.h"
@@ -53,7 +61,7 @@ struct RankServerOptions {
 class RankServer {
  public:
   RankServer(std::string program, RankServerOptions options)
-      : program_(std::move(program)), options_(std::move(options)) {
+      : program_(Variable("LOSSD_RANK_PROGRAM", std::move(program))), options_(std::move(options)) {
     Start();
   }
 
@@ -85,6 +93,10 @@ class RankServer {
   }
 
  private:
+  static std::string Variable(const char* name, std::string otherwise = "") {
+    const char* const value = std::getenv(name);
+    return value == nullptr ? std::move(otherwise) : value;
+  }
   std::string LogFile(int rank) const { return folder_.File(absl::StrCat("log-", rank)); }
   std::string PortFile() const { return folder_.File("ports.json"); }
 
@@ -111,6 +123,13 @@ class RankServer {
           std::string("--backend=cpu"), std::string("--slice_bytes=64KiB"),
           std::string("--staging_bytes=4MiB"), std::string("--workspace_bytes=4MiB")}) {
       command.push_back(part);
+    }
+    for (const absl::string_view flag :
+         absl::StrSplit(Variable("LOSSD_RANK_FLAGS"), ' ', absl::SkipEmpty())) {
+      command.emplace_back(flag);
+    }
+    if (const int gpus = std::atoi(Variable("LOSSD_RANK_GPUS").c_str()); gpus > 0) {
+      command.push_back(absl::StrCat("--device=", rank % gpus));
     }
     if (!options_.environment) {
       command.push_back(absl::StrCat("--rank=", rank));

@@ -1,5 +1,5 @@
-// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a GPU of
-// its own. Every part calls the same functions with the same sizes in the same order, from the thread that
+// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a device
+// of its own. Every part calls the same functions with the same sizes in the same order, from the thread that
 // drives its device, and each call enqueues on the device's compute stream; Wait is for the completion
 // thread, and Abort for any.
 //
@@ -16,6 +16,12 @@
 
 namespace lossd::kernels::cuda {
 
+// Rows [begin, end).
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
@@ -24,8 +30,11 @@ class ClassExchange {
   virtual absl::Status Sum(float* data, int64_t n) = 0;
   // all [parts, bytes]: `own` of each part.
   virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
-  // data [parts, n]: the place of this part becomes the sum over all parts. The others are unspecified.
-  virtual absl::Status SumPlaces(float* data, int64_t n) = 0;
+  // Of so many rows, those whose sums SumRows leaves with this part. Every row has one part.
+  virtual RowRange RowsHere(int64_t rows) const = 0;
+  // data [rows, cols], with room for as many rows as the parts divide evenly: RowsHere become the sums over
+  // all parts. The others are unspecified.
+  virtual absl::Status SumRows(float* data, int64_t rows, int64_t cols) = 0;
 
   // Waits until the event has happened, or until it cannot any more.
   virtual absl::Status Wait(const Event& event) = 0;
@@ -38,7 +47,8 @@ class SoleExchange final : public ClassExchange {
  public:
   absl::Status Sum(float*, int64_t) override { return absl::OkStatus(); }
   absl::Status Gather(const void*, void*, int64_t) override { return absl::OkStatus(); }
-  absl::Status SumPlaces(float*, int64_t) override { return absl::OkStatus(); }
+  RowRange RowsHere(int64_t rows) const override { return {0, rows}; }
+  absl::Status SumRows(float*, int64_t, int64_t) override { return absl::OkStatus(); }
   absl::Status Wait(const Event& event) override {
     return ToStatus(cudaEventSynchronize(event.get()), "cudaEventSynchronize");
   }

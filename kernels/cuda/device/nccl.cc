@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -25,6 +24,11 @@ constexpr const char* kLibraryNames[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-
 // one milliseconds.
 constexpr absl::Duration kBusyFor = absl::Milliseconds(2);
 constexpr absl::Duration kNap = absl::Microseconds(50);
+
+// What links are made with: exchanges of up to so many bytes of all members, each so many times as large as
+// the one before. NCCL chooses how it exchanges by the size.
+constexpr int64_t kScratchBytes = int64_t{64} << 20;
+constexpr int64_t kLinkStep = 64;
 
 ncclDataType_t ToNccl(DType dtype) {
   switch (dtype) {
@@ -107,52 +111,82 @@ absl::StatusOr<std::string> Nccl::NewId() {
   return std::string(id.internal, sizeof(id.internal));
 }
 
-namespace {
+absl::Status Nccl::CheckLoads() { return Nccl({}, Replica(), kTimeout).library_->Load(); }
 
 // One attempt to join, which outlives whoever has given up waiting for it.
-struct Joining {
+struct Nccl::Joining {
+  std::unique_ptr<Nccl> nccl;  // the thread's until it is done
   absl::Mutex mutex;
   bool done ABSL_GUARDED_BY(mutex) = false;
-  ncclResult_t result ABSL_GUARDED_BY(mutex) = ncclInternalError;
-  cudaError_t device ABSL_GUARDED_BY(mutex) = cudaSuccess;
-  ncclComm_t communicator ABSL_GUARDED_BY(mutex) = nullptr;
+  bool given_up ABSL_GUARDED_BY(mutex) = false;
+  absl::Status status ABSL_GUARDED_BY(mutex);
+};
+
+absl::Status Nccl::Enter(const std::string& id) {
+  ncclUniqueId unique;
+  std::copy(id.begin(), id.end(), unique.internal);
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_.front()), "cudaSetDevice");
+  ncclComm_t communicator = nullptr;
+  LOSSD_RETURN_IF_ERROR(
+      Check(library_->init_rank(&communicator, replica_.count, unique, replica_.index), "ncclCommInitRank"));
+  library_->communicators = {communicator};
+  return absl::OkStatus();
+}
+
+namespace {
+
+// Memory and a stream to try exchanges out in.
+struct Scratch {
+  void* data = nullptr;
+  cudaStream_t stream = nullptr;
+
+  ~Scratch() {
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    if (data != nullptr) cudaFree(data);
+  }
+  absl::Status Allocate(int64_t bytes) {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaMalloc(&data, static_cast<size_t>(bytes)), "cudaMalloc");
+    return ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  }
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, const std::string& id,
                                                  absl::Duration timeout) {
-  ncclUniqueId unique;
-  if (id.size() != sizeof(unique.internal)) {
+  if (id.size() != sizeof(ncclUniqueId::internal)) {
     return absl::InternalError(absl::StrCat("an id of NCCL with ", id.size(), " bytes"));
   }
-  std::copy(id.begin(), id.end(), unique.internal);
-  std::unique_ptr<Nccl> nccl(new Nccl({device}, replica, timeout));
-  LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
   const auto joining = std::make_shared<Joining>();
-  std::thread([joining, device, replica, unique, init_rank = nccl->library_->init_rank] {
-    ncclComm_t communicator = nullptr;
-    const cudaError_t entered = cudaSetDevice(device);
-    const ncclResult_t result = entered == cudaSuccess
-                                    ? init_rank(&communicator, replica.count, unique, replica.index)
-                                    : ncclInternalError;
+  joining->nccl.reset(new Nccl({device}, replica, timeout));
+  LOSSD_RETURN_IF_ERROR(joining->nccl->library_->Load());
+  std::thread([joining, id] {
+    absl::Status status = joining->nccl->Enter(id);
+    bool given_up = false;
+    {
+      absl::MutexLock lock(&joining->mutex);
+      given_up = joining->given_up;
+    }
+    if (status.ok() && !given_up) status = joining->nccl->MakeLinksHere();
     absl::MutexLock lock(&joining->mutex);
-    joining->device = entered;
-    joining->result = result;
-    joining->communicator = communicator;
+    joining->status = std::move(status);
     joining->done = true;
   }).detach();
   absl::MutexLock lock(&joining->mutex);
   if (!joining->mutex.AwaitWithTimeout(absl::Condition(&joining->done), timeout)) {
-    nccl->library_->file.KeepLoaded();  // the thread is in it
-    return absl::UnavailableError(absl::StrCat("ncclCommInitRank has not connected rank ", replica.index,
-                                               " of ", replica.count, " within ",
-                                               absl::FormatDuration(timeout)));
+    joining->given_up = true;
+    return absl::UnavailableError(absl::StrCat("NCCL has not connected rank ", replica.index, " of ",
+                                               replica.count, " within ", absl::FormatDuration(timeout)));
   }
-  LOSSD_RETURN_IF_CUDA_ERROR(joining->device, "cudaSetDevice");
-  LOSSD_RETURN_IF_ERROR(nccl->Check(joining->result, "ncclCommInitRank"));
-  nccl->library_->communicators = {joining->communicator};
-  return nccl;
+  LOSSD_RETURN_IF_ERROR(joining->status);
+  return std::move(joining->nccl);
+}
+
+absl::Status Nccl::MakeLinksHere() {
+  Scratch scratch;
+  LOSSD_RETURN_IF_ERROR(scratch.Allocate(kScratchBytes));
+  return MakeLinks({{0, scratch.data, scratch.stream}},
+                   kScratchBytes / static_cast<int64_t>(sizeof(float)) / members());
 }
 
 absl::Status Nccl::Check(int result, const char* call) const {
@@ -212,7 +246,7 @@ absl::Status Nccl::CallGather(const Part& part, const void* own, int64_t bytes) 
 }
 
 absl::Status Nccl::CallSumPlaces(const Part& part, int64_t floats) const {
-  float* const place = static_cast<float*>(part.data) + part.local * floats;
+  float* const place = static_cast<float*>(part.data) + (first_member() + part.local) * floats;
   return Check(
       library_->reduce_scatter(part.data, place, static_cast<size_t>(floats), ncclFloat32, ncclSum,
                                library_->communicators[static_cast<size_t>(part.local)], part.stream),
@@ -238,13 +272,16 @@ absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
       return absl::OkStatus();
     });
   };
-  for (const int64_t n : {int64_t{1}, floats}) {
+  for (int64_t n = 1;; n = std::min(n * kLinkStep, floats)) {
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumOfAll(part, n); }));
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumPlaces(part, n); }));
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) {
-      const float* const own = static_cast<const float*>(part.data) + part.local * n;
+      const float* const own = static_cast<const float*>(part.data) + (first_member() + part.local) * n;
       return CallGather(part, own, n * static_cast<int64_t>(sizeof(float)));
     }));
+    LOSSD_RETURN_IF_ERROR(Enqueue([&] { return Sum(parts, n, 0); }));
+    LOSSD_RETURN_IF_ERROR(Enqueue([&] { return Spread(parts, DType::kFloat32, n, 0); }));
+    if (n >= floats) break;
   }
   return Wait(parts);
 }
@@ -295,7 +332,7 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
   return failure();
 }
 
-absl::Status Nccl::Wait(int member, cudaEvent_t event, absl::Duration timeout) {
+absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
   const absl::Time start = absl::Now();
   for (;;) {
     const cudaError_t state = cudaEventQuery(event);
@@ -308,7 +345,7 @@ absl::Status Nccl::Wait(int member, cudaEvent_t event, absl::Duration timeout) {
     if (waited > timeout) {
       return Abort(absl::UnavailableError(
           absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                       ": GPU ", devices_[static_cast<size_t>(member)], " waits for the others")));
+                       ": GPU ", devices_[static_cast<size_t>(local)], " waits for the others")));
     }
     absl::SleepFor(kNap);
   }

@@ -7,27 +7,28 @@ struct Nccl::Library {};
 
 Nccl::~Nccl() = default;
 
-absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int>) {
+absl::Status Nccl::CheckLoads() {
   return absl::UnavailableError(
-      "several GPUs need NCCL, and this program was built without it (libnccl-dev)");
+      "GPUs that exchange by NCCL need it, and this program was built without it (libnccl-dev)");
 }
 
-absl::StatusOr<std::string> Nccl::NewId() { return Connect({}).status(); }
+absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int>, absl::Duration) { return CheckLoads(); }
+absl::StatusOr<std::string> Nccl::NewId() { return CheckLoads(); }
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int, Replica, const std::string&, absl::Duration) {
-  return Connect({}).status();
+  return CheckLoads();
 }
 
-// Never called: Connect makes no object.
+// Never called: there is no object.
 absl::Status Nccl::Sum(const std::vector<Part>&, int64_t, int) { return failure(); }
 absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { return failure(); }
 absl::Status Nccl::SumOfAll(const Part&, int64_t) { return failure(); }
 absl::Status Nccl::Gather(const Part&, const void*, int64_t) { return failure(); }
-absl::Status Nccl::MakeLinks(const std::vector<Part>&, int64_t) { return failure(); }
 absl::Status Nccl::SumPlaces(const Part&, int64_t) { return failure(); }
-absl::Status Nccl::Wait(int, cudaEvent_t, absl::Duration) { return failure(); }
-absl::Status Nccl::Abort(absl::Status reason) { return reason; }
-absl::Status Nccl::failure() const { return absl::UnavailableError("no NCCL"); }
+absl::Status Nccl::MakeLinks(const std::vector<Part>&, int64_t) { return failure(); }
 absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()>) { return failure(); }
 absl::Status Nccl::Wait(const std::vector<Part>&, absl::Duration) { return failure(); }
+absl::Status Nccl::Wait(int, cudaEvent_t, absl::Duration) { return failure(); }
+absl::Status Nccl::Abort(absl::Status reason) { return reason; }
+absl::Status Nccl::failure() const { return CheckLoads(); }
 
 }  // namespace lossd::kernels::cuda

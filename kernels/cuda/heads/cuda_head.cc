@@ -33,14 +33,14 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
 }
 
 // Of a head that is split: which rows' hidden gradients become complete on this device.
-void DivideRows(const HeadSizes& sizes, const ChunkSlot& slot, ChunkJob& job) {
-  const int64_t rows = job.rows(), each = CeilDiv(rows, sizes.parts);
+void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& job) {
+  const int64_t rows = job.rows();
   const auto raw = [&](int64_t compact) {
     return compact < rows ? int64_t{slot.host_in.raw_of_compact[compact]} : job.layout.raw_rows;
   };
-  const int64_t begin = std::min(rows, sizes.part * each), end = std::min(rows, begin + each);
-  job.rows_here = {begin, end};
-  job.raw_rows_here = {sizes.part == 0 ? 0 : raw(begin), raw(end)};
+  job.rows_here = exchange.RowsHere(rows);
+  const auto [begin, end] = job.rows_here;
+  job.raw_rows_here = {begin == 0 ? 0 : raw(begin), raw(end)};
 }
 
 }  // namespace
@@ -203,7 +203,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
       job.direct ? config_.compute_dtype : HiddenGradientDType(sizes_, config_.compute_dtype);
   job.hidden_gradient_scale = job.direct ? t * job.layout.unit : t;
   job.weight_gradient_scale = job.layout.unit * t;
-  DivideRows(sizes_, slot, job);
+  DivideRows(*link_.exchange, slot, job);
 
   job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
   job.layout.planned = job.plan.gradients;
@@ -266,8 +266,7 @@ absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
   const ChunkJob& job = pending.job;
   LOSSD_RETURN_IF_ERROR(path.HiddenGradient(job));
   auto* const dx = workspace_.paths.At<float>(Region::kHiddenGradient);
-  LOSSD_RETURN_IF_ERROR(
-      link_.exchange->SumPlaces(dx, CeilDiv(job.rows(), sizes_.parts) * sizes_.padded_hidden));
+  LOSSD_RETURN_IF_ERROR(link_.exchange->SumRows(dx, job.rows(), sizes_.padded_hidden));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Backward(pending.job, *pending.slot));
   return Record(pending.slot->hidden_gradient, device_->compute());
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/paths/chunk_layout.h"
@@ -13,12 +14,6 @@
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// Rows [begin, end).
-struct RowRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
 
 struct ChunkJob {
   Chunk* chunk = nullptr;  // host memory

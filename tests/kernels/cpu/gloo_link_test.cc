@@ -131,21 +131,13 @@ TEST_F(GlooLinkTest, OnlyHeadsThatAreSplitByVocabularyAreJoined) {
   EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("split must be vocabulary"), HasSubstr("rows")));
 }
 
-// A link that cannot, as one of GPUs.
-class OtherLink final : public RankLink {
-  absl::StatusOr<std::string> Address() override { return ""; }
-  absl::Status Connect(const std::vector<std::string>&) override { return absl::OkStatus(); }
-  absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels*) override { return absl::InternalError(""); }
-  void Abort(const absl::Status&) override {}
-};
-
-TEST_F(GlooLinkTest, OtherLinksRefuseWithTheReason) {
-  OtherLink link;
-  const absl::Status status = link.JoinClasses(nullptr);
+TEST_F(GlooLinkTest, ItCarriesItsCollectivesItself) {
+  Start(2, absl::Minutes(1));
+  EXPECT_THAT(ranks_[0].link->CollectivesOffered(), ElementsAre("gloo"));
+  EXPECT_TRUE(ranks_[0].link->UseCollectives("gloo").ok());
+  const absl::Status status = ranks_[0].link->UseCollectives("nccl");
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(
-      std::string(status.message()),
-      HasSubstr("split must be rows with several ranks on GPUs: only CPUs share the classes of a head"));
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("collectives must be gloo"), HasSubstr("nccl")));
 }
 
 }  // namespace

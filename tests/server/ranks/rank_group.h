@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,26 +11,18 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/ranks/leader.h"
+#include "tests/server/ranks/rank_backend.h"
 #include "tests/support/child_process.h"
 
 namespace lossd::ranks::testing {
 
-// LOSSD_RANK_BACKEND: cpu, or cuda with a GPU for each rank.
-inline std::string RankBackend() {
-  const char* const wanted = std::getenv("LOSSD_RANK_BACKEND");
-  return wanted == nullptr ? "cpu" : wanted;
-}
-
 // LOSSD_RANK_WORKER: the program, where tests do not lie where they were built.
-inline std::string RankWorker() {
-  const char* const path = std::getenv("LOSSD_RANK_WORKER");
-  return path == nullptr ? LOSSD_RANK_WORKER_PROCESS : path;
-}
+inline std::string RankWorker() { return FromEnvironment("LOSSD_RANK_WORKER", LOSSD_RANK_WORKER_PROCESS); }
 
 class RankGroup {
  public:
-  // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank.
-  RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes) {
+  // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank. `way`: RankSpec::way.
+  RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes, const std::string& way = "") {
     auto leader = Leader::Start({.ranks = ranks,
                                  .listen = "127.0.0.1:0",
                                  .credentials = grpc::InsecureServerCredentials(),
@@ -42,16 +33,9 @@ class RankGroup {
     for (int rank = 1; rank < ranks; ++rank) {
       workers_.push_back(std::make_unique<test::ChildProcess>(std::vector<std::string>{
           RankWorker(), absl::StrCat(rank), absl::StrCat(ranks), absl::StrCat("127.0.0.1:", leader_->port()),
-          absl::StrCat(workspace_bytes)}));
+          absl::StrCat(workspace_bytes), way}));
     }
-    kernels::BackendChoice choice;
-    choice.backend = RankBackend();
-    choice.local_rank = 0;
-    choice.threads = 2;
-    choice.workspace_bytes = workspace_bytes;
-    choice.replica = {0, ranks};
-    choice.link_host = "127.0.0.1";
-    auto own = kernels::CreateBackend(choice);
+    auto own = MakeRankBackend({.rank = 0, .ranks = ranks, .workspace_bytes = workspace_bytes, .way = way});
     EXPECT_TRUE(own.ok()) << own.status();
     auto backend = leader_->Form(*std::move(own));
     EXPECT_TRUE(backend.ok()) << backend.status();

@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
@@ -12,8 +11,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/string_view.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
@@ -28,20 +25,6 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 
 constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
-
-// LOSSD_RANK_PROGRAM: lossd, where tests do not lie where they were built.
-std::string Program() {
-  const char* const path = std::getenv("LOSSD_RANK_PROGRAM");
-  return path == nullptr ? LOSSD_BINARY : path;
-}
-
-// LOSSD_RANK_FLAGS: more flags of all ranks, such as --backend=cuda.
-std::vector<std::string> WithMoreFlags(std::vector<std::string> flags) {
-  const char* const more = std::getenv("LOSSD_RANK_FLAGS");
-  if (more == nullptr) return flags;
-  for (const absl::string_view flag : absl::StrSplit(more, ' ', absl::SkipEmpty())) flags.emplace_back(flag);
-  return flags;
-}
 
 // Who waits for whom, and which limit ends it.
 struct Hang {
@@ -59,9 +42,7 @@ TEST_P(RanksHangTest, InACollective) {
   const Hang& hang = GetParam();
   std::vector<std::string> flags = hang.flags;
   flags.push_back("--drain_timeout=1h");
-  RankServer ranks(Program(), {.ranks = hang.ranks, .flags = WithMoreFlags(flags), .flags_of = [](int rank) {
-                                 return std::vector<std::string>{absl::StrCat("--device=", rank)};
-                               }});
+  RankServer ranks(LOSSD_BINARY, {.ranks = hang.ranks, .flags = flags});
   const auto client = ConnectOnce(ranks.target());
   ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
   std::mt19937_64 rng(1);

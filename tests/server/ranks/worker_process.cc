@@ -1,4 +1,4 @@
-// A rank in a process of its own, for tests: rank_worker_process RANK RANKS LEADER WORKSPACE_BYTES
+// A rank in a process of its own, for tests: rank_worker_process RANK RANKS LEADER WORKSPACE_BYTES WAY
 //
 // Exit status: 0 when the leader has ended it, 3 when the leader is lost, 1 otherwise.
 #include <unistd.h>
@@ -8,20 +8,13 @@
 #include <string>
 
 #include "server/ranks/worker.h"
+#include "tests/server/ranks/rank_backend.h"
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 6) return 2;
   const int rank = std::atoi(argv[1]);
-  const int ranks = std::atoi(argv[2]);
-  lossd::kernels::BackendChoice choice;
-  const char* const wanted = std::getenv("LOSSD_RANK_BACKEND");
-  choice.backend = wanted == nullptr ? "cpu" : wanted;
-  choice.threads = 2;
-  choice.local_rank = rank;
-  choice.workspace_bytes = std::atoll(argv[4]);
-  choice.replica = {rank, ranks};
-  choice.link_host = "127.0.0.1";
-  auto backend = lossd::kernels::CreateBackend(choice);
+  auto backend = lossd::ranks::testing::MakeRankBackend(
+      {.rank = rank, .ranks = std::atoi(argv[2]), .workspace_bytes = std::atoll(argv[4]), .way = argv[5]});
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 1;

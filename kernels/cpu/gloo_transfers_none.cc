@@ -1,0 +1,16 @@
+// A build without Gloo.
+#include "kernels/cpu/gloo_transfers.h"
+
+namespace lossd::kernels {
+
+bool HaveGloo() { return false; }
+
+absl::StatusOr<std::unique_ptr<HostTransfers>> CreateGlooTransfers(Replica, const std::string&,
+                                                                   absl::Duration) {
+  return absl::UnavailableError(
+      "several processes that exchange through the memory of their hosts need Gloo, and this program was "
+      "built "
+      "without it (libgloo-dev)");
+}
+
+}  // namespace lossd::kernels

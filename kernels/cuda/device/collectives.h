@@ -1,0 +1,63 @@
+// Sums and copies among GPUs, of one process or one of each of several: what NCCL does, and what goes through
+// the memory of the hosts where NCCL cannot.
+//
+// Threads: driven by one thread, the backends' driving thread, but for what one member does, which is for the
+// thread that drives its device, and Wait for an event, Abort and failure(), which are thread-safe.
+// Errors: UNAVAILABLE for whatever goes wrong, and where an exchange does not end in time. After that every
+// exchange fails, with the first reason.
+#ifndef LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
+#define LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "kernels/dtype.h"
+
+namespace lossd::kernels::cuda {
+
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+
+  // The part in an exchange of one GPU of this process: `data` is memory of device `local` (counted among
+  // those of this process), where `stream` belongs too.
+  struct Part {
+    int local = 0;
+    void* data = nullptr;
+    cudaStream_t stream = nullptr;
+  };
+
+  // All GPUs, and the first of this process among them.
+  virtual int members() const = 0;
+  virtual int first_member() const = 0;
+
+  // ---- Within Enqueue; on the streams of the parts, of which each GPU of this process has one ----
+  // The sum over all parts, in place, at the part of member `root`; what the others hold stays.
+  virtual absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root) = 0;
+  // A copy of what member `root` holds, to all others.
+  virtual absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) = 0;
+  // Enqueues what `exchange` asks for as one operation.
+  virtual absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange) = 0;
+  // Waits until the streams have done what was enqueued.
+  virtual absl::Status Wait(const std::vector<Part>& parts) = 0;
+
+  // ---- What one member does, on its stream; every member does the same in the same order. ----
+  // data [floats] becomes the sum over all members.
+  virtual absl::Status SumOfAll(const Part& part, int64_t floats) = 0;
+  // data [members, bytes]: what every member has at `own`.
+  virtual absl::Status Gather(const Part& part, const void* own, int64_t bytes) = 0;
+  // Waits until the event has happened, and says whether all exchanges before it did. `local`: as in Part.
+  virtual absl::Status Wait(int local, cudaEvent_t event) = 0;
+
+  // Ends all exchanges; `reason` is what every later one says. Returns the first reason.
+  virtual absl::Status Abort(absl::Status reason) = 0;
+  virtual absl::Status failure() const = 0;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_

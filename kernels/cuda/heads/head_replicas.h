@@ -1,0 +1,22 @@
+// The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies
+// of their values.
+#ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
+#define LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
+
+#include <memory>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cuda/device/collectives.h"
+#include "kernels/cuda/heads/cuda_head.h"
+
+namespace lossd::kernels::cuda {
+
+// `heads`: of the GPUs of this process, in their order. They and what `collectives` rest on outlive the
+// result.
+std::unique_ptr<Replicas> MakeHeadReplicas(std::shared_ptr<Collectives> collectives,
+                                           std::vector<CudaHead*> heads);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_

@@ -1,0 +1,69 @@
+#include "server/ranks/collectives.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/errors/field_error.h"
+#include "server/log/log.h"
+
+namespace lossd::ranks {
+namespace {
+
+// Every rank has a GPU that no rank before it has.
+absl::Status CheckGpus(const std::string& leader_gpu, absl::Span<const v1::Hello> workers) {
+  std::map<std::string, uint32_t> taken = {{leader_gpu, 0}};
+  for (const v1::Hello& worker : workers) {
+    const auto [other, is_new] = taken.emplace(worker.gpu_uuid(), worker.rank());
+    if (is_new) continue;
+    return errors::FieldError(
+        absl::StrCat("rank ", worker.rank(), ": device"),
+        absl::StrCat("be a GPU of its own for collectives nccl, and rank ", other->second, " has this one"),
+        worker.gpu_uuid());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckOffer(const std::string& collectives, const v1::Hello& worker) {
+  const auto& offered = worker.collectives();
+  if (std::find(offered.begin(), offered.end(), collectives) != offered.end()) return absl::OkStatus();
+  return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": collectives"),
+                            absl::StrCat("have ", collectives, ", as rank 0 has"),
+                            absl::StrJoin(offered, ", "));
+}
+
+}  // namespace
+
+absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
+                                                    const std::string& leader_gpu,
+                                                    absl::Span<const v1::Hello> workers) {
+  absl::Status in_the_way;  // of the best
+  for (const std::string& collectives : offered) {
+    absl::Status status = collectives == kernels::kNccl ? CheckGpus(leader_gpu, workers) : absl::OkStatus();
+    for (const v1::Hello& worker : workers) status.Update(CheckOffer(collectives, worker));
+    if (status.ok()) return CollectivesChoice{collectives, std::string(in_the_way.message())};
+    in_the_way.Update(status);
+  }
+  if (in_the_way.ok()) return absl::InternalError("rank 0 has no collectives");
+  return in_the_way;
+}
+
+absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
+                                           absl::Span<const v1::Hello> workers) {
+  const absl::StatusOr<CollectivesChoice> choice =
+      ChooseCollectives(link->CollectivesOffered(), leader_gpu, workers);
+  if (!choice.ok()) return choice.status();
+  const std::string& collectives = choice->collectives;
+  if (choice->reason.empty()) {
+    log::Log(log::LogLevel::kInfo, "collectives", {{"collectives", collectives}});
+  } else {
+    log::Log(log::LogLevel::kWarning, "collectives are not the fastest",
+             {{"collectives", collectives}, {"reason", choice->reason}});
+  }
+  if (absl::Status status = link->UseCollectives(collectives); !status.ok()) return status;
+  return collectives;
+}
+
+}  // namespace lossd::ranks

@@ -1,0 +1,34 @@
+// What carries the sums and exchanges of all ranks, which the leader chooses when all have come.
+//
+// Stateless; thread-safe.
+#ifndef LOSSD_SERVER_RANKS_COLLECTIVES_H_
+#define LOSSD_SERVER_RANKS_COLLECTIVES_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/rank_link.h"
+#include "lossd/ranks/v1/ranks.pb.h"
+
+namespace lossd::ranks {
+
+struct CollectivesChoice {
+  std::string collectives;  // kernels/rank_link.h
+  std::string reason;       // why not the best that the leader has; empty if it is that
+};
+
+// The first of what the leader offers that all workers offer as well and that can be: NCCL connects only
+// ranks with a GPU each. INVALID_ARGUMENT naming what is in the way if there is none.
+absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
+                                                    const std::string& leader_gpu,
+                                                    absl::Span<const v1::Hello> workers);
+
+// The same for the leader's own link, which uses it from then on. Logs the choice.
+absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
+                                           absl::Span<const v1::Hello> workers);
+
+}  // namespace lossd::ranks
+
+#endif  // LOSSD_SERVER_RANKS_COLLECTIVES_H_

@@ -1,0 +1,54 @@
+// The backend of one rank of a group, for tests.
+//
+// Environment, of all ranks:
+//   LOSSD_RANK_BACKEND      cpu (default) or cuda
+//   LOSSD_RANK_COLLECTIVES  auto (default), nccl or gloo. With gloo, ranks may share a GPU
+#ifndef LOSSD_TESTS_SERVER_RANKS_RANK_BACKEND_H_
+#define LOSSD_TESTS_SERVER_RANKS_RANK_BACKEND_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "kernels/create_backend.h"
+
+namespace lossd::ranks::testing {
+
+inline std::string FromEnvironment(const char* name, const char* otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : value;
+}
+
+inline std::string RankBackend() { return FromEnvironment("LOSSD_RANK_BACKEND", "cpu"); }
+
+struct RankSpec {
+  int rank = 0;
+  int ranks = 2;
+  int64_t workspace_bytes = 0;
+  // On GPUs, how chunks are computed, whatever is faster: "unfused", "fused", and "blocks" and
+  // "host_branches" (CudaBackendOptions) after a "+". Empty: as a server would.
+  std::string way;
+};
+
+inline kernels::BackendChoice ChoiceOf(const RankSpec& spec) {
+  kernels::BackendChoice choice;
+  choice.backend = RankBackend();
+  choice.collectives = FromEnvironment("LOSSD_RANK_COLLECTIVES", "auto");
+  choice.threads = 2;
+  choice.local_rank = spec.rank;
+  choice.workspace_bytes = spec.workspace_bytes;
+  choice.replica = {spec.rank, spec.ranks};
+  choice.link_host = "127.0.0.1";
+  return choice;
+}
+
+// How many GPUs this process sees; 0 in a build without CUDA.
+int VisibleGpus();
+
+// One of GPU `rank` modulo the GPUs that there are, where `spec` says the way.
+absl::StatusOr<kernels::CreatedBackend> MakeRankBackend(const RankSpec& spec);
+
+}  // namespace lossd::ranks::testing
+
+#endif  // LOSSD_TESTS_SERVER_RANKS_RANK_BACKEND_H_
