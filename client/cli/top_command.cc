@@ -41,8 +41,9 @@ class Top final : public LiveView {
   std::string Picture(const Frame& frame) const override {
     Frame above = frame;
     above.lines -= std::min<size_t>(frame.lines, 1);
-    const std::string keys = Truncated(
-        "q: leave  a: idle clients  first the most r: rows b: bytes s: staging w: wait", frame.columns);
+    constexpr char kKeys[] = "q: leave  a: idle clients  order by r: rows  b: bytes  s: staging  w: wait";
+    constexpr char kShortKeys[] = "q: leave  a: idle  order: r, b, s, w";
+    const std::string keys = Truncated(frame.columns < sizeof(kKeys) - 1 ? kShortKeys : kKeys, frame.columns);
     return absl::StrCat(history_.Render(context_.server, above), frame.style.Paint(Tone::kFaint, keys), "\n");
   }
   void Print() const override {

@@ -165,8 +165,7 @@ std::string TopHistory::Summary() const {
   for (const auto& [name, each] : TopOrders()) {
     if (each == order_) order = name;
   }
-  return absl::StrCat("  ", HumanRate(rows), " rows/s  ", Counted(streams, "open stream"), "  most ", order,
-                      " first");
+  return absl::StrCat("  ", HumanRate(rows), " rows/s  ", Counted(streams, "open stream"), "  by ", order);
 }
 
 std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {

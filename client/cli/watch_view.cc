@@ -90,8 +90,9 @@ std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const 
     add("device", absl::StrCat(Percent(*share), " busy"), 1, Copy(device_share_));
   }
   add("queue",
-      absl::StrCat(HumanCount(QueuedSlices(*good_)), " slices queued, ", HumanCount(now.open_streams()),
-                   " of ", HumanCount(now.max_streams()), " streams"),
+      absl::StrCat(HumanCount(QueuedSlices(*good_)), QueuedSlices(*good_) == 1 ? " slice" : " slices",
+                   " queued, ", HumanCount(now.open_streams()), " of ", HumanCount(now.max_streams()),
+                   " streams"),
       2);
   add("memory", MemoryOf(now, frame), 3);
   if (good_->metrics.has_value()) {

@@ -156,9 +156,9 @@ TEST(TopViewTest, ClientsThatAreIdleAreCounted) {
 
 TEST(TopViewTest, TheTitleSumsUp) {
   EXPECT_THAT(History().Render("h:1", {.columns = 120, .lines = 24}),
-              testing::StartsWith("lossd at h:1  2.05 k rows/s  2 open streams  most rows first\n"));
+              testing::StartsWith("lossd at h:1  2.05 k rows/s  2 open streams  by rows\n"));
   EXPECT_THAT(History(TopOrder::kWait).Render("h:1", {.columns = 120, .lines = 24}),
-              HasSubstr("  most wait first\n"));
+              HasSubstr("  by wait\n"));
 }
 
 TEST(TopViewTest, AnErrorIsShownWithWhatWasSeenLast) {
