@@ -98,16 +98,22 @@ absl::Status RunList(Context* context, const std::string& head, client::Client& 
     context->PrintJson({{"checkpoints", checkpoints}, {"left_out", list->left_out()}});
     return absl::OkStatus();
   }
-  Table table({{"CHECKPOINT"}, {"STEP", Align::kRight}, {"SIZE", Align::kRight}, {"SAVED"}, {"NAMED BY"}});
+  const Style style = context->style();
+  std::vector<Column> columns = {
+      {"CHECKPOINT"}, {"STEP", Align::kRight}, {"SIZE", Align::kRight}, {"SAVED"}, {"NAMED BY"}};
+  if (style.wide) columns.insert(columns.end(), {{"HIDDEN x VOCAB"}, {"INCARNATION"}});
+  Table table(columns);
   for (const v1::CheckpointInfo& info : list->checkpoints()) {
+    std::vector<std::string> cells = {info.checkpoint(), "", "", style.Paint(Tone::kBad, info.error())};
     if (info.error().empty()) {
-      table.AddRow({info.checkpoint(), HumanCount(info.step()), HumanBytes(static_cast<double>(info.bytes())),
-                    TimeText(info.saved_unix_seconds()), info.automatic() ? "server" : "client"});
-    } else {
-      table.AddRow({info.checkpoint(), "", "", info.error(), ""});
+      cells = {info.checkpoint(), HumanCount(info.step()), HumanBytes(static_cast<double>(info.bytes())),
+               TimeText(info.saved_unix_seconds()), info.automatic() ? "server" : "client"};
+      if (style.wide) cells.insert(cells.end(), {Shape(info.spec()), HumanIncarnation(info.incarnation())});
     }
+    cells.resize(columns.size());
+    table.AddRow(std::move(cells));
   }
-  context->Print(table.ToString());
+  context->Print(table.ToString(style));
   if (list->left_out() > 0) context->Print(absl::StrCat("and ", HumanCount(list->left_out()), " more\n"));
   return absl::OkStatus();
 }

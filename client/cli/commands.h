@@ -20,6 +20,8 @@ void AddLossCommand(CLI::App* app, Context* context);         // loss
 void AddBenchCommand(CLI::App* app, Context* context);        // bench
 void AddWatchCommand(CLI::App* app, Context* context);        // watch
 void AddTraceCommand(CLI::App* app, Context* context);        // trace
+void AddTopCommand(CLI::App* app, Context* context);          // top
+void AddContextCommand(CLI::App* app, Context* context);      // context list, use, add, remove, show
 void AddEventsCommand(CLI::App* app, Context* context);       // events
 void AddPlanCommand(CLI::App* app, Context* context);         // plan
 void AddCompletionCommand(CLI::App* app, Context* context);   // completion

@@ -76,6 +76,7 @@ Completions ValuesOf(const CLI::Option& option, absl::string_view prefix) {
   const std::string type = option.get_type_name();
   if (name == "HEAD") return {.wanted = Wanted::kHead};
   if (name == "CHECKPOINT") return {.wanted = Wanted::kCheckpoint};
+  if (name == "CONTEXT" || type == "CONTEXT") return {.wanted = Wanted::kContext};
   if (absl::StrContains(type, "FILE") || absl::StrContains(type, "PATH") || absl::StrContains(type, ".npy")) {
     return {.wanted = Wanted::kFile};
   }

@@ -19,6 +19,7 @@ enum class Wanted : uint8_t {
   kFile,        // a path
   kHead,        // a head of the server
   kCheckpoint,  // a checkpoint of the server
+  kContext,     // a server with a name, out of the file of contexts
   kOther,       // a value that nobody can know
 };
 

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
 #include "client/cli/completion.h"
+#include "client/cli/contexts.h"
 
 namespace lossd::cli {
 namespace {
@@ -13,18 +14,24 @@ namespace {
 // A shell waits for it while somebody types.
 constexpr double kPatienceSeconds = 1.0;
 
-// The names that the server knows; none if it does not answer.
-std::vector<std::string> Names(const Context& context, Wanted wanted) {
+// The names that the server knows, or the file of contexts; none if it does not answer.
+std::vector<std::string> Names(Context* context, Wanted wanted) {
   std::vector<std::string> names;
-  const absl::StatusOr<std::unique_ptr<client::Client>> client = context.Connect();
+  if (wanted == Wanted::kContext) {
+    const absl::StatusOr<Contexts> contexts = ReadContexts(ContextsPath());
+    for (const auto& [name, server] : contexts.ok() ? contexts->by_name : decltype(contexts->by_name)())
+      names.push_back(name);
+    return names;
+  }
+  const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect();
   if (!client.ok()) return names;
   if (wanted == Wanted::kHead) {
-    const auto heads = (*client)->ListHeads(context.timeout());
+    const auto heads = (*client)->ListHeads(context->timeout());
     if (!heads.ok()) return names;
     for (const v1::HeadDescription& head : *heads) names.push_back(head.spec().name());
     return names;
   }
-  const auto checkpoints = (*client)->ListCheckpoints("", context.timeout());
+  const auto checkpoints = (*client)->ListCheckpoints("", context->timeout());
   if (!checkpoints.ok()) return names;
   for (const auto& checkpoint : checkpoints->checkpoints()) names.push_back(checkpoint.checkpoint());
   return names;
@@ -59,10 +66,11 @@ void PrintCompletions(const CLI::App& app, absl::Span<const std::string> words, 
     context->Print(word.description.empty() ? absl::StrCat(word.text, "\n")
                                             : absl::StrCat(word.text, "\t", word.description, "\n"));
   }
-  if (found.wanted != Wanted::kHead && found.wanted != Wanted::kCheckpoint) return;
+  if (found.wanted == Wanted::kWords || found.wanted == Wanted::kFile || found.wanted == Wanted::kOther)
+    return;
   if (context->timeout_seconds == 0) context->timeout_seconds = kPatienceSeconds;
   context->attempts = 1;
-  for (const std::string& name : Names(*context, found.wanted)) {
+  for (const std::string& name : Names(context, found.wanted)) {
     if (absl::StartsWith(name, words.back())) context->Print(absl::StrCat(name, "\n"));
   }
 }

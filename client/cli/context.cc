@@ -3,14 +3,95 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "client/cli/contexts.h"
+#include "client/cli/http_address.h"
+#include "client/cli/yaml.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string Variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+const std::string& FirstOf(const std::string& a, const std::string& b) { return a.empty() ? b : a; }
+
+absl::Status NoSuchContext(const std::string& path, const std::string& name, const Contexts& contexts) {
+  const std::string known = absl::StrJoin(
+      contexts.by_name, ", ", [](std::string* out, const auto& each) { out->append(each.first); });
+  return errors::WithViolation(absl::NotFoundError(absl::StrCat(
+                                   "there is no context \"", name, "\" in ", path.empty() ? "any file" : path,
+                                   known.empty() ? ", which has none" : "; it has ", known)),
+                               {"context", "must be one that was added", name});
+}
+
+}  // namespace
+
+absl::Status Context::Settle() {
+  if (settled_) return absl::OkStatus();
+  const std::string path = ContextsPath();
+  if (!flags.server.empty()) {
+    server = flags.server;
+  } else if (!flags.context.empty()) {
+    if (absl::Status status = UseContext(path, flags.context); !status.ok()) return status;
+  } else if (const std::string named = Variable("LOSSD_SERVER"); !named.empty()) {
+    server = named;
+  } else if (absl::Status status = UseContext(path, Variable("LOSSD_CONTEXT")); !status.ok()) {
+    return status;
+  }
+  // What options and environment say goes before the context's. A certificate and its key are a pair.
+  const client::CredentialOptions environment = client::Credentials::OptionsFromEnvironment();
+  const auto prefer = [](const std::string& flag, const std::string& variable, std::string* value) {
+    if (!FirstOf(flag, variable).empty()) *value = FirstOf(flag, variable);
+  };
+  prefer(flags.ca, environment.ca, &credentials.ca);
+  const std::string& cert = FirstOf(flags.cert, environment.cert);
+  const std::string& key = FirstOf(flags.key, environment.key);
+  if (!cert.empty() || !key.empty()) {
+    credentials.cert = cert;
+    credentials.key = key;
+  }
+  prefer("", environment.token, &credentials.token);
+  settled_ = true;
+  return absl::OkStatus();
+}
+
+// "": the current one, if there is one.
+absl::Status Context::UseContext(const std::string& path, const std::string& name) {
+  if (path.empty() && name.empty()) return absl::OkStatus();
+  const absl::StatusOr<Contexts> contexts = ReadContexts(path);
+  if (!contexts.ok()) return contexts.status();
+  const std::string& wanted = FirstOf(name, contexts->current);
+  if (wanted.empty()) return absl::OkStatus();
+  const auto found = contexts->by_name.find(wanted);
+  if (found == contexts->by_name.end()) return NoSuchContext(path, wanted, *contexts);
+  const NamedServer& named = found->second;
+  in_use = wanted;
+  server = named.server;
+  named_http = named.http;
+  credentials.ca = PathBeside(path, named.ca);
+  credentials.cert = PathBeside(path, named.cert);
+  credentials.key = PathBeside(path, named.key);
+  if (named.token_file.empty() || !Variable("LOSSD_TOKEN").empty()) return absl::OkStatus();
+  absl::StatusOr<std::string> token = ReadTokenFile(PathBeside(path, named.token_file));
+  if (!token.ok()) return token.status();
+  credentials.token = *std::move(token);
+  return absl::OkStatus();
+}
 
 absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(std::optional<int> channels,
-                                                                 const std::string& transport) const {
+                                                                 const std::string& transport) {
+  if (absl::Status status = Settle(); !status.ok()) return status;
   auto made = client::Credentials::Create(credentials);
   if (!made.ok()) return made.status();
   client::ClientOptions options;
@@ -29,9 +110,27 @@ absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(std::optional<i
   return client::Client::Connect(options);
 }
 
-std::string Context::HttpAddress(const std::string& http) const {
-  if (!http.empty()) return http;
-  return absl::StrCat(server.substr(0, server.rfind(':')), ":", kDefaultHttpPort);
+absl::StatusOr<std::string> Context::HttpAddress(const std::string& given) {
+  if (absl::Status status = Settle(); !status.ok()) return status;
+  if (!given.empty()) return given;
+  if (!named_http.empty()) return named_http;
+  const auto client = Connect();
+  if (!client.ok()) return client.status();
+  const absl::StatusOr<v1::ServerDescription> said = (*client)->GetServer(timeout());
+  if (!said.ok()) return said.status();
+  return HttpAddressOf(*said, server);
+}
+
+absl::StatusOr<std::string> Context::HttpAddress(const std::string& given,
+                                                 const v1::ServerDescription& said) const {
+  if (!given.empty()) return given;
+  return named_http.empty() ? HttpAddressOf(said, server) : named_http;
+}
+
+absl::StatusOr<std::string> Context::ProbeAddress(const std::string& given) {
+  if (absl::Status status = Settle(); !status.ok()) return status;
+  if (!given.empty()) return given;
+  return named_http.empty() ? DefaultHttpAddress(server) : named_http;
 }
 
 void Context::Print(absl::string_view text) const {
@@ -39,8 +138,14 @@ void Context::Print(absl::string_view text) const {
   std::fflush(stdout);
 }
 
-void Context::PrintJson(const nlohmann::ordered_json& document) const {
-  Print(absl::StrCat(document.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace), "\n"));
+void Context::PrintJson(const Json& document) const {
+  if (output == Output::kYaml) return Print(ToYaml(document));
+  Print(absl::StrCat(document.dump(2, ' ', false, Json::error_handler_t::replace), "\n"));
+}
+
+void Context::PrintJsonOfMany(const Json& document) const {
+  if (output == Output::kYaml) return Print(absl::StrCat("---\n", ToYaml(document)));
+  Print(absl::StrCat(document.dump(-1, ' ', false, Json::error_handler_t::replace), "\n"));
 }
 
 bool ShowsProgress() { return isatty(STDERR_FILENO) != 0; }

@@ -1,6 +1,9 @@
 #include "client/cli/describe.h"
 
 #include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -68,7 +71,7 @@ Json ToJson(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
 
 // Empty if there are none.
 std::string ChoicesTable(const std::string& title,
-                         const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
+                         const google::protobuf::RepeatedPtrField<v1::Choice>& choices, const Style& style) {
   if (choices.empty()) return "";
   Table table({{title}, {"CHOICE"}, {"BECAUSE"}, {"WORKSPACE", Align::kRight}});
   for (const v1::Choice& choice : choices) {
@@ -76,7 +79,7 @@ std::string ChoicesTable(const std::string& title,
         {choice.what(), choice.choice(), choice.reason(),
          choice.workspace_bytes() > 0 ? HumanBytes(static_cast<double>(choice.workspace_bytes())) : ""});
   }
-  return absl::StrCat("\n", table.ToString());
+  return absl::StrCat("\n", table.ToString(style));
 }
 
 std::string YesNo(bool value) { return value ? "yes" : "no"; }
@@ -159,6 +162,7 @@ Json ToJson(const v1::ServerDescription& server) {
   json["memory"] = ToJson(server.memory());
   json["memory_peak"] = ToJson(server.memory_peak());
   json["memory_limit"] = server.memory_limit();
+  if (server.has_http()) json["http"] = server.http();
   for (const v1::RankDescription& rank : server.ranks()) {
     json["ranks"].push_back({{"rank", rank.rank()},
                              {"host", rank.host()},
@@ -177,28 +181,55 @@ std::string Shape(const v1::HeadSpec& spec) {
   return text;
 }
 
-std::string HeadsTable(absl::Span<const v1::HeadDescription> heads) {
-  if (heads.empty()) return "no heads; make one with `lossctl create NAME --hidden D --vocab V`\n";
-  Table table({{"NAME"},
-               {"HIDDEN x VOCAB"},
-               {"COMPUTE"},
-               {"STEP", Align::kRight},
-               {"STEP ROWS", Align::kRight},
-               {"TOTAL ROWS", Align::kRight},
-               {"STREAMS", Align::kRight},
-               {"QUEUE", Align::kRight},
-               {"MEMORY", Align::kRight}});
-  for (const v1::HeadDescription& head : heads) {
-    table.AddRow({head.spec().name(), Shape(head.spec()), NameOf(DTypes(), head.compute_dtype()),
-                  HumanCount(head.state().step()), HumanCount(head.step_rows()),
-                  HumanCount(head.total_rows()), HumanCount(head.open_streams()),
-                  HumanCount(head.queued_slices()),
-                  HumanBytes(static_cast<double>(TotalBytes(head.memory())))});
-  }
-  return table.ToString();
+// The columns of all heads that `wide` adds: what they are made of.
+std::vector<std::string> WideCells(const v1::HeadDescription& head) {
+  const v1::HeadSpec& spec = head.spec();
+  return {NameOf(OptimizerStates(), OptimizerStateOf(spec)), NameOf(LogitsWords(), LogitsOf(spec)),
+          NameOf(GradientsWords(), GradientsOf(spec)),       HumanCount(head.updates()),
+          HumanCount(head.retained_microbatches()),          HumanCount(head.chunk_rows()),
+          HumanIncarnation(head.state().incarnation())};
 }
 
-std::string HeadText(const v1::HeadDescription& head) {
+std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style& style) {
+  if (heads.empty()) return "no heads; make one with `lossctl create NAME --hidden D --vocab V`\n";
+  std::vector<Column> columns = {{"NAME"},
+                                 {"HIDDEN x VOCAB"},
+                                 {"COMPUTE"},
+                                 {"STEP", Align::kRight},
+                                 {"STEP ROWS", Align::kRight},
+                                 {"TOTAL ROWS", Align::kRight},
+                                 {"STREAMS", Align::kRight},
+                                 {"QUEUE", Align::kRight},
+                                 {"MEMORY", Align::kRight}};
+  if (style.wide) {
+    columns.insert(columns.end(), {{"OPTIMIZER"},
+                                   {"LOGITS"},
+                                   {"GRADIENTS"},
+                                   {"UPDATES", Align::kRight},
+                                   {"RETAINED", Align::kRight},
+                                   {"CHUNK ROWS", Align::kRight},
+                                   {"INCARNATION"}});
+  }
+  Table table(std::move(columns));
+  for (const v1::HeadDescription& head : heads) {
+    std::vector<std::string> cells = {head.spec().name(),
+                                      Shape(head.spec()),
+                                      NameOf(DTypes(), head.compute_dtype()),
+                                      HumanCount(head.state().step()),
+                                      HumanCount(head.step_rows()),
+                                      HumanCount(head.total_rows()),
+                                      HumanCount(head.open_streams()),
+                                      HumanCount(head.queued_slices()),
+                                      HumanBytes(static_cast<double>(TotalBytes(head.memory())))};
+    if (style.wide) {
+      for (std::string& cell : WideCells(head)) cells.push_back(std::move(cell));
+    }
+    table.AddRow(std::move(cells));
+  }
+  return table.ToString(style);
+}
+
+std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   const v1::HeadSpec& spec = head.spec();
   FieldList fields;
   fields.Add("name", spec.name());
@@ -227,7 +258,8 @@ std::string HeadText(const v1::HeadDescription& head) {
   fields.Add("streams", absl::StrCat(HumanCount(head.open_streams()), " open, ",
                                      HumanCount(head.queued_slices()), " slices queued"));
   if (!head.waits_for().empty()) {
-    fields.Add("waiting", absl::StrCat(HumanCount(head.waiting_slices()), " slices, for ", head.waits_for()));
+    fields.Add("waiting", style.Paint(Tone::kWarning, absl::StrCat(HumanCount(head.waiting_slices()),
+                                                                   " slices, for ", head.waits_for())));
   }
   fields.Add("slices", absl::StrCat("up to ", HumanCount(head.slice_limits().max_rows()), " rows, ",
                                     HumanBytes(static_cast<double>(head.slice_limits().max_bytes()))));
@@ -242,21 +274,29 @@ std::string HeadText(const v1::HeadDescription& head) {
   }
   fields.Add("memory", MemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));
-  return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices()),
-                      ChoicesTable("LAST CHUNK", head.last_chunk_choices()));
+  if (style.wide) {
+    fields.Add("generation", absl::StrCat(head.state().generation()));
+    fields.Add("weights version", absl::StrCat(head.state().weights_version()));
+    fields.Add("norm epsilon",
+               absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
+  }
+  return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices(), style),
+                      ChoicesTable("LAST CHUNK", head.last_chunk_choices(), style));
 }
 
-std::string ServerText(const v1::ServerDescription& server, const std::string& address) {
+std::string ServerText(const v1::ServerDescription& server, const std::string& address, const Style& style) {
   FieldList fields;
   fields.Add("address", address);
   fields.Add("version", server.version());
   fields.Add("backend", server.backend());
   fields.Add("device", server.device());
   for (const v1::RankDescription& rank : server.ranks()) {
-    fields.Add(absl::StrCat("rank ", rank.rank()),
-               absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? ", lost" : ""));
+    fields.Add(
+        absl::StrCat("rank ", rank.rank()),
+        absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
   }
-  fields.Add("state", server.draining() ? "draining" : "serving");
+  fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining")
+                                        : style.Paint(Tone::kGood, "serving"));
   fields.Add("up", HumanSeconds(server.uptime_seconds()));
   fields.Add("heads", HumanCount(server.heads()));
   fields.Add("streams", absl::StrCat(HumanCount(server.open_streams()), " of at most ",
@@ -267,6 +307,10 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
              server.memory_limit() > 0 ? HumanBytes(static_cast<double>(server.memory_limit())) : "none");
   fields.Add("largest message", HumanBytes(static_cast<double>(server.max_message_bytes())));
   fields.Add("incarnation", HumanIncarnation(server.incarnation()));
+  if (style.wide) {
+    fields.Add("HTTP", !server.has_http() ? "unknown" : server.http().empty() ? "none" : server.http());
+    fields.Add("shared memory", server.region_socket().empty() ? "none" : server.region_socket());
+  }
   return fields.ToString();
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "absl/types/span.h"
+#include "client/cli/style.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/server.pb.h"
 #include "lossd/v1/types.pb.h"
@@ -25,9 +26,10 @@ nlohmann::ordered_json ToJson(const v1::ServerDescription& server);
 // "512 x 50,257 + bias, rmsnorm"
 std::string Shape(const v1::HeadSpec& spec);
 
-std::string HeadsTable(absl::Span<const v1::HeadDescription> heads);
-std::string HeadText(const v1::HeadDescription& head);
-std::string ServerText(const v1::ServerDescription& server, const std::string& address);
+std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style& style = {});
+std::string HeadText(const v1::HeadDescription& head, const Style& style = {});
+std::string ServerText(const v1::ServerDescription& server, const std::string& address,
+                       const Style& style = {});
 
 }  // namespace lossd::cli
 

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
 #include "client/cli/http_fetch.h"
@@ -83,13 +84,31 @@ ExitCode ExitCodeOf(const absl::Status& status) {
   }
 }
 
-std::string ErrorText(const absl::Status& status, bool json) {
+std::string WithUnits(absl::string_view message) {
+  constexpr absl::string_view kBytes = " bytes";
+  constexpr double kLarge = 10'000;  // below, the number says as much
+  std::string text;
+  for (size_t at = message.find(kBytes); at != absl::string_view::npos; at = message.find(kBytes)) {
+    const absl::string_view before = message.substr(0, at);
+    const size_t begin = before.find_last_not_of("0123456789") + 1;  // 0 if it is all digits
+    double bytes = 0;
+    const bool is_count = begin < at && absl::SimpleAtod(before.substr(begin), &bytes) && bytes >= kLarge &&
+                          (begin == 0 || before[begin - 1] != '.');
+    absl::StrAppend(&text, before, kBytes);
+    message.remove_prefix(at + kBytes.size());
+    if (is_count && !absl::StartsWith(message, " (")) absl::StrAppend(&text, " (", HumanBytes(bytes), ")");
+  }
+  return absl::StrCat(text, message);
+}
+
+std::string ErrorText(const absl::Status& status, bool json, const Style& style) {
   const std::optional<v1::ErrorDetail> detail = client::ErrorDetailOf(status);
   if (json) {
     using Json = nlohmann::ordered_json;
     return absl::StrCat(ErrorJson(status, detail).dump(-1, ' ', false, Json::error_handler_t::replace), "\n");
   }
-  std::string text = absl::StrCat("lossctl: ", status.message());
+  std::string text =
+      absl::StrCat(style.Paint(Tone::kBad, "lossctl:"), " ", WithUnits(PrintableLines(status.message())));
   const std::string advice = Advice(status, detail);
   if (!advice.empty()) absl::StrAppend(&text, absl::EndsWith(text, "?") ? " " : "; ", advice);
   absl::StrAppend(&text, "\n");

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/style.h"
 
 namespace lossd::cli {
 
@@ -19,8 +21,13 @@ enum ExitCode : int {
 
 ExitCode ExitCodeOf(const absl::Status& status);
 
-// For stderr: "lossctl: ..." with details and advice, ending in a newline. With `json` one JSON object.
-std::string ErrorText(const absl::Status& status, bool json);
+// For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there
+// in larger units, too. With `json` one JSON object on one line, which is YAML as well.
+std::string ErrorText(const absl::Status& status, bool json, const Style& style = {});
+
+// "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592
+// bytes (8.00 GiB)".
+std::string WithUnits(absl::string_view message);
 
 }  // namespace lossd::cli
 

@@ -21,11 +21,10 @@ struct Flags {
   uint64_t after = 0;
 };
 
-absl::StatusOr<Events> Fetch(const Context& context, const Flags& flags, uint64_t after) {
+absl::StatusOr<Events> Fetch(const Context& context, const std::string& address, uint64_t after) {
   const absl::Duration timeout = context.timeout_seconds > 0 ? context.timeout() : absl::Seconds(5);
   const absl::StatusOr<std::string> text =
-      HttpFetch(context.HttpAddress(flags.http), absl::StrCat("/events.json?after=", after),
-                context.credentials, timeout);
+      HttpFetch(address, absl::StrCat("/events.json?after=", after), context.credentials, timeout);
   if (!text.ok()) return text.status();
   return ParseEvents(*text);
 }
@@ -34,7 +33,11 @@ absl::StatusOr<Events> Fetch(const Context& context, const Flags& flags, uint64_
 void Print(const Context& context, const Events& events) {
   if (events.missed && !context.json) context.Print("earlier events are no longer there\n");
   for (const nlohmann::ordered_json& event : events.events) {
-    context.Print(absl::StrCat(context.json ? event.dump() : EventLine(event), "\n"));
+    if (context.json) {
+      context.PrintJsonOfMany(event);
+    } else {
+      context.Print(absl::StrCat(EventLine(event), "\n"));
+    }
   }
 }
 
@@ -44,7 +47,9 @@ bool MayComeBack(const absl::Status& status) {
 }
 
 absl::Status RunEvents(Context* context, const Flags& flags) {
-  absl::StatusOr<Events> events = Fetch(*context, flags, flags.after);
+  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
+  if (!address.ok()) return address.status();
+  absl::StatusOr<Events> events = Fetch(*context, *address, flags.after);
   if (!events.ok()) return events.status();
   Print(*context, *events);
   if (!flags.follow) return absl::OkStatus();
@@ -54,11 +59,11 @@ absl::Status RunEvents(Context* context, const Flags& flags) {
   while (true) {
     interrupt.Sleep(kPause);
     if (interrupt.received()) return absl::OkStatus();
-    events = Fetch(*context, flags, seen);
+    events = Fetch(*context, *address, seen);
     // Another server counts from 1 again.
     if (events.ok() && events->incarnation != incarnation) {
       incarnation = events->incarnation;
-      events = Fetch(*context, flags, 0);
+      events = Fetch(*context, *address, 0);
     }
     if (!events.ok() && MayComeBack(events.status())) continue;
     if (!events.ok()) return events.status();
@@ -75,7 +80,9 @@ void AddEventsCommand(CLI::App* app, Context* context) {
   auto flags = std::make_shared<Flags>();
   events->add_flag("--follow", flags->follow, "Go on with what happens, until Ctrl-C");
   events->add_option("--after", flags->after, "Only events whose id is larger [0]");
-  events->add_option("--http", flags->http, "The server's HTTP address [the server's host, port 7071]")
+  events
+      ->add_option("--http", flags->http,
+                   "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   events->callback([=] { context->action = [=] { return RunEvents(context, *flags); }; });
 }

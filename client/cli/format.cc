@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,12 @@ namespace {
 std::string ThreeDigits(double value) {
   const double size = std::fabs(value);
   return absl::StrFormat("%.*f", size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2, value);
+}
+
+// For a value in [0, 1].
+const char* Block(double value) {
+  constexpr std::array<const char*, 8> kBlocks = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  return kBlocks[static_cast<size_t>(std::clamp(std::lround(value * 7), 0L, 7L))];
 }
 
 std::string Pad(absl::string_view text, size_t width, Align align) {
@@ -70,14 +77,36 @@ std::string HumanSeconds(double seconds) {
 std::string HumanIncarnation(uint64_t incarnation) { return absl::StrFormat("%016x", incarnation); }
 
 std::string Sparkline(absl::Span<const double> values) {
-  constexpr std::array<const char*, 8> kBlocks = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
   const double largest = values.empty() ? 0 : *std::max_element(values.begin(), values.end());
   std::string line;
+  for (double value : values) line += Block(largest > 0 ? value / largest : 0);
+  return line;
+}
+
+std::string Trendline(absl::Span<const double> values) {
+  double least = std::numeric_limits<double>::infinity(), largest = -least;
   for (double value : values) {
-    const double level = largest > 0 ? value / largest * (kBlocks.size() - 1) : 0;
-    line += kBlocks[static_cast<size_t>(std::clamp(std::lround(level), 0L, 7L))];
+    if (!std::isfinite(value)) continue;
+    least = std::min(least, value);
+    largest = std::max(largest, value);
+  }
+  std::string line;
+  for (double value : values) {
+    line += std::isfinite(value) ? Block(largest > least ? (value - least) / (largest - least) : 0) : "x";
   }
   return line;
+}
+
+absl::Span<const double> Last(absl::Span<const double> values, size_t count) {
+  return values.subspan(values.size() - std::min(count, values.size()));
+}
+
+std::string Bar(double share, size_t width) {
+  const auto filled =
+      static_cast<size_t>(std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
+  std::string bar;
+  for (size_t i = 0; i < width; ++i) bar += i < filled ? "█" : "░";
+  return bar;
 }
 
 size_t DisplayWidth(absl::string_view text) {
@@ -95,23 +124,92 @@ size_t DisplayWidth(absl::string_view text) {
   return width;
 }
 
-std::string Table::ToString() const {
-  std::vector<size_t> widths;
-  for (const Column& column : columns_) widths.push_back(DisplayWidth(column.title));
-  for (const auto& row : rows_) {
-    for (size_t i = 0; i < widths.size(); ++i) widths[i] = std::max(widths[i], DisplayWidth(row[i]));
-  }
+std::string Truncated(absl::string_view line, size_t width) {
+  if (DisplayWidth(line) <= width) return std::string(line);
+  if (width == 0) return "";
   std::string text;
-  const auto add_line = [&](auto cell) {
+  size_t shown = 0;
+  bool painted = false;
+  for (size_t i = 0; i < line.size();) {
+    if (line[i] == '\033') {
+      const size_t end = std::min(line.find('m', i), line.size() - 1);
+      absl::StrAppend(&text, line.substr(i, end - i + 1));
+      painted = true;
+      i = end + 1;
+      continue;
+    }
+    if (shown == width - 1) break;
+    size_t end = i + 1;
+    while (end < line.size() && (line[end] & 0xc0) == 0x80) ++end;
+    absl::StrAppend(&text, line.substr(i, end - i));
+    ++shown;
+    i = end;
+  }
+  return absl::StrCat(text, "…", painted ? "\033[0m" : "");
+}
+
+namespace {
+
+std::string WithoutControls(absl::string_view text, bool lines) {
+  std::string printable;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const bool c1 =
+        byte == 0xc2 && i + 1 < text.size() && (static_cast<unsigned char>(text[i + 1]) & 0xe0) == 0x80;
+    if (c1) ++i;
+    const bool control = byte < 0x20 || byte == 0x7f || c1;
+    printable += control && !(lines && byte == '\n') ? '?' : text[i];
+  }
+  return printable;
+}
+
+}  // namespace
+
+std::string Printable(absl::string_view text) { return WithoutControls(text, /*lines=*/false); }
+std::string PrintableLines(absl::string_view text) { return WithoutControls(text, /*lines=*/true); }
+
+std::vector<size_t> Table::Widths(size_t width) const {
+  std::vector<size_t> widths;
+  size_t all = 0;
+  for (size_t i = 0; i < columns_.size(); ++i) {
+    size_t widest = DisplayWidth(columns_[i].title);
+    for (const auto& row : rows_) widest = std::max(widest, DisplayWidth(row[i]));
+    widths.push_back(widest);
+    all += widest + (i > 0 ? 2 : 0);
+  }
+  while (all > width) {
+    size_t least = 0;  // needed
+    for (size_t i = 1; i < columns_.size(); ++i) {
+      if (widths[i] > 0 && columns_[i].rank > (widths[least] > 0 ? columns_[least].rank : 0)) least = i;
+    }
+    if (columns_[least].rank == 0 || widths[least] == 0) break;
+    all -= widths[least] + 2;
+    widths[least] = 0;
+  }
+  return widths;
+}
+
+size_t Table::Width(size_t width) const {
+  size_t all = 0;
+  for (size_t column : Widths(width)) all += column > 0 ? column + (all > 0 ? 2 : 0) : 0;
+  return std::min(all, width);
+}
+
+std::string Table::ToString(const Style& style, size_t width) const {
+  const std::vector<size_t> widths = Widths(width);
+  std::string text;
+  const auto line_of = [&](auto cell) {
     std::string line;
     for (size_t i = 0; i < columns_.size(); ++i) {
-      absl::StrAppend(&line, i > 0 ? "  " : "", Pad(cell(i), widths[i], columns_[i].align));
+      if (widths[i] == 0) continue;
+      absl::StrAppend(&line, line.empty() ? "" : "  ", Pad(cell(i), widths[i], columns_[i].align));
     }
     line.erase(line.find_last_not_of(' ') + 1);
-    absl::StrAppend(&text, line, "\n");
+    return Truncated(line, width);
   };
-  add_line([this](size_t i) { return columns_[i].title; });
-  for (const auto& row : rows_) add_line([&row](size_t i) { return row[i]; });
+  absl::StrAppend(&text, style.Paint(Tone::kTitle, line_of([this](size_t i) { return columns_[i].title; })),
+                  "\n");
+  for (const auto& row : rows_) absl::StrAppend(&text, line_of([&row](size_t i) { return row[i]; }), "\n");
   return text;
 }
 

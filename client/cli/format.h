@@ -4,11 +4,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/cli/style.h"
 
 namespace lossd::cli {
 
@@ -20,15 +23,28 @@ std::string HumanIncarnation(uint64_t incarnation);  // sixteen hexadecimal digi
 
 // A line of block characters, one per value, between 0 and the largest value.
 std::string Sparkline(absl::Span<const double> values);
+// The same between the smallest and the largest value, for what is never near 0. "x" for a value that is not
+// finite.
+std::string Trendline(absl::Span<const double> values);
+// The last values, at most `count`.
+absl::Span<const double> Last(absl::Span<const double> values, size_t count);
+// A bar of `width` columns, of which `share`, in [0, 1], are filled.
+std::string Bar(double share, size_t width);
 
 // Columns on a terminal: code points, counting escape sequences as nothing.
 size_t DisplayWidth(absl::string_view text);
+// The beginning of a line, at most `width` columns; its last one is "…" if something is missing.
+std::string Truncated(absl::string_view line, size_t width);
+// Text that a server sent, for a terminal: without control characters, so it cannot move the cursor.
+std::string Printable(absl::string_view text);
+std::string PrintableLines(absl::string_view text);  // the same, but for the ends of lines
 
 enum class Align { kLeft, kRight };
 
 struct Column {
   std::string title;
   Align align = Align::kLeft;
+  int rank = 0;  // where there is no room for all columns, those of the highest ranks go; 0: never
 };
 
 // Aligned columns under titles, two spaces apart.
@@ -38,9 +54,15 @@ class Table {
 
   // One cell per column.
   void AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
-  std::string ToString() const;
+  // At most `width` columns of the terminal wide. `style` paints the titles.
+  std::string ToString(const Style& style = {}, size_t width = std::numeric_limits<size_t>::max()) const;
+  // The columns of the terminal that it takes where there are `width`.
+  size_t Width(size_t width = std::numeric_limits<size_t>::max()) const;
 
  private:
+  // By column, 0 for those that go.
+  std::vector<size_t> Widths(size_t width) const;
+
   const std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };

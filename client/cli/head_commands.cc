@@ -18,7 +18,7 @@ absl::Status PrintHead(Context* context, const absl::StatusOr<v1::HeadDescriptio
   if (context->json) {
     context->PrintJson(ToJson(*head));
   } else {
-    context->Print(HeadText(*head));
+    context->Print(HeadText(*head, context->style()));
   }
   return absl::OkStatus();
 }
@@ -27,7 +27,7 @@ absl::Status RunHeads(Context* context, client::Client& client) {
   const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client.ListHeads(context->timeout());
   if (!heads.ok()) return heads.status();
   if (!context->json) {
-    context->Print(HeadsTable(*heads));
+    context->Print(HeadsTable(*heads, context->style()));
     return absl::OkStatus();
   }
   Json list = Json::array();

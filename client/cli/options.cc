@@ -102,6 +102,12 @@ absl::Status WithClient(Context* context, const std::function<absl::Status(clien
   return action(**client);
 }
 
+void AddLiveOptions(CLI::App* command, LiveFlags* flags) {
+  command->add_option("--interval", flags->interval_seconds, "Seconds between looks [1]")
+      ->check(CLI::Range(0.05, 3600.0));
+  command->add_option("--count", flags->count, "Leave after so many looks; 0: never [0]");
+}
+
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action) {
   command->callback([context, action = std::move(action)] {

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/context.h"
+#include "client/cli/live.h"
 #include "client/cpp/client.h"
 
 namespace lossd::cli {
@@ -64,6 +65,9 @@ CLI::Option* AddRows(CLI::App* command, RowsOption* rows);
 
 // The name of the head, as first positional argument.
 CLI::Option* AddHead(CLI::App* command, std::string* head);
+
+// How often live views look, and how many times.
+void AddLiveOptions(CLI::App* command, LiveFlags* flags);
 
 // Connects and runs `action`.
 absl::Status WithClient(Context* context, const std::function<absl::Status(client::Client&)>& action);

@@ -32,13 +32,15 @@ absl::string_view HealthName(client::Health health) {
 }
 
 absl::Status RunHealth(Context* context, const std::string& service, client::Client& client) {
-  const absl::StatusOr<client::Health> health = client.CheckHealth(service, context->timeout());
+  const absl::StatusOr<client::Health> health = client.monitoring().CheckHealth(service, context->timeout());
   if (!health.ok()) return health.status();
   context->bad_news = *health != client::Health::kServing;
   if (context->json) {
     context->PrintJson({{"server", context->server}, {"service", service}, {"health", HealthName(*health)}});
   } else {
-    context->Print(absl::StrCat(context->server, ": ", HealthName(*health), "\n"));
+    const Tone tone = context->bad_news ? Tone::kBad : Tone::kGood;
+    context->Print(
+        absl::StrCat(context->server, ": ", context->style().Paint(tone, HealthName(*health)), "\n"));
   }
   return absl::OkStatus();
 }
@@ -46,16 +48,17 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
 // Exit code 1, and what the server says, unless it is live, or ready.
 absl::Status RunProbe(Context* context, const std::string& probe, const std::string& http) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const std::string address = context->HttpAddress(http);
-  const absl::StatusOr<HttpAnswer> answer = HttpProbe(address, absl::StrCat("/", probe, "z"), timeout);
+  const absl::StatusOr<std::string> address = context->ProbeAddress(http);
+  if (!address.ok()) return address.status();
+  const absl::StatusOr<HttpAnswer> answer = HttpProbe(*address, absl::StrCat("/", probe, "z"), timeout);
   if (!answer.ok()) return answer.status();
   context->bad_news = answer->status != 200;
   const std::string says(absl::StripAsciiWhitespace(answer->body));
   if (context->json) {
-    context->PrintJson({{"http", address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
+    context->PrintJson({{"http", *address}, {"probe", probe}, {"status", answer->status}, {"says", says}});
   } else {
     context->Print(absl::StrCat(
-        address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
+        *address, ": ", answer->status == 200 ? probe : absl::StrCat("not ", probe, ": ", says), "\n"));
   }
   return absl::OkStatus();
 }
@@ -66,7 +69,7 @@ absl::Status RunServer(Context* context, client::Client& client) {
   if (context->json) {
     context->PrintJson(ToJson(*server));
   } else {
-    context->Print(ServerText(*server, context->server));
+    context->Print(ServerText(*server, context->server, context->style()));
   }
   return absl::OkStatus();
 }
@@ -90,8 +93,9 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
         {"--filter", "must be a regular expression", filter});
   }
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
-  const absl::StatusOr<std::string> text =
-      HttpFetch(context->HttpAddress(http), "/metrics", context->credentials, timeout);
+  const absl::StatusOr<std::string> address = context->HttpAddress(http);
+  if (!address.ok()) return address.status();
+  const absl::StatusOr<std::string> text = HttpFetch(*address, "/metrics", context->credentials, timeout);
   if (!text.ok()) return text.status();
   if (context->json) {
     context->PrintJson(SamplesJson(ParseMetrics(*text), pattern));
@@ -120,7 +124,9 @@ void AddServerCommands(CLI::App* app, Context* context) {
       ->check(CLI::IsMember({"live", "ready"}))
       ->type_name("live|ready")
       ->excludes("SERVICE");
-  health->add_option("--http", *probed, "The HTTP address for --probe [the server's host, port 7071]")
+  health
+      ->add_option("--http", *probed,
+                   "The HTTP address for --probe [the context's, else the server's host, port 7071]")
       ->type_name("HOST:PORT")
       ->envname("LOSSD_PROBE");
   const auto ask = [=](client::Client& client) { return RunHealth(context, *service, client); };
@@ -136,7 +142,8 @@ void AddServerCommands(CLI::App* app, Context* context) {
   CLI::App* metrics = app->add_subcommand("metrics", "Print the server's metrics");
   auto http = std::make_shared<std::string>();
   auto filter = std::make_shared<std::string>();
-  metrics->add_option("--http", *http, "The server's HTTP address [the server's host, port 7071]")
+  metrics
+      ->add_option("--http", *http, "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   metrics->add_option("--filter", *filter, "Only lines (with --json: metrics) that match")
       ->type_name("REGEX");

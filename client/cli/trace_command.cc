@@ -20,9 +20,10 @@ struct Flags {
 
 absl::Status RunTrace(Context* context, const Flags& flags) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(30);
-  const std::string address = context->HttpAddress(flags.http);
+  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
+  if (!address.ok()) return address.status();
   const absl::StatusOr<std::string> started =
-      HttpFetch(address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
+      HttpFetch(*address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
   if (!started.ok()) return started.status();
   const auto answer = nlohmann::json::parse(*started, nullptr, /*allow_exceptions=*/false);
   if (!answer.is_object() || !answer.contains("recording") || !answer["recording"].is_number_unsigned()) {
@@ -32,7 +33,7 @@ absl::Status RunTrace(Context* context, const Flags& flags) {
   interrupt.Sleep(absl::Seconds(flags.seconds) + absl::Milliseconds(50));
   if (interrupt.received()) return absl::CancelledError("interrupted; the server drops the trace by itself");
   const absl::StatusOr<std::string> trace =
-      HttpFetch(address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
+      HttpFetch(*address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
                 context->credentials, timeout);
   if (!trace.ok()) return trace.status();
   context->Print(*trace);
@@ -48,7 +49,9 @@ void AddTraceCommand(CLI::App* app, Context* context) {
       "https://ui.perfetto.dev or chrome://tracing. Needs the role admin on a server that asks.");
   auto flags = std::make_shared<Flags>();
   trace->add_option("--seconds", flags->seconds, "How long to record [2]")->check(CLI::Range(0.01, 30.0));
-  trace->add_option("--http", flags->http, "The server's HTTP address [the server's host, port 7071]")
+  trace
+      ->add_option("--http", flags->http,
+                   "The server's HTTP address [the context's, else where the server says]")
       ->type_name("HOST:PORT");
   trace->callback([=] { context->action = [=] { return RunTrace(context, *flags); }; });
 }

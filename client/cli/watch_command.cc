@@ -1,124 +1,88 @@
 // watch
-#include <sys/ioctl.h>
-#include <unistd.h>
-
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "client/cli/commands.h"
-#include "client/cli/describe.h"
 #include "client/cli/http_fetch.h"
-#include "client/cli/interrupt.h"
+#include "client/cli/live.h"
 #include "client/cli/options.h"
 #include "client/cli/watch_view.h"
 
 namespace lossd::cli {
 namespace {
 
-struct Flags {
-  double interval_seconds = 1;
-  uint64_t count = 0;
-  std::string http;
-};
-
-// The terminal's second screen without a cursor, until this goes.
-class Screen {
+class Watch final : public LiveView {
  public:
-  explicit Screen(const Context& context) : context_(context) { context_.Print("\033[?1049h\033[?25l"); }
-  ~Screen() { context_.Print("\033[?25h\033[?1049l"); }
-  Screen(const Screen&) = delete;
-  Screen& operator=(const Screen&) = delete;
+  Watch(const Context* context, std::string http, client::Client& client)
+      : context_(*context), http_(std::move(http)), client_(client) {}
 
-  // Draws over what is there, so that nothing flickers.
-  void Show(const std::string& picture) const {
-    context_.Print(absl::StrCat("\033[H", absl::StrReplaceAll(picture, {{"\n", "\033[K\n"}}), "\033[J"));
+  void Look() override {
+    const absl::Duration timeout = context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3);
+    found_ = WatchSample();
+    const absl::StatusOr<v1::ServerDescription> server = client_.GetServer(timeout);
+    const absl::Time start = absl::Now();
+    const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client_.ListHeads(timeout);
+    found_.time = absl::Now();
+    found_.round_trip_seconds = absl::ToDoubleSeconds(found_.time - start);
+    found_.status = server.status();
+    found_.status.Update(heads.status());
+    if (!found_.status.ok()) return;
+    found_.server = *server;
+    found_.heads = *heads;
+    const absl::StatusOr<std::string> address = context_.HttpAddress(http_, *server);
+    const absl::StatusOr<std::string> metrics =
+        address.ok() ? HttpFetch(*address, "/metrics", context_.credentials, absl::Seconds(1)) : address;
+    if (metrics.ok()) {
+      found_.metrics = ParseMetrics(*metrics);
+    } else {
+      found_.why_no_metrics = std::string(metrics.status().message());
+    }
   }
-
-  static size_t Width() {
-    struct winsize size = {};
-    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-    return size.ws_col;
+  absl::Status Take() override {
+    history_.Add(std::move(found_));
+    return absl::OkStatus();
+  }
+  std::string Picture(const Frame& frame) const override {
+    Frame above = frame;
+    above.lines -= std::min<size_t>(frame.lines, 1);
+    return absl::StrCat(history_.Render(context_.server, above), frame.style.Paint(Tone::kFaint, "q: leave"),
+                        "\n");
+  }
+  void Print() const override {
+    if (context_.json) return context_.PrintJsonOfMany(history_.Json());
+    context_.Print(history_.Line());
   }
 
  private:
   const Context& context_;
+  const std::string http_;  // empty: not given
+  client::Client& client_;
+  WatchSample found_;  // by Look, for Take
+  WatchHistory history_;
 };
-
-WatchSample Look(const Context& context, const Flags& flags, client::Client& client) {
-  const absl::Duration timeout = context.timeout_seconds > 0 ? context.timeout() : absl::Seconds(3);
-  WatchSample sample;
-  const absl::StatusOr<v1::ServerDescription> server = client.GetServer(timeout);
-  const absl::Time start = absl::Now();
-  const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client.ListHeads(timeout);
-  sample.time = absl::Now();
-  sample.round_trip_seconds = absl::ToDoubleSeconds(sample.time - start);
-  sample.status = server.status();
-  sample.status.Update(heads.status());
-  if (!sample.status.ok()) return sample;
-  sample.server = *server;
-  sample.heads = *heads;
-  const absl::StatusOr<std::string> metrics =
-      HttpFetch(context.HttpAddress(flags.http), "/metrics", context.credentials, absl::Milliseconds(500));
-  if (metrics.ok()) sample.metrics = ParseMetrics(*metrics);
-  return sample;
-}
-
-nlohmann::ordered_json SampleJson(const WatchSample& sample, const WatchHistory& history) {
-  nlohmann::ordered_json json;
-  json["time"] = absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", sample.time, absl::UTCTimeZone());
-  if (!sample.status.ok()) {
-    json["error"] = sample.status.message();
-    return json;
-  }
-  json["server"] = ToJson(sample.server);
-  json["rows_per_second"] = history.RowsPerSecond();
-  json["round_trip_seconds"] = sample.round_trip_seconds;
-  json["heads"] = nlohmann::ordered_json::array();
-  for (const v1::HeadDescription& head : sample.heads) {
-    json["heads"].push_back(ToJson(head));
-    json["heads"].back()["rows_per_second"] = history.RowsPerSecond(head.spec().name());
-  }
-  return json;
-}
-
-absl::Status RunWatch(Context* context, const Flags& flags, client::Client& client) {
-  Interrupt interrupt;
-  std::unique_ptr<Screen> screen;
-  if (!context->json && isatty(STDOUT_FILENO) != 0) screen = std::make_unique<Screen>(*context);
-  WatchHistory history;
-  for (uint64_t i = 0; !interrupt.received() && (flags.count == 0 || i < flags.count); ++i) {
-    if (i > 0) interrupt.Sleep(absl::Seconds(flags.interval_seconds));
-    if (interrupt.received()) break;
-    const WatchSample sample = Look(*context, flags, client);
-    history.Add(sample);
-    if (screen != nullptr) {
-      screen->Show(absl::StrCat(history.Render(context->server, Screen::Width()), "\nCtrl-C to leave\n"));
-    } else if (context->json) {
-      context->Print(absl::StrCat(SampleJson(sample, history).dump(), "\n"));
-    } else {
-      context->Print(history.Line());
-    }
-  }
-  return absl::OkStatus();
-}
 
 }  // namespace
 
 void AddWatchCommand(CLI::App* app, Context* context) {
-  CLI::App* watch = app->add_subcommand("watch", "Show what the server does, until Ctrl-C");
-  watch->footer("Not on a terminal it prints a line per look; with --json a JSON object per line.");
-  auto flags = std::make_shared<Flags>();
-  watch->add_option("--interval", flags->interval_seconds, "Seconds between looks [1]")
-      ->check(CLI::Range(0.05, 3600.0));
-  watch->add_option("--count", flags->count, "Leave after so many looks; 0: never [0]");
+  CLI::App* watch = app->add_subcommand("watch", "Show what the server does, until q");
+  watch->footer("Not on a terminal it prints a line per look; with -o json or yaml a document per look.");
+  auto flags = std::make_shared<LiveFlags>();
+  auto http = std::make_shared<std::string>();
+  AddLiveOptions(watch, flags.get());
   watch
-      ->add_option("--http", flags->http,
-                   "The server's HTTP address, for latencies [the server's host, port 7071]")
+      ->add_option(
+          "--http", *http,
+          "The server's HTTP address, for losses, latencies and the device [the context's, else where the "
+          "server says]")
       ->type_name("HOST:PORT");
-  SetClientAction(watch, context, [=](client::Client& client) { return RunWatch(context, *flags, client); });
+  SetClientAction(watch, context, [=](client::Client& client) {
+    Watch view(context, *http, client);
+    return RunLive(*context, *flags, &view);
+  });
 }
 
 }  // namespace lossd::cli

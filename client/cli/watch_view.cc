@@ -1,91 +1,44 @@
 #include "client/cli/watch_view.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/describe.h"
-#include "client/cli/format.h"
+#include "client/cli/watch_samples.h"
 
 namespace lossd::cli {
 namespace {
 
-constexpr char kMicrobatchSeconds[] = "lossd_microbatch_seconds";
-constexpr char kPayloadBytes[] = "lossd_payload_bytes_total";
-constexpr char kChunks[] = "lossd_chunks_total";
-constexpr char kGradientErrorSum[] = "lossd_gradient_error_ratio_sum";
-constexpr char kGradientErrorCount[] = "lossd_gradient_error_ratio_count";
-
-std::map<std::string, uint64_t> RowsByHead(const WatchSample& sample) {
-  std::map<std::string, uint64_t> rows;
-  for (const v1::HeadDescription& head : sample.heads) rows[head.spec().name()] = head.total_rows();
-  return rows;
+std::string MemoryOf(const v1::ServerDescription& server, const Frame& frame) {
+  const auto used = static_cast<double>(TotalBytes(server.memory()));
+  if (server.memory_limit() == 0) return HumanBytes(used);
+  const auto limit = static_cast<double>(server.memory_limit());
+  const std::string text = absl::StrCat(HumanBytes(used), " of ", HumanBytes(limit));
+  return used > 0.95 * limit ? frame.style.Paint(Tone::kWarning, text) : text;
 }
 
-// The sum of the samples of this name with this label.
-double SumOf(const std::vector<MetricSample>& metrics, absl::string_view name, const std::string& label,
-             absl::string_view value) {
-  double sum = 0;
-  for (const MetricSample& sample : metrics) {
-    const auto found = sample.labels.find(label);
-    if (sample.name == name && found != sample.labels.end() && found->second == value) sum += sample.value;
-  }
-  return sum;
+std::string Percent(double share) { return absl::StrFormat("%.0f %%", 100 * std::clamp(share, 0.0, 1.0)); }
+
+std::string PadTo(std::string text, size_t width) {
+  const size_t shown = DisplayWidth(text);
+  return shown < width ? absl::StrCat(text, std::string(width - shown, ' ')) : text;
 }
 
-// The value of the sample of this name, 0 if there is none.
-double ValueOf(const std::vector<MetricSample>& metrics, absl::string_view name) {
-  for (const MetricSample& sample : metrics) {
-    if (sample.name == name) return sample.value;
-  }
-  return 0;
-}
-
-uint64_t QueuedSlices(const WatchSample& sample) {
-  uint64_t slices = 0;
-  for (const v1::HeadDescription& head : sample.heads) slices += head.queued_slices();
-  return slices;
-}
-
-std::string MemoryOf(const v1::ServerDescription& server) {
-  const std::string used = HumanBytes(static_cast<double>(TotalBytes(server.memory())));
-  if (server.memory_limit() == 0) return used;
-  return absl::StrCat(used, " of ", HumanBytes(static_cast<double>(server.memory_limit())));
-}
+std::vector<double> Copy(const std::deque<double>& values) { return {values.begin(), values.end()}; }
 
 }  // namespace
 
-void WatchHistory::Add(WatchSample sample) {
-  last_ = sample;
-  if (!sample.status.ok()) {
-    rows_per_second_.push_back(0);
-  } else {
-    previous_ = std::nullopt;
-    if (good_.has_value() && good_->server.incarnation() == sample.server.incarnation())
-      previous_ = std::move(good_);
-    good_ = std::move(sample);
-    head_rows_per_second_.clear();
-    if (previous_.has_value()) {
-      const double seconds = absl::ToDoubleSeconds(good_->time - previous_->time);
-      const std::map<std::string, uint64_t> before = RowsByHead(*previous_);
-      double total = 0;
-      for (const auto& [head, rows] : RowsByHead(*good_)) {
-        const auto it = before.find(head);
-        if (it == before.end() || it->second > rows || seconds <= 0) continue;
-        head_rows_per_second_[head] = static_cast<double>(rows - it->second) / seconds;
-        total += head_rows_per_second_[head];
-      }
-      rows_per_second_.push_back(total);
-    }
-  }
-  while (rows_per_second_.size() > length_) rows_per_second_.pop_front();
-}
-
-double WatchHistory::RowsPerSecond(const std::string& head) const {
-  const auto it = head_rows_per_second_.find(head);
-  return it == head_rows_per_second_.end() ? 0 : it->second;
-}
+// A line above the heads.
+struct WatchHistory::Field {
+  std::string name;
+  std::string value;
+  int rank = 0;  // where there is no room for all lines, those of the highest ranks go
+  std::vector<double> series;
+};
 
 std::string WatchHistory::LatencyText() const {
   if (!good_->metrics.has_value()) return "";
@@ -99,21 +52,18 @@ std::string WatchHistory::LatencyText() const {
 }
 
 std::string WatchHistory::TransferText() const {
-  if (!good_->metrics.has_value() || !previous_.has_value() || !previous_->metrics.has_value()) return "";
-  const double seconds = absl::ToDoubleSeconds(good_->time - previous_->time);
-  const auto rate = [&](absl::string_view direction) {
-    const double bytes = SumOf(*good_->metrics, kPayloadBytes, "direction", direction) -
-                         SumOf(*previous_->metrics, kPayloadBytes, "direction", direction);
-    return absl::StrCat(HumanBytes(std::max(0.0, bytes / seconds)), "/s");
+  const std::optional<double> in = Growth(kPayloadBytes, "direction", "in");
+  const std::optional<double> out = Growth(kPayloadBytes, "direction", "out");
+  if (!in.has_value() || !out.has_value()) return "";
+  const auto rate = [&](double bytes) {
+    return absl::StrCat(HumanBytes(std::max(0.0, bytes / Seconds())), "/s");
   };
-  return absl::StrCat(rate("in"), " in, ", rate("out"), " out");
+  return absl::StrCat(rate(*in), " in, ", rate(*out), " out");
 }
 
 std::string WatchHistory::ChunksText() const {
-  if (!good_->metrics.has_value() || !previous_.has_value() || !previous_->metrics.has_value()) return "";
-  const auto count = [&](absl::string_view gradients) {
-    return SumOf(*good_->metrics, kChunks, "gradients", gradients) -
-           SumOf(*previous_->metrics, kChunks, "gradients", gradients);
+  const auto count = [&](const char* gradients) {
+    return Growth(kChunks, "gradients", gradients).value_or(0);
   };
   const auto percent = [](double part, double whole) {
     return absl::StrFormat("%.0f %%", 100 * part / whole);
@@ -123,63 +73,163 @@ std::string WatchHistory::ChunksText() const {
   if (all <= 0) return "";
   std::string text = absl::StrCat(percent(exact, all), " exact, ", percent(filtered, all), " filtered, ",
                                   percent(sampled, all), " sampled");
-  const auto growth = [&](absl::string_view name) {
-    return ValueOf(*good_->metrics, name) - ValueOf(*previous_->metrics, name);
-  };
-  const double errors = growth(kGradientErrorCount);
+  const double errors = Growth(kGradientErrorCount).value_or(0);
   if (errors <= 0) return text;
-  absl::StrAppendFormat(&text, " (predicted error %.2g)", growth(kGradientErrorSum) / errors);
+  absl::StrAppendFormat(&text, " (predicted error %.2g)", Growth(kGradientErrorSum).value_or(0) / errors);
   return text;
 }
 
-std::string WatchHistory::Render(const std::string& server, size_t width) const {
-  std::string text = absl::StrCat("lossd at ", server);
+std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const {
+  const v1::ServerDescription& now = good_->server;
+  std::vector<Field> fields;
+  const auto add = [&fields](const char* name, std::string value, int rank, std::vector<double> series = {}) {
+    if (!value.empty()) fields.push_back({name, std::move(value), rank, std::move(series)});
+  };
+  add("rows/s", HumanRate(RowsPerSecond()), 0, Copy(rows_per_second_));
+  if (const auto share = DeviceShare(); share.has_value()) {
+    add("device", absl::StrCat(Percent(*share), " busy"), 1, Copy(device_share_));
+  }
+  add("queue",
+      absl::StrCat(HumanCount(QueuedSlices(*good_)), " slices queued, ", HumanCount(now.open_streams()),
+                   " of ", HumanCount(now.max_streams()), " streams"),
+      2);
+  add("memory", MemoryOf(now, frame), 3);
+  if (good_->metrics.has_value()) {
+    const double used = ValueOf(*good_->metrics, kStagingUsed).value_or(0);
+    const double all = ValueOf(*good_->metrics, kStaging).value_or(0);
+    if (all > 0) {
+      const std::string text = absl::StrCat(HumanBytes(used), " of ", HumanBytes(all));
+      add("staging", used > 0.95 * all ? frame.style.Paint(Tone::kWarning, text) : text, 5);
+    }
+  }
+  add("microbatch", LatencyText(), 4);
+  add("payload", TransferText(), 6);
+  add("chunks", ChunksText(), 8);
+  add("round trip", HumanSeconds(good_->round_trip_seconds), 9);
+  if (!good_->metrics.has_value() && !good_->why_no_metrics.empty()) {
+    add("no metrics", frame.style.Paint(Tone::kFaint, Printable(good_->why_no_metrics)), 7);
+  }
+  return fields;
+}
+
+// With a line of `trend` columns for the losses of each head.
+Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) const {
+  const bool has_losses =
+      std::any_of(heads_.begin(), heads_.end(), [](const auto& each) { return !each.second.losses.empty(); });
+  std::vector<Column> columns = {{"HEAD"}};
+  if (has_losses) columns.push_back({"LOSS"});
+  columns.insert(columns.end(), {{"ROWS/S", Align::kRight},
+                                 {"DEVICE", Align::kRight, 3},
+                                 {"QUEUE", Align::kRight, 2},
+                                 {"STEP", Align::kRight, 1},
+                                 {"STEP ROWS", Align::kRight, 6},
+                                 {"STREAMS", Align::kRight, 5},
+                                 {"MEMORY", Align::kRight, 4},
+                                 {"HIDDEN x VOCAB", Align::kLeft, 7}});
+  Table table(std::move(columns));
+  const size_t name_width = frame.columns < 60 ? 12 : 32;
+  const auto history_of = [this](const v1::HeadDescription& head) {
+    const auto found = heads_.find(head.spec().name());
+    return found == heads_.end() ? HeadHistory() : found->second;
+  };
+  const auto loss_of = [](const HeadHistory& history) {
+    return history.losses.empty() ? "" : absl::StrFormat("%.4g", history.losses.back());
+  };
+  size_t loss_width = 6;  // the lines of all heads begin in one column, and seldom move
+  for (size_t i = 0; i < heads; ++i) {
+    loss_width = std::max(loss_width, loss_of(history_of(good_->heads[i])).size());
+  }
+  for (size_t i = 0; i < heads; ++i) {
+    const v1::HeadDescription& head = good_->heads[i];
+    const HeadHistory history = history_of(head);
+    std::vector<std::string> cells = {Truncated(Printable(head.spec().name()), name_width)};
+    if (has_losses) {
+      std::string loss;
+      if (!history.losses.empty()) {
+        loss = PadTo(loss_of(history), loss_width);
+        if (!std::isfinite(history.losses.back())) loss = frame.style.Paint(Tone::kBad, loss);
+        absl::StrAppend(&loss, " ", Trendline(Last(Copy(history.losses), trend)));
+      }
+      cells.push_back(PadTo(loss, loss_width + 1 + trend));
+    }
+    std::string queue = HumanCount(head.queued_slices() + head.waiting_slices());
+    if (!head.waits_for().empty()) queue = frame.style.Paint(Tone::kWarning, queue);
+    cells.insert(
+        cells.end(),
+        {HumanRate(RowsPerSecond(head.spec().name())),
+         history.device_share.has_value() ? Percent(*history.device_share) : "", queue,
+         HumanCount(head.state().step()), HumanCount(head.step_rows()), HumanCount(head.open_streams()),
+         HumanBytes(static_cast<double>(TotalBytes(head.memory()))), Shape(head.spec())});
+    table.AddRow(std::move(cells));
+  }
+  return table;
+}
+
+std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
+  constexpr size_t kLeastTrend = 8, kMostTrend = 60;
+  if (good_->heads.empty()) return absl::StrCat(Truncated("no heads", frame.columns), "\n");
+  size_t shown = good_->heads.size();
+  if (shown + 1 > lines)
+    shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
+  const size_t used = HeadsTable(frame, shown, kLeastTrend).Width(frame.columns);
+  const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
+  std::string text = HeadsTable(frame, shown, trend).ToString(frame.style, frame.columns);
+  if (shown < good_->heads.size())
+    absl::StrAppend(&text,
+                    Truncated(absl::StrCat("and ", HumanCount(good_->heads.size() - shown), " more heads"),
+                              frame.columns),
+                    "\n");
+  return text;
+}
+
+std::string WatchHistory::Render(const std::string& server, const Frame& frame) const {
+  std::vector<std::string> lines;
+  const auto add = [&](absl::string_view line, Tone tone = Tone::kPlain) {
+    lines.push_back(frame.style.Paint(tone, Truncated(line, frame.columns)));
+  };
+  const std::string title = absl::StrCat("lossd at ", server);
   if (!good_.has_value()) {
-    return absl::StrCat(text, "\n\n", last_.has_value() ? last_->status.message() : "waiting", "\n");
+    add(title, Tone::kTitle);
+    add("");
+    add(last_.has_value() ? Printable(last_->status.message()) : "waiting", Tone::kBad);
+    return absl::StrCat(absl::StrJoin(lines, "\n"), "\n");
   }
   const v1::ServerDescription& now = good_->server;
-  absl::StrAppend(&text, "  ", now.backend(), "  ", now.device(), "  up ", HumanSeconds(now.uptime_seconds()),
-                  now.draining() ? "  draining" : "", "\n");
-  if (!last_->status.ok()) absl::StrAppend(&text, "no answer: ", last_->status.message(), "\n");
-  FieldList fields;
-  fields.Add("rows/s", absl::StrCat(HumanRate(RowsPerSecond()), "  ", [&] {
-               const size_t room = std::min<size_t>(width > 30 ? width - 30 : 1, rows_per_second_.size());
-               return Sparkline(std::vector<double>(rows_per_second_.end() - static_cast<ptrdiff_t>(room),
-                                                    rows_per_second_.end()));
-             }()));
-  if (const std::string latency = LatencyText(); !latency.empty()) fields.Add("microbatch", latency);
-  if (const std::string transfer = TransferText(); !transfer.empty()) fields.Add("payload", transfer);
-  if (const std::string chunks = ChunksText(); !chunks.empty()) fields.Add("chunks", chunks);
-  fields.Add("streams", absl::StrCat(HumanCount(now.open_streams()), " of ", HumanCount(now.max_streams()),
-                                     ", ", HumanCount(QueuedSlices(*good_)), " slices queued"));
-  fields.Add("memory", MemoryOf(now));
-  fields.Add("round trip", HumanSeconds(good_->round_trip_seconds));
-  absl::StrAppend(&text, "\n", fields.ToString(), "\n");
-  if (good_->heads.empty()) return absl::StrCat(text, "no heads\n");
-  Table table({{"HEAD"},
-               {"HIDDEN x VOCAB"},
-               {"STEP", Align::kRight},
-               {"STEP ROWS", Align::kRight},
-               {"ROWS/S", Align::kRight},
-               {"STREAMS", Align::kRight},
-               {"QUEUE", Align::kRight},
-               {"MEMORY", Align::kRight}});
-  for (const v1::HeadDescription& head : good_->heads) {
-    table.AddRow({head.spec().name(), Shape(head.spec()), HumanCount(head.state().step()),
-                  HumanCount(head.step_rows()), HumanRate(RowsPerSecond(head.spec().name())),
-                  HumanCount(head.open_streams()), HumanCount(head.queued_slices()),
-                  HumanBytes(static_cast<double>(TotalBytes(head.memory())))});
+  add(absl::StrCat(title, "  up ", HumanSeconds(now.uptime_seconds()), "  ", Printable(now.backend()), "  ",
+                   Printable(now.device())),
+      Tone::kTitle);
+  if (now.draining()) add("draining: it ends what is under way and takes nothing new", Tone::kWarning);
+  if (!last_->status.ok()) add(absl::StrCat("no answer: ", Printable(last_->status.message())), Tone::kBad);
+  add("");
+  std::vector<Field> fields = Fields(frame);
+  const size_t least_heads = std::min<size_t>(good_->heads.size(), 3) + 2;
+  while (fields.size() > 2 && lines.size() + fields.size() + least_heads > frame.lines) {
+    fields.erase(std::max_element(fields.begin(), fields.end(),
+                                  [](const Field& a, const Field& b) { return a.rank < b.rank; }));
   }
-  return absl::StrCat(text, table.ToString());
+  constexpr size_t kNames = 12, kValues = 10;
+  for (const Field& field : fields) {
+    std::string line = absl::StrCat(PadTo(field.name, kNames), field.value);
+    if (!field.series.empty() && frame.columns > kNames + kValues) {
+      line = PadTo(line, kNames + kValues + 1);
+      absl::StrAppend(&line, Sparkline(Last(field.series, frame.columns - DisplayWidth(line))));
+    }
+    add(line);
+  }
+  add("");
+  const size_t left = frame.lines > lines.size() ? frame.lines - lines.size() : 0;
+  return absl::StrCat(absl::StrJoin(lines, "\n"), "\n", HeadsPicture(frame, left));
 }
 
 std::string WatchHistory::Line() const {
   const std::string time = absl::FormatTime("%H:%M:%S", last_->time, absl::LocalTimeZone());
   if (!last_->status.ok()) return absl::StrCat(time, "  no answer: ", last_->status.message(), "\n");
   const std::string latency = LatencyText();
+  const std::optional<double> share = DeviceShare();
   return absl::StrCat(time, "  ", HumanRate(RowsPerSecond()), " rows/s  ", good_->heads.size(), " heads  ",
                       good_->server.open_streams(), " streams  ", QueuedSlices(*good_), " queued  ",
                       HumanBytes(static_cast<double>(TotalBytes(good_->server.memory()))),
+                      share.has_value() ? absl::StrCat("  device ", Percent(*share)) : "",
                       latency.empty() ? "" : "  microbatch " + latency, "\n");
 }
 

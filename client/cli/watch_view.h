@@ -7,12 +7,15 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "client/cli/format.h"
+#include "client/cli/live.h"
 #include "client/cli/metrics_text.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/server.pb.h"
@@ -27,25 +30,48 @@ struct WatchSample {
   std::vector<v1::HeadDescription> heads;
   double round_trip_seconds = 0;                     // of the call that fetched the heads
   std::optional<std::vector<MetricSample>> metrics;  // if the server's HTTP side answered
+  std::string why_no_metrics;                        // else
 };
 
 class WatchHistory {
  public:
-  // Keeps rates of the last `length` intervals.
-  explicit WatchHistory(size_t length = 60) : length_(length) {}
+  // Keeps rates of the last `length` intervals, and losses of as many steps.
+  explicit WatchHistory(size_t length = 200) : length_(length) {}
 
   void Add(WatchSample sample);
 
-  // The picture, `width` columns wide, lines ending in "\n". `server` is its address.
-  std::string Render(const std::string& server, size_t width) const;
+  // `server` is its address. Whatever the server has sent is shown without control characters.
+  std::string Render(const std::string& server, const Frame& frame) const;
   // One line for logs and pipes.
   std::string Line() const;
+  nlohmann::ordered_json Json() const;
 
   // Rows per second over the last interval: of all heads, of one head.
   double RowsPerSecond() const { return rows_per_second_.empty() ? 0 : rows_per_second_.back(); }
   double RowsPerSecond(const std::string& head) const;
+  // Share of the last interval in which the device had work; nullopt without metrics.
+  std::optional<double> DeviceShare() const;
 
  private:
+  struct HeadHistory {
+    double rows_per_second = 0;
+    std::optional<double> device_share;
+    std::optional<double> step;  // that the last of the losses is of
+    std::deque<double> losses;
+  };
+  struct Field;
+
+  // What has changed between the last two good samples.
+  void AddRates();
+  void AddLosses();
+  // Of the metric's sum over the last interval; nullopt if it is not known. `label`: only samples with this
+  // value.
+  std::optional<double> Growth(const std::string& metric, const std::string& label = "",
+                               const std::string& value = "") const;
+  double Seconds() const;  // between the last two good samples
+  std::vector<Field> Fields(const Frame& frame) const;
+  std::string HeadsPicture(const Frame& frame, size_t lines) const;
+  Table HeadsTable(const Frame& frame, size_t heads, size_t trend) const;
   std::string LatencyText() const;
   std::string TransferText() const;
   std::string ChunksText() const;  // by their gradients, over the last interval
@@ -55,7 +81,8 @@ class WatchHistory {
   std::optional<WatchSample> good_;      // the last one with status OK
   std::optional<WatchSample> previous_;  // the one with status OK before that, of the same incarnation
   std::deque<double> rows_per_second_;
-  std::map<std::string, double> head_rows_per_second_;
+  std::deque<double> device_share_;
+  std::map<std::string, HeadHistory> heads_;
 };
 
 }  // namespace lossd::cli

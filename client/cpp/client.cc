@@ -11,50 +11,19 @@
 #include "client/cpp/retry.h"
 #include "client/cpp/step_errors.h"
 #include "client/cpp/tensor_transfer.h"
+#include "client/cpp/unary_call.h"
 
 namespace lossd::client {
 namespace {
 
+using internal::Call;
 using internal::Core;
+using internal::DeadlineAfter;
 using internal::GradientsId;
+using internal::kNever;
 using internal::Repeat;
+using internal::Repeated;
 using internal::TrainerStep;
-
-constexpr std::optional<Repeat> kNever;
-
-absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
-  return absl::Now() + (timeout > absl::ZeroDuration() ? timeout : fallback);
-}
-
-// Runs `attempt`, which returns a StatusOr, until it succeeds or may not be repeated, waiting in between.
-template <typename Attempt>
-auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt attempt) -> decltype(attempt()) {
-  for (int number = 1;; ++number) {
-    auto result = attempt();
-    if (result.ok()) return result;
-    const auto wait = internal::WaitBeforeRepeat(core.options().retry, result.status(), number,
-                                                 deadline - absl::Now(), internal::Jitter(), repeat);
-    if (!wait.has_value()) return internal::WithAttempts(result.status(), number);
-    absl::SleepFor(*wait);
-  }
-}
-
-// One unary call, repeated if allowed; nullopt: never.
-template <typename Stub, typename Request, typename Response>
-absl::StatusOr<Response> Call(const Core& core, Stub* stub,
-                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                              const Request& request, absl::Time deadline, std::optional<Repeat> repeat) {
-  const auto attempt = [&]() -> absl::StatusOr<Response> {
-    grpc::ClientContext context;
-    internal::SetDeadline(deadline, &context);
-    Response response;
-    absl::Status status =
-        internal::CallStatus((stub->*method)(&context, request, &response), core.connections().peer());
-    if (!status.ok()) return status;
-    return response;
-  };
-  return repeat.has_value() ? Repeated(core, deadline, *repeat, attempt) : attempt();
-}
 
 template <typename T>
 absl::Span<char> AsBytes(std::vector<T>* values) {
@@ -371,16 +340,7 @@ absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) 
               v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
 }
 
-absl::StatusOr<Health> Client::CheckHealth(absl::string_view service, absl::Duration timeout) {
-  grpc::health::v1::HealthCheckRequest request;
-  request.set_service(std::string(service));
-  auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
-                     DeadlineAfter(timeout, options().call_timeout), kNever);
-  if (absl::IsNotFound(result.status())) return Health::kUnknownService;
-  if (!result.ok()) return result.status();
-  return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
-                                                                            : Health::kNotServing;
-}
+MonitoringCalls Client::monitoring() const { return MonitoringCalls(core_.get()); }
 
 size_t ElementSize(v1::DType dtype) {
   if (dtype == v1::DTYPE_FP32) return 4;

@@ -45,6 +45,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
+#include "client/cpp/monitoring.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
@@ -212,8 +213,6 @@ struct TensorShape {
   uint64_t cols = 0;  // 1 for vectors
 };
 
-enum class Health { kServing, kNotServing, kUnknownService };
-
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
@@ -338,9 +337,8 @@ class Client {
   // ---- Server ----
 
   absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
-  // grpc.health.v1; "" is the whole server. Not repeated.
-  absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
-                                     absl::Duration timeout = absl::ZeroDuration());
+  // CheckHealth, ListStreams.
+  MonitoringCalls monitoring() const;
 
  private:
   explicit Client(std::unique_ptr<internal::Core> core);

@@ -20,7 +20,7 @@ engine::EngineOptions EngineOptionsOf(const ServerOptions& options) {
 }
 
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend) {
+                                             const kernels::BackendInfo& backend, regions::Regions* regions) {
   rpc::HeadServiceOptions out;
   out.operations.checkpoints.directory = options.checkpoint_directory;
   out.operations.checkpoints.buffer_bytes = options.checkpoint_buffer_bytes;
@@ -35,7 +35,17 @@ rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
   out.max_saves = options.max_saves;
   out.peer_share = options.peer_share;
   out.timeouts = options.timeouts;
+  out.regions = regions;
   return out;
+}
+
+rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions) {
+  return {.max_streams = options.max_streams,
+          .max_staging_bytes = 8 * options.slice_bytes,
+          .peer_share = options.peer_share,
+          .timeouts = options.timeouts,
+          .retained_timeout = options.retained_timeout,
+          .regions = regions};
 }
 
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {

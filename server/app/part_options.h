@@ -12,13 +12,16 @@
 #include "server/metrics/rank_metrics.h"
 #include "server/ranks/leader.h"
 #include "server/rpc/head_service.h"
+#include "server/rpc/loss_service.h"
 
 namespace lossd::app {
 
 engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
+// In both, `regions` is null if the server shares no memory.
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend);
+                                             const kernels::BackendInfo& backend, regions::Regions* regions);
+rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
 // None without a leader.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);

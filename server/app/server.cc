@@ -20,7 +20,9 @@
 #include "server/app/every.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/late_text.h"
 #include "server/app/listen.h"
+#include "server/app/memory_plan.h"
 #include "server/app/part_options.h"
 #include "server/app/reflection.h"
 #include "server/app/security.h"
@@ -81,6 +83,7 @@ class ServerImpl final : public Server {
   const absl::Time started_ = absl::Now();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
+  LateText http_url_;  // ServerDescription.http
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
 
@@ -156,17 +159,7 @@ void ServerImpl::LogStart() const {
   metrics_->events().Add(
       metrics::EventLevel::kInfo, "server_started", "",
       absl::StrCat("lossd ", options_.version, " serves, ", info.name, " backend, ", info.device));
-  log::Log(log::LogLevel::kInfo, "memory plan",
-           {{"staging_bytes", backend_->memory().current[kernels::MemoryKind::kStaging]},
-            {"slice_bytes", options_.slice_bytes},
-            {"retained_bytes", backend_->memory().current[kernels::MemoryKind::kRetained]},
-            {"workspace_bytes_per_head",
-             options_.workspace_bytes > 0 ? absl::StrCat(options_.workspace_bytes) : "default"},
-            {"ledger_bytes", backend_->memory().current[kernels::MemoryKind::kLedger]},
-            {"transport_bytes", TransportBytes(options_)},
-            {"shared_memory_bytes", shared_memory_ == nullptr ? 0 : options_.shared_memory_bytes},
-            {"shared_device_memory_bytes", shared_memory_ == nullptr ? 0 : shared_memory_->device_bytes()},
-            {"limit_bytes", options_.memory_limit_bytes}});
+  LogMemoryPlan(options_, *backend_, shared_memory_.get());
 }
 
 absl::Status ServerImpl::CreateEngine() {
@@ -206,18 +199,11 @@ void ServerImpl::WatchRanks() {
 
 void ServerImpl::CreateServices() {
   regions::Regions* const regions = shared_memory_ == nullptr ? nullptr : shared_memory_->regions();
-  rpc::HeadServiceOptions head_options = HeadServiceOptionsOf(options_, backend_->info());
-  head_options.regions = regions;
-  head_service_ =
-      rpc::HeadService::Create(head_options, engine_.get(), &security_->access_control(), metrics_.get());
-  loss_service_ = std::make_unique<rpc::LossService>(
-      rpc::LossServiceOptions{.max_streams = options_.max_streams,
-                              .max_staging_bytes = 8 * options_.slice_bytes,
-                              .peer_share = options_.peer_share,
-                              .timeouts = options_.timeouts,
-                              .retained_timeout = options_.retained_timeout,
-                              .regions = regions},
-      engine_.get(), &security_->access_control(), metrics_.get(), head_service_->requests());
+  head_service_ = rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info(), regions),
+                                           engine_.get(), &security_->access_control(), metrics_.get());
+  loss_service_ = std::make_unique<rpc::LossService>(LossServiceOptionsOf(options_, regions), engine_.get(),
+                                                     &security_->access_control(), metrics_.get(),
+                                                     head_service_->requests());
   server_service_ = std::make_unique<rpc::ServerService>(
       rpc::ServerServiceOptions{.version = options_.version,
                                 .started = started_,
@@ -225,8 +211,10 @@ void ServerImpl::CreateServices() {
                                 .max_streams = options_.max_streams,
                                 .ranks = [this] { return RanksOf(leader_.get()); },
                                 .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
-                                .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device()},
-      engine_.get(), backend_.get(), &security_->access_control(), head_service_->requests());
+                                .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device(),
+                                .http = [this] { return http_url_.Get(); }},
+      engine_.get(), backend_.get(), loss_service_.get(), &security_->access_control(),
+      head_service_->requests());
 }
 
 absl::Status ServerImpl::Listen() {
@@ -287,6 +275,7 @@ absl::Status ServerImpl::StartHttp() {
       metrics::HttpServer::Start(address.text(), Handlers(), security_->http());
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
+  http_url_.Set(absl::StrCat(options_.security.http_tls ? "https://" : "http://", http_->address()));
   return absl::OkStatus();
 }
 

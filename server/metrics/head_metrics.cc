@@ -1,5 +1,6 @@
 #include "server/metrics/head_metrics.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -16,8 +17,13 @@ HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
 }
 
 void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+  const absl::Time now = now_();
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
+  // The next chunk is formed while this one is computed, and no second counts twice.
+  const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
+  head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
+  busy_until_ = std::max(busy_until_, now);
   head.rows += report.rows;
   head.valid_rows += report.valid_rows;
   if (report.loss_rows == 0) return;  // it takes no part in the step
@@ -90,6 +96,11 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     return MakeFamily(name, help, MetricType::Gauge);
   };
   MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
+  MetricFamily device = MakeFamily(
+      "lossd_head_device_seconds_total",
+      "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
+      "counts for the first of them to leave.",
+      MetricType::Counter);
   MetricFamily valid_rows = MakeFamily(
       "lossd_valid_rows_total", "Rows computed that have a target, by head: tokens as trainers count them.",
       MetricType::Counter);
@@ -114,6 +125,7 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     for (const auto& [name, head] : heads_) {
       const Labels labels = {{"head", name}};
       AddSample(&rows, labels, static_cast<double>(head.rows));
+      AddSample(&device, labels, head.device_seconds);
       AddSample(&valid_rows, labels, static_cast<double>(head.valid_rows));
       if (head.steps.empty()) continue;
       const Step& last = head.steps.front();
@@ -128,7 +140,7 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
     }
   }
   for (MetricFamily* family :
-       {&rows, &valid_rows, &step, &step_rows, &seconds, &loss, &norm, &rate, &error, &dropped}) {
+       {&rows, &device, &valid_rows, &step, &step_rows, &seconds, &loss, &norm, &rate, &error, &dropped}) {
     families->push_back(std::move(*family));
   }
 }

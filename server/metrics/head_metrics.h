@@ -78,6 +78,7 @@ class HeadMetrics {
   struct Head {
     int64_t rows = 0;
     int64_t valid_rows = 0;
+    double device_seconds = 0.0;
     OpenStep open;
     std::deque<Step> steps;  // the newest first
   };
@@ -88,6 +89,7 @@ class HeadMetrics {
   mutable absl::Mutex mutex_;
   std::map<std::string, Head, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // as far as it is counted
 };
 
 }  // namespace lossd::metrics

@@ -1,6 +1,8 @@
 #include "server/rpc/call_registry.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -68,6 +70,16 @@ void CallRegistry::Remove(WatchedCall* call) {
 void CallRegistry::EndAll(const absl::Status& why) {
   absl::MutexLock lock(&mutex_);
   for (const auto& [call, entry] : calls_) call->EndWith(why);
+}
+
+void CallRegistry::ForEach(
+    absl::FunctionRef<void(WatchedCall& call, const std::string& peer, uint64_t number)> look) {
+  absl::MutexLock lock(&mutex_);
+  std::vector<std::pair<uint64_t, WatchedCall*>> by_number;
+  by_number.reserve(calls_.size());
+  for (const auto& [call, entry] : calls_) by_number.emplace_back(entry.number, call);
+  std::sort(by_number.begin(), by_number.end());
+  for (const auto& [number, call] : by_number) look(*call, calls_.at(call).peer, number);
 }
 
 bool CallRegistry::WaitUntilEmpty(absl::Time deadline) {

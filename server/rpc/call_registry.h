@@ -12,12 +12,17 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/engine/fair_share.h"
 #include "server/rpc/call_timeouts.h"
+
+namespace lossd::v1 {
+class StreamDescription;
+}  // namespace lossd::v1
 
 namespace lossd::rpc {
 
@@ -33,6 +38,9 @@ class WatchedCall {
   virtual void GiveUpPlace(absl::Status why) {}
   // Ends the call with `why`, unless it is ending. Called on any thread; must not call into the registry.
   virtual void EndWith(absl::Status why) {}
+  // What the call is doing, but for its number and its peer. Called on any thread; must not call into the
+  // registry.
+  virtual void Describe(absl::Time now, v1::StreamDescription* description) {}
 };
 
 struct CallRegistryOptions {
@@ -59,6 +67,10 @@ class CallRegistry {
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends all calls that are open.
   void EndAll(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Calls `look` with each call that is open, from the oldest to the youngest. They stay open meanwhile;
+  // `look` must not call into the registry.
+  void ForEach(absl::FunctionRef<void(WatchedCall& call, const std::string& peer, uint64_t number)> look)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // True if no call is open, at the latest by `deadline`.
   bool WaitUntilEmpty(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -30,6 +30,7 @@ class CallClock {
     since_ = now;
   }
   Waits what() const { return what_; }
+  absl::Time since() const { return since_; }
 
   // DEADLINE_EXCEEDED naming the limit's flag (in `*limit` too) if the call has waited too long, else OK.
   absl::Status Check(absl::Time now, const CallTimeouts& timeouts, absl::string_view* limit) const {

@@ -48,6 +48,7 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
     call->peer_ = PeerKey(*context, allowed->identity);
     call->identity_ = allowed->identity;
     admitted = environment->registry->Add(call.get(), call->peer_);
+    if (admitted.ok()) call->totals_ = environment->peers->Open(call->peer_, call->came_);
   }
   absl::MutexLock lock(&call->mutex_);
   if (allowed.ok() && environment->draining) {
@@ -61,15 +62,9 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
 }
 
 ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context)
-    : environment_(environment), context_(context) {}
+    : environment_(environment), context_(context), came_(absl::Now()) {}
 
 // ---- Reading ----
-
-void ComputeLossCall::Read() {
-  reading_ = true;
-  StartRead(&received_);
-  Progress();
-}
 
 void ComputeLossCall::OnReadDone(bool ok) {
   {
@@ -113,6 +108,10 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
+  const Traffic traffic{.head = spec->head,
+                        .microbatch_id = spec->microbatch_id,
+                        .shared_memory = !open.region().empty(),
+                        .rows = spec->rows.size()};
   if (!open.region().empty()) {
     auto region = ClaimRegion(environment_->regions, "open.region", open.region(), identity_);
     if (!region.ok()) return region.status();
@@ -122,6 +121,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
   absl::MutexLock lock(&mutex_);
+  traffic_ = traffic;
   if (Accept(*std::move(opened), now)) ReadNext();
   return absl::OkStatus();
 }
@@ -144,6 +144,10 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   if (absl::Status status = UseRegion(backward, spec->rows, environment_->regions, identity_, &places_);
       !status.ok())
     return status;
+  const Traffic traffic{.head = spec->head,
+                        .microbatch_id = spec->microbatch_id,
+                        .shared_memory = !backward.region().empty(),
+                        .rows = spec->rows.size()};
   absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
       *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
   if (!opened.ok()) return opened.status();
@@ -151,6 +155,7 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   {
     absl::MutexLock lock(&mutex_);
     backward_ = true;
+    traffic_ = traffic;
     const std::vector<engine::RowRange> slices = (*opened)->RetainedSlices();
     retained_slices_.assign(slices.begin(), slices.end());
     if (Accept(*std::move(opened), now)) next = NextSlice();
@@ -200,7 +205,9 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
                                 .begin = arrived,
                                 .end = absl::Now()});
   };
-  slice->on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); };
+  slice->on_queued = [self = shared_from_this(), rows = rows->size(), bytes = slice->bytes](int64_t used) {
+    self->OnQueued(rows, bytes, used);
+  };
   stream->Receive(*std::move(slice));
   return absl::OkStatus();
 }
@@ -216,18 +223,23 @@ void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
   while (rows.has_value() && stream != nullptr) {  // no stream: the call has ended
     stream->Receive(
-        {.rows = *rows, .on_queued = [self = shared_from_this()](int64_t used) { self->OnQueued(used); }});
+        {.rows = *rows, .on_queued = [self = shared_from_this(), size = rows->size()](int64_t used) {
+           self->OnQueued(size, 0, used);
+         }});
     absl::MutexLock lock(&mutex_);
     rows = std::exchange(next_retained_, std::nullopt);
     receiving_retained_ = rows.has_value();
   }
 }
 
-void ComputeLossCall::OnQueued(int64_t staging_bytes) {
+void ComputeLossCall::OnQueued(int64_t rows, int64_t bytes, int64_t staging_bytes) {
+  totals_->Queued(bytes, absl::Now());
   std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
     staging_bytes_ += staging_bytes;
+    traffic_.queued_rows += rows;
+    traffic_.received_bytes += bytes;
     Progress();
     next = NextSlice();
   }
@@ -256,7 +268,10 @@ std::optional<engine::RowRange> ComputeLossCall::NextSlice() {
 void ComputeLossCall::ReadNext() {
   if (finished_) return;
   read_withheld_ = EnoughInFlight();
-  if (!read_withheld_) Read();
+  if (read_withheld_) return;
+  reading_ = true;  // which is what the call then waits for
+  StartRead(&received_);
+  Progress();
 }
 
 // ---- What the engine tells ----
@@ -264,6 +279,8 @@ void ComputeLossCall::ReadNext() {
 void ComputeLossCall::Handle(CallInbox::Slice slice) {
   Outgoing outgoing;
   outgoing.is_slice = true;
+  outgoing.rows = slice.output.rows.size();
+  totals_->Computed(slice.output.queue_seconds);
   outgoing.staging_bytes = slice.output.staging_bytes;
   outgoing.ready = slice.ready;
   outgoing.payload_bytes = slice.output.grad_hidden ? slice.output.grad_bytes : 0;

@@ -37,6 +37,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "lossd/v1/loss.pb.h"
+#include "lossd/v1/server.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
@@ -44,6 +45,7 @@
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_inbox.h"
 #include "server/rpc/call_registry.h"
+#include "server/rpc/peer_table.h"
 #include "server/rpc/slice_places.h"
 #include "server/rpc/worker_pool.h"
 
@@ -57,6 +59,7 @@ struct ComputeLossEnvironment {
   const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* registry = nullptr;
+  PeerTable* peers = nullptr;
   WorkerPool* senders = nullptr;
   regions::Regions* regions = nullptr;            // null: the server shares no memory
   int64_t max_staging_bytes = int64_t{32} << 20;  // per call
@@ -87,11 +90,24 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   // WatchedCall
   absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override;
   void EndWith(absl::Status why) override;
+  void Describe(absl::Time now, v1::StreamDescription* description) override ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  // What has gone through the call.
+  struct Traffic {
+    std::string head;
+    uint64_t microbatch_id = 0;
+    bool shared_memory = false;
+    int64_t rows = 0;
+    int64_t queued_rows = 0;
+    int64_t sent_rows = 0;
+    int64_t received_bytes = 0;
+    int64_t sent_bytes = 0;
+  };
   struct Outgoing {
     grpc::ByteBuffer message;
     int64_t payload_bytes = 0;
+    int64_t rows = 0;
     bool is_slice = false;
     int64_t staging_bytes = 0;  // SliceOutput::staging_bytes
     absl::Time ready;
@@ -101,8 +117,6 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
 
   // ---- Reading ----
-  // Starts a read, which is what the call then waits for.
-  void Read() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // There is progress: the clock begins again with what the call waits for now.
   void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -117,8 +131,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   // Has the engine take rows that it holds, and the slices behind them as long as there is memory at once;
   // null: there is nothing to do. One call at a time.
   void ReceiveRetained(std::optional<engine::RowRange> rows) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The engine has queued a slice.
-  void OnQueued(int64_t staging_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The engine has queued a slice, for which the client has sent `bytes`.
+  void OnQueued(int64_t rows, int64_t bytes, int64_t staging_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool EnoughInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on to the next slice, unless there are enough in flight. If that is one the engine holds, returns it
@@ -138,8 +152,10 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
 
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
-  std::string peer_;                       // PeerKey; set before anything else
-  std::string identity_;                   // AdmittedCall's; likewise
+  std::string peer_;                         // PeerKey; set before anything else
+  std::string identity_;                     // AdmittedCall's; likewise
+  std::shared_ptr<PeerTable::Peer> totals_;  // of the peer; likewise, null for a call that was refused
+  const absl::Time came_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 
   grpc::ByteBuffer received_;  // the message read last
@@ -162,6 +178,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start
   absl::Time opened_ ABSL_GUARDED_BY(mutex_);
+  Traffic traffic_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace lossd::rpc

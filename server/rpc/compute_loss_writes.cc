@@ -1,4 +1,5 @@
 // ComputeLossCall: writing, time, and the end. Reading is in compute_loss_call.cc.
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,6 +21,22 @@ void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl:
                              .rows = rows.size(),
                              .begin = ready,
                              .end = absl::Now()});
+}
+
+v1::StreamWait ToProto(CallClock::Waits waits) {
+  switch (waits) {
+    case CallClock::Waits::kNothing:
+      return v1::STREAM_WAIT_END;
+    case CallClock::Waits::kOpen:
+      return v1::STREAM_WAIT_OPEN;
+    case CallClock::Waits::kMessage:
+      return v1::STREAM_WAIT_CLIENT;
+    case CallClock::Waits::kTurn:
+      return v1::STREAM_WAIT_SERVER;
+    case CallClock::Waits::kSend:
+      return v1::STREAM_WAIT_SEND;
+  }
+  return v1::STREAM_WAIT_UNSPECIFIED;
 }
 
 }  // namespace
@@ -67,6 +84,11 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
   if (writing_.is_slice) {
     staging_bytes_ -= writing_.staging_bytes;
     environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
+    if (ok) {
+      traffic_.sent_rows += writing_.rows;
+      traffic_.sent_bytes += writing_.payload_bytes;
+      totals_->Sent(writing_.rows, writing_.payload_bytes, absl::Now());
+    }
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
                                         absl::ToDoubleSeconds(absl::Now() - writing_.ready));
     if (stream_ != nullptr && environment_->metrics->trace().recording()) {
@@ -163,7 +185,25 @@ void ComputeLossCall::EndWith(absl::Status why) {
   if (!broken_) FailLocked(std::move(why));
 }
 
+void ComputeLossCall::Describe(absl::Time now, v1::StreamDescription* description) {
+  absl::MutexLock lock(&mutex_);
+  description->set_head(traffic_.head);
+  description->set_microbatch_id(traffic_.microbatch_id);
+  description->set_backward(backward_);
+  description->set_shared_memory(traffic_.shared_memory);
+  description->set_rows(static_cast<uint64_t>(traffic_.rows));
+  description->set_queued_rows(static_cast<uint64_t>(traffic_.queued_rows));
+  description->set_sent_rows(static_cast<uint64_t>(traffic_.sent_rows));
+  description->set_received_bytes(static_cast<uint64_t>(traffic_.received_bytes));
+  description->set_sent_bytes(static_cast<uint64_t>(traffic_.sent_bytes));
+  description->set_staging_bytes(static_cast<uint64_t>(staging_bytes_));
+  description->set_waits_for(ToProto(clock_.what()));
+  description->set_wait_seconds(std::max(0.0, absl::ToDoubleSeconds(now - clock_.since())));
+  description->set_age_seconds(std::max(0.0, absl::ToDoubleSeconds(now - came_)));
+}
+
 void ComputeLossCall::OnDone() {
+  if (totals_ != nullptr) totals_->Close();
   environment_->registry->Remove(this);
   std::shared_ptr<engine::Stream> stream;  // holds the inbox, which holds this: the circle ends here
   {

@@ -1,8 +1,11 @@
 #include "server/rpc/loss_service.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "absl/time/clock.h"
+#include "kernels/errors/field_error.h"
 #include "proto/wire/payload_codec.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
@@ -13,6 +16,20 @@ namespace lossd::rpc {
 namespace {
 
 constexpr absl::string_view kReleaseMicrobatch = "ReleaseMicrobatch";
+constexpr uint32_t kDefaultStreams = 1000;  // that ListStreams lists
+constexpr uint32_t kMostStreams = 10'000;
+constexpr size_t kPeers = 1024;  // that are remembered
+
+void Describe(const PeerTable::Entry& entry, absl::Time now, v1::PeerDescription* description) {
+  description->set_peer(entry.peer);
+  description->set_open_streams(static_cast<uint64_t>(std::max<int64_t>(0, entry.totals.open_streams)));
+  description->set_streams(static_cast<uint64_t>(entry.totals.streams));
+  description->set_rows(static_cast<uint64_t>(entry.totals.rows));
+  description->set_received_bytes(static_cast<uint64_t>(entry.totals.received_bytes));
+  description->set_sent_bytes(static_cast<uint64_t>(entry.totals.sent_bytes));
+  description->set_device_wait_seconds(entry.totals.device_wait_seconds);
+  description->set_idle_seconds(std::max(0.0, absl::ToDoubleSeconds(now - entry.totals.last_active)));
+}
 
 }  // namespace
 
@@ -22,6 +39,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
                          const AccessControl* access, metrics::Metrics* metrics,
                          const RequestEnvironment* requests)
     : requests_(requests),
+      peers_(kPeers),
       registry_({.max_calls = 2 * options.max_streams,
                  .peer_share = options.peer_share,
                  .timeouts = options.timeouts,
@@ -36,6 +54,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
   environment_.access = access;
   environment_.metrics = metrics;
   environment_.registry = &registry_;
+  environment_.peers = &peers_;
   environment_.senders = &senders_;
   environment_.regions = options.regions;
   environment_.max_staging_bytes = options.max_staging_bytes;
@@ -50,6 +69,35 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(
     grpc::CallbackServerContext* context) {
   return ComputeLossCall::Start(&environment_, context);
+}
+
+absl::StatusOr<v1::ListStreamsResponse> LossService::ListStreams(const v1::ListStreamsRequest& request) {
+  if (request.max_streams() > kMostStreams) {
+    return errors::FieldError("max_streams", absl::StrCat("be at most ", kMostStreams),
+                              request.max_streams());
+  }
+  const uint32_t most = request.max_streams() == 0 ? kDefaultStreams : request.max_streams();
+  const absl::Time now = absl::Now();
+  v1::ListStreamsResponse response;
+  std::map<std::string, uint64_t> staging_bytes;
+  registry_.ForEach([&](WatchedCall& call, const std::string& peer, uint64_t number) {
+    v1::StreamDescription description;
+    call.Describe(now, &description);
+    staging_bytes[peer] += description.staging_bytes();
+    if (static_cast<uint32_t>(response.streams_size()) >= most) {
+      response.set_streams_left_out(response.streams_left_out() + 1);
+      return;
+    }
+    description.set_number(number);
+    description.set_peer(peer);
+    *response.add_streams() = std::move(description);
+  });
+  for (const PeerTable::Entry& entry : peers_.List()) {
+    v1::PeerDescription* const description = response.add_peers();
+    Describe(entry, now, description);
+    description->set_staging_bytes(staging_bytes[entry.peer]);
+  }
+  return response;
 }
 
 absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* call,

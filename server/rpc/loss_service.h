@@ -11,12 +11,14 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "lossd/v1/loss.grpc.pb.h"
+#include "lossd/v1/server.pb.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/compute_loss_call.h"
+#include "server/rpc/peer_table.h"
 #include "server/rpc/periodic.h"
 #include "server/rpc/request_call.h"
 #include "server/rpc/request_methods.h"
@@ -48,6 +50,8 @@ class LossService final : public WithRequestMethods<
   void Drain() { environment_.draining = true; }
   // Ends all calls that are open: what they wait for does not come.
   void EndAll(const absl::Status& why) { registry_.EndAll(why); }
+  // As ServerService.ListStreams, but for incarnation and time. INVALID_ARGUMENT.
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(const v1::ListStreamsRequest& request);
   // True if no call is open, at the latest by `deadline`.
   bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
 
@@ -56,6 +60,7 @@ class LossService final : public WithRequestMethods<
 
   ComputeLossEnvironment environment_;
   const RequestEnvironment* const requests_;
+  PeerTable peers_;  // outlives the calls
   CallRegistry registry_;
   WorkerPool senders_;  // first to go but one: its last turns use the others
   Periodic expiry_;     // of retained microbatches

@@ -13,6 +13,7 @@ constexpr absl::string_view kServer = "lossd.v1.ServerService";
 // (ComputeLoss, AddGradient, ApplyStep, reads) are not: metrics count them.
 constexpr MethodAccess kTable[] = {
     {kServer, "GetServer", Role::kReader, false},       //
+    {kServer, "ListStreams", Role::kReader, false},     //
     {kHeads, "DescribeHead", Role::kReader, false},     //
     {kHeads, "ListHeads", Role::kReader, false},        //
     {kHeads, "ListCheckpoints", Role::kReader, false},  //

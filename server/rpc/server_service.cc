@@ -1,12 +1,14 @@
 #include "server/rpc/server_service.h"
 
 #include "absl/time/clock.h"
+#include "proto/wire/payload_codec.h"
 #include "server/messages/convert.h"
 
 namespace lossd::rpc {
 namespace {
 
 constexpr absl::string_view kGetServer = "GetServer";
+constexpr absl::string_view kListStreams = "ListStreams";
 
 void AddRanks(const metrics::ReadRanks& read, v1::ServerDescription* description) {
   if (!read) return;
@@ -23,15 +25,20 @@ void AddRanks(const metrics::ReadRanks& read, v1::ServerDescription* description
 }  // namespace
 
 ServerService::ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
-                             const kernels::Backend* backend, const AccessControl* access,
-                             const RequestEnvironment* requests)
-    : options_(options), engine_(engine), backend_(backend), access_(access) {
-  Serve(v1::ServerDescription::descriptor()->file()->FindServiceByName("ServerService"), kGetServer,
-        [this, requests](grpc::CallbackServerContext* context) {
-          return UnaryCall::Start(
-              requests, context, kGetServer,
-              [this](UnaryCall* call, const grpc::ByteBuffer&) { call->End(Describe(call)); });
-        });
+                             const kernels::Backend* backend, LossService* losses,
+                             const AccessControl* access, const RequestEnvironment* requests)
+    : options_(options), engine_(engine), backend_(backend), losses_(losses), access_(access) {
+  const google::protobuf::ServiceDescriptor* const service =
+      v1::ServerDescription::descriptor()->file()->FindServiceByName("ServerService");
+  Serve(service, kGetServer, [this, requests](grpc::CallbackServerContext* context) {
+    return UnaryCall::Start(requests, context, kGetServer,
+                            [this](UnaryCall* call, const grpc::ByteBuffer&) { call->End(Describe(call)); });
+  });
+  Serve(service, kListStreams, [this, requests](grpc::CallbackServerContext* context) {
+    return UnaryCall::Start(
+        requests, context, kListStreams,
+        [this](UnaryCall* call, const grpc::ByteBuffer& bytes) { call->End(ListStreams(call, bytes)); });
+  });
 }
 
 absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) const {
@@ -56,9 +63,24 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_open_streams(static_cast<uint64_t>(stats.open_streams));
   description.set_heads(static_cast<uint64_t>(stats.heads));
   description.set_region_socket(options_.region_socket);
+  if (options_.http) description.set_http(options_.http());
   description.set_region_device(options_.region_device);
   AddRanks(options_.ranks, &description);
   return description;
+}
+
+absl::StatusOr<v1::ListStreamsResponse> ServerService::ListStreams(UnaryCall* call,
+                                                                   const grpc::ByteBuffer& bytes) const {
+  v1::ListStreamsRequest request;
+  if (const auto decoded = wire::Decode(bytes, &request); !decoded.ok()) return decoded.status();
+  if (const auto admitted = access_->Admit(*call->context(), kListStreams); !admitted.ok()) {
+    return admitted.status();
+  }
+  absl::StatusOr<v1::ListStreamsResponse> response = losses_->ListStreams(request);
+  if (!response.ok()) return response.status();
+  response->set_incarnation(engine_->incarnation());
+  response->set_time_seconds(absl::ToDoubleSeconds(absl::Now() - options_.started));
+  return response;
 }
 
 }  // namespace lossd::rpc

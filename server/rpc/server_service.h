@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -17,6 +18,7 @@
 #include "server/engine/engine.h"
 #include "server/metrics/rank_metrics.h"
 #include "server/rpc/access_control.h"
+#include "server/rpc/loss_service.h"
 #include "server/rpc/request_call.h"
 #include "server/rpc/request_methods.h"
 
@@ -30,23 +32,27 @@ struct ServerServiceOptions {
   metrics::ReadRanks ranks;
   std::string region_socket;  // empty: none
   std::string region_device;  // whose memory regions may be of; empty: none
+  // ServerDescription.http: "" until HTTP is there.
+  std::function<std::string()> http;
 };
 
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {
  public:
   // All that is pointed to outlives the service.
   ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
-                const kernels::Backend* backend, const AccessControl* access,
+                const kernels::Backend* backend, LossService* losses, const AccessControl* access,
                 const RequestEnvironment* requests);
 
   void Drain() { draining_ = true; }
 
  private:
   absl::StatusOr<v1::ServerDescription> Describe(UnaryCall* call) const;
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(UnaryCall* call, const grpc::ByteBuffer& bytes) const;
 
   const ServerServiceOptions options_;
   const engine::Engine* const engine_;
   const kernels::Backend* const backend_;
+  LossService* const losses_;
   const AccessControl* const access_;
   std::atomic<bool> draining_{false};
 };

@@ -34,6 +34,30 @@ class FakeServerService final : public v1::ServerService::Service {
     return grpc::Status::OK;
   }
 
+  // One trainer with one stream.
+  grpc::Status ListStreams(grpc::ServerContext*, const v1::ListStreamsRequest*,
+                           v1::ListStreamsResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "the server is draining");
+    response->set_incarnation(state_->incarnation);
+    response->set_time_seconds(3725.5);
+    v1::PeerDescription* const peer = response->add_peers();
+    peer->set_peer("dns:trainer-1");
+    peer->set_open_streams(1);
+    peer->set_streams(7);
+    peer->set_rows(4096);
+    peer->set_received_bytes(32 << 20);
+    v1::StreamDescription* const stream = response->add_streams();
+    stream->set_number(6);
+    stream->set_peer("dns:trainer-1");
+    stream->set_head("head");
+    stream->set_rows(1024);
+    stream->set_queued_rows(512);
+    stream->set_waits_for(v1::STREAM_WAIT_CLIENT);
+    stream->set_wait_seconds(2.5);
+    return grpc::Status::OK;
+  }
+
  private:
   FakeState* const state_;
 };

@@ -49,6 +49,10 @@ class Known:
 
 
 SMALL = (("4096", "64"), ("128256", "512"), ("2304", "48"), ("256000", "500"))
+# A file of contexts of the test's own, and its server for both.
+CONTEXTS = (("lossctl ", 'env -u LOSSD_SERVER LOSSD_CONFIG="$PWD/contexts.json" lossctl '), ("gpu-7:7070", "$LOSSD_SERVER"),
+            ("gpu-9:7070", "$LOSSD_SERVER"), (" --ca ca.pem", ""), (" --cert me.pem --key me.key", ""),
+            ("~/.config/lossd/shared.token", "$(umask 77 && echo 0123456789abcdef > token && echo token)"))
 BY_HAND = Known("takes minutes to hours; run by hand")
 GPU = Known("needs a GPU")
 
@@ -68,6 +72,8 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"CONTRIBUTING\.md", r"build/fuzz/bin/manifest_fuzzer.*", Known("needs an input that has failed")),
     (r"docs/lossctl\.md", r"source <\(lossctl completion bash\)", Run()),
     (r"docs/lossctl\.md", r"lossctl completion fish \| source", Run(instead=(("| source", "| grep -q complete"),))),
+    (r"docs/lossctl\.md", r"lossctl (context (add|list|use) .*|context list|--context shared heads)", Run(instead=CONTEXTS)),
+    (r"docs/lossctl\.md", r"lossctl context show", Run(instead=CONTEXTS, says=r"context +shared\n")),
     (r"docs/lossctl\.md", r"lossctl (health|create|grad-norm|step|save|heads).*|lossctl loss lm_head --random 4096.*", Run()),
     (r"docs/lossctl\.md", r"lossctl loss lm_head --random 10 --softcap -1", Run(fails=4)),
     (r"docs/operations\.md", r"lossd", Serve()),

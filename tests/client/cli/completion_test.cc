@@ -82,6 +82,17 @@ TEST_F(CompletionTest, ValuesOfOptions) {
   EXPECT_THAT(Words("bench lm_head --rows ''"), IsEmpty());
 }
 
+TEST_F(CompletionTest, LiveViewsAndFormats) {
+  EXPECT_THAT(Words("to"), ElementsAre("top"));
+  EXPECT_THAT(Words("top --"),
+              IsSupersetOf({"--sort", "--all", "--interval", "--count", "--context", "--color", "--output"}));
+  EXPECT_THAT(Words("top --sort ''"), UnorderedElementsAre("bytes", "rows", "staging", "wait"));
+  EXPECT_THAT(Words("watch --output ''"), UnorderedElementsAre("json", "table", "wide", "yaml"));
+  EXPECT_THAT(Words("heads --color n"), ElementsAre("never"));
+  EXPECT_THAT(Words("context ''"), UnorderedElementsAre("add", "list", "remove", "show", "use"));
+  EXPECT_THAT(Words("context add lab --token-file ''"), ElementsAre(":file"));
+}
+
 TEST_F(CompletionTest, HeadsOfTheServer) {
   EXPECT_THAT(Words("describe ''"), UnorderedElementsAre("lm_head", "lm_head.2", "other"));
   EXPECT_THAT(Words("bench --rows 4 lm"), Each(StartsWith("lm_head")));

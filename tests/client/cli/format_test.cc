@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 namespace lossd::cli {
 namespace {
 
@@ -53,6 +55,39 @@ TEST(FormatTest, TablesAlign) {
             "NAME         ROWS  NOTE\n"
             "a               1  first\n"
             "longer  1,000,000\n");
+}
+
+TEST(FormatTest, TrendlinesGoFromTheSmallestToTheLargest) {
+  EXPECT_EQ(Trendline({}), "");
+  EXPECT_EQ(Trendline({2.5, 2.5}), "▁▁");
+  EXPECT_EQ(Trendline({2, std::nan(""), 3, 2.5}), "▁x█▅");
+  EXPECT_EQ(Last({1, 2, 3}, 2).size(), 2u);
+  EXPECT_EQ(Last({1, 2, 3}, 9).size(), 3u);
+  EXPECT_EQ(Bar(0.5, 4), "██░░");
+  EXPECT_EQ(Bar(7, 2), "██");
+}
+
+TEST(FormatTest, LinesAreCutToTheTerminal) {
+  EXPECT_EQ(Truncated("short", 5), "short");
+  EXPECT_EQ(Truncated("longer", 5), "long…");
+  EXPECT_EQ(Truncated("▁▂▃▄", 3), "▁▂…");
+  EXPECT_EQ(Truncated("\033[31mred\033[0m", 2), "\033[31mr…\033[0m");
+  EXPECT_EQ(Truncated("x", 0), "");
+  EXPECT_EQ(Printable("a\033[2Jb\nc\xc2\x9b"
+                      "d ä"),
+            "a?[2Jb?c?d ä");
+  EXPECT_EQ(PrintableLines("a\nb\r"), "a\nb?");
+}
+
+TEST(FormatTest, ColumnsGoByRank) {
+  Table table({{"NAME"}, {"FIRST", Align::kLeft, 2}, {"SECOND", Align::kLeft, 1}});
+  table.AddRow({"a", "b", "c"});
+  EXPECT_EQ(table.Width(), 19u);
+  EXPECT_EQ(table.ToString({}, 19), "NAME  FIRST  SECOND\na     b      c\n");
+  EXPECT_EQ(table.ToString({}, 18), "NAME  SECOND\na     c\n");
+  EXPECT_EQ(table.ToString({}, 5), "NAME\na\n");
+  EXPECT_EQ(table.ToString({}, 3), "NA…\na\n");
+  EXPECT_EQ(table.ToString({.color = true}, 5), "\033[1mNAME\033[0m\na\n");
 }
 
 TEST(FormatTest, FieldsAlign) {

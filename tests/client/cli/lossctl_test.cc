@@ -16,8 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "client/cli/tensor_io.h"
-#include "tests/client/fake_server.h"
-#include "tests/support/temp_folder.h"
+#include "tests/client/cli/lossctl_fixture.h"
 
 namespace lossd::cli {
 namespace {
@@ -26,40 +25,6 @@ using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::StartsWith;
 
-struct Outcome {
-  int exit_code = -1;
-  std::string out, err;
-};
-
-class LossctlTest : public testing::Test {
- protected:
-  void SetUp() override { server_.AddHead("head", 4, 10); }
-
-  // Runs `lossctl ARGUMENTS` in a shell, with the fake server as the default one.
-  Outcome Run(const std::string& arguments) { return RunAt(server_.target(), arguments); }
-  Outcome RunAt(const std::string& server, const std::string& arguments) {
-    const std::string out = folder_.File("out"), err = folder_.File("err");
-    const std::string command = absl::StrCat("cd ", folder_.path(), " && LOSSD_SERVER=", server,
-                                             " " LOSSCTL_PATH " ", arguments, " >", out, " 2>", err);
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Read(out), Read(err)};
-  }
-  nlohmann::json Json(const std::string& arguments) {
-    const Outcome outcome = Run("--json " + arguments);
-    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
-    nlohmann::json json = nlohmann::json::parse(outcome.out, nullptr, /*allow_exceptions=*/false);
-    EXPECT_FALSE(json.is_discarded()) << outcome.out;
-    return json;
-  }
-  static std::string Read(const std::string& path) {
-    std::ifstream file(path);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
-
-  test::TempFolder folder_;
-  fake::FakeServer server_;
-};
-
 TEST_F(LossctlTest, HelpIsNoError) {
   const Outcome outcome = Run("--help");
   EXPECT_EQ(outcome.exit_code, 0);
@@ -67,7 +32,7 @@ TEST_F(LossctlTest, HelpIsNoError) {
   for (const char* command :
        {"health", "server",    "heads", "describe", "create",      "delete", "loss",  "grad-norm",
         "step",   "zero-grad", "save",  "load",     "checkpoints", "read",   "write", "add-grad",
-        "bench",  "plan",      "watch", "metrics",  "events",      "trace"}) {
+        "bench",  "plan",      "watch", "metrics",  "events",      "trace",  "top"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;

@@ -131,6 +131,20 @@ TEST(ReportTest, ExitCodes) {
   EXPECT_EQ(ExitCodeOf(absl::ResourceExhaustedError("")), 4);
 }
 
+TEST(ReportTest, ErrorsHaveUnits) {
+  EXPECT_EQ(WithUnits("needs 1610612736 bytes; 5 of 8589934592 bytes are in use"),
+            "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592 bytes (8.00 GiB) are in use");
+  EXPECT_EQ(WithUnits("2097152 bytes"), "2097152 bytes (2.00 MiB)");
+  for (const char* as_it_is :
+       {"has 4096 bytes", "no bytes", "1.5123456 bytes", "20971520 bytes (20 MiB)", ""}) {
+    EXPECT_EQ(WithUnits(as_it_is), as_it_is);
+  }
+  EXPECT_EQ(ErrorText(absl::InternalError("took 104857600 bytes\033[2J"), false),
+            "lossctl: took 104857600 bytes (100 MiB)?[2J\n");
+  EXPECT_THAT(ErrorText(absl::InternalError("took 104857600 bytes"), true),
+              HasSubstr("took 104857600 bytes\""));
+}
+
 TEST(ReportTest, ErrorsSayWhatToDo) {
   const auto of_field = [](absl::string_view field, absl::string_view message) {
     return errors::WithViolation(absl::UnavailableError(message), {std::string(field), "must be x", "y"});

@@ -3,11 +3,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
 namespace lossd::cli {
 namespace {
 
 using testing::HasSubstr;
 using testing::Not;
+using testing::StartsWith;
 
 WatchSample Sample(double seconds, uint64_t rows, uint64_t incarnation = 7) {
   WatchSample sample;
@@ -28,6 +36,20 @@ WatchSample Sample(double seconds, uint64_t rows, uint64_t incarnation = 7) {
   sample.heads.push_back(head);
   sample.round_trip_seconds = 0.001;
   return sample;
+}
+
+// With a step's loss and the device's busy time.
+WatchSample Trained(int second, double loss) {
+  WatchSample sample = Sample(second, static_cast<uint64_t>(1000 * second));
+  sample.metrics = ParseMetrics(absl::StrCat(
+      "lossd_head_step{head=\"lm\"} ", second, "\nlossd_head_loss{head=\"lm\"} ", loss,
+      "\nlossd_device_busy_seconds_total ", 0.5 * second, "\nlossd_head_device_seconds_total{head=\"lm\"} ",
+      0.25 * second, "\nlossd_staging_bytes 1048576\nlossd_staging_used_bytes 1048576\n"));
+  return sample;
+}
+
+std::string Picture(const WatchHistory& history, size_t columns = 80, size_t lines = 24) {
+  return history.Render("host:7070", {.columns = columns, .lines = lines});
 }
 
 TEST(WatchViewTest, RatesComeFromTwoSamples) {
@@ -55,13 +77,47 @@ TEST(WatchViewTest, PictureShowsServerHeadsAndRates) {
   WatchHistory history;
   history.Add(Sample(0, 0));
   history.Add(Sample(1, 4560));
-  const std::string picture = history.Render("host:7070", 80);
-  EXPECT_THAT(picture, HasSubstr("lossd at host:7070  cuda  a card  up 3m 04s\n"));
-  EXPECT_THAT(picture, HasSubstr("rows/s      4.56 k  █\n"));
-  EXPECT_THAT(picture, HasSubstr("streams     3 of 64, 5 slices queued\n"));
+  const std::string picture = Picture(history);
+  EXPECT_THAT(picture, StartsWith("lossd at host:7070  up 3m 04s  cuda  a card\n"));
+  EXPECT_THAT(picture, HasSubstr("rows/s      4.56 k     █\n"));
+  EXPECT_THAT(picture, HasSubstr("queue       5 slices queued, 3 of 64 streams\n"));
   EXPECT_THAT(picture, HasSubstr("memory      1.00 GiB\n"));
-  EXPECT_THAT(picture, HasSubstr("lm    512 x 50,257"));
+  EXPECT_THAT(picture, HasSubstr("512 x 50,257"));
   EXPECT_THAT(picture, Not(HasSubstr("microbatch"))) << "no metrics, no latency";
+  EXPECT_THAT(picture, Not(HasSubstr("LOSS"))) << "nor losses";
+}
+
+TEST(WatchViewTest, LossesAndTheDevicesShareComeFromMetrics) {
+  WatchHistory history;
+  for (int i = 0; i < 8; ++i) history.Add(Trained(i, 4.0 - i * 0.25));
+  history.Add(Trained(7, 2.25));  // the same step
+  const std::string picture = Picture(history, 100);
+  EXPECT_THAT(picture, HasSubstr("HEAD  LOSS "));
+  EXPECT_THAT(picture, HasSubstr("lm    2.25   █▇▆▅▄▃▂▁ "));
+  EXPECT_THAT(picture, HasSubstr("staging     1.00 MiB of 1.00 MiB\n"));
+  EXPECT_FALSE(history.DeviceShare().has_value()) << "no time has passed";
+  WatchHistory busy;
+  busy.Add(Trained(1, 3));
+  busy.Add(Trained(3, 3));
+  EXPECT_DOUBLE_EQ(*busy.DeviceShare(), 0.5);
+  EXPECT_THAT(Picture(busy), HasSubstr("device      50 % busy  █\n"));
+  const auto json = busy.Json();
+  EXPECT_EQ(json["device_share"], 0.5);
+  EXPECT_EQ(json["heads"][0]["loss"], 3.0);
+  EXPECT_EQ(json["heads"][0]["device_share"], 0.25);
+}
+
+TEST(WatchViewTest, WhatNeedsALookHasAColour) {
+  WatchHistory history;
+  history.Add(Trained(1, std::nan("")));
+  const Frame frame{.columns = 100, .lines = 24, .style = {.color = true}};
+  const std::string picture = history.Render("h:1", frame);
+  EXPECT_THAT(picture, HasSubstr("\033[33m1.00 MiB of 1.00 MiB\033[0m")) << "slices wait for memory";
+  EXPECT_THAT(picture, HasSubstr("\033[1;31mnan"));
+  WatchSample failed;
+  failed.status = absl::UnavailableError("gone\033[2J");
+  history.Add(failed);
+  EXPECT_THAT(history.Render("h:1", frame), HasSubstr("\033[1;31mno answer: gone?[2J\033[0m"));
 }
 
 TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
@@ -88,7 +144,7 @@ TEST(WatchViewTest, LatencyTransferAndGradientsComeFromMetrics) {
       "lossd_payload_bytes_total{direction=\"out\"} 5\n");
   history.Add(first);
   history.Add(second);
-  const std::string picture = history.Render("host:7070", 80);
+  const std::string picture = Picture(history);
   EXPECT_THAT(picture, HasSubstr("p50 1.50 s, p99 1.99 s"));
   EXPECT_THAT(picture, HasSubstr("2.00 KiB/s in, 0 B/s out"));
   EXPECT_THAT(picture,
@@ -101,25 +157,40 @@ TEST(WatchViewTest, AnUnreachableServerIsShownWithWhatWasLastSeen) {
   failed.time = absl::UnixEpoch();
   failed.status = absl::UnavailableError("connection refused");
   history.Add(failed);
-  EXPECT_EQ(history.Render("h:1", 80), "lossd at h:1\n\nconnection refused\n");
+  EXPECT_EQ(Picture(history), "lossd at host:7070\n\nconnection refused\n");
   history.Add(Sample(1, 5));
-  EXPECT_THAT(history.Render("h:1", 80), Not(HasSubstr("refused")));
+  EXPECT_THAT(Picture(history), Not(HasSubstr("refused")));
   history.Add(failed);
-  EXPECT_THAT(history.Render("h:1", 80), HasSubstr("no answer: connection refused\n"));
-  EXPECT_THAT(history.Render("h:1", 80), HasSubstr("512 x 50,257"));
+  EXPECT_THAT(Picture(history), HasSubstr("no answer: connection refused\n"));
+  EXPECT_THAT(Picture(history), HasSubstr("512 x 50,257"));
   EXPECT_THAT(history.Line(), HasSubstr("no answer: connection refused\n"));
 }
 
-TEST(WatchViewTest, HistoryIsBoundedAndNarrowTerminalsAreFine) {
-  WatchHistory history(10);
-  for (int i = 0; i < 100; ++i) history.Add(Sample(i, i * 10));
-  for (size_t width : {0, 10, 31, 35, 200}) {
-    const std::string picture = history.Render("h:1", width);
-    size_t blocks = 0;
-    for (size_t at = picture.find("█"); at != std::string::npos; at = picture.find("█", at + 1)) ++blocks;
-    EXPECT_LE(blocks, 10u);
-    EXPECT_GE(blocks, 1u);
+TEST(WatchViewTest, PicturesFitTheTerminal) {
+  WatchHistory history(50);
+  for (int i = 0; i < 100; ++i) {
+    WatchSample sample = Trained(i, 3.0 / (i + 1));
+    for (int head = 0; head < 30; ++head) {
+      sample.heads.push_back(sample.heads.front());
+      sample.heads.back().mutable_spec()->set_name(absl::StrCat("a_head_with_a_long_name_", head));
+    }
+    history.Add(std::move(sample));
   }
+  for (const size_t columns : {0, 10, 31, 40, 80, 200}) {
+    for (const size_t lines : {0, 1, 10, 24, 50}) {
+      const std::string picture = Picture(history, columns, lines);
+      std::vector<std::string> shown = absl::StrSplit(picture, '\n', absl::SkipEmpty());
+      for (const std::string& line : shown) EXPECT_LE(DisplayWidth(line), columns) << line;
+      if (lines >= 10) {
+        EXPECT_LE(std::count(picture.begin(), picture.end(), '\n'), static_cast<long>(lines)) << picture;
+      }
+    }
+  }
+  EXPECT_THAT(Picture(history, 40), HasSubstr("rows/s "));
+  EXPECT_THAT(Picture(history, 40), HasSubstr("lm"));
+  EXPECT_THAT(Picture(history, 40), HasSubstr(" more heads\n"));
+  EXPECT_THAT(Picture(history, 40), Not(HasSubstr("HIDDEN x VOCAB")));
+  EXPECT_THAT(Picture(history, 200), HasSubstr("HIDDEN x VOCAB"));
 }
 
 }  // namespace

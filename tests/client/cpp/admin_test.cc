@@ -162,8 +162,8 @@ TEST_F(AdminTest, CheckpointsServerAndHealth) {
   EXPECT_EQ(client_->LoadCheckpoint("head/best")->spec().name(), "head");
   EXPECT_EQ(client_->LoadCheckpoint("gone/best").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(client_->GetServer()->incarnation(), server_.incarnation());
-  EXPECT_EQ(client_->CheckHealth().value(), Health::kServing);
-  EXPECT_EQ(client_->CheckHealth("no.such.Service").value(), Health::kUnknownService);
+  EXPECT_EQ(client_->monitoring().CheckHealth().value(), Health::kServing);
+  EXPECT_EQ(client_->monitoring().CheckHealth("no.such.Service").value(), Health::kUnknownService);
 }
 
 }  // namespace

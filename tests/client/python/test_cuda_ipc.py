@@ -224,6 +224,31 @@ def test_a_server_that_is_restarted_gives_another_region(gpus: FakeDriver) -> No
         server.stop()
 
 
+@pytest.mark.parametrize("to_region", [True, False])
+def test_copies_that_fail(gpu_server: ServerProcess, gpus: FakeDriver, monkeypatch: pytest.MonkeyPatch,
+                          to_region: bool) -> None:
+    """Once: the rows are sent again. Always: the call says so."""
+    wanted = expected(gpu_server)
+    copy = gpus.copy
+    left = [1]
+
+    def fail(to: int, source: int, size: int, device: int) -> None:
+        in_region = any(address <= to < address + memory.nbytes for address, memory in gpus.mapped.items())
+        if in_region == to_region and left[0] > 0:
+            left[0] -= 1
+            raise lossd.Unavailable("cuMemcpyAsync failed: an illegal memory access was encountered")
+        copy(to, source, size, device)
+
+    with connect(gpu_server) as client:
+        monkeypatch.setattr(gpus, "copy", fail)
+        gradient, _ = on_gpu(client)
+        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+    with lossd.Client(gpu_server.target, transport="cuda_ipc", retry=lossd.RetryOptions(max_attempts=2)) as client:
+        left[0] = 1 << 30
+        with pytest.raises(lossd.Unavailable, match="cuMemcpyAsync failed: an illegal memory access"):
+            on_gpu(client)
+
+
 def test_nothing_stays_mapped_when_clients_go(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
     expected(gpu_server)
     before = len(os.listdir("/proc/self/fd"))

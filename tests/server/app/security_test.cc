@@ -11,6 +11,7 @@ namespace {
 
 using client::CredentialOptions;
 using testing::AllOf;
+using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::Not;
 
@@ -50,7 +51,7 @@ TEST_F(SecurityTest, ClientsAreKnownByTheirCertificates) {
               HasSubstr("ListHeads needs the role reader; dns:stranger has no role on this server"));
   const auto probe = Connect(server->target(), Certificate("stranger"));
   ASSERT_TRUE(probe.ok()) << probe.status();
-  EXPECT_EQ(*(*probe)->CheckHealth(), client::Health::kServing) << "anyone may ask";
+  EXPECT_EQ(*(*probe)->monitoring().CheckHealth(), client::Health::kServing) << "anyone may ask";
 }
 
 TEST_F(SecurityTest, RolesBoundWhatAClientMayDo) {
@@ -153,6 +154,46 @@ TEST_F(SecurityTest, NewFilesAreTakenWithoutARestart) {
   // Connections that stand go on.
   EXPECT_TRUE((*before)->ListHeads().ok());
   EXPECT_TRUE(server->Running());
+}
+
+TEST_F(SecurityTest, AReaderSeesWhoTrainsAndNothingThatProvesIt) {
+  const auto server = Serve(With(MutualTlsFlags(), {TokenFlag()}));
+  const auto admin = Connect(server->target(), Certificate("operator"));
+  const auto trainer = Connect(server->target(), Token(kTrainerToken));
+  const auto reader = Connect(server->target(), Token(kReaderToken));
+  ASSERT_TRUE(admin.ok() && trainer.ok() && reader.ok());
+  ASSERT_TRUE((*admin)->CreateHead(SmallHead("h")).ok());
+  const std::vector<float> hidden(12, 0.5f);  // [3, 4]
+  const std::vector<int32_t> targets = {0, 1, 2};
+  for (const auto* client : {&admin, &trainer, &trainer}) {
+    const auto computed = (**client)->ComputeLoss({.head = "h",
+                                                   .hidden_size = 4,
+                                                   .hidden_dtype = v1::DTYPE_FP32,
+                                                   .hidden = hidden.data(),
+                                                   .targets = targets},
+                                                  {});
+    ASSERT_TRUE(computed.ok()) << computed.status();
+  }
+  const auto listed = (*reader)->monitoring().ListStreams();
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  ASSERT_EQ(listed->peers_size(), 2) << listed->DebugString();
+  EXPECT_EQ(listed->peers(0).peer(), "dns:operator");
+  EXPECT_EQ(listed->peers(0).rows(), 3u);
+  EXPECT_EQ(listed->peers(1).peer(), "token:p1");
+  EXPECT_EQ(listed->peers(1).rows(), 6u);
+  EXPECT_THAT(listed->DebugString(), Not(HasSubstr(kTrainerToken)));
+
+  const auto stranger = Connect(server->target(), Certificate("stranger"));
+  ASSERT_TRUE(stranger.ok()) << stranger.status();
+  const absl::Status refused = (*stranger)->monitoring().ListStreams().status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kPermissionDenied) << refused;
+  EXPECT_THAT(Text(refused), HasSubstr("ListStreams needs the role reader"));
+  EXPECT_EQ((*reader)->monitoring().ListStreams(10'001).status().code(), absl::StatusCode::kInvalidArgument);
+  server->Signal(SIGTERM);
+  ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  const std::string log = server->log();
+  EXPECT_THAT(log, HasSubstr("method=ListStreams head=\"\" outcome=PERMISSION_DENIED"));
+  EXPECT_THAT(log, Not(ContainsRegex("method=ListStreams .*outcome=OK"))) << "reads have no audit line";
 }
 
 TEST_F(SecurityTest, AuditLines) {

@@ -101,6 +101,33 @@ TEST_F(HeadMetricsTest, TheNextStepBeginsAgain) {
   EXPECT_EQ(Value("lossd_head_step_seconds", "a"), 0.0);
 }
 
+TEST_F(HeadMetricsTest, NoSecondOfTheDeviceCountsTwice) {
+  const auto chunk = [this](const std::string& head, double seconds) {
+    metrics_.OnChunk({.head = head, .rows = 1, .device_seconds = seconds});
+  };
+  const char* const kDevice = "lossd_head_device_seconds_total";
+  EXPECT_TRUE(std::isnan(Value(kDevice, "a")));
+  now_ += absl::Seconds(10);
+  chunk("a", 2.0);  // from 8 to 10
+  EXPECT_DOUBLE_EQ(Value(kDevice, "a"), 2.0);
+  now_ += absl::Seconds(1);
+  chunk("b", 3.0);  // from 8 to 11: it waited behind the other one for two seconds
+  EXPECT_DOUBLE_EQ(Value(kDevice, "b"), 1.0);
+  chunk("a", 0.5);  // wholly within what is counted
+  EXPECT_DOUBLE_EQ(Value(kDevice, "a"), 2.0);
+  now_ += absl::Seconds(9);
+  chunk("a", 4.0);  // from 16 to 20, after a pause
+  EXPECT_DOUBLE_EQ(Value(kDevice, "a"), 6.0);
+  now_ -= absl::Seconds(15);  // the clock is set back
+  chunk("a", 1.0);
+  EXPECT_DOUBLE_EQ(Value(kDevice, "a"), 6.0);
+  now_ += absl::Seconds(17);
+  chunk("a", 1.0);  // from 21 to 22
+  EXPECT_DOUBLE_EQ(Value(kDevice, "a"), 7.0);
+  metrics_.Forget("a");
+  EXPECT_TRUE(std::isnan(Value(kDevice, "a")));
+}
+
 TEST_F(HeadMetricsTest, AHeadsSeriesEndWithIt) {
   metrics_.OnChunk({.head = "a", .rows = 10, .loss_rows = 8, .loss_sum = 20.0});
   metrics_.OnStep({.head = "a", .step = 1});

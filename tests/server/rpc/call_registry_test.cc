@@ -93,6 +93,29 @@ TEST(CallRegistryTest, LooksAtCallsSeveralTimesPerTimeout) {
   EXPECT_EQ(call.checks, checks) << "a removed call was used";
 }
 
+TEST(CallRegistryTest, LooksAtEachOpenCallFromTheOldestToTheYoungest) {
+  CallRegistry registry({.max_calls = 64, .peer_share = 1.0});
+  std::vector<FakeCall> calls(20);
+  for (size_t i = 0; i < calls.size(); ++i) {
+    ASSERT_TRUE(registry.Add(&calls[i], i % 2 == 0 ? "even" : "odd").ok());
+  }
+  for (size_t i = 0; i < calls.size(); i += 3) registry.Remove(&calls[i]);
+  std::vector<size_t> seen;
+  registry.ForEach([&](WatchedCall& call, const std::string& peer, uint64_t number) {
+    const auto index = static_cast<size_t>(number);
+    ASSERT_LT(index, calls.size());
+    EXPECT_EQ(&call, &calls[index]);
+    EXPECT_EQ(peer, index % 2 == 0 ? "even" : "odd");
+    seen.push_back(index);
+  });
+  std::vector<size_t> open;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    if (i % 3 != 0) open.push_back(i);
+  }
+  EXPECT_EQ(seen, open);
+  for (FakeCall& call : calls) registry.Remove(&call);
+}
+
 TEST(CallRegistryTest, WaitsUntilEmpty) {
   CallRegistry registry({.max_calls = 2});
   EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now()));

@@ -208,6 +208,17 @@ class TestClientImpl final : public TestClient {
     return response;
   }
 
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams) override {
+    grpc::ClientContext context;
+    SetDeadline(&context, kTestDeadline);
+    v1::ListStreamsRequest request;
+    request.set_max_streams(max_streams);
+    v1::ListStreamsResponse response;
+    const grpc::Status status = server_->ListStreams(&context, request, &response);
+    if (!status.ok()) return wire::FromGrpcStatus(status);
+    return response;
+  }
+
   absl::StatusOr<std::string> Health(const std::string& service) override {
     return CheckHealth(channel_, service);
   }

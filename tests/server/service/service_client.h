@@ -99,6 +99,7 @@ class TestClient {
   virtual absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                              const std::string& head) = 0;
   virtual absl::StatusOr<v1::ServerDescription> GetServer() = 0;
+  virtual absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams) = 0;
   // The status grpc.health.v1 reports: "SERVING", "NOT_SERVING", ...
   virtual absl::StatusOr<std::string> Health(const std::string& service) = 0;
   // Services the reflection service lists.

@@ -14,6 +14,7 @@ from lossd.descriptions import (
     HeadSpec,
     HeadState,
     MemoryUsage,
+    PeerDescription,
     RankDescription,
     RowRange,
     SavedCheckpoint,
@@ -21,6 +22,8 @@ from lossd.descriptions import (
     ServerDescription,
     SliceLimits,
     StepResult,
+    StreamDescription,
+    StreamList,
     TensorFile,
 )
 from lossd.errors import (
@@ -51,9 +54,10 @@ __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
     "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
-    "MemoryUsage", "NonFinite", "NotFound", "PendingLoss", "PermissionDenied", "RankDescription", "ResourceExhausted", "Restarted",
+    "MemoryUsage", "NonFinite", "NotFound", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
+    "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
-    "StepDiscarded", "StepResult", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
+    "StepDiscarded", "StepResult", "StreamDescription", "StreamList", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
 ]
 
 __version__ = VERSION

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lossd import errors
 from lossd._cancellation import Cancellation
 from lossd._connections import Connection, Connections, Deadline
 from lossd._slice_places import SlicePlaces
@@ -32,6 +33,7 @@ class LossStream:
         self._answers = StreamAnswers(plan, work.outputs, work.row_bytes, accept, places)
         self._call: Any = None
         self._cancelled = False
+        self._unread: errors.LossdError | None = None  # what kept rows from being read
         self.sent_bytes = 0
 
     @property
@@ -55,8 +57,8 @@ class LossStream:
             with cancellation.ends(self.cancel):
                 self._connections.run(exchange)
         except BaseException as raised:
-            error = raised
-            raise
+            error = self._unread or raised
+            raise error from None
         finally:
             self.cancel()  # no effect if it has ended
             self._places.close(error)
@@ -68,6 +70,14 @@ class LossStream:
             self._call.cancel()
 
     def _messages(self) -> Iterator[bytes]:
+        """What gRPC sends. It takes an exception for its caller's mistake, so the call is ended instead."""
+        try:
+            yield from self._read()
+        except errors.LossdError as error:
+            self._unread = error
+            self.cancel()
+
+    def _read(self) -> Iterator[bytes]:
         yield self._plan.first
         hidden, row_bytes = self._work.hidden, self._work.row_bytes
         for rows in self._plan.slices or ():

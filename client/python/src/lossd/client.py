@@ -10,15 +10,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connection_chooser, _regions, _target, _wire, errors, types
+from lossd import _arrays, _connection_chooser, _regions, _server, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
-from lossd._credentials import Credentials
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
 from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
-from lossd.descriptions import ServerDescription, read
+from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
@@ -51,8 +50,9 @@ class Client(HeadCalls):
     A client cannot be copied, pickled or used after a fork: each process makes its own.
     """
 
-    def __init__(self, target: str | None = None, *, ca: str | None = None, cert: str | None = None,
-                 key: str | None = None, token: str | None = None, channels: int | None = None, connect_timeout: float = 10.0,
+    def __init__(self, target: str | None = None, *, context: str | None = None, ca: str | None = None,
+                 cert: str | None = None, key: str | None = None, token: str | None = None, channels: int | None = None,
+                 connect_timeout: float = 10.0,
                  wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
@@ -61,7 +61,11 @@ class Client(HeadCalls):
         `wait_for_server`; Restarted if another server is expected.
 
         Args:
-          target: host:port, or any gRPC target name; None: the environment variable LOSSD_SERVER, or 127.0.0.1:7070.
+          target: host:port, or any gRPC target name; None: that of `context`, else of the environment variable
+            LOSSD_SERVER, else of the context that LOSSD_CONTEXT names, or 127.0.0.1:7070.
+          context: name of a server that `lossctl context add` has stored with its certificates and token; not with
+            `target`. What the arguments below and their variables say goes before what is stored. The current context of
+            lossctl counts for lossctl only.
           ca: path of the PEM file with the authorities that sign servers' certificates. The connection has TLS if there
             is one. None: LOSSD_CA; "": none. The server's certificate must be for the host of `target`.
           cert, key: paths of the client's own certificate and of its key. None: LOSSD_CERT and LOSSD_KEY; "": none.
@@ -93,9 +97,9 @@ class Client(HeadCalls):
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         _wire.keep_freed_memory()
+        address, credentials = _server.resolve(target, context, ca, cert, key, token)
         connections = Connections(ConnectionOptions(
-            _target.given_or_environment(target), channels, connect_timeout, wait_for_server,
-            max_message_bytes, dead_peer_timeout, retry, Credentials.given_or_environment(ca, cert, key, token),
+            address, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry, credentials,
             _regions.given_or_environment(transport), shared_memory_bytes))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
@@ -297,6 +301,12 @@ class Client(HeadCalls):
         return read(ServerDescription, self._connections.unary(
             "/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
             Deadline(timeout or self._call_timeout), repeat=True))
+
+    def list_streams(self, max_streams: int = 0, timeout: float | None = None) -> StreamList:
+        """Who sends rows now, and the loss computations that are open: at most `max_streams` of them (0: 1000)."""
+        return read(StreamList, self._connections.unary(
+            "/lossd.v1.ServerService/ListStreams", server_pb2.ListStreamsRequest(max_streams=max_streams),
+            server_pb2.ListStreamsResponse, Deadline(timeout or self._call_timeout), repeat=True))
 
     def _insist_on(self, incarnation: int) -> None:
         """Closes the client and raises Restarted if the server is another process."""

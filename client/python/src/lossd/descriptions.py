@@ -16,13 +16,18 @@ from google.protobuf.message import Message
 from lossd import types
 from lossd._shown import Shown, text_of_bytes
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Split
-from lossd.v1 import head_pb2
+from lossd.v1 import head_pb2, server_pb2
 
 T = TypeVar("T", bound=Shown)
 SavePhase = Literal["waiting", "reading", "writing"]
 _SAVE_PHASES: Mapping[str, Any] = {
     "waiting": head_pb2.SAVE_PHASE_WAITING, "reading": head_pb2.SAVE_PHASE_READING,
     "writing": head_pb2.SAVE_PHASE_WRITING}
+
+StreamWait = Literal["open", "client", "server", "send", "end"]
+_STREAM_WAITS: Mapping[str, Any] = {
+    "open": server_pb2.STREAM_WAIT_OPEN, "client": server_pb2.STREAM_WAIT_CLIENT,
+    "server": server_pb2.STREAM_WAIT_SERVER, "send": server_pb2.STREAM_WAIT_SEND, "end": server_pb2.STREAM_WAIT_END}
 
 
 def _word(names: Mapping[str, Any], unspecified: str | None) -> Any:
@@ -205,7 +210,55 @@ class ServerDescription(Shown):
     heads: int = 0
     ranks: tuple[RankDescription, ...] = _many(RankDescription)  # of a server of several processes; else empty
     region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
+    http: str | None = field(default=None, repr=False)  # URL of its HTTP side as it listens; "": none; None: an old server
     region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
+
+
+@dataclass(frozen=True, repr=False)
+class PeerDescription(Shown):
+    """A client of the server, with what it has sent and taken since the server knows it."""
+
+    peer: str = ""  # the name in its certificate or of its token, else its address
+    open_streams: int = 0
+    streams: int = 0  # with those that have ended
+    rows: int = 0
+    received_bytes: int = 0  # by the server: hidden states
+    sent_bytes: int = 0  # by the server: gradients
+    staging_bytes: int = 0
+    device_wait_seconds: float = 0.0  # of its slices, summed
+    idle_seconds: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class StreamDescription(Shown):
+    """A loss computation's stream that is open."""
+
+    number: int = 0
+    peer: str = ""
+    head: str = ""
+    microbatch_id: int = 0
+    backward: bool = False
+    shared_memory: bool = False
+    rows: int = 0
+    queued_rows: int = 0
+    sent_rows: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    staging_bytes: int = 0
+    waits_for: StreamWait | None = _word(_STREAM_WAITS, None)  # the client, the server, or that an answer is taken
+    wait_seconds: float = 0.0
+    age_seconds: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class StreamList(Shown):
+    """Who sends rows: what Client.list_streams returns."""
+
+    incarnation: int = 0
+    time_seconds: float = 0.0  # since the server started, when the numbers were read
+    peers: tuple[PeerDescription, ...] = _many(PeerDescription)
+    streams: tuple[StreamDescription, ...] = _many(StreamDescription)
+    streams_left_out: int = 0
 
 
 @dataclass(frozen=True, repr=False)

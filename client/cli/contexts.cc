@@ -1,0 +1,295 @@
+#include "client/cli/contexts.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/private_file.h"
+#include "client/cpp/target.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr size_t kMaxFileBytes = size_t{1} << 20;
+constexpr size_t kMaxContexts = 1000;
+
+struct Field {
+  const char* name;
+  std::string NamedServer::*member;
+};
+constexpr Field kFields[] = {{"server", &NamedServer::server},
+                             {"ca", &NamedServer::ca},
+                             {"cert", &NamedServer::cert},
+                             {"key", &NamedServer::key},
+                             {"token_file", &NamedServer::token_file},
+                             {"http", &NamedServer::http}};
+
+std::string FieldNames() {
+  return absl::StrJoin(kFields, ", ", [](std::string* out, const Field& field) { out->append(field.name); });
+}
+
+// A text for nlohmann's parser that says how far it has been read.
+class Reading {
+ public:
+  using iterator_category = std::forward_iterator_tag;
+  using value_type = char;
+  using difference_type = std::ptrdiff_t;
+  using pointer = const char*;
+  using reference = const char&;
+
+  Reading(const char* at, const char** furthest) : at_(at), furthest_(furthest) {}
+  reference operator*() const { return *at_; }
+  Reading& operator++() {
+    ++at_;
+    if (furthest_ != nullptr) *furthest_ = std::max(*furthest_, at_);
+    return *this;
+  }
+  Reading operator++(int) {
+    Reading before = *this;
+    ++*this;
+    return before;
+  }
+  friend bool operator==(const Reading& a, const Reading& b) { return a.at_ == b.at_; }
+  friend bool operator!=(const Reading& a, const Reading& b) { return a.at_ != b.at_; }
+
+ private:
+  const char* at_;
+  const char** furthest_;
+};
+
+// Reads the file's objects one token after the other, so that an error has a line.
+class Reader : public nlohmann::json_sax<Json> {
+ public:
+  Reader(absl::string_view text, const std::string& path)
+      : text_(text), path_(path), furthest_(text.data()) {}
+
+  absl::StatusOr<Contexts> Read() {
+    const char* const end = text_.data() + text_.size();
+    const bool good = Json::sax_parse(Reading(text_.data(), &furthest_), Reading(end, nullptr), this);
+    if (!good) return error_.ok() ? Fail("", "be JSON", "something else") : error_;
+    if (!contexts_.current.empty() && contexts_.by_name.count(contexts_.current) == 0) {
+      furthest_ = text_.data() + current_at_;
+      return Fail("current", "be one of the contexts", contexts_.current);
+    }
+    return contexts_;
+  }
+
+  // nlohmann::json_sax
+  bool null() override { return Unexpected("null"); }
+  bool boolean(bool value) override { return Unexpected(value ? "true" : "false"); }
+  bool number_integer(int64_t value) override { return Unexpected(absl::StrCat(value)); }
+  bool number_unsigned(uint64_t value) override { return Unexpected(absl::StrCat(value)); }
+  bool number_float(double, const std::string& text) override { return Unexpected(text); }
+  bool binary(binary_t&) override { return Unexpected("bytes"); }
+  bool start_array(std::size_t) override { return Unexpected("a list"); }
+  bool end_array() override { return true; }
+
+  bool start_object(std::size_t) override {
+    const bool expected =
+        path_in_file_.size() == open_ && (open_ == 0 || (open_ <= 2 && path_in_file_.front() == "contexts"));
+    if (!expected) return Unexpected("an object");
+    ++open_;
+    return true;
+  }
+
+  bool key(std::string& name) override {
+    path_in_file_.resize(open_ - 1);
+    path_in_file_.push_back(name);
+    const std::string where = Where();
+    if (!seen_.emplace(where, true).second) return Refuse(where, "be given once", "a second time");
+    if (open_ == 1 && name != "current" && name != "contexts") {
+      return Refuse(where, "be current or contexts", name);
+    }
+    if (open_ == 2) {
+      if (absl::Status status = CheckContextName(name); !status.ok()) {
+        return Refuse("contexts",
+                      "have names of 1 to 64 characters A-Z a-z 0-9 . _ -, a letter or digit first", name);
+      }
+      if (contexts_.by_name.size() == kMaxContexts) {
+        return Refuse("contexts", absl::StrCat("have at most ", kMaxContexts, " names"), "more");
+      }
+      contexts_.by_name.emplace(name, NamedServer());
+    }
+    if (open_ == 3 && FieldOf(name) == nullptr)
+      return Refuse(where, absl::StrCat("be one of ", FieldNames()), name);
+    return true;
+  }
+
+  bool string(std::string& value) override {
+    if (path_in_file_.size() == 1 && open_ == 1 && path_in_file_[0] == "current") {
+      current_at_ = static_cast<size_t>(furthest_ - text_.data());
+      contexts_.current = value;
+      return true;
+    }
+    if (open_ != 3 || path_in_file_.size() != 3) return Unexpected(absl::StrCat("\"", value, "\""));
+    if (value.empty()) return Refuse(Where(), "not be empty", "\"\"");
+    if (path_in_file_[2] == "server") {
+      const std::string problem = client::internal::TargetProblem(value);
+      if (!problem.empty()) return Problem(Where(), absl::StrCat("is '", value, "'; ", problem), value);
+    }
+    contexts_.by_name[path_in_file_[1]].*(FieldOf(path_in_file_[2])->member) = value;
+    return true;
+  }
+
+  bool end_object() override {
+    --open_;
+    path_in_file_.resize(open_);
+    if (open_ != 2) return true;
+    const NamedServer& made = contexts_.by_name[path_in_file_[1]];
+    if (made.server.empty()) return Refuse(Where() + ".server", "be given", "nothing");
+    if (made.cert.empty() != made.key.empty()) {
+      return Refuse(Where() + (made.cert.empty() ? ".cert" : ".key"),
+                    "be given, as the other of cert and key is", "nothing");
+    }
+    if (!made.cert.empty() && made.ca.empty())
+      return Refuse(Where() + ".ca", "be given with cert", "nothing");
+    return true;
+  }
+
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception& error) override {
+    // "[json.exception.parse_error.101] parse error at line 3, column 5: syntax error while parsing ..."
+    absl::string_view what = error.what();
+    const size_t begin = what.find("syntax error");
+    if (begin != absl::string_view::npos) what.remove_prefix(begin);
+    return Problem("", absl::StrCat("is not JSON: ", what), "");
+  }
+
+ private:
+  static const Field* FieldOf(const std::string& name) {
+    const auto* const found = std::find_if(std::begin(kFields), std::end(kFields),
+                                           [&](const Field& field) { return name == field.name; });
+    return found == std::end(kFields) ? nullptr : found;
+  }
+
+  std::string Where() const { return absl::StrJoin(path_in_file_, "."); }
+  int64_t Line() const {
+    const char* end = std::min(furthest_, text_.data() + text_.size());
+    if (end > text_.data() && end[-1] == '\n') --end;  // a number is known to end by what follows it
+    return 1 + std::count(text_.data(), end, '\n');
+  }
+
+  absl::Status Fail(const std::string& field, const std::string& rule, const std::string& value) const {
+    return errors::WithViolation(
+        absl::InvalidArgumentError(absl::StrCat(path_, ":", Line(), ": ", field, field.empty() ? "" : " ",
+                                                "must ", rule, ", got ", value)),
+        {field, absl::StrCat("must ", rule), value});
+  }
+  bool Refuse(const std::string& field, const std::string& rule, const std::string& value) {
+    error_ = Fail(field, rule, value);
+    return false;
+  }
+  bool Problem(const std::string& field, const std::string& problem, const std::string& value) {
+    error_ = errors::WithViolation(absl::InvalidArgumentError(absl::StrCat(
+                                       path_, ":", Line(), ": ", field, field.empty() ? "" : " ", problem)),
+                                   {field, problem, value});
+    return false;
+  }
+  bool Unexpected(const std::string& value) {
+    const std::string where = path_in_file_.empty() ? "the file" : Where();
+    const bool text = open_ == 3 || (open_ == 1 && !path_in_file_.empty() && path_in_file_[0] == "current");
+    return Refuse(where, text ? "be a string" : "be an object", value);
+  }
+
+  const absl::string_view text_;
+  const std::string& path_;
+  const char* furthest_;
+  size_t open_ = 0;                        // objects
+  std::vector<std::string> path_in_file_;  // names of what is being read
+  std::map<std::string, bool> seen_;
+  size_t current_at_ = 0;
+  Contexts contexts_;
+  absl::Status error_;
+};
+
+std::string TextOf(const Contexts& contexts) {
+  Json document = Json::object();
+  if (!contexts.current.empty()) document["current"] = contexts.current;
+  document["contexts"] = Json::object();
+  for (const auto& [name, server] : contexts.by_name) {
+    Json& entry = document["contexts"][name] = Json::object();
+    for (const Field& field : kFields) {
+      if (!(server.*field.member).empty()) entry[field.name] = server.*field.member;
+    }
+  }
+  return absl::StrCat(document.dump(2, ' ', false, Json::error_handler_t::replace), "\n");
+}
+
+}  // namespace
+
+std::string ContextsPath() {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (const std::string path = variable("LOSSD_CONFIG"); !path.empty()) return path;
+  std::string folder = variable("XDG_CONFIG_HOME");
+  if (folder.empty() || folder.front() != '/') {  // the XDG rules have relative ones ignored
+    const std::string home = variable("HOME");
+    if (home.empty()) return "";
+    folder = absl::StrCat(home, "/.config");
+  }
+  return absl::StrCat(folder, "/lossd/contexts.json");
+}
+
+absl::Status CheckContextName(absl::string_view name) {
+  const bool good = !name.empty() && name.size() <= 64 && absl::ascii_isalnum(name.front()) &&
+                    std::all_of(name.begin(), name.end(), [](char c) {
+                      return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-';
+                    });
+  if (good) return absl::OkStatus();
+  return errors::FieldError("context", "have 1 to 64 characters A-Z a-z 0-9 . _ -, a letter or digit first",
+                            absl::StrCat("\"", name, "\""));
+}
+
+absl::StatusOr<Contexts> ParseContexts(absl::string_view text, const std::string& path) {
+  return Reader(text, path).Read();
+}
+
+absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
+  const absl::StatusOr<std::string> text = ReadPrivateFile(path, Privacy::kOthersMustNotWrite, kMaxFileBytes);
+  if (absl::IsNotFound(text.status())) return Contexts();
+  if (!text.ok()) return text.status();
+  return ParseContexts(*text, path);
+}
+
+absl::Status ChangeContexts(const std::string& path, const std::function<absl::Status(Contexts*)>& change) {
+  const absl::StatusOr<FolderLock> lock = FolderLock::Of(path);
+  if (!lock.ok()) return lock.status();
+  absl::StatusOr<Contexts> contexts = ReadContexts(path);
+  if (!contexts.ok()) return contexts.status();
+  if (absl::Status status = change(&*contexts); !status.ok()) return status;
+  // What was put in is checked as it will be read.
+  const std::string text = TextOf(*contexts);
+  if (const auto again = ParseContexts(text, path); !again.ok()) return again.status();
+  return WritePrivateFile(path, text);
+}
+
+std::string PathBeside(const std::string& path, const std::string& file) {
+  if (file.empty() || file.front() == '/') return file;
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? file : absl::StrCat(path.substr(0, slash + 1), file);
+}
+
+absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
+  constexpr size_t kMaxTokenBytes = 1024;  // as the server takes them
+  absl::StatusOr<std::string> text = ReadPrivateFile(path, Privacy::kOthersMustNotRead, kMaxTokenBytes + 2);
+  if (!text.ok()) return text.status();
+  const std::string token(absl::StripAsciiWhitespace(*text));
+  const bool good = !token.empty() && token.size() <= kMaxTokenBytes &&
+                    std::all_of(token.begin(), token.end(), [](char c) { return absl::ascii_isgraph(c); });
+  if (good) return token;
+  return absl::InvalidArgumentError(absl::StrCat(path, " must have one line, a token of 1 to ",
+                                                 kMaxTokenBytes,
+                                                 " visible ASCII characters"));  // not what it has
+}
+
+}  // namespace lossd::cli

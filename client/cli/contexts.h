@@ -1,0 +1,72 @@
+// Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
+// that they use. client/python/src/lossd/_contexts.py reads the same file, and
+// tests/client/contexts/cases.json has cases of both.
+//
+//   {
+//     "current": "lab",
+//     "contexts": {
+//       "lab": {"server": "gpu-7:7070", "ca": "ca.pem", "cert": "me.pem", "key": "me.key",
+//               "token_file": "token"}
+//     }
+//   }
+//
+// Paths are relative to the file's folder. The file has no token in it: a token is in a file of its own,
+// which nobody else may read.
+//
+// Stateless and thread-safe. Errors name the file and the line.
+#ifndef LOSSD_CLIENT_CLI_CONTEXTS_H_
+#define LOSSD_CLIENT_CLI_CONTEXTS_H_
+
+#include <functional>
+#include <map>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace lossd::cli {
+
+// One of them. Empty: not given.
+struct NamedServer {
+  std::string server;  // as --server takes it; not empty
+  std::string ca, cert, key, token_file;
+  std::string http;  // as --http of metrics takes it
+
+  friend bool operator==(const NamedServer&, const NamedServer&) = default;
+};
+
+struct Contexts {
+  std::string current;  // one of the names, or empty
+  std::map<std::string, NamedServer> by_name;
+
+  friend bool operator==(const Contexts&, const Contexts&) = default;
+};
+
+// The path of the file: the environment variable LOSSD_CONFIG, else lossd/contexts.json in XDG_CONFIG_HOME,
+// else in ~/.config. Empty if there is no home.
+std::string ContextsPath();
+
+// INVALID_ARGUMENT unless it is 1 to 64 characters out of A-Z a-z 0-9 . _ -, beginning with none of the last
+// three.
+absl::Status CheckContextName(absl::string_view name);
+
+// The contexts in a text that was read from `path`.
+absl::StatusOr<Contexts> ParseContexts(absl::string_view text, const std::string& path);
+// None if there is no file. PERMISSION_DENIED if others may write to it, INVALID_ARGUMENT if it is not in
+// order.
+absl::StatusOr<Contexts> ReadContexts(const std::string& path);
+// Changes the file as a whole or not at all, also when others change it at the same time; makes it, and its
+// folder, if it is not there, for its owner alone. An error of `change` changes nothing.
+absl::Status ChangeContexts(const std::string& path, const std::function<absl::Status(Contexts*)>& change);
+
+// `file` as the contexts file at `path` means it.
+std::string PathBeside(const std::string& path, const std::string& file);
+
+// The token in a file: its one line. PERMISSION_DENIED unless only the owner may read it, who is the user or
+// root; or, if it belongs to root, a group.
+absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
+
+}  // namespace lossd::cli
+
+#endif  // LOSSD_CLIENT_CLI_CONTEXTS_H_
