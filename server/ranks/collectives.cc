@@ -57,9 +57,9 @@ absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::s
   if (!choice.ok()) return choice.status();
   const std::string& collectives = choice->collectives;
   if (choice->reason.empty()) {
-    log::Log(log::LogLevel::kInfo, "collectives", {{"collectives", collectives}});
+    log::Log(log::LogLevel::kInfo, "ranks exchange", {{"collectives", collectives}});
   } else {
-    log::Log(log::LogLevel::kWarning, "collectives are not the fastest",
+    log::Log(log::LogLevel::kWarning, "ranks exchange, but not the fastest way",
              {{"collectives", collectives}, {"reason", choice->reason}});
   }
   if (absl::Status status = link->UseCollectives(collectives); !status.ok()) return status;

@@ -250,7 +250,7 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       if (absl::Status status = link_->UseCollectives(collectives); !status.ok()) return status;
       absl::StatusOr<std::string> address = link_->Address();
       if (!address.ok()) return address.status();
-      log::Log(log::LogLevel::kInfo, "collectives", {{"collectives", collectives}});
+      log::Log(log::LogLevel::kInfo, "ranks exchange", {{"collectives", collectives}});
       answer.mutable_prepared()->set_address(*std::move(address));
       break;
     }

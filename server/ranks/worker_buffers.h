@@ -37,8 +37,6 @@ class WorkerBuffers {
         free_.pop_back();
         return taken;
       }
-      // Too small: of a smaller head.
-      if (!free_.empty() && SizeOf(free_.back()) < reserved_) free_.pop_back();
     }
     return backend_->AllocateStaging(bytes);
   }

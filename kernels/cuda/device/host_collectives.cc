@@ -23,7 +23,7 @@ absl::Status DriverStatus(CUresult result, const char* call) {
 constexpr unsigned kDriverVersion = 12000;
 
 // How often the thread looks whether the stream has come to an exchange.
-constexpr absl::Duration kNap = absl::Microseconds(20);
+constexpr absl::Duration kNap = absl::Microseconds(50);
 // How often who waits for the thread looks whether the stream still works.
 constexpr absl::Duration kLook = absl::Seconds(1);
 

@@ -8,58 +8,17 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/host_collectives.h"
 #include "kernels/cuda/device/nccl.h"
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_replicas.h"
+#include "kernels/cuda/heads/rank_class_exchange.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace cuda {
 namespace {
-
-using OnFailure = std::function<absl::Status(const absl::Status&)>;
-
-// Of a head whose parts lie in several processes. Rank 0 delivers all rows.
-class RankClassExchange final : public ClassExchange {
- public:
-  // `on_failure` outlives the object; what it is may be set until the first chunk.
-  RankClassExchange(std::shared_ptr<Collectives> collectives, cudaStream_t stream,
-                    const OnFailure* on_failure)
-      : collectives_(std::move(collectives)), stream_(stream), on_failure_(on_failure) {}
-
-  absl::Status Sum(float* data, int64_t n) override { return collectives_->SumOfAll(Part(data), n); }
-  absl::Status Gather(const void* own, void* all, int64_t bytes) override {
-    return collectives_->Gather(Part(all), own, bytes);
-  }
-  RowRange RowsHere(int64_t rows) const override {
-    return {collectives_->first_member() == 0 ? 0 : rows, rows};
-  }
-  absl::Status SumRows(float* data, int64_t rows, int64_t cols) override {
-    return collectives_->Enqueue([&] { return collectives_->Sum({Part(data)}, rows * cols, /*root=*/0); });
-  }
-
-  absl::Status Wait(const Event& event) override {
-    absl::Status status = collectives_->Wait(/*local=*/0, event.get());
-    return status.ok() ? status : Tell(std::move(status));
-  }
-  void Abort(const absl::Status& reason) override {
-    const std::string message = absl::StrCat("a part of the head failed: ", reason.message());
-    Tell(collectives_->Abort(absl::UnavailableError(message))).IgnoreError();
-  }
-
- private:
-  Collectives::Part Part(void* data) const { return {0, data, stream_}; }
-  absl::Status Tell(absl::Status failure) const {
-    return *on_failure_ ? (*on_failure_)(failure) : std::move(failure);
-  }
-
-  const std::shared_ptr<Collectives> collectives_;
-  const cudaStream_t stream_;
-  const OnFailure* const on_failure_;
-};
 
 absl::StatusOr<CudaHead*> CudaHeadOf(HeadKernels* head) {
   auto* const cuda = dynamic_cast<CudaHead*>(head);
@@ -85,7 +44,7 @@ class CudaLink final : public RankLink {
   absl::Status Connect(const std::vector<std::string>& addresses) override;
   absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override;
   absl::Status JoinClasses(HeadKernels* head) override;
-  void WatchChunks(OnFailure on_failure) override { on_chunk_failure_ = std::move(on_failure); }
+  void WatchChunks(OnChunkFailure on_failure) override { on_chunk_failure_ = std::move(on_failure); }
   void Abort(const absl::Status& reason) override;
 
  private:
@@ -101,7 +60,7 @@ class CudaLink final : public RankLink {
   const std::vector<std::string> offered_;
   const std::unique_ptr<HostTransfers> transfers_;  // null: not offered
   bool by_nccl_ = false;                            // set once, before Address
-  OnFailure on_chunk_failure_;
+  OnChunkFailure on_chunk_failure_;
   mutable absl::Mutex mutex_;
   absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Collectives> collectives_ ABSL_GUARDED_BY(mutex_);  // once connected, they stay

@@ -128,6 +128,7 @@ TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
   for (const auto& [flag, message] : std::vector<std::pair<std::string, std::string>>{
            {"--deterministic", "rank 1: deterministic must be what rank 0 has, false, got true"},
            {"--split=vocabulary", "rank 1: split must be what rank 0 has, any, got vocabulary"},
+           {"--collectives=gloo", "rank 1: collectives must be what rank 0 has, auto, got gloo"},
            {"--slice_bytes=128KiB", "rank 1: slice_bytes must be what rank 0 has, 65536, got 131072"},
            {"--workspace_bytes=8MiB",
             "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
@@ -179,6 +180,8 @@ TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
+           {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
+           {{"--collectives=nccl"}, "collectives must be auto or gloo on CPUs, got nccl"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},

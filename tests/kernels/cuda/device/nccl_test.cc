@@ -12,8 +12,11 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cuda/cuda_link.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace {
@@ -128,6 +131,9 @@ int __wrap_dlclose(void* file) { return file == &library ? 0 : __real_dlclose(fi
 namespace lossd::kernels::cuda {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 class NcclTest : public ::testing::Test {
@@ -168,6 +174,10 @@ TEST_F(NcclTest, AProcessJoinsWithItsOwnGpu) {
     ASSERT_TRUE(nccl.ok()) << nccl.status();
     EXPECT_EQ((*nccl)->members(), 3);
     EXPECT_EQ((*nccl)->first_member(), 1);
+    for (const char* const kind :
+         {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclReduce", "ncclBroadcast"}) {
+      EXPECT_THAT(played.calls, Contains(kind)) << "the links of it are not there";
+    }
   }
   EXPECT_EQ(played.destroyed, 1);
   played.fails = "ncclCommInitRank";
@@ -222,6 +232,67 @@ TEST_F(NcclTest, NothingSucceedsAfterAnAbortFromElsewhere) {
   EXPECT_EQ((*nccl)->Wait(std::vector<Nccl::Part>()), reason);
   EXPECT_EQ((*nccl)->Abort(absl::UnavailableError("another")), reason);
   EXPECT_EQ(played.aborted, 2);
+}
+
+// ---- What a link offers ----
+
+class CudaLinkTest : public NcclTest {
+ protected:
+  // `gloo`: whether there is Gloo.
+  static absl::StatusOr<std::unique_ptr<RankLink>> Create(const std::string& collectives, bool gloo) {
+    return CreateCudaLink({.replica = {1, 2},
+                           .collectives = collectives,
+                           .make_transfers = [gloo]() -> absl::StatusOr<std::unique_ptr<HostTransfers>> {
+                             if (!gloo) return absl::UnavailableError("no Gloo here");
+                             return CreateGlooTransfers({1, 2}, "127.0.0.1", absl::Seconds(1));
+                           }});
+  }
+  static std::vector<std::string> Offered(const std::string& collectives, bool gloo) {
+    const auto link = Create(collectives, gloo);
+    EXPECT_TRUE(link.ok()) << link.status();
+    return link.ok() ? (*link)->CollectivesOffered() : std::vector<std::string>();
+  }
+};
+
+TEST_F(CudaLinkTest, OffersWhatThereIsTheFastestFirst) {
+  if (!HaveGloo()) GTEST_SKIP() << "a build without Gloo";
+  EXPECT_THAT(Offered("auto", true), ElementsAre("nccl", "gloo"));
+  EXPECT_THAT(Offered("auto", false), ElementsAre("nccl"));
+  EXPECT_THAT(Offered("nccl", true), ElementsAre("nccl"));
+  EXPECT_THAT(Offered("gloo", true), ElementsAre("gloo"));
+  played.missing = true;
+  EXPECT_THAT(Offered("auto", true), ElementsAre("gloo"));
+}
+
+TEST_F(CudaLinkTest, SaysWhyWhatIsAskedForIsMissing) {
+  EXPECT_THAT(Create("gloo", false).status().message(),
+              AllOf(HasSubstr("collectives must"), HasSubstr("no Gloo here"), HasSubstr("got gloo")));
+  played.missing = true;
+  for (const char* const wanted : {"nccl", "auto"}) {
+    const absl::Status status = Create(wanted, false).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(status.message(), AllOf(HasSubstr("libnccl2"), HasSubstr(absl::StrCat("got ", wanted))));
+  }
+}
+
+TEST_F(CudaLinkTest, UsesOnlyWhatItOffers) {
+  if (!HaveGloo()) GTEST_SKIP() << "a build without Gloo";
+  const auto link = Create("gloo", true);
+  ASSERT_TRUE(link.ok()) << link.status();
+  EXPECT_THAT((*link)->UseCollectives("nccl").message(),
+              HasSubstr("collectives must be one of gloo, got nccl"));
+  EXPECT_TRUE((*link)->UseCollectives("gloo").ok());
+  EXPECT_EQ((*link)->Join(nullptr).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ((*link)->JoinClasses(nullptr).code(), absl::StatusCode::kInvalidArgument);
+}
+
+// By NCCL rank 0 has an id for all, and the others have nothing to say.
+TEST_F(CudaLinkTest, AWorkerHasNoIdOfNccl) {
+  const auto link = Create("nccl", false);
+  ASSERT_TRUE(link.ok()) << link.status();
+  ASSERT_TRUE((*link)->UseCollectives("nccl").ok());
+  EXPECT_EQ(*(*link)->Address(), "");
+  EXPECT_EQ((*link)->Connect({"an id of another length", ""}).code(), absl::StatusCode::kInternal);
 }
 
 // A stream that does not get on.

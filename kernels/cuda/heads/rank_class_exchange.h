@@ -1,0 +1,58 @@
+// The class exchange of a head whose parts lie in several processes, a GPU in each. Rank 0 delivers all rows.
+#ifndef LOSSD_KERNELS_CUDA_HEADS_RANK_CLASS_EXCHANGE_H_
+#define LOSSD_KERNELS_CUDA_HEADS_RANK_CLASS_EXCHANGE_H_
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/class_exchange.h"
+#include "kernels/cuda/device/collectives.h"
+
+namespace lossd::kernels::cuda {
+
+// As RankLink::WatchChunks.
+using OnChunkFailure = std::function<absl::Status(const absl::Status&)>;
+
+class RankClassExchange final : public ClassExchange {
+ public:
+  // `on_failure` outlives the object; what it is may be set until the first chunk.
+  RankClassExchange(std::shared_ptr<Collectives> collectives, cudaStream_t stream,
+                    const OnChunkFailure* on_failure)
+      : collectives_(std::move(collectives)), stream_(stream), on_failure_(on_failure) {}
+
+  absl::Status Sum(float* data, int64_t n) override { return collectives_->SumOfAll(Part(data), n); }
+  absl::Status Gather(const void* own, void* all, int64_t bytes) override {
+    return collectives_->Gather(Part(all), own, bytes);
+  }
+  RowRange RowsHere(int64_t rows) const override {
+    return {collectives_->first_member() == 0 ? 0 : rows, rows};
+  }
+  absl::Status SumRows(float* data, int64_t rows, int64_t cols) override {
+    return collectives_->Enqueue([&] { return collectives_->Sum({Part(data)}, rows * cols, /*root=*/0); });
+  }
+
+  absl::Status Wait(const Event& event) override {
+    absl::Status status = collectives_->Wait(/*local=*/0, event.get());
+    return status.ok() ? status : Tell(std::move(status));
+  }
+  void Abort(const absl::Status& reason) override {
+    const std::string message = absl::StrCat("a part of the head failed: ", reason.message());
+    Tell(collectives_->Abort(absl::UnavailableError(message))).IgnoreError();
+  }
+
+ private:
+  Collectives::Part Part(void* data) const { return {0, data, stream_}; }
+  absl::Status Tell(absl::Status failure) const {
+    return *on_failure_ ? (*on_failure_)(failure) : std::move(failure);
+  }
+
+  const std::shared_ptr<Collectives> collectives_;
+  const cudaStream_t stream_;
+  const OnChunkFailure* const on_failure_;
+};
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_HEADS_RANK_CLASS_EXCHANGE_H_
