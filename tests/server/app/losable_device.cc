@@ -117,7 +117,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   return std::make_unique<LosableBackend>(*std::move(backend));
 }
 
-absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&) {
+absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&, Backend*) {
   return absl::UnavailableError("this device has no link");
 }
 
