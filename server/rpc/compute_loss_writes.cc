@@ -187,16 +187,18 @@ void ComputeLossCall::EndWith(absl::Status why) {
 
 void ComputeLossCall::Describe(absl::Time now, v1::StreamDescription* description) {
   absl::MutexLock lock(&mutex_);
+  // A slice may be computed and sent before OnQueued has booked it.
+  const int64_t queued_rows = std::max(traffic_.queued_rows, traffic_.sent_rows);
   description->set_head(traffic_.head);
   description->set_microbatch_id(traffic_.microbatch_id);
   description->set_backward(backward_);
   description->set_shared_memory(traffic_.shared_memory);
   description->set_rows(static_cast<uint64_t>(traffic_.rows));
-  description->set_queued_rows(static_cast<uint64_t>(traffic_.queued_rows));
+  description->set_queued_rows(static_cast<uint64_t>(queued_rows));
   description->set_sent_rows(static_cast<uint64_t>(traffic_.sent_rows));
   description->set_received_bytes(static_cast<uint64_t>(traffic_.received_bytes));
   description->set_sent_bytes(static_cast<uint64_t>(traffic_.sent_bytes));
-  description->set_staging_bytes(static_cast<uint64_t>(staging_bytes_));
+  description->set_staging_bytes(static_cast<uint64_t>(std::max<int64_t>(0, staging_bytes_)));
   description->set_waits_for(ToProto(clock_.what()));
   description->set_wait_seconds(std::max(0.0, absl::ToDoubleSeconds(now - clock_.since())));
   description->set_age_seconds(std::max(0.0, absl::ToDoubleSeconds(now - came_)));
