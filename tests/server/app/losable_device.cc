@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/gpu_backend.h"
+#include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::kernels {
 namespace {
@@ -22,87 +23,59 @@ absl::Status Check() {
               : absl::OkStatus();
 }
 
-class LosableHead final : public HeadKernels {
+class LosableHead final : public ForwardingHead {
  public:
-  explicit LosableHead(std::unique_ptr<HeadKernels> head) : head_(std::move(head)) {}
-
-  const HeadConfig& config() const override { return head_->config(); }
-  DType compute_dtype() const override { return head_->compute_dtype(); }
-  int64_t chunk_rows() const override { return head_->chunk_rows(); }
-  MemoryBytes memory() const override { return head_->memory(); }
-  std::vector<Choice> Describe() const override { return head_->Describe(); }
+  using ForwardingHead::ForwardingHead;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
     if (absl::Status status = Check(); !status.ok()) {
       callbacks.on_results(status);
       callbacks.on_done(status);
       return;
     }
-    head_->Submit(chunk, std::move(callbacks));
+    ForwardingHead::Submit(chunk, std::move(callbacks));
   }
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                           absl::Span<uint8_t> out) override {
     absl::Status status = Check();
-    return status.ok() ? head_->ReadTensor(id, row_begin, rows, dtype, out) : status;
+    return status.ok() ? ForwardingHead::ReadTensor(id, row_begin, rows, dtype, out) : status;
   }
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                            absl::Span<const uint8_t> in) override {
     absl::Status status = Check();
-    return status.ok() ? head_->WriteTensor(id, row_begin, rows, dtype, in) : status;
+    return status.ok() ? ForwardingHead::WriteTensor(id, row_begin, rows, dtype, in) : status;
   }
   absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
                            absl::Span<const uint8_t> in) override {
     absl::Status status = Check();
-    return status.ok() ? head_->AddGradient(param, row_begin, rows, dtype, scale, in) : status;
+    return status.ok() ? ForwardingHead::AddGradient(param, row_begin, rows, dtype, scale, in) : status;
   }
   absl::StatusOr<double> GradNorm() override {
     if (absl::Status status = Check(); !status.ok()) return status;
-    return head_->GradNorm();
+    return ForwardingHead::GradNorm();
   }
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override {
     absl::Status status = Check();
-    return status.ok() ? head_->ApplyStep(options, update) : status;
+    return status.ok() ? ForwardingHead::ApplyStep(options, update) : status;
   }
   absl::Status ZeroGradients() override {
     absl::Status status = Check();
-    return status.ok() ? head_->ZeroGradients() : status;
+    return status.ok() ? ForwardingHead::ZeroGradients() : status;
   }
-
- private:
-  const std::unique_ptr<HeadKernels> head_;
 };
 
-class LosableBackend final : public Backend {
+class LosableBackend final : public ForwardingBackend {
  public:
-  explicit LosableBackend(std::unique_ptr<Backend> backend) : backend_(std::move(backend)) {}
+  using ForwardingBackend::ForwardingBackend;
   // A driver may hang when memory on a lost device is given back.
   ~LosableBackend() override {
     while (!Check().ok()) absl::SleepFor(absl::Seconds(1));
   }
-
-  BackendInfo info() const override { return backend_->info(); }
-  MemoryStats memory() const override { return backend_->memory(); }
-  int max_chunks_in_flight() const override { return backend_->max_chunks_in_flight(); }
-  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    return backend_->PlanHead(config);
-  }
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     if (absl::Status status = Check(); !status.ok()) return status;
-    auto head = backend_->CreateHead(config);
+    auto head = ForwardingBackend::CreateHead(config);
     if (!head.ok()) return head.status();
     return std::make_unique<LosableHead>(*std::move(head));
   }
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
-    return backend_->AllocateStaging(bytes);
-  }
-  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
-    return backend_->AllocateRetained(bytes);
-  }
-  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
-    return backend_->PlanHostMemory(kind, bytes);
-  }
-
- private:
-  const std::unique_ptr<Backend> backend_;
 };
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/device_memory_sharer.h"
 #include "kernels/gpu_backend.h"
+#include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::kernels {
 namespace {
@@ -90,79 +91,39 @@ class DeviceMemory final : public SharedDeviceMemory {
   uint8_t* of_host_ = nullptr;
 };
 
-class DeviceHead final : public HeadKernels {
+class DeviceHead final : public ForwardingHead {
  public:
-  explicit DeviceHead(std::unique_ptr<HeadKernels> head) : head_(std::move(head)) {}
-
-  const HeadConfig& config() const override { return head_->config(); }
-  DType compute_dtype() const override { return head_->compute_dtype(); }
-  int64_t chunk_rows() const override { return head_->chunk_rows(); }
-  MemoryBytes memory() const override { return head_->memory(); }
-  std::vector<Choice> Describe() const override { return head_->Describe(); }
+  using ForwardingHead::ForwardingHead;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
     for (Slice& slice : chunk->slices) {
       if (slice.hidden != nullptr) slice.hidden = Addresses().Find(slice.hidden);
       if (slice.grad_hidden != nullptr) slice.grad_hidden = Addresses().Find(slice.grad_hidden);
     }
-    head_->Submit(chunk, std::move(callbacks));
+    ForwardingHead::Submit(chunk, std::move(callbacks));
   }
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                           absl::Span<uint8_t> out) override {
-    return head_->ReadTensor(id, row_begin, rows, dtype, {Addresses().Find(out.data()), out.size()});
+    return ForwardingHead::ReadTensor(id, row_begin, rows, dtype, {Addresses().Find(out.data()), out.size()});
   }
-  absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
-                           absl::Span<const uint8_t> in) override {
-    return head_->WriteTensor(id, row_begin, rows, dtype, in);
-  }
-  absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
-                           absl::Span<const uint8_t> in) override {
-    return head_->AddGradient(param, row_begin, rows, dtype, scale, in);
-  }
-  absl::StatusOr<double> GradNorm() override { return head_->GradNorm(); }
-  absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override {
-    return head_->ApplyStep(options, update);
-  }
-  absl::Status ZeroGradients() override { return head_->ZeroGradients(); }
-
- private:
-  const std::unique_ptr<HeadKernels> head_;
 };
 
-class DeviceBackend final : public Backend, public DeviceMemorySharer {
+class DeviceBackend final : public ForwardingBackend, public DeviceMemorySharer {
  public:
-  explicit DeviceBackend(std::unique_ptr<Backend> backend) : backend_(std::move(backend)) {}
-
+  using ForwardingBackend::ForwardingBackend;
   BackendInfo info() const override {
-    BackendInfo info = backend_->info();
+    BackendInfo info = ForwardingBackend::info();
     info.uuids = {kUuid};
     return info;
   }
-  MemoryStats memory() const override { return backend_->memory(); }
-  int max_chunks_in_flight() const override { return backend_->max_chunks_in_flight(); }
-  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    return backend_->PlanHead(config);
-  }
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    auto head = backend_->CreateHead(config);
+    auto head = ForwardingBackend::CreateHead(config);
     if (!head.ok()) return head.status();
     return std::make_unique<DeviceHead>(*std::move(head));
-  }
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
-    return backend_->AllocateStaging(bytes);
-  }
-  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
-    return backend_->AllocateRetained(bytes);
-  }
-  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
-    return backend_->PlanHostMemory(kind, bytes);
   }
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
     constexpr int64_t kPage = 4096;
     return std::make_unique<DeviceMemory>(static_cast<size_t>((bytes + kPage - 1) / kPage * kPage));
   }
-
- private:
-  const std::unique_ptr<Backend> backend_;
 };
 
 }  // namespace
