@@ -37,7 +37,7 @@ ServerService::ServerService(const ServerServiceOptions& options, const engine::
   Serve(service, kListStreams, [this, requests](grpc::CallbackServerContext* context) {
     return UnaryCall::Start(
         requests, context, kListStreams,
-        [this](UnaryCall* call, const grpc::ByteBuffer& bytes) { call->End(ListStreams(call, bytes)); });
+        [this](UnaryCall* call, const grpc::ByteBuffer& bytes) { call->End(DescribeStreams(call, bytes)); });
   });
 }
 
@@ -69,8 +69,8 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   return description;
 }
 
-absl::StatusOr<v1::ListStreamsResponse> ServerService::ListStreams(UnaryCall* call,
-                                                                   const grpc::ByteBuffer& bytes) const {
+absl::StatusOr<v1::ListStreamsResponse> ServerService::DescribeStreams(UnaryCall* call,
+                                                                       const grpc::ByteBuffer& bytes) const {
   v1::ListStreamsRequest request;
   if (const auto decoded = wire::Decode(bytes, &request); !decoded.ok()) return decoded.status();
   if (const auto admitted = access_->Admit(*call->context(), kListStreams); !admitted.ok()) {

@@ -47,7 +47,8 @@ class ServerService final : public WithRequestMethods<v1::ServerService::Service
 
  private:
   absl::StatusOr<v1::ServerDescription> Describe(UnaryCall* call) const;
-  absl::StatusOr<v1::ListStreamsResponse> ListStreams(UnaryCall* call, const grpc::ByteBuffer& bytes) const;
+  absl::StatusOr<v1::ListStreamsResponse> DescribeStreams(UnaryCall* call,
+                                                          const grpc::ByteBuffer& bytes) const;
 
   const ServerServiceOptions options_;
   const engine::Engine* const engine_;
