@@ -195,7 +195,8 @@ class LiveTest(unittest.TestCase):
             with self.subTest(columns=columns):
                 program = self.live("top", columns=columns)
                 self.shows(program, "CLIENT", "ROWS/S", "127.0.0.1:", "WAITS FOR", "q: leave")
-                self.assertEqual("ALL ROWS" in program.screen.text(), columns == 200)
+                if columns != 80:  # there it depends on the numbers, which of the columns have room
+                    self.assertEqual("ALL ROWS" in program.screen.text(), columns == 200)
                 for key in "bswr":
                     program.type(key)
                 program.type("q")
