@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
+#include "kernels/cuda/device/driver_function.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -20,19 +21,15 @@ absl::Status DriverStatus(CUresult result, const char* call) {
   return absl::UnavailableError(absl::StrCat(call, " failed: error ", static_cast<int>(result)));
 }
 
-constexpr unsigned kDriverVersion = 12000;
-
 // How often the thread looks whether the stream has come to an exchange.
 constexpr absl::Duration kNap = absl::Microseconds(50);
 // How often who waits for the thread looks whether the stream still works.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
-absl::Status FindInDriver(const char* name, void** function) {
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      cudaGetDriverEntryPointByVersion(name, function, kDriverVersion, cudaEnableDefault, &result),
-      "cudaGetDriverEntryPointByVersion");
-  if (result == cudaDriverEntryPointSuccess) return absl::OkStatus();
+template <typename Function>
+absl::Status FindInDriver(const char* name, Function& function) {
+  LOSSD_RETURN_IF_CUDA_ERROR(FindDriverFunction(name, function), "cudaGetDriverEntryPointByVersion");
+  if (function != nullptr) return absl::OkStatus();
   return absl::UnavailableError(
       absl::StrCat("the NVIDIA driver lacks ", name, ", which collectives gloo need"));
 }
@@ -55,8 +52,8 @@ absl::StatusOr<std::unique_ptr<HostCollectives>> HostCollectives::Create(int dev
 
 absl::Status HostCollectives::Start() {
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWaitValue32", reinterpret_cast<void**>(&await_value_)));
-  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWriteValue32", reinterpret_cast<void**>(&write_value_)));
+  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWaitValue32", await_value_));
+  LOSSD_RETURN_IF_ERROR(FindInDriver("cuStreamWriteValue32", write_value_));
   LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(&ledger_, MemoryBytes(members())), memory_));
   *arrived() = *done() = 0;
   thread_ = std::thread([this] { Run(); });

@@ -8,11 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/driver_function.h"
 
 namespace lossd::kernels::cuda {
 namespace {
-
-constexpr unsigned kDriverVersion = 12000;
 
 // The driver's functions, found at run time: this library does not link the driver's.
 struct Driver {
@@ -31,12 +30,7 @@ struct Driver {
 
 template <typename Function>
 bool Find(const char* name, Function& function) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result);
-  function = reinterpret_cast<Function>(found);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess && function != nullptr;
+  return FindDriverFunction(name, function) == cudaSuccess && function != nullptr;
 }
 
 // Null if the driver lacks one of them.

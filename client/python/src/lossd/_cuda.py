@@ -119,25 +119,27 @@ class Driver:
 
     def copy(self, to: int, source: int, size: int, device: int) -> None:
         """Copies between any two addresses, of GPUs or of the host, and waits for that, with work of `device` alone."""
-        with self._current(device):
-            stream = self._take_stream(device)
+        with self._waiting(device) as stream:
             self._call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
-            self._call("cuStreamSynchronize", stream)
-        with self._lock:
-            self._streams[device].append(stream)  # one that failed is not used again
 
     def fill_zeros(self, to: int, size: int, device: int) -> None:
-        with self._current(device):
-            stream = self._take_stream(device)
+        with self._waiting(device) as stream:
             self._call("cuMemsetD8Async", ctypes.c_uint64(to), ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
-            self._call("cuStreamSynchronize", stream)
-        with self._lock:
-            self._streams[device].append(stream)
 
     def wait(self, stream: int, device: int) -> None:
         """Waits for all that the caller has enqueued on a stream."""
         with self._current(device):
             self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    @contextmanager
+    def _waiting(self, device: int) -> Iterator[ctypes.c_void_p]:
+        """A stream that nothing else uses; waits for what it was given. One that has failed is not used again."""
+        with self._current(device):
+            stream = self._take_stream(device)
+            yield stream
+            self._call("cuStreamSynchronize", stream)
+        with self._lock:
+            self._streams[device].append(stream)
 
     def _take_stream(self, device: int) -> ctypes.c_void_p:
         with self._lock:

@@ -1,20 +1,18 @@
 #include "kernels/cuda/kernels/hopper/tensor_map.h"
 
+#include "kernels/cuda/device/driver_function.h"
+
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
 using EncodeFunction = decltype(&cuTensorMapEncodeTiled);
 
 constexpr int64_t kBoxRowBytes = 128;
-constexpr unsigned kDriverVersion = 12000;  // the first that knows tensor maps
 
 EncodeFunction FindEncode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             kDriverVersion, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<EncodeFunction>(function);
+  EncodeFunction encode = nullptr;
+  FindDriverFunction("cuTensorMapEncodeTiled", encode);
+  return encode;
 }
 
 CUtensorMapDataType TypeOf(DType dtype) {
