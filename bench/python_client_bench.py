@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slice_bytes", type=int, default=2 << 20)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--transport", help="of the Python client")
+    parser.add_argument("--shared_memory_bytes", type=int, help="that it asks for")
     parser.add_argument("--gradients", default="exact", choices=("exact", "filtered", "sampled", "auto"))
     parser.add_argument("--data", default="random", choices=("random", "real"))
     parser.add_argument("--real-data", default="bin/real_data", help="the program real_data, for real data")
@@ -161,7 +162,8 @@ def through_lossctl(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    with lossd.Client(arguments.server, channels=arguments.channels, transport=arguments.transport) as client:
+    size = {} if arguments.shared_memory_bytes is None else {"shared_memory_bytes": arguments.shared_memory_bytes}
+    with lossd.Client(arguments.server, channels=arguments.channels, transport=arguments.transport, **size) as client:
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=arguments.vocab_size,
                            optimizer_state="none")
         try:

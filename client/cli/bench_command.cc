@@ -46,13 +46,13 @@ struct Flags {
   uint64_t rows = 4096;
   v1::DType dtype = v1::DTYPE_BF16;
   int in_flight = 1;
-  std::optional<int> channels;  // nullopt: as many as help
-  std::string transport;        // empty: the client's default
   double seconds = 10;
   uint64_t microbatches = 0;  // 0: by time
   uint64_t warmup = 2;
   uint64_t seed = 0;
   bool force = false;
+  client::ClientOptions connection;
+  uint64_t shared_memory_bytes = static_cast<uint64_t>(client::ClientOptions().shared_memory_bytes);
   client::ComputeOptions loss;
 };
 
@@ -209,9 +209,15 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::Con
           flags.loss.slice_bytes};
 }
 
+client::ClientOptions OptionsOf(const Flags& flags) {
+  client::ClientOptions options = flags.connection;
+  options.shared_memory_bytes = static_cast<int64_t>(flags.shared_memory_bytes);
+  return options;
+}
+
 absl::Status RunBench(Context* context, const Flags& flags) {
   const absl::StatusOr<std::unique_ptr<client::Client>> client =
-      context->Connect(flags.channels, flags.transport);
+      context->Connect(OptionsOf(flags));
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
@@ -254,11 +260,13 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
   bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
       ->check(CLI::Range(1, 1024));
-  bench->add_option("--channels", flags->channels, "Connections [as many as help]")->check(CLI::Range(1, 64));
+  bench->add_option("--channels", flags->connection.channels, "Connections [as many as help]")->check(CLI::Range(1, 64));
   bench
-      ->add_option("--transport", flags->transport,
+      ->add_option("--transport", flags->connection.transport,
                    "How rows travel: auto takes shared memory if the server is on this host [auto]")
       ->check(CLI::IsMember({"auto", "grpc", "shared_memory"}));
+  AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
+           "Memory to share with the server; it may give less [64MiB]");
   CLI::Option* seconds =
       bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")

@@ -89,16 +89,18 @@ absl::Status Context::UseContext(const std::string& path, const std::string& nam
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(std::optional<int> channels,
-                                                                 const std::string& transport) {
+absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect() {
+  client::ClientOptions options;
+  options.channels = 1;
+  return Connect(std::move(options));
+}
+
+absl::StatusOr<std::unique_ptr<client::Client>> Context::Connect(client::ClientOptions options) {
   if (absl::Status status = Settle(); !status.ok()) return status;
   auto made = client::Credentials::Create(credentials);
   if (!made.ok()) return made.status();
-  client::ClientOptions options;
   options.target = server;
   options.credentials = *std::move(made);
-  options.channels = channels;
-  if (!transport.empty()) options.transport = transport;
   options.connect_timeout = absl::Seconds(5);
   options.wait_for_server = false;
   options.retry.max_attempts = attempts;

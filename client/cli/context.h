@@ -58,8 +58,9 @@ struct Context {
   absl::Status Settle();
 
   // All but one of these Settle first.
-  absl::StatusOr<std::unique_ptr<client::Client>> Connect(std::optional<int> channels = 1,
-                                                          const std::string& transport = "");
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect();  // with one connection
+  // `options` say how rows travel; who the server is and how long to wait for it is filled in.
+  absl::StatusOr<std::unique_ptr<client::Client>> Connect(client::ClientOptions options);
   // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that
   // of the context, else where the server says it is, for which a connection is made.
   absl::StatusOr<std::string> HttpAddress(const std::string& given);

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from lossd import errors
@@ -23,6 +24,7 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_SLEEPING = 3  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING: who waits for the event takes no CPU time
 
 
 class _Location(ctypes.Structure):
@@ -31,6 +33,14 @@ class _Location(ctypes.Structure):
 
 class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A stream of the client's, and the event that says that its work has ended."""
+
+    stream: ctypes.c_void_p
+    end: ctypes.c_void_p
 
 
 class Driver:
@@ -44,7 +54,7 @@ class Driver:
             raise errors.Unavailable(f"no CUDA driver: {error}") from None
         self._lock = threading.Lock()  # guards what follows
         self._contexts: dict[int, ctypes.c_void_p] = {}  # by device
-        self._streams: dict[int, list[ctypes.c_void_p]] = {}  # those that nothing uses, by device
+        self._lanes: dict[int, list[_Lane]] = {}  # those that nothing uses, by device
         self._call("cuInit", ctypes.c_uint(0))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -128,27 +138,38 @@ class Driver:
 
     def wait(self, stream: int, device: int) -> None:
         """Waits for all that the caller has enqueued on a stream."""
-        with self._current(device):
-            self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+        with self._lane(device) as lane:
+            self._await(ctypes.c_void_p(stream), lane)
 
     @contextmanager
     def _waiting(self, device: int) -> Iterator[ctypes.c_void_p]:
-        """A stream that nothing else uses; waits for what it was given. One that has failed is not used again."""
-        with self._current(device):
-            stream = self._take_stream(device)
-            yield stream
-            self._call("cuStreamSynchronize", stream)
-        with self._lock:
-            self._streams[device].append(stream)
+        """A stream that nothing else uses; waits for what it was given."""
+        with self._lane(device) as lane:
+            yield lane.stream
+            self._await(lane.stream, lane)
 
-    def _take_stream(self, device: int) -> ctypes.c_void_p:
+    def _await(self, stream: ctypes.c_void_p, lane: _Lane) -> None:
+        self._call("cuEventRecord", lane.end, stream)
+        self._call("cuEventSynchronize", lane.end)
+
+    @contextmanager
+    def _lane(self, device: int) -> Iterator[_Lane]:
+        """A lane that nothing else uses. One that has failed is not used again."""
+        with self._current(device):
+            with self._lock:
+                idle = self._lanes.setdefault(device, [])
+                lane = idle.pop() if idle else None
+            if lane is None:
+                lane = self._make_lane()
+            yield lane
         with self._lock:
-            idle = self._streams.setdefault(device, [])
-            if idle:
-                return idle.pop()
-        stream = ctypes.c_void_p()
+            self._lanes[device].append(lane)
+
+    def _make_lane(self) -> _Lane:
+        stream, end = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
-        return stream
+        self._call("cuEventCreate", ctypes.byref(end), ctypes.c_uint(_SLEEPING))
+        return _Lane(stream, end)
 
 
 @functools.lru_cache(maxsize=None)
