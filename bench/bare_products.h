@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The three bare products of a loss with gradients, and the row loss between them, each on its own.
 #ifndef LOSSD_BENCH_BARE_PRODUCTS_H_
 #define LOSSD_BENCH_BARE_PRODUCTS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast a head goes to the disk and comes back, beside what the disk does with the same bytes.
 //
 // The tensors come from memory and go to memory, at memory speed, so that the disk, its threads and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does it matter for training how gradients are computed? Trains the GPT of examples/gpt_torch from scratch with each
 kind of gradients and several seeds, and compares the losses, those on rare tokens apart.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times the CUDA backend's loss with gradients on one GPU, all kinds of gradients on heads that store their
 // logits or recompute them, beside the bare GEMM floor of the same run.
 //

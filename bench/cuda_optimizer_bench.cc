@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times what the CUDA backend does to a head's parameters between steps: the optimizer's pass, the gradient
 // norm and the addition of a gradient from outside, beside the copy bandwidth of the same run.
 //

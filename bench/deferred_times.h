@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times the two calls of a deferred microbatch: the one that returns the losses and entropies of its rows and
 // retains their hidden states, and the backward with upstream gradients of each row's loss, log-sum-exp and
 // entropy, which computes the logits once more.

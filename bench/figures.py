@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws every figure of docs/figures from the recorded runs in bench/results.
 
     make figures                     # in a virtual environment with the versions of figures-requirements.txt

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data and references for the GPU benchmarks, made on the GPU.
 //
 // Real data has the softmax measured of a trained model (kernels/data/real_rows.h). Peaked data has that of a

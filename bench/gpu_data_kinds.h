@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kinds of data, each with its kernels (gpu_data.cu); callers use MakeData (gpu_data.h).
 #ifndef LOSSD_BENCH_GPU_DATA_KINDS_H_
 #define LOSSD_BENCH_GPU_DATA_KINDS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA backend of a benchmark, on one GPU or several.
 #ifndef LOSSD_BENCH_GPU_GROUP_H_
 #define LOSSD_BENCH_GPU_GROUP_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory for the GPU benchmarks' data. Aborts on a CUDA error.
 #ifndef LOSSD_BENCH_GPU_MEMORY_H_
 #define LOSSD_BENCH_GPU_MEMORY_H_

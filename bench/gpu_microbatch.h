@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A microbatch in pinned memory that a backend computes again and again, in chunks of about the same size.
 #ifndef LOSSD_BENCH_GPU_MICROBATCH_H_
 #define LOSSD_BENCH_GPU_MICROBATCH_H_

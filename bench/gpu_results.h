@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the GPU benchmarks write: one JSON object that begins with the card, the date and the commit.
 #ifndef LOSSD_BENCH_GPU_RESULTS_H_
 #define LOSSD_BENCH_GPU_RESULTS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device times for the GPU benchmarks. Not thread-safe; aborts with a message on a CUDA error.
 #ifndef LOSSD_BENCH_GPU_TIMER_H_
 #define LOSSD_BENCH_GPU_TIMER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
 // process.
 //

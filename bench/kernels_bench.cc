@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows per second and GFLOP/s of one chunk on the CPU backend: loss, dx and dW (three products), and loss
 // alone (one). Arguments: rows, hidden size, vocabulary, whether gradients are wanted. BM_RowPass is the part
 // of BM_Chunk that loops over logits, on its own.

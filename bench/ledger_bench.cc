@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What exactly-once costs: the ledger's work for one microbatch, as the engine does it.
 //
 // Per microbatch: one Declare for each stream (targets kept and compared), then Reserve and Commit for each

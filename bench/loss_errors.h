@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far the loss and the gradients of a microbatch are from double precision, over some rows and classes.
 #ifndef LOSSD_BENCH_LOSS_ERRORS_H_
 #define LOSSD_BENCH_LOSS_ERRORS_H_

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merges the sweeps of peers.py with those of cuda_loss_bench into one CSV file, which figures.py draws.
 
     python3 merge_sweeps.py --peers sweeps.csv --ours sweep_bf16.json sweep_fp32.json --csv merged.csv

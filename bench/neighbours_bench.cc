@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One well-behaved trainer beside each kind of bad neighbour: the time of its microbatches, from the opening
 // message to the summary, while somebody else on the same server is idle, greedy, or takes no answers.
 //

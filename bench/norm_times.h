@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times of the norm kernels, fp16, with nothing left in L2 from one launch to the next.
 #ifndef LOSSD_BENCH_NORM_TIMES_H_
 #define LOSSD_BENCH_NORM_TIMES_H_

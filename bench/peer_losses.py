@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK: functions of (hidden, weight, targets)."""
 
 import torch

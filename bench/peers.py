@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK and the norms of PyTorch and QuACK on
 one GPU, for comparison with cuda_loss_bench on the same shapes and the same kind of data.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results.
 
     python3 bench/plan_data.py            # write the file

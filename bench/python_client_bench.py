@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows per second through the Python client, beside `lossctl bench` with the same settings against the same server.
 
     python3 bench/python_client_bench.py --lossctl build/release/bin/lossctl --channels 4 --in_flight 4

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes rows like a real model's (kernels/data). Prints which part of the measured profile they reach, or
 // writes what they are made of for another program (peers.py): the arrays of kernels/data/real_arrays.h as
 // .npy files.

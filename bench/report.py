@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
 
     cuda_loss_bench --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \\

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the service costs: rows per second of the same loss computation three ways, in one process on one
 // backend: the kernels alone, the engine around them, and a client over TCP loopback.
 //

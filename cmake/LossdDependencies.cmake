@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The packages lossd stands on, all from the distribution (scripts/install-deps lists them).
 
 set(THREADS_PREFER_PTHREAD_FLAG ON)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cmake --install: the server, the CLI, and the files an operator starts from.
 
 include(GNUInstallDirs)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cpack -G DEB: a Debian package of the programs, the systemd unit and what else an operator starts from, for the
 # distribution that it is made on. scripts/packages makes it and the other packages.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Precompiled headers for what includes gRPC: they halve the time of a first build. They are the default only
 # where there is no ccache, which caches poorly with them and is quicker still from the second build on.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # lossd_library / lossd_executable: targets that belong to a layer. A target may depend on targets of
 # ours only in the layers listed for its own; anything else stops the configure step.
 #

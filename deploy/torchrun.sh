@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # lossd as one server of several processes, started by torchrun (docs/scaling.md). If a process ends, torchrun starts all of them
 # again, and the server then starts from its newest checkpoints.
 #

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract between the engine and whatever computes: one Backend is one device, one HeadKernels
 // is one head's tensors on it and the operations on them. The CPU and the CUDA backends implement
 // it; the double-precision reference (kernels/reference) says what the numbers have to be.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which backend a program wants, and with what limits. Plain data.
 #ifndef LOSSD_KERNELS_BACKEND_CHOICE_H_
 #define LOSSD_KERNELS_BACKEND_CHOICE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What was chosen where there was a choice, for people: printed and logged, and no code depends on the words.
 #ifndef LOSSD_KERNELS_CHOICE_H_
 #define LOSSD_KERNELS_CHOICE_H_

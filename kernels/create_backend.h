@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one place that knows which backends this build has.
 #ifndef LOSSD_KERNELS_CREATE_BACKEND_H_
 #define LOSSD_KERNELS_CREATE_BACKEND_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact or not: what a chunk itself decides where its options leave that open, and the words for it, which
 // all backends share. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_DECISION_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of several GPUs a user means. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_DEVICE_CHOICE_H_
 #define LOSSD_KERNELS_DEVICE_CHOICE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of a device that programs of the host can map too, so that rows need no copy through memory of the
 // host. Backends that have such memory are DeviceMemorySharers besides.
 #ifndef LOSSD_KERNELS_DEVICE_MEMORY_SHARER_H_

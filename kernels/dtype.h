@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types of hidden states, weights and gradients.
 //
 // Everything here is stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GPU backend of this build: gpu_backend_cuda.cc or, without a CUDA compiler, gpu_backend_none.cc.
 #ifndef LOSSD_KERNELS_GPU_BACKEND_H_
 #define LOSSD_KERNELS_GPU_BACKEND_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shape of a loss head and the names of its tensors. Plain data; thread-compatible.
 #ifndef LOSSD_KERNELS_HEAD_CONFIG_H_
 #define LOSSD_KERNELS_HEAD_CONFIG_H_

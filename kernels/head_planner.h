@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a backend would make of a head, without making it. Backends that can tell are HeadPlanners besides.
 #ifndef LOSSD_KERNELS_HEAD_PLANNER_H_
 #define LOSSD_KERNELS_HEAD_PLANNER_H_

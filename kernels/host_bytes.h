@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Retained memory that the host can read: where other processes compute the rows whose hidden states are
 // there (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
 #ifndef LOSSD_KERNELS_HOST_BYTES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory this process can still have, as the system tells: MemAvailable, the limits of its control
 // groups (v1 and v2, with those around them), and the limits of the process (ulimit -v, -d).
 //

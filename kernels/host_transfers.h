@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of the host that goes between the processes of one server, which are ranks of it.
 #ifndef LOSSD_KERNELS_HOST_TRANSFERS_H_
 #define LOSSD_KERNELS_HOST_TRANSFERS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What loss a row has: the options of docs/math.md as plain data.
 //
 // Rows may share a chunk when their head, hidden dtype and LossOptions are equal; nothing else

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Accounting of planned memory by purpose. Plain data; thread-compatible.
 #ifndef LOSSD_KERNELS_MEMORY_H_
 #define LOSSD_KERNELS_MEMORY_H_

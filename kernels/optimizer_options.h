@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer hyper-parameters of one step, as plain data. They come with every step, so that a
 // learning-rate schedule lives in the trainer.
 #ifndef LOSSD_KERNELS_OPTIMIZER_OPTIONS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads whose replicas lie in several processes, one replica in each: how a process takes part in the sums.
 // A backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which part of a head each of several devices has. By rows, every device computes other rows: it has all
 // values and accumulates gradients of all classes, but each parameter is updated by one of the devices, which
 // alone keeps its optimizer state. By vocabulary, a device has all that belongs to its classes, and nothing

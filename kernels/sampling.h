@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The random numbers of sampled gradients and the rule that uses them (docs/math.md, "Sampled gradients").
 // Also for device code.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows of a parameter a replica keeps and updates (replica.h). Stateless; thread-safe.
 #ifndef LOSSD_KERNELS_SHARD_ROWS_H_
 #define LOSSD_KERNELS_SHARD_ROWS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that somebody else has allocated, as staging memory: what a server shares with another process, for
 // example. Backends that can take it are StagingAdopters besides.
 #ifndef LOSSD_KERNELS_STAGING_ADOPTER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks of arguments that every backend makes alike, before anything is computed or changed.
 //
 // Stateless and thread-safe. Messages name the field and the value.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What the demos share: building, one server on the loopback interface, and taking everything down again, also when
 # interrupted. To be sourced by a script in this folder, which runs in the repository's root.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A terminal that programs draw on: what they have on the screen, as text and with colours.
 
 Understands what lossctl writes, and says so if there is more: SGR, cursor home, erase to the end of line and screen, the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench
 #include <atomic>
 #include <cstdio>
@@ -216,8 +217,7 @@ client::ClientOptions OptionsOf(const Flags& flags) {
 }
 
 absl::Status RunBench(Context* context, const Flags& flags) {
-  const absl::StatusOr<std::unique_ptr<client::Client>> client =
-      context->Connect(OptionsOf(flags));
+  const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
@@ -260,7 +260,8 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
   bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
       ->check(CLI::Range(1, 1024));
-  bench->add_option("--channels", flags->connection.channels, "Connections [as many as help]")->check(CLI::Range(1, 64));
+  bench->add_option("--channels", flags->connection.channels, "Connections [as many as help]")
+      ->check(CLI::Range(1, 64));
   bench
       ->add_option("--transport", flags->connection.transport,
                    "How rows travel: auto takes shared memory if the server is on this host [auto]")

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a benchmark measured, summed up and printed. Pure functions.
 #ifndef LOSSD_CLIENT_CLI_BENCH_REPORT_H_
 #define LOSSD_CLIENT_CLI_BENCH_REPORT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // save, load, checkpoints
 #include <cstdio>
 #include <memory>

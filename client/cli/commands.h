@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The commands of lossctl, by group; one .cc file each. Each function adds its subcommands to `app`; a chosen
 // subcommand sets context->action. `context` must outlive `app`.
 #ifndef LOSSD_CLIENT_CLI_COMMANDS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What may follow on a command line of lossctl, for shells that complete words and for messages about words
 // that are misspelt. Knows the commands from CLI11's description of them, so nothing is listed twice.
 //

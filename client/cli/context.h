@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every command gets: the global options, a way to the server, and where to print.
 //
 // Thread-compatible; commands run on the main thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // context list, use, add, remove, show
 #include <CLI/Error.hpp>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
 // that they use. client/python/src/lossd/_contexts.py reads the same file, and
 // tests/client/contexts/cases.json has cases of both.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The protocol's messages for people and for scripts. JSON keys are stable: they may be added to, not
 // changed. Incarnations are strings of sixteen hexadecimal digits; other 64-bit numbers are JSON numbers.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exit codes and error messages: what went wrong and what to do next. Pure functions, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_ERRORS_H_
 #define LOSSD_CLIENT_CLI_ERRORS_H_

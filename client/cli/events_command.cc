@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // events
 #include <memory>
 #include <utility>

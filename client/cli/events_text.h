@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads what a server answers at /events.json (docs/operations.md#events), and shows events as lines.
 //
 // Pure functions, thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers and tables as people read them. Pure functions, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_FORMAT_H_
 #define LOSSD_CLIENT_CLI_FORMAT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options that every command has.
 #ifndef LOSSD_CLIENT_CLI_GLOBAL_OPTIONS_H_
 #define LOSSD_CLIENT_CLI_GLOBAL_OPTIONS_H_

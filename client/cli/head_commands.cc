@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // heads, describe, create, delete
 #include <memory>
 #include <nlohmann/json.hpp>

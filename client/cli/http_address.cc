@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cli/http_address.h"
 
 #include "absl/strings/match.h"

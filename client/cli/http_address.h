@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a server answers HTTP, from what it says of itself and from how it was reached. Pure, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_HTTP_ADDRESS_H_
 #define LOSSD_CLIENT_CLI_HTTP_ADDRESS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fetches a page over HTTP.
 #ifndef LOSSD_CLIENT_CLI_HTTP_FETCH_H_
 #define LOSSD_CLIENT_CLI_HTTP_FETCH_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns Ctrl-C and SIGTERM into a flag, so that long commands end in order.
 #ifndef LOSSD_CLIENT_CLI_INTERRUPT_H_
 #define LOSSD_CLIENT_CLI_INTERRUPT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Views that look at the server again and again: drawn over themselves on a terminal, printed one after the
 // other elsewhere.
 #ifndef LOSSD_CLIENT_CLI_LIVE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossctl: lossd from a terminal. `lossctl --help` is its manual.
 #include <unistd.h>
 

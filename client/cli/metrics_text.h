@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads Prometheus' text format, as far as servers print it, and estimates quantiles from histograms.
 //
 // Pure functions, thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Words for the protocol's enumerations: as printed, as in JSON and as taken by flags. Thread-safe.
 #ifndef LOSSD_CLIENT_CLI_NAMES_H_
 #define LOSSD_CLIENT_CLI_NAMES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ways to add command line options that several commands use.
 #ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
 #define LOSSD_CLIENT_CLI_OPTIONS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan (client/plan/plan.h) as text for people and as JSON for scripts. Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_CLI_PLAN_VIEW_H_
 #define LOSSD_CLIENT_CLI_PLAN_VIEW_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small files that belong to one user: read with a look at who else may, and replaced as a whole.
 //
 // Stateless but for the lock; thread-safe.

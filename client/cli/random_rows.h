@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random hidden states and targets, the same for the same seed on every machine.
 #ifndef LOSSD_CLIENT_CLI_RANDOM_ROWS_H_
 #define LOSSD_CLIENT_CLI_RANDOM_ROWS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hidden states and a weight like a real model's, for benchmarks: how peaked the rows are decides what
 // computing their gradients costs (kernels/data).
 #ifndef LOSSD_CLIENT_CLI_REAL_ROWS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // grad-norm, step, zero-grad
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How text for people looks: how much of it there is, and in which colours.
 //
 // Thread-compatible.

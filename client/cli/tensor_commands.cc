@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // read, write, add-grad
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors in files, as commands name them: "x.npy", "x.safetensors" (its only tensor) or
 // "x.safetensors:name". Functions are thread-safe. Errors name the file.
 #ifndef LOSSD_CLIENT_CLI_TENSOR_IO_H_

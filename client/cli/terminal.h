@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The terminal while a live view is on it: its second screen without a cursor, keys that come one by one, and
 // the way back on every exit.
 #ifndef LOSSD_CLIENT_CLI_TERMINAL_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lossctl top` shows, apart from terminals and servers: who takes rows, bytes, memory and time of a
 // server, from two answers of ListStreams.
 //

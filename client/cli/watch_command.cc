@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // watch
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // WatchHistory: samples and what has changed between them. Its picture is in watch_view.cc.
 #include <algorithm>
 #include <nlohmann/json.hpp>

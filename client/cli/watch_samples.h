@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers out of the server's metrics that watch shows. Pure functions, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_WATCH_SAMPLES_H_
 #define LOSSD_CLIENT_CLI_WATCH_SAMPLES_H_

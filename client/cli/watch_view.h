@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lossctl watch` shows, apart from terminals and servers: a history of samples and its picture.
 //
 // Thread-compatible.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JSON documents as YAML, for people who read them.
 //
 // A JSON text is YAML already; this only lays objects and lists out by indentation, and leaves the quotes

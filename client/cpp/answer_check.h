@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether the answers to one loss call are about one state of a head, and the right one: that which has the
 // earlier rows of the step.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows of a call have been answered; finds answers that do not belong to it.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent.

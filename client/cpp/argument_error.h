@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors of arguments that the client refuses itself, before anything is sent.
 //
 // Thread-safe.

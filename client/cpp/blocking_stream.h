@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A bidirectional gRPC call over raw byte buffers, used from one thread that blocks: for tensor transfers,
 // where the generated stubs would copy payloads through strings.
 //

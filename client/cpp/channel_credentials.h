@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channels with the client's credentials.
 #ifndef LOSSD_CLIENT_CPP_CHANNEL_CREDENTIALS_H_
 #define LOSSD_CLIENT_CPP_CHANNEL_CREDENTIALS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C++ client of a lossd server: loss and gradients for a trainer, administration of heads.
 //
 //   auto client = Client::Connect({.target = "127.0.0.1:7070"});

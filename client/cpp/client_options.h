@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a client is made with.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_
 #define LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_

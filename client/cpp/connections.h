@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The connections of one client and the stubs over them. A client that was not told how many to take opens
 // further ones while it works (connection_chooser.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parts of one client share.
 #ifndef LOSSD_CLIENT_CPP_CORE_H_
 #define LOSSD_CLIENT_CPP_CORE_H_

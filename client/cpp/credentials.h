@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a client proves who it is, and how it knows who the server is.
 #ifndef LOSSD_CLIENT_CPP_CREDENTIALS_H_
 #define LOSSD_CLIENT_CPP_CREDENTIALS_H_

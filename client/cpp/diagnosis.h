@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Why no connection to a server comes about, in words that say what to do.
 // tests/client/golden/listeners.json has cases that the Python client shares
 // (client/python/src/lossd/_diagnosis.py).

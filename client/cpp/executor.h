@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One thread that runs tasks in order, now or at a time: where the steps of asynchronous calls and the
 // callbacks of the client's users run, so that gRPC's own few threads never wait for either.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/head_cache.h"
 
 #include "client/cpp/client.h"

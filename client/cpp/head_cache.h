@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the client remembers of heads between calls: the limits on slices, and to which gradients the rows of
 // the open step were added.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One loss computation: learns the head's limits, splits the rows over streams, repeats what broke and sums
 // up.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the rows of a microbatch are spread over streams and slices. Pure arithmetic, no I/O.
 //
 // Functions are stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One ComputeLoss call: sends what its work says and scatters the answers into the caller's
 // memory.
 //

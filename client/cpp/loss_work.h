@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one loss call computes, apart from how it travels: the rows of a microbatch, or the gradients of rows
 // that the server retained.
 //

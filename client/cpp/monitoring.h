@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What those ask who watch a server rather than train with it: whether it serves, and who uses it.
 //
 // Thread-safe. A zero timeout means ClientOptions::call_timeout.

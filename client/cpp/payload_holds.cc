@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/payload_holds.h"
 
 #include <utility>

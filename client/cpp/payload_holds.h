@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts the caller's memory that gRPC still refers to. A call's end does not mean that the transport has
 // written or dropped everything it was given, so the caller may not have his memory back before this is zero.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The server that calls go to, and what their ends mean.
 //
 // Thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds out, after a connection has failed, what is at an address. gRPC says no more than that the connection
 // was closed.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A connection of a probe (probe.h), on which nothing blocks for longer than kProbePatience.
 //
 // Thread-compatible.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What comes of a TLS handshake on a connection of a probe (probe.h), and what is in files of certificates.
 //
 // Stateless and thread-safe.

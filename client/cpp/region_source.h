@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
 // and another one when that cannot be used any more. An attempt that fails is repeated by calls that begin
 // later, after pauses that grow.

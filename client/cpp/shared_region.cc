@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/shared_region.h"
 
 #include <fcntl.h>

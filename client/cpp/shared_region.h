@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A region of memory that a server on this host shares with this client (region.proto): a session of the
 // region socket, the mapping, and which parts of it are in use.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The errors of a trainer's step whose gradients are gone: ABORTED, with a payload by which RestartOf and
 // IsStepDiscarded (client.h) know them.
 //

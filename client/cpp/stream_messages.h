@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The messages of one ComputeLoss call, apart from gRPC: the bytes of a slice, and what the server's answers
 // mean.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The address of a server, a gRPC target name: what is wrong with it, and what is in it. No I/O.
 // client/python/src/lossd/_target.py has the same rules, and tests/client/golden/targets.json has cases of
 // both.

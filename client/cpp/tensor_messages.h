@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The messages of tensor transfers, apart from gRPC: rows on their way to the server, rows that come from it,
 // and its one answer.
 //

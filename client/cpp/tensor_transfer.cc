@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/tensor_transfer.h"
 
 #include <algorithm>

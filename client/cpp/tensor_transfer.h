@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads, writes and adds to a head's tensors in slices, between the wire and the caller's memory.
 //
 // Functions block, and try once; they are thread-safe.

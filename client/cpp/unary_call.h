@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls with one request and one response, repeated as far as they may be. Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_UNARY_CALL_H_
 #define LOSSD_CLIENT_CPP_UNARY_CALL_H_

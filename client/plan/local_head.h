@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a head in the trainer's own process, by implementation: what the last stage of a pipeline
 // would need without a server. By arithmetic of shapes, which tests/client/plan compares with what was
 // measured. Pure functions; thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What was measured on a card, for predictions: the file that bench/plan_data.py makes from bench/results.
 // Plain data; thread-compatible.
 #ifndef LOSSD_CLIENT_PLAN_MEASURED_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shape of a language model as far as its loss head goes, from the config.json that Hugging Face keeps
 // beside a model. Plain data and pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_MODEL_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a training step of a pipeline takes at least, with the head on the last stage and with a server:
 // the arithmetic of a schedule without gaps. Pure functions; thread-safe.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a loss head would take and how fast it would be: on a server, and on the last stage of a pipeline. The
 // memory on a server is the server's own arithmetic (kernels/cuda/heads/head_plan.h); times are predicted
 // from measured rates (rates.h), or missing where nothing was measured.

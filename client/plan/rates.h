@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long something takes that was measured for some shapes only. Pure functions; thread-safe.
 //
 // What is said of a shape depends on what is known, and never goes further:

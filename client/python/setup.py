@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generates the protocol's messages from the .proto files while the package is built; the rest is pyproject.toml."""
 
 import shutil

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes absl::Mutex, CondVar and Notification visible to the thread sanitizer.
 //
 // The distribution's Abseil is not instrumented, so its futex-based locks look like no synchronisation

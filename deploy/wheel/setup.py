@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs programs that are built already; the rest is pyproject.toml. scripts/packages calls it.
 
 LOSSD_STAGE: a folder with bin/ and lib/ as `scripts/bundle --stage` leaves them.

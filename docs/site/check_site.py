@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a site that MkDocs has built.
 
   python -m check_site SITE PAGES

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes MkDocs's configuration: docs/site/mkdocs.yml with the folders of this build, and with the pages of folders in the navigation.
 
   python -m configuration TEMPLATE TREE PAGES MKDOCS_YML SITE

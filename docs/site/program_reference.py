@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes reference pages from what the programs say of themselves: flags of lossd, commands of lossctl, metrics of a running server.
 
   python -m program_reference BIN OPERATIONS_MD OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes pages of the protocol from its .proto files: every service, message and enumeration with its comments.
 
   python -m protocol_reference DESCRIPTOR_SET OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the pages of the Python API: for each public module, what its __all__ names, which mkdocstrings fills in from the docstrings.
 
   python -m python_reference SOURCE OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies the pages of the repository, and the files that they link to, into a folder that MkDocs reads.
 
   python -m stage TREE OUT

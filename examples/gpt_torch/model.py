@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT without its head: tokens in, hidden states out; whole, or in stages of a pipeline."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPT of train.py in two stages of a pipeline, with its head in the last stage and with its head on a lossd server.
 
     lossd &

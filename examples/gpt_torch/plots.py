@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of the examples: loss curves of train.py, memory and step times of pipeline.py.
 
 Each function returns a matplotlib figure, which the caller saves. bench/figures.py draws recorded runs with them.

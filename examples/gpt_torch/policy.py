@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A toy of reinforcement learning with groups (as in GRPO): the gradient of each token is known only after its loss.
 
     lossd &

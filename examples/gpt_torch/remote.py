@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The head of the examples on a lossd server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that the examples learn: the manual pages of Perl (Debian package perl-doc), or a file, as tokens."""
 
 from __future__ import annotations

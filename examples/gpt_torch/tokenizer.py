@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Byte-pair encoding: 256 bytes, and tokens that are two earlier tokens side by side within a word."""
 
 from __future__ import annotations

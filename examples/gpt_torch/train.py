@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT twice, with a head of its own and with a head on a lossd server, and draws both loss curves.
 
     lossd &

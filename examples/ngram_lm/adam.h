@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam (Kingma and Ba, 2015, algorithm 1) over a flat array of parameters, with bias correction.
 // Not thread-safe.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_ADAM_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of an n-gram model out of a sequence of tokens.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_BATCHES_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_BATCHES_H_

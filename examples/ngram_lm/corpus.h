@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text the demo learns: found on the machine, stripped of markup, split into train and held-out parts.
 // Functions without state; thread-safe.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_CORPUS_H_

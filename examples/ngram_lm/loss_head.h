@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stage two as the trainer sees it: hidden states in, loss and their gradient out.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_LOSS_HEAD_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_LOSS_HEAD_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ngram_lm_demo: trains a small neural n-gram language model whose classifier lives in a lossd server.
 // Exit status: 0 learned, 1 held-out loss not below the unigram entropy by --margin, 2 could not run.
 #include <cblas.h>

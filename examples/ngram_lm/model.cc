@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "examples/ngram_lm/model.h"
 
 #include <cblas.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stage one of the demo: a neural n-gram model up to the hidden state (Bengio et al., 2003).
 //
 //   c = [e(t-k), ..., e(t-1)]      embeddings of the last k tokens, concatenated   [k E]

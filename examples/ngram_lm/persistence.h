@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training that goes on after the death of its trainer or of its server: both write down where they stand
 // after every so many steps, and go back there together.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_PERSISTENCE_H_

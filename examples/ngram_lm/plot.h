@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Curves in a terminal, drawn with braille characters (two by four dots each).
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_PLOT_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_PLOT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A line that says how training goes: rewritten in place on a terminal, now and then a new line elsewhere.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_PROGRESS_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_PROGRESS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head that lives in a lossd server.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_REMOTE_HEAD_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_REMOTE_HEAD_H_

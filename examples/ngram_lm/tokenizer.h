@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Byte-level byte-pair encoding, learned from a text.
 //
 // The text is cut into pieces (a word, a number, a run of punctuation or of white space, each with the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains stage one against a head, several microbatches a step, pipelined: while the head works on one
 // microbatch, stage one runs the next one forward or an earlier one backward.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trainer's checkpoint: what stage one needs to go on after a step, and which checkpoint of the server
 // goes with it. A safetensors file.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINER_STATE_H_

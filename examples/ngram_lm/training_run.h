@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A whole training: steps until the time or the number of steps is over, with a learning-rate schedule,
 // progress and a look at held-out text now and then.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINING_RUN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts the memory that a backend has promised, against a limit and against what the system still has.
 #ifndef LOSSD_KERNELS_CPU_ACCOUNTING_H_
 #define LOSSD_KERNELS_CPU_ACCOUNTING_H_

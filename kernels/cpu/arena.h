@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arrays carved out of one zeroed allocation. The same code that takes the arrays also plans them: an arena
 // without memory only counts, so a plan and the allocation made from it cannot differ.
 #ifndef LOSSD_KERNELS_CPU_ARENA_H_

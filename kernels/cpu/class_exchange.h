@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parts of a head that is split by vocabulary tell each other about the rows of a chunk: statistics
 // of their classes, and sums that go over all classes.
 //

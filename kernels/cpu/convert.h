@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversion between fp32 and the dtypes of hidden states and tensors.
 //
 // To 16 bits: round to nearest even; what is too large becomes infinite, NaN stays NaN. Stateless and

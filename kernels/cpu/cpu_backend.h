@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CPU backend: OpenBLAS for the GEMMs, fp32 throughout, synchronous.
 #ifndef LOSSD_KERNELS_CPU_CPU_BACKEND_H_
 #define LOSSD_KERNELS_CPU_CPU_BACKEND_H_

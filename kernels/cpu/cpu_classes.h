@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of a head that is split by vocabulary over several CPU backends of one process.
 #ifndef LOSSD_KERNELS_CPU_CPU_CLASSES_H_
 #define LOSSD_KERNELS_CPU_CPU_CLASSES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head on the CPU: HeadKernels with every product in fp32. Synchronous: Submit returns when the chunk is
 // done, and calls back on the calling thread.
 #ifndef LOSSD_KERNELS_CPU_CPU_HEAD_H_

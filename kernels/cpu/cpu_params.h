@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parameters of a head on the CPU, with their gradients and moments: reads, writes, sums and the step of
 // the optimizer. Tensors and dimensions as in kernels/head_config.h. A replica has the rows that
 // StoredRowsOf() says: others are NOT_FOUND, or rows out of range.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The heads of CPU backends that belong together, checked. Internal to the CPU backend.
 #ifndef LOSSD_KERNELS_CPU_CPU_PARTS_H_
 #define LOSSD_KERNELS_CPU_CPU_PARTS_H_

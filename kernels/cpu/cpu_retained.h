@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Retained hidden states of the CPU backend: plain host memory. Thread-compatible.
 #ifndef LOSSD_KERNELS_CPU_CPU_RETAINED_H_
 #define LOSSD_KERNELS_CPU_CPU_RETAINED_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products over the pool's threads, and column sums.
 //
 // OpenBLAS runs inside the pool's threads, one call each: one set of threads bounded by one option, and a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A build without Gloo.
 #include "kernels/cpu/gloo_transfers.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything a head on the CPU keeps in memory, laid out in one arena per memory kind.
 #ifndef LOSSD_KERNELS_CPU_HEAD_BUFFERS_H_
 #define LOSSD_KERNELS_CPU_HEAD_BUFFERS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The norm before the classifier, one row at a time; fp32 values, double sums. Stateless and thread-safe.
 //
 // unit = (x - mean) / sqrt(variance + eps) (LayerNorm, biased variance) or x / sqrt(mean square + eps)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer updates in fp32, one pass over a parameter: value, moments and gradient are each read and written
 // once, and the gradient is zero afterwards. Stateless and thread-safe on disjoint ranges.
 #ifndef LOSSD_KERNELS_CPU_OPTIMIZER_H_

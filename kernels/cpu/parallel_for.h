@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small fixed pool of threads that splits loops.
 #ifndef LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
 #define LOSSD_KERNELS_CPU_PARALLEL_FOR_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The class exchange of a head whose parts lie in several processes, one in each.
 #ifndef LOSSD_KERNELS_CPU_RANK_EXCHANGE_H_
 #define LOSSD_KERNELS_CPU_RANK_EXCHANGE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inner loops over one row of logits, compiled for several instruction sets and chosen once at run time.
 //
 // All loops are stateless and thread-safe, take any n >= 0 and unaligned pointers, and write nothing but

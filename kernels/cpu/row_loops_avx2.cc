@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cpu/row_loops.h"
 
 #define LOSSD_ROW_LOOPS kRowLoopsAvx2

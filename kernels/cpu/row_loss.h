@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One row of logits to its loss, and in place to the gradient of the classifier's output. Formulas in
 // docs/math.md.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In which order the rows of a chunk are gathered, so that every later step works on a contiguous range.
 #ifndef LOSSD_KERNELS_CPU_ROW_ORDER_H_
 #define LOSSD_KERNELS_CPU_ROW_ORDER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients of one row (docs/math.md, "Sampled gradients").
 #ifndef LOSSD_KERNELS_CPU_ROW_SAMPLING_H_
 #define LOSSD_KERNELS_CPU_ROW_SAMPLING_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a chunk's slices in host memory, as a head on the CPU reads and writes them. Stateless;
 // thread-safe on different rows.
 #ifndef LOSSD_KERNELS_CPU_SLICE_MEMORY_H_

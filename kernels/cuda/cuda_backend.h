@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA backend: one GPU, cuBLASLt for the GEMMs, our own kernels between them
 // (docs/kernels/cuda-exact.md, docs/kernels/hopper.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GPU of this process as one of several ranks, which have a process and a GPU each.
 #ifndef LOSSD_KERNELS_CUDA_CUDA_LINK_H_
 #define LOSSD_KERNELS_CUDA_CUDA_LINK_H_

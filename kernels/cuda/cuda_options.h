@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Options of the CUDA backend (cuda_backend.h). Plain data.
 #ifndef LOSSD_KERNELS_CUDA_CUDA_OPTIONS_H_
 #define LOSSD_KERNELS_CUDA_CUDA_OPTIONS_H_

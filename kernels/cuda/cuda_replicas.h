@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replicas of heads on several GPUs of one process, and the parts of heads that are split by vocabulary: what
 // they exchange goes by NCCL.
 #ifndef LOSSD_KERNELS_CUDA_CUDA_REPLICAS_H_

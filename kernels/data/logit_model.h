@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the logits of a row come to a wanted softmax although a hidden state has far fewer dimensions than
 // there are classes: a few candidates get the logits that they need, and all other classes share one normal
 // distribution, which random weight rows give by themselves.

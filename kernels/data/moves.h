@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a hidden state is moved until it has the logits wanted (real_rows.h), the same on the CPU and on a GPU.
 #ifndef LOSSD_KERNELS_DATA_MOVES_H_
 #define LOSSD_KERNELS_DATA_MOVES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work on a range of rows by as many threads as the host has processors.
 #ifndef LOSSD_KERNELS_DATA_PARALLEL_H_
 #define LOSSD_KERNELS_DATA_PARALLEL_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How well rows have the softmax that they were made after.
 #ifndef LOSSD_KERNELS_DATA_PROFILE_CHECK_H_
 #define LOSSD_KERNELS_DATA_PROFILE_CHECK_H_

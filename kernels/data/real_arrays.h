@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All rows of RealRows as arrays: what a GPU, or a program in another language, makes the data of.
 #ifndef LOSSD_KERNELS_DATA_REAL_ARRAYS_H_
 #define LOSSD_KERNELS_DATA_REAL_ARRAYS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data like a real model's in the memory of the host, for tests, small benchmarks and demos; see real_rows.h.
 #ifndef LOSSD_KERNELS_DATA_REAL_DATA_H_
 #define LOSSD_KERNELS_DATA_REAL_DATA_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows with the softmax of a trained language model, for any number of rows, dimensions and classes: which
 // classes get which logits. Data like a real model's are made of this on the CPU (real_data.h) and on a GPU.
 //

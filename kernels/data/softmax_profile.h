@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the softmax of a trained language model looks like: measured figures that data for tests and
 // benchmarks are made after. Probabilities are natural unless a name says otherwise.
 #ifndef LOSSD_KERNELS_DATA_SOFTMAX_PROFILE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors that name the field at fault: an absl::Status whose message is for people and whose payload, a
 // FieldViolation, says the same to programs. No program reads the message.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Payloads of an absl::Status that hold a list of texts.
 //
 // Each text is stored as its length and its bytes, so a text may hold any bytes. Payloads never leave the

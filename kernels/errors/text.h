@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Text for people out of bytes that may be anything: names that clients sent, file names, contents of files.
 //
 // All functions are stateless and thread-safe.

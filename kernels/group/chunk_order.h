@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls back about the chunks of a head in the order of their submission, whichever member of the group is
 // ready first: the results of a chunk after those of the chunks before it, and its end after theirs.
 //

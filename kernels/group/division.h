@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of several devices computes which slices of a chunk. A pure function; thread-safe.
 #ifndef LOSSD_KERNELS_GROUP_DIVISION_H_
 #define LOSSD_KERNELS_GROUP_DIVISION_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several backends as one: heads lie on all of them, and the rows of a chunk, or the classes of a head, are
 // divided among them (docs/scaling.md). To the engine it is a device like any other.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_

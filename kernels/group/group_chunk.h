@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One chunk of a group while its members compute it: a chunk of each part's own over copies of its slices,
 // and what came of them put together.
 //

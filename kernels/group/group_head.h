@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head on all members of a group: every member has all values and adds up the gradients of the rows that
 // it computes; each class is updated by its owner (replica.h), which alone has the optimizer state.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The heads that the members of a group have of one head, and the chunks that they compute together.
 //
 // Driven by the group's driving thread; the heads themselves are called on their members' threads.

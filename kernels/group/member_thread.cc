@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/group/member_thread.h"
 
 #include <pthread.h>

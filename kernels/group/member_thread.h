@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The driving thread of one member of a group, which its backend and its heads are called on. So members that
 // compute while they are called, as CPUs do, work at the same time.
 //

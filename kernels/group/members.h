@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The members of a group: one backend a device, each with a thread that drives it.
 //
 // Driven by one thread, the group's driving thread, but for threads() and backends(), which are thread-safe.

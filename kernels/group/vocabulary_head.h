@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head whose classes lie on the members of a group: each has some of them, with their values, gradients
 // and optimizer state, and computes these classes of all rows. The members exchange what goes over all
 // classes while they compute a chunk (docs/scaling.md); the norm's parameters are on all of them, and stay

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer updates in double precision, as torch.optim defines them; for tests.
 //
 // Pure functions of their arguments; thread-safe.

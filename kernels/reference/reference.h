@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the numbers have to be: the loss head in double precision, row by row, with plain loops.
 // Tests compare every backend with it; nothing else uses it. The formulas are those of docs/math.md,
 // and tests/kernels/reference proves the gradients by finite differences of the loss.

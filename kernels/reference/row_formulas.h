@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The formulas of docs/math.md for one row: its logits, its loss, and the gradient with respect to its dot
 // products. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_REFERENCE_ROW_FORMULAS_H_

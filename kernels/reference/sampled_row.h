@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The classes of one row that systematic sampling takes (docs/math.md, "Sampled gradients"), and those of
 // which rounding decides whether it takes them. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_REFERENCE_SAMPLED_ROW_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversion of elements between fp64, fp32, fp16 and bf16.
 //
 // Rounds to nearest, ties to even; too large becomes infinity; NaN stays NaN. fp64 goes to the 16-bit

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Large files that go to the disk without passing through the page cache (O_DIRECT): a copy less, no memory
 // of the system's for what is not read again soon, and nothing left to write back when the file is synced.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types of tensor files. Stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_DTYPE_H_
 #define LOSSD_PROTO_TENSORFILE_DTYPE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files as the tensor formats use them. Errors name the file, what was being done (for writes with their
 // bytes) and the operating system's reason: NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED
 // (disk full, quota), otherwise INTERNAL.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JSON of files that are not trusted and may be long: an object is handed out entry by entry while the file
 // is read, so that memory does not grow with the file. Stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_JSON_ENTRIES_H_

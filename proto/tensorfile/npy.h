@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NumPy's .npy format, versions 1.0 and 2.0: one array behind a header that is a Python dictionary.
 // Little-endian, C order; element types '<f2', '<f4', '<f8', '<i4', '<i8'.
 //

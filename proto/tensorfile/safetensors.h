@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The safetensors format: named tensors, row-major and little-endian, behind a JSON header.
 //
 //   8 bytes    N, the header's length, little-endian

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index of a model whose tensors are spread over several safetensors files (shards), as Hugging Face
 // writes it, usually as model.safetensors.index.json:
 //

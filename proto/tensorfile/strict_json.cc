@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "proto/tensorfile/strict_json.h"
 
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Short JSON texts that are not trusted. Stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_STRICT_JSON_H_
 #define LOSSD_PROTO_TENSORFILE_STRICT_JSON_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Messages that carry a tensor (`bytes payload = 1000`), encoded to and decoded from gRPC byte buffers
 // without protobuf touching the tensor.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "proto/wire/region_packets.h"
 
 #include <sys/socket.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The packets of a region socket (region.proto): one protobuf message each, with the descriptor of memory
 // beside it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one place where statuses change form: absl::Status <-> grpc::Status, with lossd.v1.ErrorDetail
 // carried along.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files that decide who may do what: certificates, keys, tokens, roles. Each is named by a flag, and every
 // error names flag and path. An unreadable or empty file is an error and never an empty value.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/access/access_lines.h"
 
 #include "absl/strings/ascii.h"

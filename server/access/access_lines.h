@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The lines of a file of tokens or roles: without the comments (#) and the empty ones.
 //
 // Stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The audit lines of the log: one for each administrative call that has ended, and one for each call that was
 // refused for who the caller is.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Says who a caller is, by what it presents: a client certificate that TLS has verified, or a bearer token.
 //
 // Thread-safe. Both files are read again when they change.

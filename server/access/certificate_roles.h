@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The roles of client certificates, by subject alternative name, from a file with one a line:
 //
 //   admin dns:operator.example.com

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // By what a change of a file is noticed, without reading it.
 //
 // Stateless and thread-safe.

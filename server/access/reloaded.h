@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A value made from files, made again when the files have changed. Whoever asks for the value has the files
 // looked at, at most once a second. A change that makes no valid value is logged, and the value stays as it
 // was: a file that is being replaced, or a certificate whose key comes a moment later, refuses no client.

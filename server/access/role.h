@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a caller may do. Each role may do all that the one before may.
 //
 // All functions are stateless and thread-safe.

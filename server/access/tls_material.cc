@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/access/tls_material.h"
 
 #include <openssl/bio.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The server's certificate and key, and the certificates of the authorities that sign clients' certificates;
 // as PEM text that was found to be in order.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bearer tokens, from a file with one a line:
 //
 //   # role:name:token

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saving, listing and pruning the checkpoints of heads, apart from gRPC.
 //
 // A save is of one step boundary: while the head's tensors are read into memory, calls that change the head

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/admin/choice_log.h"
 
 #include "server/log/log.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logs what the backend chose, a debug event for each choice.
 #ifndef LOSSD_SERVER_ADMIN_CHOICE_LOG_H_
 #define LOSSD_SERVER_ADMIN_CHOICE_LOG_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What HeadService's methods do, apart from gRPC: each takes a request and blocks until its answer is
 // known. Large tensors go to and from the device in slices of about 8 MiB, so that rows of other heads
 // and streams are computed in between.

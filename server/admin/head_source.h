@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of a new head from a model of any origin: a safetensors file, several with an index, or the
 // files of a checkpoint (TensorFile in head.proto).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One lock per name, made when it is first asked for and gone when no thread holds it.
 //
 // Thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For the server's start: every head as its newest checkpoint has it.
 #ifndef LOSSD_SERVER_ADMIN_RESTORE_H_
 #define LOSSD_SERVER_ADMIN_RESTORE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // "host:port", or "unix:PATH" of a Unix socket, as flags take it.
 //
 // All functions are stateless and thread-safe.

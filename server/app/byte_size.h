@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers of bytes as people write them on a command line: "4096", "64KiB", "256MiB", "1.5GiB".
 //
 // Stateless and thread-safe.

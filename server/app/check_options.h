@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks of ServerOptions, and what follows from them.
 //
 // Stateless; thread-safe.

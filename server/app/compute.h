@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What computes: the backend of this process, alone or with those of the other ranks.
 //
 // Stateless; thread-safe.

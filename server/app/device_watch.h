@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
 // UNAVAILABLE from then on.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Something that is to be done at most once in a while.
 #ifndef LOSSD_SERVER_APP_EVERY_H_
 #define LOSSD_SERVER_APP_EVERY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss.
 #ifndef LOSSD_SERVER_APP_GPU_WATCH_H_
 #define LOSSD_SERVER_APP_GPU_WATCH_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What /livez and /readyz answer, and the service manager hears. An orchestrator restarts a server that is
 // not live, and sends no work to one that is not ready.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the process keeps of memory that it has freed.
 //
 // glibc's allocator has many arenas, each for some of the threads, and adapts to what is freed: once a block

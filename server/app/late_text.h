@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A text that becomes known while others ask for it.
 //
 // Thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sockets of a server's gRPC addresses.
 //
 // Stateless; thread-safe.

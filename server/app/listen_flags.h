@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags that say how clients reach a server: its addresses.
 #ifndef LOSSD_SERVER_APP_LISTEN_FLAGS_H_
 #define LOSSD_SERVER_APP_LISTEN_FLAGS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossd: the server. Everything has a default; `lossd --help` lists the flags, `--flagfile=FILE` reads them
 // from a file, one a line.
 //

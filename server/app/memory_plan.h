@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The line of the log that says what memory a server has planned at its start.
 //
 // Stateless; thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options of a server's parts, as they follow from the server's own, and what its metrics read.
 //
 // Stateless; thread-safe.

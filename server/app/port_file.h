@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file that says which addresses a server has chosen, for programs that start it on any free port.
 //
 // All functions are stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags of several processes that are one server.
 #ifndef LOSSD_SERVER_APP_RANK_FLAGS_H_
 #define LOSSD_SERVER_APP_RANK_FLAGS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server's flags say of several processes that are one server (docs/scaling.md).
 #ifndef LOSSD_SERVER_APP_RANK_OPTIONS_H_
 #define LOSSD_SERVER_APP_RANK_OPTIONS_H_

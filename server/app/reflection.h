@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which services a server has, for those who ask it.
 #ifndef LOSSD_SERVER_APP_REFLECTION_H_
 #define LOSSD_SERVER_APP_REFLECTION_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Certificates, tokens and roles of a server, made from its options, for gRPC and for HTTP.
 //
 // Thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server's flags say about encryption and about who may do what.
 #ifndef LOSSD_SERVER_APP_SECURITY_OPTIONS_H_
 #define LOSSD_SERVER_APP_SECURITY_OPTIONS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A lossd server: backend, engine, services, metrics and HTTP, put together from one plain struct.
 //
 // Thread-safe. Destroying it stops it.

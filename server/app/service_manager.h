@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tells the service manager that has started the process, such as systemd for a unit with Type=notify, when
 // it serves, that it is alive and that it ends: the protocol of sd_notify(3), datagrams to a Unix socket.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that a server shares with programs of its host, and the socket where they open it.
 #ifndef LOSSD_SERVER_APP_SHARED_MEMORY_H_
 #define LOSSD_SERVER_APP_SHARED_MEMORY_H_

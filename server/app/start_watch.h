@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ends the process when it was asked to stop and its start does not end: while it waits for a device, for
 // other ranks or for a large checkpoint, nobody takes the signal.
 #ifndef LOSSD_SERVER_APP_START_WATCH_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ends the server: a signal, or the loss of the device.
 //
 // SIGTERM and SIGINT are handled, from the moment when the object is made. Libraries have threads that do not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The program as a rank that serves no clients: it computes for rank 0 until that ends.
 #ifndef LOSSD_SERVER_APP_WORKER_APP_H_
 #define LOSSD_SERVER_APP_WORKER_APP_H_

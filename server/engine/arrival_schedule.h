@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schedule that computes by arrival: slices wait in one queue, and a chunk takes as many with the same
 // options as it holds, from whatever streams (work_queue.h, chunk_policy.h). Memory comes from the staging
 // pool.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward pass of deferred microbatches: what a caller asked for, as a stream over rows that the engine
 // holds.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a chunk is formed of what is queued.
 //
 // A chunk that accumulates reads and writes the whole fp32 weight gradient, however few rows it has. So rows

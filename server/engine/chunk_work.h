@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A chunk on its way through the engine: rows that are computed together, described by the schedule that put
 // them together (schedule.h) and computed by a Flight (flight.h), which is the same for all schedules.
 //

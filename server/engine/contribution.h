@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A gradient that another stage accumulated for a parameter it shares with the head (tied embeddings): what a
 // caller hands to the engine to have it added, and what is known of its rows without a device.
 #ifndef LOSSD_SERVER_ENGINE_CONTRIBUTION_H_

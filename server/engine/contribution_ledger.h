@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows of which contributions have been added in the open step of one head, so that none is added
 // twice. The counterpart of Ledger for gradients that come from outside; a row is known by a checksum of its
 // values.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Contributions to the gradients of a head: opening them, and adding their rows.
 #ifndef LOSSD_SERVER_ENGINE_CONTRIBUTION_OPERATIONS_H_
 #define LOSSD_SERVER_ENGINE_CONTRIBUTION_OPERATIONS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The deferred microbatches of one head: rows whose losses were computed without gradients (reduction none)
 // and whose hidden states are kept until Backward brings the gradient of each row.
 //

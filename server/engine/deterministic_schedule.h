@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schedule of a trainable head in deterministic mode. Rows that accumulate come in the order of a
 // Sequencer: group by group, each group a chunk, in areas of memory that hold a whole group. Everything else,
 // operations and rows that do not accumulate, comes by arrival, in an ArrivalSchedule inside this one. Groups

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device thread of an engine: the only thread that touches the backend and the heads. It runs tasks that
 // belong to no head in the order of their submission, before anything else, and otherwise asks the sources of
 // work, which are the heads, in turn. It knows neither slices nor operations: work is a closure.

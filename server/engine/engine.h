@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine: takes rows with targets from any number of streams, fills chunks with rows of the same
 // head and options wherever they come from, drives the device, and keeps the ledger that makes
 // accumulation exactly-once. It knows nothing of gRPC, protobuf or metrics and runs with any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What all parts of one engine share: its options, its memory, its lock, its threads.
 //
 // The lock is a leaf with respect to everything outside the engine: neither an observer nor a caller's copy

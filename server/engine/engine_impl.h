@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The implementation of Engine: finds the head of a request and hands the request to its session, on the
 // caller's thread or as an operation on the device thread. See engine.h for the contract, and head_session.h
 // for where the work is done.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine tells about work as it happens, for metrics and logs: one report for each kind of event.
 //
 // An engine has a list of observers, which are told one after the other, so no observer has to pass an event

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How an engine is set up, and its fixed measures. Plain data.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_

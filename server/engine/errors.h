@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine's errors, and what they say to programs beside the field at fault
 // (kernels/errors/field_error.h): the step that is open, and what a step misses. server/messages turns all of
 // it into lossd.v1.ErrorDetail.

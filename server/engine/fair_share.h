@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
 //
 //   A holder that has something may take more only as long as it then has at most `share` of the capacity,

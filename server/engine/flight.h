@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A chunk on the device: hands it to the backend, sends the results of its slices on their way when they are
 // there, and books its rows in the ledger when it is done. It treats all chunks alike; what is special about
 // one is in its ChunkWork.

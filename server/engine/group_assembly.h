@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic mode: one group of rows while it comes together.
 //
 // A group is a fixed range of rows of one microbatch, computed as one chunk. It has an area of memory with a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic mode: how the groups of a step were computed, so that a repeat of some of their rows is
 // computed in the same way.
 //

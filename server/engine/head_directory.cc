@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/engine/head_directory.h"
 
 #include <algorithm>

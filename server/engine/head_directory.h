@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The heads of an engine by name, and how far each has come: a name is taken when creation begins, the head
 // is there when its session is, it is visible when it has been published, and it is gone for callers when
 // deletion begins.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head and everything that is going on with it: its open step, its streams, its deferred microbatches,
 // and the schedule of its work. A session lives from the creation of the head until the last of its slices is
 // gone; the head itself ends on the device thread.

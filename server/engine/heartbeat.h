@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sign of life: one side beats whenever it makes progress, the other asks how long ago that was.
 //
 // Thread-safe; neither member blocks.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the step before the open one was closed, so that a repeat of the request that closed it is recognised
 // and gets the same answer.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What has been accumulated in the open step of one head, row by row, so that nothing is counted twice.
 //
 // Rows are kept themselves, not hashes (microbatch_record.h): the same id with other contents is always

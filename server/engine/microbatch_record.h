@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ledger knows of the rows of one microbatch.
 //
 // Rows are declared in pieces (each stream declares its row range with its targets and row weights, or a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The opposite of absl::MutexLock: releases a mutex that the scope holds and takes it again at the scope's
 // end.
 #ifndef LOSSD_SERVER_ENGINE_MUTEX_UNLOCK_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls stream observers, one event at a time, on a thread of its own: neither the device thread nor a
 // caller of the engine ever waits for an observer, and no lock is held while one runs.
 //

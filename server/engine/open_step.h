@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
 // device are valid. The one place that knows the versions of a head (versions.h), and so what a call may
 // begin, go on with, or has to end for. It also decides whether a step may be closed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hands out ranges of one fixed piece of memory, first fit, by offset; it never touches the memory. For some
 // thousand blocks: the free ranges are searched one after the other.
 //

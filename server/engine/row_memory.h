@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory for what the server remembers of rows: the targets and weights of open streams, and the ledgers
 // of open steps. A budget that is counted, not an allocation: its users allocate row by row.
 //

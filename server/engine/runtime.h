@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine needs of the system besides a device: threads for its loops, a way to wait, and the time. A
 // server has the system's (SystemRuntime). The simulation (tests/server/engine/simulation) has a scheduler in
 // its place, which decides what happens next.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The seed of a microbatch's random numbers (kernels/sampling.h): a function of what identifies it and of
 // nothing else. So a row is sampled alike whenever and wherever it is computed: in a repeat, by another
 // connection, cut into other slices, in its backward pass, after a restart. Pure; thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What comes next to the device on one head, and where slices are received until then. Two schedules exist:
 // ArrivalSchedule computes what arrives first first; DeterministicSchedule accumulates in an order of its own
 // and contains an arrival schedule for everything else. The rest of the engine does not know which one a head

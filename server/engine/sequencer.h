@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic mode: in which order the rows of one head are accumulated, and whose slice may come next.
 //
 // The rows of a microbatch are cut into groups on a fixed grid; a group is one chunk, so what is computed

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A slice on its way through the engine. Owned by whoever has it: the schedule while it waits, its chunk
 // afterwards. Destroyed without the engine's lock.
 #ifndef LOSSD_SERVER_ENGINE_SLICE_WORK_H_

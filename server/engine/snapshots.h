@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine tells about itself and its heads at one moment. Plain data.
 #ifndef LOSSD_SERVER_ENGINE_SNAPSHOTS_H_
 #define LOSSD_SERVER_ENGINE_SNAPSHOTS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory that slices are received into, computed in place, and sent from. It is one piece, allocated
 // when the server starts (pinned, for a GPU), so the request path allocates no tensor memory and a full pool
 // is what slows senders down.

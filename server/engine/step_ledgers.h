@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What has been accumulated in the open step of one head: the rows of microbatches, and those of gradient
 // contributions. A microbatch and a contribution never have the same id in one step.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done to the open step of a head as a whole. Each function is the body of an operation: it runs on
 // the device thread, without the engine's lock, while no chunk of the head is in flight; it checks under the
 // lock, works on the device without it, and books under the lock. Only the device thread changes a step, so

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Closing a step: what a caller asks for and what it is told. Plain data.
 #ifndef LOSSD_SERVER_ENGINE_STEP_REQUEST_H_
 #define LOSSD_SERVER_ENGINE_STEP_REQUEST_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stream: one contiguous row range of one microbatch. What a caller hands to the engine to have its rows
 // computed, and what it gets back. The rpc layer turns messages into these; tests drive them directly.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How streams of one head begin and end for the rest of the head: a new stream is checked, pays for its rows,
 // is entered in the ledger and gets its peer's place; at its end it gives that back, and its rows stay in the
 // ledger or leave it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The caller's end of a stream.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_HANDLE_H_
 #define LOSSD_SERVER_ENGINE_STREAM_HANDLE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a stream's rows are: its spec, checked and with everything resolved that the spec leaves open, and
 // where its rows are retained. Fixed once the stream is open; how far it has come is StreamState's.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The open streams of one head: their failures and their ends.
 //
 // Guarded by the engine's lock, which is held in all calls; observers are called by the notifier, without it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bookkeeping of one open stream, beside what its rows are (stream_rows.h): which rows were sent, what is
 // outstanding, the sums so far, and when it is over.
 // Plain state without locks or threads; the engine's lock guards it.

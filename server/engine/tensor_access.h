@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading and writing the tensors of a head, some rows at a time, so that all rows of a call are of one
 // version. Engine::OpenReader and OpenWriter make these; docs/consistency.md says what may happen meanwhile.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers that name the versions of one head, what a call under way is bound to, and which tensors are
 // being written. docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
 //

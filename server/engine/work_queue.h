@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What waits for the device on one head, in order: slices and operations, and the choice of what goes
 // next.
 //

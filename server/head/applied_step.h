@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How an optimizer step was applied and what it answered: what a repeated ApplyStep is checked against and
 // answered with, also after a restart from a checkpoint. Plain data.
 #ifndef LOSSD_SERVER_HEAD_APPLIED_STEP_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head on disk: <directory>/<head>/<checkpoint name>/ with the tensors and a manifest of checksums.
 // docs/checkpoint-format.md describes the files.
 //

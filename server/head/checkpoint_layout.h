@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What saving and reading a checkpoint have in common: the names of its files, and how tensors lie in them.
 // Stateless and thread-safe.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_LAYOUT_H_

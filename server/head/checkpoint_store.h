@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All checkpoints of a directory: what is there, what may go. One server owns a directory; several may share
 // it as long as their heads' names differ.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checksum of checkpoints: XXH3, 64 bits, without a seed. It finds corruption, not tampering.
 // Thread-compatible.
 #ifndef LOSSD_SERVER_HEAD_CHECKSUM_H_

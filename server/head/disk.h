@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operations on files that saving and removing checkpoints consist of. Tests replace them, to have any
 // single one fail or be the last before a crash.
 //

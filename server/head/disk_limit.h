@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much a directory takes on the disk, against a limit. Stateless and thread-safe.
 #ifndef LOSSD_SERVER_HEAD_DISK_LIMIT_H_
 #define LOSSD_SERVER_HEAD_DISK_LIMIT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A lock on a folder, against other threads and processes (flock). It tells those who would remove the folder
 // that it is being written or read. Where the file system has no locks, none is given (UNIMPLEMENTED).
 //

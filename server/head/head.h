@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A named head on the device. The open step, its ledger and stored results belong to the engine.
 //
 // Driven by the engine's device thread alone, except name() and config(), which are thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Initial values of a head's tensors, drawn so that any part can be generated alone, in any order, and
 // comes out bit for bit the same on every machine.
 //

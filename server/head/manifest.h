@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The manifest of a checkpoint: what it is of, and what its tensors must read as. docs/checkpoint-format.md
 // describes its JSON. Thread-safe.
 #ifndef LOSSD_SERVER_HEAD_MANIFEST_H_

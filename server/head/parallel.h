@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work that several threads share. Thread-safe.
 #ifndef LOSSD_SERVER_HEAD_PARALLEL_H_
 #define LOSSD_SERVER_HEAD_PARALLEL_H_

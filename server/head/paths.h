@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names and paths that come from clients, confined to one directory. Errors repeat what the client said
 // and nothing of the server's own paths. Thread-safe.
 #ifndef LOSSD_SERVER_HEAD_PATHS_H_

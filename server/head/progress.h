@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far the training of a head has come. Plain data.
 #ifndef LOSSD_SERVER_HEAD_PROGRESS_H_
 #define LOSSD_SERVER_HEAD_PROGRESS_H_

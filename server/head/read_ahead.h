@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes on their way from producers to consumers on other threads, through buffers of one size that are used
 // again: from the device to the disk in a save, the other way round in a load. The producers may be ahead of
 // the consumers by as many buffers as there may be.

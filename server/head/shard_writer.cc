@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/head/shard_writer.h"
 
 #include <sys/stat.h>

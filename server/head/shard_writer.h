@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes one file of a checkpoint, block by block, and what the manifest says of it. Thread-compatible.
 #ifndef LOSSD_SERVER_HEAD_SHARD_WRITER_H_
 #define LOSSD_SERVER_HEAD_SHARD_WRITER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the tensors of a head lie in the files of a checkpoint (shards): each file has the rows of one range of
 // classes, of every tensor that has a row for each class. The other tensors are in the first file.
 // docs/checkpoint-format.md describes the files. Stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parts of tensors, cut into what is read or written at once. Thread-compatible.
 #ifndef LOSSD_SERVER_HEAD_SLICES_H_
 #define LOSSD_SERVER_HEAD_SLICES_H_

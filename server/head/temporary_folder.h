@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder that becomes a checkpoint or disappears, and what interrupted work leaves of such folders. Their
 // names start with a dot, as no checkpoint's does, and they are locked while they are in use.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many lines of one kind may be logged: some at once, and one a second from then on. For lines that
 // a client without rights can cause, which could fill a disk with them.
 //

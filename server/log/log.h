@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Structured logs on stderr: one event a line, with named fields, as text or JSON.
 //
 //   Log(LogLevel::kInfo, "head created", {{"head", name}, {"vocab_size", 8192}});

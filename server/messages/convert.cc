@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Both directions of each message side by side, so that a new field is not forgotten in one of them; that
 // makes it longer than 400 lines.
 #include "server/messages/convert.h"

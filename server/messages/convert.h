@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Messages of lossd.v1 to and from the structs of engine and kernels.
 //
 // What a message can get wrong by itself (unknown enum values, numbers out of a type's range, counts that

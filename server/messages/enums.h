@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Enums of lossd.v1 to and from those of engine and kernels.
 //
 // A value that is not known, or is UNSPECIFIED where nothing says what that means, is refused with

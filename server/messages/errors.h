@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Statuses as the protocol wants them. This is the one place that turns what errors say to programs (the
 // field at fault in kernels/errors/field_error.h, the rest in server/engine/errors.h) into
 // lossd.v1.ErrorDetail.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What has happened on the server that an operator wants to know, the last kMost events of it: heads that
 // came and went, steps that were skipped, checkpoints, errors of the device, and calls that ended with an
 // error.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Short ways to build metric families: in a registry, or by hand for values that are pulled when metrics are
 // collected.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Watches one GPU through NVML: power, temperature, memory, utilisation, throttling, ECC errors as metrics,
 // and critical errors (Xid) as they happen. So the loss of an idle device is noticed too.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/head_metrics.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is known of each head: its rows, and its last steps as a trainer would plot them.
 //
 // The series of a head begin with its first chunk or step and end with the head, so there are as many as

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The page of one head, a part of StatusPage.
 #include <algorithm>
 #include <vector>

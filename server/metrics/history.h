@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server did in the last 15 minutes, for charts: a sample every two seconds, of the server and of each
 // head.
 //

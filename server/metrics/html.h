@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pieces of HTML pages, and numbers as people read them.
 //
 // All functions are stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The certificate of the HTTP server, as GnuTLS takes it, parsed again when the files have changed.
 //
 // Thread-compatible: created on one thread and then used by the server's one thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The open connections of an HTTP server, and which of them make room for a new one: the oldest. Clients that
 // open connections and send nothing can then hold only so many, and a scrape that arrives is always taken in.
 //

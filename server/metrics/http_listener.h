@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A listening TCP socket of the HTTP server.
 //
 // All functions are stateless and thread-safe.

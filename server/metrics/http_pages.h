@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What HTTP answers beside metrics and health: the pages, their script and style, and the samples and events
 // as JSON.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the HTTP server answers to a request, apart from any network: GET and HEAD of the paths that have a
 // handler, and an error for everything else.
 //

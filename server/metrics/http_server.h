@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small HTTP server for metrics, health and the status page: GET and HEAD of the paths that have a handler,
 // nothing else. It reads no files and no request bodies, and it switches to no other protocol.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything the server counts and measures, in Prometheus's terms. One object per server.
 //
 // Counters and histograms are pushed by the parts that do the work; what the engine, the backend and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The functions of NVIDIA's management library (NVML) that the server uses. The library comes with the driver
 // and is looked up when it is needed, so the program runs without it; what is declared here is the part of
 // its interface that we call.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The script, the style sheet and the icon of the pages: the files in page/, which are built into the
 // program.
 //

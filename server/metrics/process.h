@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Metrics of this process under the names that Prometheus client libraries share, read from /proc/self.
 //
 // Thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The processes of one server, as metrics: who is there, and what each holds. Stateless; thread-safe.
 #ifndef LOSSD_SERVER_METRICS_RANK_METRICS_H_
 #define LOSSD_SERVER_METRICS_RANK_METRICS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Takes the samples of a History: what the server did since the samples before, once every
 // History::kInterval, whether somebody looks or not. So all viewers see the same rates, and the first one
 // sees them too.

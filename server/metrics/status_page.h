@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pages for people who look at a server: / shows what it holds and does, /heads/NAME shows one head.
 //
 // A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js

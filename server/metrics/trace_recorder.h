@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records, on request and for a short time, what becomes of slices and chunks, so that a person can look at
 // it in Perfetto or in chrome://tracing.
 //

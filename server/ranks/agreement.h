@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of one server have to have in common. Pure functions; thread-safe.
 #ifndef LOSSD_SERVER_RANKS_AGREEMENT_H_
 #define LOSSD_SERVER_RANKS_AGREEMENT_H_

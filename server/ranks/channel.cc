@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/ranks/channel.h"
 
 #include <grpcpp/client_context.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both ends of the ranks' connection agree on: sizes of messages, how soon a silent end counts as lost,
 // and the secret that admits a rank.
 //

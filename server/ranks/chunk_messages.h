@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks and their slices as messages, and back. Stateless; thread-safe.
 #ifndef LOSSD_SERVER_RANKS_CHUNK_MESSAGES_H_
 #define LOSSD_SERVER_RANKS_CHUNK_MESSAGES_H_

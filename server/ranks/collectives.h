@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What carries the sums and exchanges of all ranks, which the leader chooses when all have come.
 //
 // Stateless; thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A worker's stream to the leader, over gRPC. Thread-safety as WorkerTransport.
 #ifndef LOSSD_SERVER_RANKS_GRPC_TRANSPORT_H_
 #define LOSSD_SERVER_RANKS_GRPC_TRANSPORT_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of how many processes this one is, and where the first of them is reached: from flags, and from the
 // environment that launchers set. A pure function; thread-safe.
 #ifndef LOSSD_SERVER_RANKS_LAUNCH_H_

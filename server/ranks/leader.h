@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The leader of several ranks: waits until all workers are there and agree, and makes their backends and its
 // own into one.
 //

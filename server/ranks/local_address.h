@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this host is called, and at which of its addresses the others reach it.
 //
 // Stateless; thread-safe.

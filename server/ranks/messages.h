@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks send each other as the kernels' types, and back.
 //
 // All functions are stateless and thread-safe. Both ends are of one version and one host order, and admitted;

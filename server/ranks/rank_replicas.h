@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The replicas of one head on all ranks, as the leader drives them: every rank is told to do its part, and
 // the leader does its own beside them. And the parts of a head that is split by vocabulary.
 #ifndef LOSSD_SERVER_RANKS_RANK_REPLICAS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backend of a worker, as a member of the leader's group: what is asked of it goes over the worker's
 // stream, and it answers UNAVAILABLE once the worker is lost. Staging and retained memory are the leader's
 // own.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank that is not the leader: it joins the leader, and computes what that asks of it until one of the two
 // ends.
 //

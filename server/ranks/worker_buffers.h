@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Staging memory for the chunks of a worker, one buffer a chunk in flight, used again by later ones.
 //
 // Thread-safe.

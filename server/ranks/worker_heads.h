@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The heads of a worker's backend: carries out what the leader asks of them.
 //
 // Driven by one thread, the backend's driving thread; what `send` is given may come from the backend's own.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The leader's end of one worker's stream: requests and their answers, chunks and their results.
 //
 // Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, what

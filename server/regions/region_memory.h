@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a region: of the host, or of the server's device.
 #ifndef LOSSD_SERVER_REGIONS_REGION_MEMORY_H_
 #define LOSSD_SERVER_REGIONS_REGION_MEMORY_H_

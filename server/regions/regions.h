@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The regions of a server: memory of the host or of its device that clients of this host have opened, by
 // their ids, which nobody can guess.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The side of region.proto that clients connect to: makes a region for each connection that asks for one, and
 // forgets it when the connection closes or the process that made it has ended, also if a child of it holds
 // the connection.

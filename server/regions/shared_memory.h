@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that can be shared with another process: a sealed memfd, mapped here. Whoever gets the descriptor
 // can write to the memory, but cannot make it shorter under this process.
 #ifndef LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who makes a call, whether they may, and the call's audit line. Every method of the services asks Admit
 // first (services_access_test calls each without an identity and with too low a role).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
 // of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine tells a ComputeLoss call. The engine's threads only leave it here; the call is given it one
 // piece after another, in order, in turns on a pool of workers.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The calls of one kind that are open: bounds their number, in all and per peer, ends those that wait too
 // long for their client or for their turn, and lets a shutdown wait for the last one.
 //

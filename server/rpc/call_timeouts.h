@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a call may wait, by what it waits for, and how its clock says that it has waited too long.
 #ifndef LOSSD_SERVER_RPC_CALL_TIMEOUTS_H_
 #define LOSSD_SERVER_RPC_CALL_TIMEOUTS_H_

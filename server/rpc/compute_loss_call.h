@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One ComputeLoss call: the reactor between gRPC and an engine stream.
 //
 //   awaiting open --open--> streaming --engine finished--> writing the rest --> finished

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ComputeLossCall: writing, time, and the end. Reading is in compute_loss_call.cc.
 #include <algorithm>
 #include <optional>

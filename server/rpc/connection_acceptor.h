@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Accepts the connections of a gRPC server, so that their number is bounded, in all and per address, or
 // per user where they come over a Unix socket. gRPC itself takes as many as come.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/grpc_log.h"
 
 #include <grpc/support/log.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/head_service.h"
 
 #include <grpcpp/server_context.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
 // they wait for the device or the disk; gRPC's own threads never do.
 //

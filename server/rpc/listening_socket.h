@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A socket that listens, with the file of a Unix socket where it has one.
 #ifndef LOSSD_SERVER_RPC_LISTENING_SOCKET_H_
 #define LOSSD_SERVER_RPC_LISTENING_SOCKET_H_

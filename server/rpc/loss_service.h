@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossd.v1.LossService over an engine. The calls themselves are in compute_loss_call.h.
 //
 // Thread-safe. Must outlive the gRPC server it is registered with.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table from method to role: what a caller has to be to call each method of lossd.v1. A method that is
 // not in the table is refused to every client; method_access_test walks over the protocol's services.
 //

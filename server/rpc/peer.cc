@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/peer.h"
 
 #include "absl/strings/match.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is at the other end of a call whose client has not shown who it is, as far as limits are concerned
 // (PeerKey of access_control.h).
 #ifndef LOSSD_SERVER_RPC_PEER_H_

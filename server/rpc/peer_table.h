@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each client has sent and taken since the server knows it, for ListStreams.
 //
 // Memory: an entry for each client. There are at most `most`, or as many as have open calls if these are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a function on a thread of its own, again and again, until destroyed.
 #ifndef LOSSD_SERVER_RPC_PERIODIC_H_
 #define LOSSD_SERVER_RPC_PERIODIC_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a call says of a region of shared memory: which one, and which part of it. Everything is checked here
 // before any of the memory is used.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call whose client sends one request: it is answered once (UnaryCall) or with several messages.
 //
 // gRPC shows such a call to a server when the request is complete, so a client that never completes it could

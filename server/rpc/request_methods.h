@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Registers methods of a generated service whose calls are RequestCalls (request_call.h).
 //
 // Thread-compatible: for the constructors of services.

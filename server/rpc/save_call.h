@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The call HeadService.SaveCheckpoint: progress goes out while the save runs, on a worker that is for saves
 // alone, and the result last. The save outlives a client that goes away, unless it asked otherwise.
 //

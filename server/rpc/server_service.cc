@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/server_service.h"
 
 #include "absl/time/clock.h"

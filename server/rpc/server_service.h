@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossd.v1.ServerService: what the server is, has and allows.
 //
 // Thread-safe. Must outlive the gRPC server it is registered with.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the slices of one ComputeLoss call lie, and so their gradients: in messages, or in a region of shared
 // memory.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // absl::Status, the one error type below this layer, as the status that a gRPC call ends with.
 //
 // All functions are thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The streaming calls of HeadService: ReadTensor, WriteTensor and AddGradient. Messages hold at most 4 MiB of
 // tensor (at least one row) and one is in transit at a time, so a slow peer costs one message of memory.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gRPC over TLS with certificates that are looked up again for each connection, so that new files are taken
 // without a restart. Connections that stand keep theirs.
 #ifndef LOSSD_SERVER_RPC_TLS_CREDENTIALS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/transport.h"
 
 #include <grpcpp/resource_quota.h>

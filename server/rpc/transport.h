@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gRPC's own limits: memory, threads, calls of a connection, the size of a message, and how long a connection
 // may take to begin or be idle.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A fixed number of threads that run what must not run on gRPC's callback threads or on the engine's:
 // calls that block, and writes to the transport.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/figures has the figures that bench/figures.py makes, drawn from the files that are in bench/results now."""
 
 import pathlib

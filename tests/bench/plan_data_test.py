@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """client/plan/measured.json is what bench/plan_data.py makes from bench/results as they are."""
 
 import json

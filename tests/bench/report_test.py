@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/report.py on results it has to cope with: several files, missing ways, the files in bench/results."""
 
 import json

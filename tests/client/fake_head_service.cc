@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads, their tensors, steps and checkpoints of the fake server.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ComputeLoss and ReleaseMicrobatch of the fake server.
 #include <cstdint>
 #include <functional>

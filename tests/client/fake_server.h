@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of lossd.v1 without any mathematics, for tests of clients: in this process, on a loopback port,
 // with faults on request. It keeps the protocol's rules (order, ledger, steps, limits) independently of the
 // real server, through protobuf's own encoding.

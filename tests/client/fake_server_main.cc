@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake server as a process of its own: prints its address, serves until its input ends. Head "head": D =
 // 64, V = 1000.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The services of the fake server that keep the protocol's rules. `state` outlives them.
 #ifndef LOSSD_TESTS_CLIENT_FAKE_SERVICES_H_
 #define LOSSD_TESTS_CLIENT_FAKE_SERVICES_H_

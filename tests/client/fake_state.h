@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fake server remembers, and what its services have in common.
 #ifndef LOSSD_TESTS_CLIENT_FAKE_STATE_H_
 #define LOSSD_TESTS_CLIENT_FAKE_STATE_H_

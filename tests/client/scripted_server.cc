@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/client/scripted_server.h"
 
 #include <grpcpp/support/status.h>

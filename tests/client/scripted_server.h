@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake server with the faults of a script, and a log of what reached it: one "repeats" case of golden/ as
 // the tests of both clients run it (golden/README.md says how a case is written).
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the files by which GitHub and GitLab run .ci/run.
 
   check_ci.py TREE

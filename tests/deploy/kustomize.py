@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
 
 Only what deploy/kubernetes uses is known, and anything else refused: resources, images, configMapGenerator with files and without

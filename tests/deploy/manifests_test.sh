@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The files in deploy/ are in order, and check_manifests.py finds what is planted in a copy of them.
 #   manifests_test.sh LOSSD
 set -euo pipefail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server starts with each file of flags of deploy/kubernetes, becomes ready for the probes, and lets in whom the file says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What deploy/prometheus and deploy/grafana ask for is there: Prometheus, with the configuration as it stands, scrapes a server
 that trains, and every query of rules and dashboard gives something.
 

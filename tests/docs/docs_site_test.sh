@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The documentation builds as a site, strictly, and its links, anchors, resources and search are in order; faults that are planted in
 # a copy of it are found. With chromium at hand, the search of the site also answers in a browser, from the file system.
 #

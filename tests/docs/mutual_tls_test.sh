@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs the commands of "Mutual TLS in ten lines" in docs/security.md as they stand, then checks that the server they
 # start knows its clients.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that the pages tell people to run, as they stand there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each command of the pages is tested. A command that is not here fails the test, and so does an entry without a command.
 
 Commands of a page that are to `run` are run in the order of the page, by a shell in a folder of their own, with a server of their own

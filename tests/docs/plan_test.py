@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every `$ lossctl ...` of docs/plan.md and compares what it prints with the page.
 
     plan_test.py PAGE LOSSCTL            # exit status 1 and the differences if something differs

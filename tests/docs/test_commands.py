@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the commands of the pages (page_commands.py) as plan.py says. LOSSD_BINARY: the server; lossctl is beside it. LOSSD_BUILD: the
 build folder."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the Python of README.md, docs/python.md and docs/protocol.md as it stands, but for the address. Each page's blocks run from the top to the end,
 with what the page takes for granted. The pages of docs/training run in tests/client/python/integrations."""
 

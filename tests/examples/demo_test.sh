@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The demo trainer against a running server, as two processes: it learns a small text, says so with its exit status,
 # and the server stops cleanly afterwards.
 #

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head in this process, for tests of the demo trainer: linear + softmax cross-entropy with AdamW, plain
 // loops in fp32. Start computes at once. Not thread-safe.
 #ifndef LOSSD_TESTS_EXAMPLES_LOCAL_HEAD_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "examples/ngram_lm/model.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A fresh seed for a test's random inputs, printed so that a failure can be repeated with LOSSD_TEST_SEED.
 #ifndef LOSSD_TESTS_EXAMPLES_RANDOM_SEED_H_
 #define LOSSD_TESTS_EXAMPLES_RANDOM_SEED_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints on a full disk, and checkpoints whose files were cut short or have a wrong bit: refused with
 // the name of what is wrong, and nothing else changes.
 #include <gmock/gmock.h>

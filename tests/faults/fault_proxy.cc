@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/faults/fault_proxy.h"
 
 #include <arpa/inet.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A proxy that makes trouble where a test asks for it: connections that break at a given byte or between two
 // given messages, that stand still or are slow. Before a server that listens on a Unix socket it is a Unix
 // socket too, else a TCP port of the loopback.

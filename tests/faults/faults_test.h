@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests of faults share: a small training run through a proxy, the same run undisturbed beside it,
 // and a count of the faults tried.
 //

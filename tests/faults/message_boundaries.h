@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds in the bytes that one side of an HTTP/2 connection sends where headers and gRPC messages end: the
 // places between two messages, at which a connection may break or a process may die.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Connections that break, stand still or are slow, between two messages and between any two bytes: the client
 // repeats what broke, and training goes on as if nothing had happened.
 #include "absl/strings/match.h"

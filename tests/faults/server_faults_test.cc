@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The server is killed between any two messages, at any time and while it saves, and goes on from its last
 // checkpoint with a trainer that went back to the same step.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training run that is small enough to be repeated a thousand times and hangs on every bit the server
 // answers: its hidden states are the trainer's parameters and move against dL/dx, so an error of one bit
 // stays for good. All of it follows from a seed, so two runs can be compared after any step.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trainers that say everything twice, in any order and several at a time, that give up in the middle, or that
 // are killed and start again from what they had written down.
 #include <gmock/gmock.h>

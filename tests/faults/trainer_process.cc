@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fault_trainer: a trainer that may be killed at any time and started again. Before it applies a step, it
 // writes down that it is about to, with all it needs to go on from there; the server applies a step once,
 // however often it is told to. So it never has to go back to a checkpoint because of its own death.

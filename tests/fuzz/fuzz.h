@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fuzzers share: a check that ends the program, and files in memory for code that opens files by
 // path.
 //

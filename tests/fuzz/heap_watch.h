@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory a piece of code holds at most: a file of n bytes must not take a large multiple of n to
 // read.
 #ifndef LOSSD_TESTS_FUZZ_HEAP_WATCH_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HTTP requests as libmicrohttpd hands them over. A server on the loopback runs a handler for loopback hosts
 // only, which is what stops web pages that rebind their name (DNS rebinding), and only for GET and HEAD of
 // its paths.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes on a connection to the HTTP port, through the kernel, libmicrohttpd and the server's own callbacks.
 // The server closes the connection, answers with a status that it or the library gives, and goes on answering
 // others.

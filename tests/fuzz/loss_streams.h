@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Drives one stream of the engine from slices to its end, as a call of LossService does.
 #ifndef LOSSD_TESTS_FUZZ_LOSS_STREAMS_H_
 #define LOSSD_TESTS_FUZZ_LOSS_STREAMS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Manifests of checkpoints, as they lie on the disk and with a checksum that matches. What is taken is
 // written and read back as the same.
 #include <nlohmann/json.hpp>

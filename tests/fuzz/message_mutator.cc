@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/fuzz/message_mutator.h"
 
 #include <google/protobuf/descriptor.h>

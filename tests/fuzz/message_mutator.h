@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random changes of a protobuf message by its structure: what comes out is always a message, with values that
 // code tends to trip over. libFuzzer's own changes of bytes seldom get beyond the parser.
 #ifndef LOSSD_TESTS_FUZZ_MESSAGE_MUTATOR_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JSON that nests so deep that code which recurses without a limit runs out of stack. Random changes seldom
 // get there.
 #ifndef LOSSD_TESTS_FUZZ_NESTING_H_

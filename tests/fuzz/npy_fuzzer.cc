@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // .npy files. One that is taken has as many elements as bytes follow its header, all can be read, and writing
 // the same array gives a file that reads the same.
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Opens what a fuzzer was given as a file, by a reader of the format.
 #ifndef LOSSD_TESTS_FUZZ_OPEN_FILE_H_
 #define LOSSD_TESTS_FUZZ_OPEN_FILE_H_

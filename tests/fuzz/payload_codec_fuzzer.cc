@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Messages with a payload, as they come from the network: the codec must read just what protobuf reads,
 // however the bytes are cut into slices, and what it writes must be what protobuf would write.
 //

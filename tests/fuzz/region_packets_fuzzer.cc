@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packets of the region socket. Whatever bytes come, what is taken for a request or an answer can be used as
 // one, and means the same when it is sent on.
 #include <google/protobuf/stubs/logging.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sessions of calls: heads are made, trained, read, saved ones loaded, and every field of every request may
 // be wrong. service_in_memory.h says what is checked.
 //

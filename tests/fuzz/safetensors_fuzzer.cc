@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // safetensors files. In one that is taken, the tensors follow each other from the end of the header to the
 // end of the file, every byte and row can be read and none outside, and writing the same tensors gives a file
 // that reads the same.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Indices of safetensors files. One that is taken has what its weight_map says, and only names of files
 // beside it.
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The server without its transport: calls go through the service's own conversion and checks into an engine
 // with the CPU backend and little memory. After each call the books must agree with its answer; a refused
 // call has changed and booked nothing.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Statuses from and to the network. Whatever bytes a peer or a request brings, what is sent is small, valid
 // UTF-8 and readable, and says the same when it is passed on.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules for calls that take effect at one moment: steps, heads and checkpoints; and what all calls share."""
 
 from __future__ import annotations

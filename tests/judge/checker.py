@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a history is possible: a search for an order of its moments that the model allows.
 
 The search is that of Wing and Gong with the memory of Lowe: moments are put into an order one by one; next may come

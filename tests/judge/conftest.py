@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests share: a server of today's build that several histories use one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights whose version can be read off every answer.
 
 All weights, gradients and moments of a judged head are zero but for column 0, and there row v holds a whole multiple

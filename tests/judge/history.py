@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients did to one head, and what they were told: the events of a run, with times, as JSON lines.
 
 A history concerns one head. Its first line is a header (the head's name, V, the incarnation of the server at the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs random histories for a while and judges them.
 
     LOSSD_BINARY=build/cpu-only/server/app/lossd python3 tests/judge/judge.py --minutes=5 --seed=1 --mix=all,cuts,kills

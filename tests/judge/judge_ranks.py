@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories of a server of several processes, of which any one is killed, judged.
 
 Needs a server with Gloo, so pytest does not collect it by itself: it is named to it.

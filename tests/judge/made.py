@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories made by hand: what is not said of a call is what a good server would answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From an impossible history to the few answers in it that contradict each other."""
 
 from __future__ import annotations

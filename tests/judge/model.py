@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of docs/consistency.md for one head, as a sequential specification.
 
 Model.apply(state, moment) gives the states in which the head may be after the moment, or the reason why the moment

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls as moments: the instants at which a call takes effect or sees something, and when each may lie.
 
 A linearizable call has one moment between its start and its end. A stream has several: a microbatch is accepted, its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of several processes (docs/scaling.md), as one: whatever rank dies, all end and start again."""
 
 from __future__ import annotations

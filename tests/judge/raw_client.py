@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of lossd's protocol, one gRPC call each, recorded: with pauses between messages, slow reading, cancellations.
 
 A RawClient is one client of one head with a connection of its own. Its methods block, record one event, and return it;

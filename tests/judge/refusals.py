@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a call may be refused: a refusal changes nothing, and has to have its reason in the state of that moment."""
 
 from __future__ import annotations

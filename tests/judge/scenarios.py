@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small dramas: what several clients do to one head, in which order. A scenario asserts nothing: the checker judges the
 history that it gives. Those of FINDINGS are impossible on a server that breaks the rule named.
 """

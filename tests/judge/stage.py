@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One head on one server, and the clients of one history."""
 
 from __future__ import annotations

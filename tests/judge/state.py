@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of one head in the model: plain values, hashable, never changed in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checker and its model, with histories made by hand: of each rule of docs/consistency.md one that keeps it and one
 that breaks it. No server runs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checker on what outlives a call or a server: retained rows, checkpoints, refused and unanswered calls, restarts. As
 in test_checker.py, each rule of docs/consistency.md has a history that keeps it and one that breaks it."""
 

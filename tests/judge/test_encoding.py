@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether answers tell versions apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories of a real server, judged. A scenario of a fault that is known and not mended is marked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search's shortcuts change no verdict: small random histories, judged also by trying every order."""
 
 from __future__ import annotations

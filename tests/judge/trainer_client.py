@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer as it is in real life: a lossd.Client, which remembers its step and repeats what broke, recorded."""
 
 from __future__ import annotations

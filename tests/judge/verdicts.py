@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the checker should say of a history made by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random clients of one head: every call, with pauses, cancellations, cut connections and restarts; all from a seed.
 
 Calls race, so a seed gives the same calls, not the same history.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tests that every backend must pass, written against the contract (kernels/backend.h) alone.
 //
 // Losses and exact gradients are in backend_conformance.cc, the rest in conformance_*.cc. A backend's test

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A problem's chunk run by a backend: its head, what comes back, and the tensors afterwards. What goes wrong
 // fails the running test. Not thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CHUNK_RUN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Classes of sampled problems about which rounding decides: as few as possible, and what they may change. Not
 // thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CLEAR_SAMPLES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a backend computed for a problem, compared with the double-precision reference. Differences fail the
 // running test. Not thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_COMPARISON_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a chunk can get wrong: it, or the slice at fault, fails by itself and changes nothing else.
 #include <algorithm>
 #include <cmath>

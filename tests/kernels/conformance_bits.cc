@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What deterministic servers rest on: results depend on the rows of a chunk and their order alone, to the
 // bit; on how they are cut into slices they do not in independent chunks, which is what such servers send.
 #include <algorithm>

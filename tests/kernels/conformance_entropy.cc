@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of entropies, as an entropy bonus in reinforcement learning has them: rows with and without one
 // in the same chunk, of any sign, with every other option.
 #include <algorithm>

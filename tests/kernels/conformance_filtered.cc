@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Filtered gradients.
 #include <algorithm>
 #include <vector>

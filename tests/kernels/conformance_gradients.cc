@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of every kind on one head, and what `auto` decides.
 #include <algorithm>
 #include <vector>

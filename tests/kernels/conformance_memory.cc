@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What heads and buffers take, and what a backend says that it chose.
 #include <sys/mman.h>
 

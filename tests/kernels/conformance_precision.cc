@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The results of a row against double precision on the same inputs: within 1e-4 whatever the row shares its
 // chunk with, the dtype, the options and the way that the chunk takes.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients, element by element with the random numbers of the reference.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head's tensors: initial values, reading and writing, gradients from outside, the gradient norm.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sampled gradients are for: without bias, with the spread that is predicted, and a function of the
 // random numbers of each row alone.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a process can have on systems of many kinds, described by their files.
 #include "kernels/host_memory.h"
 

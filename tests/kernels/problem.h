@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random loss-head problems; chunk_run.h gives them to a backend, comparison.h holds the results against the
 // reference.
 //

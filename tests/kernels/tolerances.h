@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far a backend may be from the double-precision reference, in one place.
 //
 // The error of a logit is proportional to the largest logit of its row; losses, lse and entropy inherit it

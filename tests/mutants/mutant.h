@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of the small changes ("mutants") that mutate.py has put into the code is in force: the one whose
 // number is in LOSSD_MUTANT, or none. Not part of lossd.
 //

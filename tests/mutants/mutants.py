@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes small changes to lossd's code, one at a time, and says which of them no test notices.
 
     make mutants                                   # 30 in each folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small changes to C++ code, as text: where they can be made, and a file in which they can be switched on one by one.
 
 It knows statements that begin on a line of their own, as clang-format leaves them, and no more of the language; what

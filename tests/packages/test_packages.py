@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the packages once and installs each. LOSSD_BUILD: the build folder. Needs PyPI, for the tools that make wheels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversions against the formats' definitions, computed here from sign, exponent and fraction.
 #include "proto/tensorfile/convert.h"
 

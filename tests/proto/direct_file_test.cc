@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever pieces are appended, and wherever they lie in memory, the file has their bytes, on file systems
 // with direct writes and without.
 #include "proto/tensorfile/direct_file.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Round trips, headers as NumPy writes them, and headers that must be refused.
 #include "proto/tensorfile/npy.h"
 

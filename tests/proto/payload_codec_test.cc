@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The codec against protobuf's own encoding and parser, for every message that has a payload.
 #include "proto/wire/payload_codec.h"
 

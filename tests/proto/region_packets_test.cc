@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packets of the region socket: what was sent before a side closed arrives, whatever was still unread.
 #include "proto/wire/region_packets.h"
 

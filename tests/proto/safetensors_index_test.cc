@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Indexes of sharded models: what is written is found, and nothing malformed is taken.
 #include "proto/tensorfile/safetensors_index.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Round trips, bytes written by hand after the format's description, and hostile headers.
 #include "proto/tensorfile/safetensors.h"
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The documentation passes its check, and the check finds every fault planted in bad_docs/.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)

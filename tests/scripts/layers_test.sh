@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The tree keeps the dependency rule, and the check finds every breach planted in bad_layers/.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)

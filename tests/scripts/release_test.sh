@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # scripts/release in a repository of its own: it tags what agrees, and says what does not.
 #   release_test.sh SOURCE_DIR
 set -euo pipefail

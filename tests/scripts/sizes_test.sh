@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # No class and no file of the tree is too large, and the check finds those that are. Skipped where libclang is missing.
 #
 #   sizes_test.sh BUILD_FOLDER

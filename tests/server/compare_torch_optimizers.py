@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares lossd's optimizers with torch.optim's over random training histories, through a running server.
 
     compare_torch_optimizers.py LOSSD PROTO_DIRECTORY [--histories=12] [--steps=25] [--seed=S] [--backend=cpu]

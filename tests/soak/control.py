@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fixed piece of work takes another process on this machine now: what latencies are compared with.
 
 The machine of a soak run may do other work too; then this takes as much longer as an answer of the server does.

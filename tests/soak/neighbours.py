@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that a server has to bear during a soak run: slow readers, silent writers, callers that go away, bad requests.
 
 Each function of NEIGHBOURS does one thing to the server once and returns; failures of its calls are what it is for.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loaded into a server (LD_PRELOAD), makes it leak memory, descriptors and threads, a little of each ten
 // times a second: what a soak run has to find.
 #include <fcntl.h>

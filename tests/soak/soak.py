@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a server for an hour under everything that a bad day brings, and says whether anything grew.
 
     LOSSD_BINARY=build/cpu-only/bin/lossd python3 tests/soak/soak.py --seconds=3600 --report=soak.json

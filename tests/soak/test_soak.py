@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short runs: of a server that leaks, which is found, and of the server as it is, whose memory is not judged: a process
 takes memory at first."""
 

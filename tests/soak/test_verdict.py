@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the verdict says of samples of known servers."""
 
 import random

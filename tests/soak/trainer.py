@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer of a soak run: a process that trains one head until it is killed, whatever becomes of server and connection.
 
     trainer.py TARGET HEAD LOG

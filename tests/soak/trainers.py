@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of a trainer (trainer.py), killed and started again."""
 
 from __future__ import annotations

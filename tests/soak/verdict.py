@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a server's memory, descriptors, threads and latency stayed level over a long run.
 
 The first third of the run is left out: it has the restarts of the server, in its first fifth, and what the last process takes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A program run as a child; killed if it is still there when the object goes. Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_
 #define LOSSD_TESTS_SUPPORT_CHILD_PROCESS_H_

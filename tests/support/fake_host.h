@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of /proc and /sys/fs/cgroup in a folder, as a system with so much memory has them.
 #ifndef LOSSD_TESTS_SUPPORT_FAKE_HOST_H_
 #define LOSSD_TESTS_SUPPORT_FAKE_HOST_H_

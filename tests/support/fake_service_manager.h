@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A service manager for tests: the socket that NOTIFY_SOCKET names, which it sets with the variables of a
 // watchdog for programs that are started while the object is there. Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_FAKE_SERVICE_MANAGER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory something takes at most.
 #ifndef LOSSD_TESTS_SUPPORT_PEAK_MEMORY_H_
 #define LOSSD_TESTS_SUPPORT_PEAK_MEMORY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of several lossd processes on this host, with the CPU backend and little memory; killed when the
 // object goes. Thread-compatible.
 //

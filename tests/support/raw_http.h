@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A TCP connection to an HTTP server that sends exactly the bytes it is given, well-formed or not, and reads
 // what comes back. Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_RAW_HTTP_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One HTTP/2 connection to a gRPC server that does what no gRPC client would: begins calls and leaves them,
 // sends a message's length and not the message, takes no answers. It obeys flow control and answers pings, so
 // that the server has no reason to close it. Thread-compatible; all work is done in Pump.

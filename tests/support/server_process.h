@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A lossd process with the CPU backend and little memory, killed when the object goes. Thread-compatible.
 //
 // Environment:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder of a test's own, removed with all its content when the test ends; and whole files as strings.
 #ifndef LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_
 #define LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Certificate authorities and certificates of a test's own, made with the openssl program. Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_TEST_PKI_H_
 #define LOSSD_TESTS_SUPPORT_TEST_PKI_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a device
 // of its own. Every part calls the same functions with the same sizes in the same order, from the thread that
 // drives its device, and each call enqueues on the device's compute stream; Wait is for the completion

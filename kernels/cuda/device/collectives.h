@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums and copies among GPUs, of one process or one of each of several: what NCCL does, and what goes through
 // the memory of the hosts where NCCL cannot.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Retained hidden states of the CUDA backend: device memory. Thread-compatible; ReadBytes is thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_CUDA_RETAINED_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_CUDA_RETAINED_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA and cuBLAS errors as absl::Status, with the name of the call.
 //
 // Stateless and thread-safe.

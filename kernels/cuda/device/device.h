@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
 // works.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A choice between two pieces of work by a number that the device computes: made by the device when it gets
 // there, without the host (a graph with a conditional node, built from what the two functions enqueue and
 // launched into the stream), or by the host, which waits for the number.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What kernel launches need to know of a device. Plain data.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_LIMITS_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_LIMITS_H_

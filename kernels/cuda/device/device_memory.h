@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device and pinned host memory with accounting by kind.
 //
 // MemoryLedger is thread-safe; a DeviceBuffer and a PinnedBuffer are plain owners.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of CUDA's driver, found at run time: nothing links the driver, so that programs start without it.
 //
 // Stateless and thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products through cuBLASLt, fp32 accumulation, one algorithm per shape for the life of the object.
 //
 // cuBLASLt is loaded at run time, so that a program linked with this library starts without it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of GPUs in several processes, one in each, through the memory of their hosts: what goes to
 // another rank is copied to the host, sent, and copied to that rank's GPU. It needs no NCCL, and several
 // ranks may have the same GPU.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives by NCCL, which is loaded at run time: of several GPUs of this process, or of one of each of
 // several.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of a GPU that other processes can import by a file descriptor (the driver's virtual memory
 // management).
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_SHARED_DEVICE_MEMORY_H_

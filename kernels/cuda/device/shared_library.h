@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A library that is loaded at run time, so that programs start where it is missing.
 //
 // Driven by one thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/heads/chunk_planner.h"
 
 namespace lossd::kernels::cuda {

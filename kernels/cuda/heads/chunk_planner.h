@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plans of a head's chunks, one after the other: from options and device alone, but that a chunk is
 // planned to be exact where filtering pauses after it has been in vain (paths/filter_backoff.h). Driven by
 // the backend's thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The slots of a head: what belongs to one chunk from Submit to its end. Plain owners; driven by the
 // backend's thread, but for the host blocks and events of a chunk in flight, which the completion thread
 // reads.

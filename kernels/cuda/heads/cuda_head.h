@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head on a GPU: the HeadKernels of the CUDA backend (see kernels/backend.h for its contract). It knows
 // the phases of a chunk; what it is made of has a class each: tensors, slots, transfers, the norm, the
 // planner, and the ways of computing a chunk (paths/).

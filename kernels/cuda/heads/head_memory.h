@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a head keeps on the device for its chunks and where: one function lays out a buffer for counting (null
 // base) and for use, so that a plan is what is allocated. The ways of computing chunks say themselves what
 // they need (paths/head_paths.h). Pure functions; thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The norm of a head's hidden states, before the loss of a chunk and after its hidden gradients; for heads
 // that have one. Enqueues on the device's compute stream. Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_NORM_H_

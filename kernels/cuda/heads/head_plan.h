@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the CUDA backend would do with a head: its memory, the rows of its chunks, and how a full chunk is
 // computed. The backend creates a head by the same arithmetic, so that a plan made on another machine is what
 // the server allocates. Pure functions; thread-safe; also of programs without CUDA.

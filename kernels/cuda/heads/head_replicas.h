@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies
 // of their values.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of one head on the device: values, gradients and moments, what may be read, written and added
 // to between chunks, and the optimizer's step. Everything but the accessors waits for the device. Driven by
 // the backend's thread; a chunk in flight may use the tensors.

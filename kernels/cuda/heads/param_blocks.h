@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of a head on the device and where they lie in their buffers: one function lays out a buffer for
 // counting (null base) and for use, so that a plan is what is allocated. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_PARAM_BLOCKS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The class exchange of a head whose parts lie in several processes, a GPU in each. Rank 0 delivers all rows.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_RANK_CLASS_EXCHANGE_H_
 #define LOSSD_KERNELS_CUDA_HEADS_RANK_CLASS_EXCHANGE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of chunks on their way between host and device, on the streams for that: hidden states and per-row
 // inputs up, results and hidden gradients down, converted and compacted where host and device differ. Driven
 // by the backend's thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies from device to shared memory that a thread starts and waits for later.
 //
 // The copies a thread has started since its last CommitCopies() are one batch; batches end in order. A thread

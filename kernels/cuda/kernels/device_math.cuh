@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small device functions shared by the kernels: 16-byte rows of any element type as fp32, fast base-2
 // exponentials, and reductions whose order never changes.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A launch whose blocks may take their places while the kernel before it in the stream ends. The kernel waits
 // for that one itself (AwaitKernelBefore in device_math.cuh). Plain data.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_EARLY_LAUNCH_H_

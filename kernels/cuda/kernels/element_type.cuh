@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The element type of a matrix, known when the program runs, as a template argument of a kernel. Host code.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ELEMENT_TYPE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ELEMENT_TYPE_CUH_

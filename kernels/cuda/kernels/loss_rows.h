@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loss of rows as kernels get it, in groups: what all rows share, what each row brings, what becomes of
 // it, and the matrix of its logits. A launcher takes the groups that its kernels use.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused loss kernel. Per row, with z the logit after bias, scale and softcap in fp32, f = log2(e) and
 // d_v = z_v f - M (one fused multiply-add, so that common offsets of any size cancel exactly):
 //

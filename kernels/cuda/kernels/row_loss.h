@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the row loss kernel, fp32 logits of some rows in, row results and their gradient out, and of
 // the kernel that computes the targets' own logits.
 //

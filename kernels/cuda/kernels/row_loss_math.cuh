@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the row kernels have in common: from a dot product to a logit, from the sums over a row to its
 // loss, and from there to the factors of its gradient. The formulas stand in row_loss.cu.
 //

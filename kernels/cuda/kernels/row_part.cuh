@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread block's work on (a part of) a row of fp32 dot products: statistics from it, and its gradient in
 // the compute dtype. Shared by the kernels that have the whole row (row_loss.cu) and a block of its classes
 // (recomputed_rows.cu). The formulas stand in row_loss.cu.

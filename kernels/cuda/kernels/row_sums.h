@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What some of the classes say of a row, until the others have been added. Plain data; also of programs
 // without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_SUMS_H_

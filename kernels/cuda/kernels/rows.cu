@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels that move, mask and reduce rows. All are bound by memory: each element is read once and
 // written once, eight at a time. Nothing uses atomics; sums have a fixed order.
 #include <algorithm>

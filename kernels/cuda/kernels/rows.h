@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels that move, mask and reduce the rows of a chunk.
 //
 // All enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe.

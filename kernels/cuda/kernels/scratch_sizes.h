@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that launches need beside their operands and results. Pure functions; also of programs without
 // CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SCRATCH_SIZES_H_

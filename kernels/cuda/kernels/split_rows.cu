@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One thread a row: records of a row's sums over the classes of a device, and the sums over the classes of
 // all devices from the records of each.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels that put together what several devices, each with some of the classes, say of the
 // same rows.
 //

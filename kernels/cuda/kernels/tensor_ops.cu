@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels over a head's parameters, bound by memory: the optimizer step reads value, gradient and moments
 // once and writes them once, together with the 16-bit copy that the GEMMs multiply.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels over a head's parameters: conversion, addition, optimizer step, gradient norm.
 //
 // Enqueue on `stream`; device memory; thread-safe.

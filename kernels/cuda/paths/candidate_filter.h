@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What filtered gradients do with the candidates of a chunk once they are found: dx row by row, the list of
 // kept elements, the decision whether the chunk is filtered after all, and dW from the list
 // (docs/kernels/filtered.md). A path finds the candidates and says where the lists lie.

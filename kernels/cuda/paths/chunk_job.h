@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A chunk while it is being enqueued, as the ways of computing it (chunk_path.h) see it. Pointers are device
 // memory of the chunk's slot unless said otherwise. Plain data.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_CHUNK_JOB_H_

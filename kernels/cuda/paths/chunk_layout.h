@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the rows of a chunk go on the device: decided on the host, before anything is enqueued.
 //
 // Rows without target are left out ("compact" rows are those that stay, in order), per-row factors of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A way of computing the loss and the gradients of a chunk, phase by phase. A head has one object of each way
 // that its chunks may take; the planner (head_paths.h) picks one for a chunk.
 //

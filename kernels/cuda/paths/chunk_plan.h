@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernels compute a chunk, and why those: decided from what is known before anything is enqueued. Pure
 // functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_CHUNK_PLAN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a chunk goes on with when the device has decided whether it is exact (kernels/decision.h).
 #ifndef LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_DECISION_BRANCH_H_

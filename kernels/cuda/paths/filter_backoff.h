@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which chunks that may be filtered or sampled try it. Once kFilterPatience of them in a row have turned out
 // exact, for their candidates or for the predicted error, trying pauses: only one chunk in kFilterPatience
 // tries. The others are exact from the start, which spares them the selection and, where filtered ones store

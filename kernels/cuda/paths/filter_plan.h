@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a chunk can be filtered on the GPU, and the memory that takes. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_
 #define LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Filtered gradients of a chunk whose logits are recomputed, a block of rows after the other: candidates are
 // listed by the logit pass where the plan is fused, else selected from the logits of a block of few rows. The
 // device then decides by the candidates of all rows whether the chunk is filtered or computed as

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Filtered gradients of a chunk whose head stores logits (docs/kernels/filtered.md): candidates are selected
 // from the fp32 logits of a block of rows after the other, and the device decides by them whether the chunk
 // is filtered or computed anew as StoredPath would. The lists of a filtered chunk lie in the memory of its

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/fused_stored_path.h"
 
 #include "kernels/cuda/device/cuda_status.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it
 // stores exponentials, whose rows lack one factor each to be the gradient.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_FUSED_STORED_PATH_H_

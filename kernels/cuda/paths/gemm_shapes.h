@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Pure functions.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_GEMM_SHAPES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_GEMM_SHAPES_H_

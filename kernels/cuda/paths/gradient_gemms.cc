@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/gradient_gemms.h"
 
 #include "kernels/cuda/device/cuda_status.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GEMMs of the gradients of a chunk whose logits are stored: dx = ds W and dW += ds^T x, by cuBLASLt or
 // by kernels of our own (hopper/gradient_gemm.h). Which of them computes a chunk is decided by its plan.
 //

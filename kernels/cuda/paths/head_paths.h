@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ways of computing chunks that a head has, and which of them computes a chunk: the planner.
 //
 // A new way is a class derived from ChunkPath in a file of its own, and a line in one of the tables of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sizes of a head on the device that everything else follows from. Plain data.
 //
 // Matrices are padded to multiples of 8 rows and columns; the padding is zero and stays zero, so GEMMs may

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a list of elements of ds that becomes a weight gradient (kept_entries.h). Pure functions;
 // thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_KEPT_BUFFERS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The weight gradient from a list of elements of ds, and the uniform part of label smoothing beside it: what
 // filtered and sampled gradients have in common.
 //

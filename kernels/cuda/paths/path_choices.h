@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What several paths say of themselves, for people (kernels/choice.h).
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ways of computing chunks (head_paths.h) need of a head's memory, all in one place: a new way adds
 // what it needs to path_claims.cc. Pure functions; thread-safe; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_CLAIMS_H_

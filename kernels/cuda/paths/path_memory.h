@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device memory that the ways of computing a head's chunks (chunk_path.h) work in. It is divided into
 // regions. A path claims the bytes that it needs of each; a region is as large as the largest claim, because
 // only one path works at a time. So what a region holds between two phases of a chunk is the path's own

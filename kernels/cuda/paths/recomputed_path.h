@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact gradients of a chunk whose logits are recomputed, so that those of no more than a block of rows and
 // classes are in memory: first the statistics of all rows, then, with lse known and the guard passed, each
 // block's logits once more and their gradient. Both are fused into the logits product where the plan says so.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a chunk of a head that recomputes logits is divided into blocks of rows and classes, so that a block
 // and what belongs to it fit an arena of a given size. docs/kernels/recomputed.md says what is in it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Some rows of a chunk that are computed together. Plain data.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_ROW_BLOCK_H_
 #define LOSSD_KERNELS_CUDA_PATHS_ROW_BLOCK_H_

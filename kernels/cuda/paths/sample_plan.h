@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that sampled gradients take on the GPU. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients of a chunk whose logits are recomputed, a block of rows after the other
 // (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place, and from it the list
 // of the block's rows is taken. dx and dW come from the lists of all blocks. With `auto` the device decides

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the paths of sampled gradients have in common, whether logits are stored or recomputed.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_ROWS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_ROWS_H_

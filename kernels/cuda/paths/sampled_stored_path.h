@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md), and filtered ones of a head
 // that is split by vocabulary (docs/kernels/filtered.md). The chunk begins as an
 // exact one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the devices of a head that is split by vocabulary tell each other of gradients that are not exact: at
 // which level they sample, and of each row the predicted error or the dropped mass. So they decide alike, and
 // say the same. For a head that is not split there is nothing to tell.

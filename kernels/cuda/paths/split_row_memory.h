@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a head that is split by vocabulary keeps of the rows of a chunk (split_rows.h), and where it lies.
 // Pure functions; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SPLIT_ROW_MEMORY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a chunk of a head that is split by vocabulary, between the kernels that sum over the classes
 // here and those that need the sums over all (kernels/split_rows.h). For a head that is not split every step
 // is nothing.

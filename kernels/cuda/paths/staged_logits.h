@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fp32 logits of a chunk whose head stores logits, a block of rows at a time (staging_plan.h): no number
 // of 16 bits decides about a result of a row.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the fp32 logits of a chunk lie while its rows are turned into results: a block of rows at a time, in
 // memory that is free anyway. What is kept of a chunk has 16 bits an element, so that the memory of the rows
 // that are still to come holds the logits of the next third of them; the last rows take the memory of dx.

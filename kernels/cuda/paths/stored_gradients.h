@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients of a chunk from a matrix of ds in device memory: what the paths of stored logits have in
 // common.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact gradients of a chunk whose head stores logits: the library's GEMM computes the logits of a block of
 // rows in fp32, the row loss kernel turns them into row results and their gradient in the compute dtype, and
 // when all rows have it two GEMMs take it from there.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keeps a page of the server live: draws the charts of the last 15 minutes out of /history.json, and fetches the page
 // itself again to renew what has changed in it. Nothing that the server sends becomes markup here: texts are set as text,
 // and a fetched page is parsed into a document of its own, in which no script runs.

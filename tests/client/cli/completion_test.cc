@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lossctl says of unfinished and of misspelt words: the binary, against the fake server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

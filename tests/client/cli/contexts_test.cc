@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file of contexts. The cases of tests/client/contexts/cases.json are the Python client's, too.
 #include "client/cli/contexts.h"
 

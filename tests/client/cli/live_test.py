@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lossctl watch` and `top` on a terminal: what is on the screen at several widths, keys, and every way out.
 
     python3 live_test.py LOSSD LOSSCTL

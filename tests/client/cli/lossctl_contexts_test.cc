@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lossctl context`, and which server and credentials a command uses.
 #include <gmock/gmock.h>
 #include <sys/stat.h>

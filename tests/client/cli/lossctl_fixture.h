@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the lossctl binary against the fake server, which has a head "head" of 4 x 10.
 #ifndef LOSSD_TESTS_CLIENT_CLI_LOSSCTL_FIXTURE_H_
 #define LOSSD_TESTS_CLIENT_CLI_LOSSCTL_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How lossctl prints: documents, wide tables, colours. The commands' own words are lossctl_test.cc's.
 #include <gmock/gmock.h>
 

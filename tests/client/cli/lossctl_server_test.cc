@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the lossctl binary against the real server: models from files, checkpoints there and back.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

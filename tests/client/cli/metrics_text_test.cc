@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cli/metrics_text.h"
 
 #include <gmock/gmock.h>

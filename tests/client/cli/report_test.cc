@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lossctl prints: descriptions, benchmark reports, errors.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Administration of heads and the connection itself.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

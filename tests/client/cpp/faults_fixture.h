@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A client and a server that misbehaves on request, with what a whole loss computation has to give.
 #ifndef LOSSD_TESTS_CLIENT_CPP_FAULTS_FIXTURE_H_
 #define LOSSD_TESTS_CLIENT_CPP_FAULTS_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss computations against a server, or a network, that misbehaves.
 #include <gmock/gmock.h>
 #include <grpcpp/support/status.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs golden cases (tests/client/golden/README.md) through the C++ client: one function for each kind of
 // file, and what they share. A case that is not as it should be fails the current test.
 #ifndef LOSSD_TESTS_CLIENT_CPP_GOLDEN_H_

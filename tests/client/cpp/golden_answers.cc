@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Golden cases of what answers mean: those of loss computations, of tensor transfers, and the statuses of
 // calls.
 #include <google/protobuf/util/message_differencer.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Golden cases of addresses, and of what is found there.
 #include <gtest/gtest.h>
 

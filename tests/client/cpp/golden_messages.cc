@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Golden cases of what the client sends: plans and bytes; and of bytes that it reads.
 #include <google/protobuf/util/message_differencer.h>
 #include <gtest/gtest.h>

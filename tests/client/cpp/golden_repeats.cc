@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Golden cases of calls against a server whose faults are scripted: what is sent again, and what the caller
 // gets.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Golden cases of what the client decides: which server process it takes answers from, and when it repeats a
 // call.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every golden case of tests/client/golden, which the Python client runs too
 // (tests/client/python/test_golden.py).
 #include "tests/client/cpp/golden.h"

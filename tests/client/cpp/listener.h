@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server on a port of its own that says the same to whoever connects, with TLS or without, and hangs up.
 //
 // Thread-compatible.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/loss_plan.h"
 
 #include <gmock/gmock.h>

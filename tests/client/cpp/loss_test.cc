@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss computations against the fake server when nothing goes wrong.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

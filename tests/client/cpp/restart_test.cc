@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a client notices of a server that was restarted, and when that is an error.
 #include <gmock/gmock.h>
 #include <grpcpp/support/status.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The client against the real server as a process of its own: results against the reference, cut connections,
 // a killed and a stopped server.
 #include "tests/support/server_process.h"

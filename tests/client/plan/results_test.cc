@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plan says beside what was measured and recorded in bench/results, most of which it is not made
 // from.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests share: a server process, a client, heads of their own, random numbers whose seed is printed."""
 
 from __future__ import annotations

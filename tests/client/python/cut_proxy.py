@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy that cuts its connections: for tests of what survives that.
 
 It listens on a port of the loopback, or on a Unix socket if the server does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine with GPUs for tests: CUDA's driver as lossd._cuda has it, and arrays on its devices.
 
 Addresses of devices are those of memory of the host plus a distance, so that who follows one of them ends with SIGSEGV.

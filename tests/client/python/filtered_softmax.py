@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The softmax of filtered gradients, in double precision ("Filtered gradients" in docs/math.md)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What golden cases (tests/client/golden/README.md) have in common: their members, and the errors they expect."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs golden cases (tests/client/golden/README.md) of addresses, and of what is found there."""
 
 from __future__ import annotations

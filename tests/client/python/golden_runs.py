@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs golden cases (tests/client/golden/README.md) through the Python client: one function for each kind of file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The works of calls that golden cases describe, as the Python client makes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin (-p no_skips) under which a skipped test, or a skipped module, has failed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds a source distribution and out of it a wheel, and installs that in a fresh virtual environment, offline, with
 # the distribution's packages for the rest.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of the version before (tests/proto/previous): its messages, and a server that knows no more of them.
 
 The messages live in a pool of their own, beside today's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may change of a protocol while clients and servers of the version before are in use (docs/compatibility.md).
 
 faults(before, now) compares two FileDescriptorSets of one package and says, one line each, what breaks the other side.

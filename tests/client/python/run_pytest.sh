@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs pytest in the environment that prepare_venv.sh made.
 #
 #   run_pytest.sh VENV LOSSD FAKE_SERVER ARGUMENT...

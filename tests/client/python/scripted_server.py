@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fake server of scripted faults (tests/client/scripted_server.h): the program that LOSSD_FAKE_SERVER names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback.
 
 With LOSSD_TEST_SOCKETS=unix it listens on a Unix socket instead. LOSSD_TEST_FLAGS are further flags of every server.

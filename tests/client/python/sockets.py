@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers of a test's own on plain sockets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package as people read it: signatures, docstrings, what notebooks show, what can be pickled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lossd.Client against a server process: numbers against NumPy in double precision, and administration."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lossd.Client refuses bad input before or after the server sees it, and says which field has which value."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lossd.Client from its connection to its end: servers that are not there, closing, cancelling, forks, copies."""
 
 import multiprocessing

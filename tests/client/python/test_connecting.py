@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a lossd.Client says when no connection comes about, and that it says so well before its timeout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients in another network namespace and of another user, as in containers: they share memory through a folder that
 both see, and say what is missing otherwise."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers by name: the file that lossctl keeps, and what a client takes from it."""
 
 import json

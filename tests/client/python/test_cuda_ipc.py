@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of CUDA arrays through memory of the server's GPU: the same results as in messages, whatever ends when.
 
 The GPU is a fake on both sides (fake_cuda.py, tests/server/app/shared_device.cc): what follows an address of it ends.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in PyTorch, with small sizes, and the parts that they are made of."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exactly once through a network that cuts connections, and what a restarted server looks like."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every golden case of tests/client/golden, which the C++ client runs too (tests/client/cpp/golden_test.cc)."""
 
 import json

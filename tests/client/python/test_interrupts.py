@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A KeyboardInterrupt ends what the interrupted call does before the caller sees it: his memory is free then."""
 
 import contextlib

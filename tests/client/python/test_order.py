@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Microbatches on a deterministic server in any order, and calls that are refused: no id is left out."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splitting rows over streams and slices, against plain loops and stated rules."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m lossd.quickstart` and its parts."""
 
 from __future__ import annotations

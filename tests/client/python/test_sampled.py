@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampled gradients through lossd.Client, against the rule written down in Python; and those of auto."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS, client certificates and tokens against the linked server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices in memory that client and server share, and Unix sockets: the same results, whatever ends when."""
 
 from __future__ import annotations

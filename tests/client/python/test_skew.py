@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients and servers of two versions (docs/compatibility.md): the protocol may only grow, a client that knows the version before
 trains with this server, and this client with a server that knows the version before. LOSSD_BINARY: the server; lossctl is beside it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lossd.torch as people read it: signatures, docstrings, what notebooks show, torch.compile."""
 
 from __future__ import annotations

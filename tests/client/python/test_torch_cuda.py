@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LossHead and Client with CUDA tensors against a server on the same GPU; needs a GPU."""
 
 from __future__ import annotations

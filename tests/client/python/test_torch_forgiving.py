@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops that are interrupted, begun again, or leave things unfinished: what they find, and how they get on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LossHead against torch in double precision, and as a citizen of autograd."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LossHead with input that is unusual or wrong: no valid rows, every dtype, bad arguments, copies, closed clients."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PendingHeadLoss.lazy(): a loss whose value comes with its backward."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log-sum-exp of rows through the service, judged as CCE's tests judge theirs.
 
 Criterion, element by element: our error against fp32 is at most that of torch, which rounds logits to the dtype of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops in which something goes wrong: a batch, a connection, the server, or the gradients of a step."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes and data that have caught other implementations, in every dtype.
 
 Criterion, element by element: our error against double precision is at most 1.5 times the largest error of torch on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeadOptimizer and LossHead in training loops, against the same loops with a local head in torch."""
 
 import copy

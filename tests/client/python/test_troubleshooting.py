@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/troubleshooting.md: every error class of the client is there, and every message is one that a program can print."""
 
 from __future__ import annotations

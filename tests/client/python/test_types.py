@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's annotations, checked by mypy as strictly as it can."""
 
 import subprocess

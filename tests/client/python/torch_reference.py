@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of docs/math.md in torch, double precision, with autograd: what LossHead is compared with."""
 
 from __future__ import annotations

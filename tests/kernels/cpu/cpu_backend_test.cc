@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the CPU backend promises beyond the contract: options, limits, threads.
 #include "kernels/cpu/cpu_backend.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Links of several ranks in one process, over the loopback: what a chunk of a head that is split by
 // vocabulary comes to when another rank does not do its part. What it comes to when all do is in the
 // conformance suite.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exchange between ranks over transfers in memory: the bits of threads of one process, whatever goes into
 // one message, and an end when a rank cannot be reached.
 #include "kernels/cpu/rank_exchange.h"

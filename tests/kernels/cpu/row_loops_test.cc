@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every set of row loops that this processor can run, against the C library in double.
 #include "kernels/cpu/row_loops.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the CUDA backend with PyTorch on a GPU: fp64 as the truth, the same dtype as the yardstick.
 
     python3 compare_torch.py path/to/cuda_loss_probe [--out results.json] [--fuse-always]

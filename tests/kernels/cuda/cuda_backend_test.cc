@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 

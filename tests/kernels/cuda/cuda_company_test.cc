@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The results of a row alone, among 8, 300 and 4096 rows, which take different products and kernels, against
 // double precision: within the bound of docs/kernels/cuda-exact.md. The bits may differ, because the library
 // chooses its kernels by the size of the product.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conformance suite on the CUDA backend.
 #include <memory>
 #include <utility>

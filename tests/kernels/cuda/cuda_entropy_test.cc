@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of entropies, as the entropy bonus of reinforcement learning has them, in chunks as large as
 // those for which a backend fuses losses on its own accord.
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every call of the CUDA runtime that kernels/cuda makes, wrapped: the linker sends it here (--wrap), and
 // here it is counted and may fail. cuBLASLt is loaded at run time, so dlsym hands out wrapped functions of
 // it.

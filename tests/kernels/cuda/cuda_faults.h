@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes calls of the CUDA runtime and of cuBLASLt fail that the program's own code makes. For programs that
 // link lossd_cuda_faults; calls that the libraries make of each other are not counted. Thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_CUDA_FAULTS_H_

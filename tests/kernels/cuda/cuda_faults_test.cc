@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every call of CUDA and cuBLASLt that the backend makes fails once, alone and with all calls after it.
 // Whatever fails: the backend neither crashes nor hangs, an error is reported with the name of a call or the
 // results are right, and what was not reported as accumulated is not in the gradients.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two GPUs that are one device, of which one stays away from an exchange or fails in it: the group ends as
 // one. The call under way gets one answer, within the time that a GPU waits for another; what comes later
 // fails; nothing hangs, and a new group can be made.

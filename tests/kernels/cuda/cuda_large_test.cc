@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shapes too large for the full reference: losses and gradients of sampled rows and classes against double
 // precision, over one or several chunks. Also more logits than 2^31.
 #include <algorithm>

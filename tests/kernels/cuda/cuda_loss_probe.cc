@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Computes one microbatch with the CUDA backend from files, for compare_torch.py.
 //
 //   cuda_loss_probe DIR

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GPU of the CUDA tests; without one they are skipped, visibly.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
 #define LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_

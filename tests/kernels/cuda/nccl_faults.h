@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lets one GPU of several stay away from the exchanges of NCCL, as one that hangs, or fail in them. For
 // programs whose calls of dlsym the linker wraps. Thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_NCCL_FAULTS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The data have the softmax that was measured. Thresholds that the size has room for are within the 15 % that
 // benchmarks promise; 512 rows have a standard error of 3 to 6 %.
 #include "kernels/data/real_data.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Divisions of random chunks have the properties that division.h promises.
 #include "kernels/group/division.h"
 

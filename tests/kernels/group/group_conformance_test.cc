@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conformance suite on groups of CPU backends.
 #include <cstdint>
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine hears of a chunk that several members compute: once, in order, and the truth when some of
 // them fail.
 #include "kernels/group/group_head.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What holds of the tensors of a group's members: the gradient of a class is the sum over them, its owner has
 // the whole of it once somebody has looked, values are the same everywhere, and moments are the owner's
 // alone.

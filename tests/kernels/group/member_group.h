@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups of CPU backends for tests.
 #ifndef LOSSD_TESTS_KERNELS_GROUP_MEMBER_GROUP_H_
 #define LOSSD_TESTS_KERNELS_GROUP_MEMBER_GROUP_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A member of a group that computes nothing: the test says when a chunk has results, when it is done, and
 // with what. Thread-safe but for what the backend's contract says of its driving thread.
 #ifndef LOSSD_TESTS_KERNELS_GROUP_SCRIPTED_MEMBER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients of the reference: their mean over many seeds is the exact gradient, with the spread that
 // is predicted. One row and a bias show dL/d(dot product) class by class.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference proves itself: its gradients are those of its losses by central differences, and its losses
 // agree with values worked out by hand.
 #include "kernels/reference/reference.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/access/certificate_roles.h"
 
 #include <gmock/gmock.h>

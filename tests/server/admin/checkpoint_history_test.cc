@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of a head whose life takes a turn: it goes back and is trained again, or it is deleted during a
 // save.
 #include "tests/server/admin/checkpoints_fixture.h"

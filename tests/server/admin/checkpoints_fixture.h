@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server's inside with checkpoints on a disk that tests slow down, and a trainer for it.
 #ifndef LOSSD_TESTS_SERVER_ADMIN_CHECKPOINTS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ADMIN_CHECKPOINTS_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints beside training, on the CPU backend: what is saved is one step boundary however slow the disk
 // is, steps wait no longer than for the reading, and training goes on from a checkpoint as if nothing had
 // been.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Options of checkpoints that are out of range, and what follows from them.
 #include "server/app/check_options.h"
 

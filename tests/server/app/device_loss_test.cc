@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The linked lossd program, with a device that can be lost: what calls hear, what the metrics and probes say,
 // and how the process ends.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backend and its heads that pass everything on to another one: what a test changes, it overrides.
 //
 // As thread-safe as what they pass on to.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The HTTP port of the linked lossd program under load: half-open connections, clients that take no answers,
 // 100,000 random requests, and a stop in the middle of it.
 //

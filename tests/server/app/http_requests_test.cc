@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the linked lossd program answers to HTTP requests of every kind, and that none of them ends it. The
 // program is the one of this build: its threads carry the static thread-local data of all libraries it links,
 // which a test of the HTTP server alone does not have.

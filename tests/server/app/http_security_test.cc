@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The HTTP port of the linked lossd program with TLS and with tokens.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The linked lossd program tells that its device thread hangs: /livez does, and the service manager hears no
 // more that it is alive. The server still answers meanwhile.
 #include <gmock/gmock.h>

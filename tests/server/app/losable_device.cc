@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU backend for a lossd program of the tests: it computes on the CPU, until the file that
 // LOSSD_LOSE_DEVICE names exists. From then on the device is lost, and every operation fails as one on a lost
 // GPU does.

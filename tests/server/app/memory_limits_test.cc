@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The linked lossd program refuses heads that are larger than what the system lets it have: it is neither
 // killed nor does it end.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linked lossd with certificates, roles and tokens of a test's own, and clients of each kind.
 // Thread-compatible.
 #ifndef LOSSD_TESTS_SERVER_APP_SECURITY_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lossd refuses to start with, and what it starts with.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

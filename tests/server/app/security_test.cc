@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The linked lossd program with TLS, client certificates, tokens and roles, as clients see it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

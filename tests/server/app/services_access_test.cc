@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls every method of the protocol on the linked server: as nobody, with a role that is too low, and with
 // one that is high enough. So a method whose service forgets to ask who calls is found.
 #include <gmock/gmock.h>

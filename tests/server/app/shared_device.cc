@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU backend for a lossd program of the tests: it computes on the CPU, and shares "memory of its device"
 // with clients of the host. Whoever follows an address of that memory ends with SIGSEGV, as on a machine with
 // a GPU; what computes gets at it by a second mapping. Clients import it by mapping its descriptor.

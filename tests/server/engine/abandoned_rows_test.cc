@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What callers leave behind that open rows and go: nothing.
 #include <time.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What calls under way are bound to, and how they end when it changes (docs/consistency.md).
 #include <limits>
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine tells of the chunks it has computed: how, and how their gradients turned out.
 #include <cstdint>
 #include <memory>

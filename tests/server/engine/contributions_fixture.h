@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine on the fake backend with one head, and gradients for it from outside.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_CONTRIBUTIONS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_CONTRIBUTIONS_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients from outside through the engine.
 #include <cstring>
 #include <limits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Microbatches whose rows the engine keeps until their gradients come.
 #include "server/engine/deferred.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients from outside in deterministic mode: they wait for their turn among the microbatches.
 #include <algorithm>
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic mode on the CPU backend with gradients `auto`: what a group has decided holds for its
 // repeats.
 #include <algorithm>

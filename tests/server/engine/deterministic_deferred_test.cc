@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deferred microbatches in deterministic mode, on a scripted device.
 #include <algorithm>
 #include <utility>

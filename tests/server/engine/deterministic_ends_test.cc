@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine in deterministic mode: calls, groups and heads that end before they are done, on a scripted
 // device.
 #include <atomic>

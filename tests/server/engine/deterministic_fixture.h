@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine in deterministic mode on a scripted device, and streams whose slices wait for their turn.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_DETERMINISTIC_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_DETERMINISTIC_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic mode under random arrivals, cuts and cancellations: what reaches a scripted device, and the
 // bits of weights and gradients on the CPU backend.
 #include <algorithm>

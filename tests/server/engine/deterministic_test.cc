@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine in deterministic mode: order, waiting and repeats on a scripted device.
 #include <algorithm>
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine tells as a failure of the device: what the backend has said, and nothing that it says
 // itself. The server ends when it is told UNAVAILABLE.
 #include <cstdint>

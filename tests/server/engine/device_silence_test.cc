@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine::DeviceSilence: an idle engine beats, and one whose device thread or device hangs falls silent until
 // it goes on.
 #include <thread>

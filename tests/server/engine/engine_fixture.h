@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine on the fake backend with one head, and streams to it.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backend whose arithmetic is trivial and whose failures are scripted, so that tests of the engine see
 // exactly which rows were accumulated, and when.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head's session by hand: slices from their caller to the device and back, and versions.
 #include "server/engine/head_session.h"
 

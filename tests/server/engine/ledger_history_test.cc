@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ledger against a model that keeps nothing but the history and works out everything from its beginning.
 #include <algorithm>
 #include <cstdint>

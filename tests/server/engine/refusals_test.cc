@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine refuses, and that nothing else changes: bad slices, bad streams, rows that are not finite,
 // what is over a limit.
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collects what a stream reports, row by row.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_ROW_COLLECTOR_H_
 #define LOSSD_TESTS_SERVER_ENGINE_ROW_COLLECTOR_H_

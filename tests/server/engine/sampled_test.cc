@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients in the engine: every row is given the random numbers of its place in its microbatch,
 // however it comes to the device; and the sums of the predicted error reach the summary, the observers and
 // the head's description.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What comes next to the device, by arrival and in deterministic mode.
 #include <functional>
 #include <memory>

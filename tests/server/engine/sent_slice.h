@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Test helper: a slice that has been handed to a stream, and what became of it.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SENT_SLICE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SENT_SLICE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The session of a head on the fake backend, without a device thread: a test runs what the session offers.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SESSION_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SESSION_FIXTURE_H_

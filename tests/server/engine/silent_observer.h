@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An observer that does nothing, for tests that look at some events only.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SILENT_OBSERVER_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SILENT_OBSERVER_H_

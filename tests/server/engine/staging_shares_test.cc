@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shares of the staging pool.
 #include <cstdint>
 #include <utility>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps through the engine: applied once, whole, and never on numbers that may be wrong.
 #include <cmath>
 #include <limits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The streams and rows that tests of the engine send unless they want others.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_STREAM_SPECS_H_
 #define LOSSD_TESTS_SERVER_ENGINE_STREAM_SPECS_H_

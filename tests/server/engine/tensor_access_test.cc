@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading and writing tensors row by row, while other calls change the head or want to use it.
 #include "server/engine/tensor_access.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints that were damaged, or change while they are loaded: they are refused, and the head is
 // untouched.
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint among others in a directory: files that lead out of it, names that are taken, a limit.
 #include <sys/stat.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every single operation of a save and of the pruning after it goes wrong once, in every way; then one of the
 // checkpoints that were promised loads bit for bit, and nothing else is to be seen.
 #include <cerrno>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads in memory with random tensors, and a folder to save them in, for tests of checkpoints.
 #ifndef LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_

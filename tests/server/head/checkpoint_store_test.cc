@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is listed, what is pruned, what is cleaned up.
 #include "server/head/checkpoint_store.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of heads in memory: what is saved comes back, and a save that fails leaves nothing.
 #include "server/head/checkpoint.h"
 

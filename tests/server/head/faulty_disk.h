@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A disk on which one operation goes wrong: it fails, or it is the last one before the process or the machine
 // dies. It works on real folders but brings nothing to a real disk: what a loss of power may take is kept
 // account of instead.

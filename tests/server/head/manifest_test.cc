@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a manifest says is read back exactly, and a manifest of another version is refused.
 #include "server/head/manifest.h"
 

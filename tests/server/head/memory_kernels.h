@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A head whose tensors are vectors in memory and that computes nothing, for tests of what moves tensors.
 #ifndef LOSSD_TESTS_SERVER_HEAD_MEMORY_KERNELS_H_
 #define LOSSD_TESTS_SERVER_HEAD_MEMORY_KERNELS_H_

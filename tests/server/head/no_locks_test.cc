@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // On a file system without locks (flock), no server removes what another one saves: leftovers stay, and
 // nothing is saved that could not be protected.
 #include <sys/file.h>

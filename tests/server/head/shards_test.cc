@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every class is in exactly one file, files are about as large as each other, and there are as many as the
 // rules want.
 #include "server/head/shards.h"

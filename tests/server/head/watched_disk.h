@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A disk that is asked before each write, so that tests can delay or fail it.
 #ifndef LOSSD_TESTS_SERVER_HEAD_WATCHED_DISK_H_
 #define LOSSD_TESTS_SERVER_HEAD_WATCHED_DISK_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linked lossd process under attack, and an honest client of it.
 #ifndef LOSSD_TESTS_SERVER_LIMITS_ATTACKS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_LIMITS_ATTACKS_FIXTURE_H_

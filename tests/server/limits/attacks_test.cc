@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one client can take from a server and from its other clients. Each test attacks a lossd process of its
 // own, and meanwhile an honest client trains and saves. "Memory does not grow with traffic" is checked on the
 // process: its resident memory stays below the plan and kOverhead.

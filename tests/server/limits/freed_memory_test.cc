@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is freed goes back to the system, whatever threads of the server took it, and in whatever order.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trainer that has more bytes under way than the transport's memory holds is slowed down, and nothing else.
 #include <gtest/gtest.h>
 

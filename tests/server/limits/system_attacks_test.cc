@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attacks on what is beside the calls of attacks_test.cc: the HTTP port, files below the checkpoint folder,
 // heads larger than the machine, and a deterministic server. Each must leave the process alive and its memory
 // bounded, and an honest client training.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A management library of NVIDIA's (NVML) for tests: one GPU, whose figures and events the test sets through
 // fake_nvml_set and fake_nvml_event.
 #include <chrono>

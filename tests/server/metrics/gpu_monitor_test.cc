@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The monitor on a management library of the tests' own.
 #include "server/metrics/gpu_monitor.h"
 

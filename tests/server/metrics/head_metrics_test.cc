@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The series of each head, by a clock of the test's own.
 #include "server/metrics/head_metrics.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/http_listener.h"
 
 #include <gmock/gmock.h>

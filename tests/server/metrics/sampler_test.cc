@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Samples of a server without calls, by times of the test's own.
 #include "server/metrics/sampler.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recordings by a clock of the test's own.
 #include "server/metrics/trace_recorder.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ranks send each other is what they had, field by field. The structured bindings name all fields of a
 // type: one that is added has to be added here, and so to the messages.
 #include "server/ranks/messages.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backend of one rank of a group, for tests.
 //
 // Environment, of all ranks:

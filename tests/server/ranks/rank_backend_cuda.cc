@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "absl/strings/match.h"
 #include "kernels/cpu/gloo_transfers.h"
 #include "kernels/cuda/cuda_backend.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group of ranks for tests: the leader in this process, the workers in processes of their own.
 #ifndef LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
 #define LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_

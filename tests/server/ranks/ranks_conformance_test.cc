@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conformance suite on groups of ranks in several processes.
 #include <cstdint>
 #include <map>

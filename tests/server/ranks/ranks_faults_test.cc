@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kill -9 of any rank at any moment of a training, again and again: every time all ranks end within a bound,
 // the server starts again from its newest checkpoint, the trainer goes on from there, and the weights at the
 // end are those of a run that nobody disturbed, bit for bit.

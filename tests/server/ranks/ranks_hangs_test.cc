@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank that stops without ending (SIGSTOP, as a host that hangs does): within a collective, between any two
 // operations, and with either of the two time limits alone. Every call gets one answer, all ranks end with
 // the status of a lost device, and the server goes on from its newest checkpoint, bit for bit.

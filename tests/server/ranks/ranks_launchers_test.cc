@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lossd as launchers start it: the environment that each sets says which rank a process is; and torchrun
 // itself, which starts all ranks again when one has ended.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of several processes: its ranks come together, end together, and refuse what does not fit.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

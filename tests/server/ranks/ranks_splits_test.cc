@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of several processes, which divide rows or the vocabulary: it trains as one process with as many
 // devices does, bit for bit, and its checkpoints load into either.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that are stopped or killed before they serve: whoever was asked to stop ends at once, and says so,
 // and the others end or wait for it to come again.
 #include <gmock/gmock.h>

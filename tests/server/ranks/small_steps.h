@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training whose steps each end with a checkpoint, so that it goes on from there after any restart, and
 // what it comes to when nobody disturbs it.
 #ifndef LOSSD_TESTS_SERVER_RANKS_SMALL_STEPS_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank in a process of its own, for tests: rank_worker_process RANK RANKS LEADER WORKSPACE_BYTES WAY
 //
 // Exit status: 0 when the leader has ended it, 3 when the leader is lost, 1 otherwise.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The region socket: clients that come, go, die, fork and lie.
 #include "server/regions/session_server.h"
 

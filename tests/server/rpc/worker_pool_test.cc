@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/worker_pool.h"
 
 #include <gtest/gtest.h>

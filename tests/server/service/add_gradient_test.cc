@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients from outside (tied embeddings) and skipped steps through the service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

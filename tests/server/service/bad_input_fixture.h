@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What clients can get wrong. Each case must end with its status code and an error that names field and
 // value, change no accumulator, and leave the server serving.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_BAD_INPUT_FIXTURE_H_

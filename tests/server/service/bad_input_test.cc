@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bad loss calls; bad_input_fixture.h says what has to hold after each.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

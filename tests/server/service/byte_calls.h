@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that send and receive bytes instead of messages, for tests.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_BYTE_CALLS_H_
 #define LOSSD_TESTS_SERVER_SERVICE_BYTE_CALLS_H_

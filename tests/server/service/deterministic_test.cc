@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A deterministic server, through the network: waiting calls do not stand in each other's way, and training
 // gives the same bits whatever order the client sends in.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server whose heads lie on several devices, here parts of the CPU's threads: it trains as one device does,
 // deterministically if it is to, and its checkpoints load into any number of devices.
 #include <gmock/gmock.h>

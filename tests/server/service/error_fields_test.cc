@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every field that a client can get wrong: the error's detail names it by its full path and repeats what was
 // sent. A field of these messages that the tables below leave out has to be listed as one that takes every
 // value.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Losses and gradients that come back through the service, against the double-precision reference.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints through the service: what is saved comes back, damaged files do not.
 #include <gtest/gtest.h>
 

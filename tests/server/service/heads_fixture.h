@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server on the CPU and a head of 13 by 57 with every parameter, for tests of heads through the service.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_HEADS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_SERVICE_HEADS_FIXTURE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads through the service: creation, initial values, tensors, what a head's spec asks for.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

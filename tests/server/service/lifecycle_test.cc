@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls, clients and servers that end at awkward moments; limits under pressure; health and reflection.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ListStreams: what it says of clients and of open ComputeLoss calls, and its bounds.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A client process to be killed: runs ComputeLoss calls on several threads without end.
 //
 //   service_load_process HOST:PORT HEAD HIDDEN_SIZE ROWS

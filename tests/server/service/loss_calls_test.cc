@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ComputeLoss calls beside their results: what the log says of their ends, and how long retained rows stay.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

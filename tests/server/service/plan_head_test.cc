@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PlanHead through the service: it answers what CreateHead would, and leaves no trace.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a client gets its regions of shared memory from, and when they go back.
 #include "client/cpp/region_source.h"
 

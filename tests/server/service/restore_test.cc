@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // --restore=latest: a server starts with every head as its newest checkpoint has it, or not at all.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sampled gradients through the network: a microbatch that is computed again is sampled alike, over whatever
 // connections, in whatever slices, by a server that was restarted, and in deterministic mode to the bit; on
 // one device, and by several that share the classes of a head.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plain client of lossd's services for tests: generated stubs and protobuf's own encoding, blocking calls,
 // and nothing that keeps a test from breaking the protocol's rules.
 //

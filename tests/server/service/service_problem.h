@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Problems of tests/kernels through the service: the head, the calls, and what has to come back.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SERVICE_PROBLEM_H_
 #define LOSSD_TESTS_SERVER_SERVICE_SERVICE_PROBLEM_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clients that lie about shared memory: places, sizes, ids, and what they write while it is read.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slices in memory that client and server share: the same results as in messages, whatever the client does
 // with it.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small head and random rows for it, as the C++ client sends them.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SMALL_HEAD_H_
 #define LOSSD_TESTS_SERVER_SERVICE_SMALL_HEAD_H_

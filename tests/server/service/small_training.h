@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training of the small head, to compare what several kinds of servers make of it.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SMALL_TRAINING_H_
 #define LOSSD_TESTS_SERVER_SERVICE_SMALL_TRAINING_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/server/service/standard_services.h"
 
 #include <grpcpp/grpcpp.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gRPC's own services of a server, for tests: grpc.health.v1 and grpc.reflection.v1alpha. They are not
 // generated here; their messages are small enough to write and read by hand.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_STANDARD_SERVICES_H_

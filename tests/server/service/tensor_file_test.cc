@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Heads whose initial values come from files: one file, or a model of several with an index.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

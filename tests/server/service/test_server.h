@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A whole server in this process, on a free loopback port, with a folder of its own; gone with the object.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_TEST_SERVER_H_
 #define LOSSD_TESTS_SERVER_SERVICE_TEST_SERVER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gRPC over a Unix socket, alone and beside TCP, with the C++ client.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

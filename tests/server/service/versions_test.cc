@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Versions of a head through the service: what answers say of them, and how calls end that meet a write or a
 // change.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client of lossd, a server that owns the loss head of a language model.
 
 lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.

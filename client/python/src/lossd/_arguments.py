@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of calls with arguments that do not exist."""
 
 from __future__ import annotations

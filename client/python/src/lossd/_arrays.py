@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What callers give as arrays, checked and in the form that is sent. InvalidArgument names what is wrong."""
 
 from __future__ import annotations

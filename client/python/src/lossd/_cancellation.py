@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends what is under way, from another thread. Thread-safe."""
 
 from __future__ import annotations

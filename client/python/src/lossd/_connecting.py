@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first call on each connection of a client: whether a lossd is there, and what is there if not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many connections a client takes that chooses by itself. Times, in seconds, come from the caller.
 
 It begins with one, which is all that small jobs ever have. Once payload keeps the present ones busy, it tries one more for

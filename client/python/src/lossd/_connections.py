@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connections of one client, and when a call is repeated. Thread-safe after construction.
 
 A client that was not told how many to take opens further ones while it works (_connection_chooser.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named servers, from the file that `lossctl context` keeps. client/cli/contexts.h describes it and reads it alike."""
 
 from __future__ import annotations

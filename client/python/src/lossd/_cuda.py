@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this client takes from CUDA's driver, which is loaded when a CUDA array comes: importing memory that a server
 shares, and copies between it and arrays of the caller.
 

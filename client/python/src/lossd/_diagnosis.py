@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why no connection to a server comes about. Connects to it once or twice, which takes some seconds at most."""
 
 from __future__ import annotations

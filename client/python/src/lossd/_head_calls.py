@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a client that are about heads: their creation, tensors, steps and checkpoints."""
 
 from __future__ import annotations

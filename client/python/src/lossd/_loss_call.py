@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loss call under way: from its start on a thread of the client to its end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that a server on this host shares with a client (region.proto), and where a client gets it from.
 
 It is memory of the host, or of the server's GPU for arrays that lie on one (CUDA IPC).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass of a loss call over its rows, on streams that are sent again where they break."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a caller has the rows of a microbatch: hidden states, or the place of their gradients; as bytes of [N, D].
 
 Memory of the host is used where it lies. Memory of a GPU is copied to and from a region, which is of the server's GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which server a client means, and what it shows there: arguments, environment and contexts, in that order."""
 
 from __future__ import annotations

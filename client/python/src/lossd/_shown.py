@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How results and descriptions look in a terminal and in a notebook: short, and without what is as it usually is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the slices of one ComputeLoss call lie: in messages, or in shared memory, where their gradients come back.
 
 Gradients of rows that the server has retained come to a part of the region that is taken when the call begins.

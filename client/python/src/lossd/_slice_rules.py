@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a call may cut its rows into slices: as its head's limits say, which are learnt anew where they have changed."""
 
 from __future__ import annotations

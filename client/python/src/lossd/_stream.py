@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One ComputeLoss call: sends what its plan says and scatters the answers into the caller's memory.
 
 A stream runs on one thread; gRPC pulls its messages on another, one at a time, as the connection takes them: at most

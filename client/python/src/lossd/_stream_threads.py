@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threads that a client's streams run on. Thread-safe."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The address of a server, a gRPC target name: where it comes from, what is wrong with it, what is in it. No I/O."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads' tensors as streams of bytes. Stateless."""
 
 from __future__ import annotations

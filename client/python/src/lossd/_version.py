@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version of this package, and how it compares with a server's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages whose tensor is no part of them: framing of their payload without a copy through protobuf.
 
 A message that carries a tensor has it in the field `payload`, last on the wire. Writing joins the small fields and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one loss call computes, apart from how it travels: the rows of a microbatch, or gradients of retained rows.
 
 Works are immutable; methods may run on several threads at once, each with rows of its own.

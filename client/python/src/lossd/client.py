@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client of a lossd server: class Client."""
 
 from __future__ import annotations

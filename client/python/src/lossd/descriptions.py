@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server says of itself, of heads, steps and checkpoints.
 
 Each class has the fields of the protocol's message of that name (proto/lossd/v1), with words for its enumerations ("adam",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions of the client: one class per status code of the protocol, with the server's structured detail.
 
 Every exception is a LossdError. Where Python has a class for the same thing, ours derives from it too, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the client takes and gives besides arrays: options, results, and the names of the protocol's enumerations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs lossd and lossctl, and where they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Browsers refuse workers to a page from the file system. The search then runs in a frame, which looks to it as a worker does.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {

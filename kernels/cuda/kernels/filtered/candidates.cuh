@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The candidates of a row, one block a row: from the classes whose logit passed a threshold to the row's
 // entry of a RowSelection.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_CANDIDATES_CUH_

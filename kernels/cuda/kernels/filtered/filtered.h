@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels behind filtered gradients: from the candidates of each row to the gradient of the
 // hidden states and to that of the weight, without any logit below epsilon.
 // docs/kernels/filtered.md says why and what it costs.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decision whether a chunk is filtered, by one thread.
 #include "kernels/cuda/kernels/filtered/filtered.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels behind filtered gradients (filtered.h) keep of a row, and which rows they can take. Plain
 // data and pure functions; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_MEMORY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row of filtered gradients, one block a row. With e_v = 2^d_v and M, S as in row_loss.cu:
 //
 //   z_v = w_v . x in fp32 for every candidate v, e_v from it

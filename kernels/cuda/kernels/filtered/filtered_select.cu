@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first pass over a row of filtered gradients, one block a row: maximum, sums and results as in
 // row_loss.cu, and the classes whose probability may reach epsilon.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Brings the kept elements into the order in which the weight gradient adds them: by class, then by row.
 // CUB's radix sort; keys are unique, so the result does not depend on the order in which they were listed.
 #include <cub/device/device_radix_sort.cuh>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The weight gradient of filtered gradients: dW[v] += sum over v's entries of coef * x_row.
 //
 // Entries are sorted by class and row, so those of a class are a run. A warp owns kTileColumns columns of a

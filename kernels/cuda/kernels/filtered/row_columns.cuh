@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The columns of a matrix row that each thread of a block has, sums over them, and how they are stored.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_ROW_COLUMNS_CUH_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lists of the classes of a row whose probability may reach an epsilon, filled by the logit pass while it
 // goes by (docs/kernels/recomputed.md).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CANDIDATES_H_

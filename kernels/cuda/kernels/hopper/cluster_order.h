@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which clusters of a persistent grid are to work side by side: those whose multiprocessors are of one group
 // (GPC). What they ask of L2 at about the same time it is asked once.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_ORDER_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a cluster stands in the order of its grid (cluster_order.h).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_POSITION_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_POSITION_CUH_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From 2^d to (factor + tilt d) 2^d slope, with d and the slope recovered from the 16 bits of 2^d.
 //
 // Plan: a block has kBlockVectors vectors of eight elements of a row; a thread loads all of its vectors

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launcher of the kernel that turns stored exponentials into gradients in rows that have an upstream gradient
 // of their entropy. Such a gradient is no multiple of the exponentials, and needs the row's complete sums.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When the loss is fused into the first product of a chunk (fused_loss.h). Pure functions; also of programs
 // without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The lists of the logit pass on their way to filtered gradients. What was listed while a row's sum was
 // not yet known is judged again by the sum; bytes: 8 a listed class.
 #include "kernels/cuda/kernels/filtered/candidates.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels that turn the lists of the logit pass (candidates.h) into the candidates of
 // filtered gradients.
 //

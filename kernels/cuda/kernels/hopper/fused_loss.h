@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused loss: the first product of a chunk with its loss in the epilogue, on Hopper
 // (docs/kernels/hopper.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is known of a row when its tiles are merged, as the kernels after the logit pass need it
 // (fused_rows.cu has the formulas).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_

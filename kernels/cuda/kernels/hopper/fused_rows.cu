@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a chunk before and after the logit pass. With c a row's reference, S' the sum over all classes
 // but the target as the pass left it, relative to c, and M the reference that row_loss_math.cuh wants:
 //

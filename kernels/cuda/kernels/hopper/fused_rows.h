@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels around the logit pass: what the pass has to know of a row beforehand, and from
 // what it leaves of a row to the row's results and the factors of its gradient.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of the logits of a tile of the logit pass (logit_epilogue.cuh) if they are to be gradients.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_GRADIENT_EPILOGUE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_GRADIENT_EPILOGUE_CUH_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launcher of the products that follow the loss of a chunk on Hopper: the hidden gradient E W and the weight
 // gradient E^T x, with what is done to their results in the epilogue (docs/kernels/hopper.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which a persistent grid of clusters takes the work of a product. Pure functions.
 //
 // Every cluster works on whole tiles as long as there are enough for all. What is left is divided along the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of the sums of a tile of the logit pass while they are in registers: logits, then statistics,
 // exponentials, or gradients (logit_pass.h has the formulas).
 //

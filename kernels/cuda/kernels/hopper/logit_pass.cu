@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The logit pass: Z = X W^T for X [rows, inner], W [vocab, inner], tile by tile, without Z in memory.
 //
 // Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes; each

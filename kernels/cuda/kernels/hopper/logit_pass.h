@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the logit pass, the first product of a chunk on Hopper: dot products of hidden states and
 // classes. The dot products stay in registers. What a pass writes instead depends on its purpose, which is a
 // type: statistics of the rows, exponentials (of two kinds) or lists of candidates besides, lists alone, or

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which a persistent grid takes the tiles of the logit pass. Pure functions.
 //
 // | choice | why not another |

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The main loop that the products of this folder share: C = A B for A [rows, inner], B [inner, columns] of a
 // 16-bit type, tile by tile, with the sums of a tile left in registers.
 //

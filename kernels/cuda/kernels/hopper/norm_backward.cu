@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm backward for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
 //
 // As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread

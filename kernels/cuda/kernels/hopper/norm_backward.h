@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first stage of the norms' backward pass on Hopper: rows come through shared memory by bulk copies.
 //
 // See ../norm.h for what is computed. Enqueues on `stream`; device memory; thread-safe.

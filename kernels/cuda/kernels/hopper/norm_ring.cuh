@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group's rows through shared memory by bulk copies, and two sums over a group at once.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_NORM_RING_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_NORM_RING_CUH_

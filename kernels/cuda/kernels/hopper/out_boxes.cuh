@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the tile of a consumer warpgroup leaves its registers for device memory: through boxes in shared memory
 // that the copy engine stores while the next ones are filled.
 //

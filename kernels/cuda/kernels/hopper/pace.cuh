@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keeps the clusters of a persistent grid within a few stages of each other, so that what one of them brings
 // to L2 is still there, or on its way, when others ask for it.
 //

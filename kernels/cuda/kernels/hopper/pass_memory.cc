@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/pass_memory.h"
 
 #include "kernels/cuda/kernels/hopper/cluster_order.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the logit pass (logit_pass.h) leaves of rows and tiles, and what the kernels around it (fused_rows.h)
 // keep of rows: where it lies. Plain data and pure functions; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_PASS_MEMORY_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hopper's own instructions (sm_90a) under plain names: barriers in shared memory, bulk tensor copies,
 // warpgroup matrix products, clusters. Nothing here knows what it is used for.
 //

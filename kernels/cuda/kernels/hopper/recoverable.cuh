@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exponentials of 16 bits from which logits can be recovered: 2^d times the slope of a softcap cannot,
 // because logits below and above softcap - 1 may have the same.
 //

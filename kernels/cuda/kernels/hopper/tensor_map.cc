@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/tensor_map.h"
 
 #include "kernels/cuda/device/driver_function.h"

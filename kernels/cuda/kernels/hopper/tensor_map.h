@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Descriptions of matrices for the copy engine.
 //
 // Thread-safe. The driver is asked at run time, so that programs start without one.

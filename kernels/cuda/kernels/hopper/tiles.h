@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tiles that every product of this folder is computed in, and their panels: a panel is the rows of one
 // tile of a cluster, over all columns. Pure constants.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of LayerNorm and RMSNorm over the rows of a chunk, forward and backward.
 //
 //   LayerNorm: y = (x - mean) r gain + shift, r = 1 / sqrt(var + eps);  RMSNorm: y = x r gain, r = 1 /

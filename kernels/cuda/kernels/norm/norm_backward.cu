@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm backward, with gain and shift gradients. Bytes: reads x and dy, writes dx.
 //
 // One block a multiprocessor; its groups take rows in turn. Rows come through a ring of kStages rows a warp

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of the norms' backward pass share: a row's part of the sums, its gradient, a block's sums
 // over its rows.
 //

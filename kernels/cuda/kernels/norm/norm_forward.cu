@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm forward. Bytes: reads x, writes y, and gain and shift from L1 or L2.
 //
 // A block holds a row in registers, a long one together with the next: of long rows gain and shift, in fp32,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernel a norm takes (norm.h). Plain data; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_NORM_NORM_PLAN_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_NORM_NORM_PLAN_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the norm kernels share: groups of threads that work on a row together, their sums, rows that come
 // through shared memory.
 //

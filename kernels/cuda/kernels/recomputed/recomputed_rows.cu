@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows whose logits come a block of classes at a time, one thread block a row. The formulas are those of
 // row_loss.cu in their general form, with bias, class weights and target counted from the first class of the
 // block; the statistics of the blocks are combined in the order of classes.

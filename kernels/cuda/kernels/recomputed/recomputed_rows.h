@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the row kernels of heads that recompute logits: statistics of rows whose logits come a block
 // of classes at a time, and the gradient over such a block once the statistics are complete.
 // docs/kernels/recomputed.md has the whole picture.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which classes are hot: those whose popularity falls into the highest bins of a histogram, as many bins as
 // hold at most kHotClasses classes. Counts are integers, so the same chunks in the same order give the same
 // choice.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels around hot classes: those that sampled gradients take most often. Their part of ds
 // is multiplied as a dense matrix of few columns, and only the others are sampled (docs/kernels/sampled.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels of sampled gradients: from a chunk's matrix of ds to a list of a few classes a row
 // that stands for it, to the predicted error, and to dx. dW comes from the list as that of filtered gradients
 // does (filtered/filtered.h). docs/math.md has the rule, docs/kernels/sampled.md the picture.

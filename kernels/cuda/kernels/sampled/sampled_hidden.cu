@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // dx of sampled gradients from the list, one block a row: each thread holds its columns of dx and adds the
 // rows of W that the list names, a batch of loads at a time.
 //

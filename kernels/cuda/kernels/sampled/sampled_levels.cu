@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The level at which the list of a chunk fits, and the decision whether it becomes the gradient.
 //
 // Bytes: V (2 or 4) a row, read only if level 0 does not fit.

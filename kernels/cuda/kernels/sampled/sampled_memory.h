@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of sampled gradients (sampled.h, hot_classes.h) keep of rows and classes. Plain data; also
 // of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_MEMORY_H_

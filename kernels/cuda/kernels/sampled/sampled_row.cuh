@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row of a matrix of ds as the kernels of sampled gradients see it: what makes sizes and widths of its
 // elements, and its groups of classes.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_ROW_CUH_

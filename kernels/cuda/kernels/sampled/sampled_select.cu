@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In
 // units of the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| /
 // kappa; those on which a point omega, omega + 1, ... falls are taken, and the target.

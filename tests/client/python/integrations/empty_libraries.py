@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets PyPI's torch for Linux, which is built with CUDA, be imported without CUDA's libraries.
 
     python empty_libraries.py VENV

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What frameworks written for GPUs need before their code runs on a CPU, by the page of docs/training that uses them."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function in several processes that are the ranks of a torch.distributed group (gloo)."""
 
 from __future__ import annotations

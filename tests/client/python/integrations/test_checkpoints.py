@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of torch, torch.distributed.checkpoint, Accelerate and Lightning that include the head: bit-identical."""
 
 import accelerate

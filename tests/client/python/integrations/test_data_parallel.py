@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LossHead under DistributedDataParallel and fully_shard: gradients of 1, 2 and 4 ranks are those of one process."""
 
 import contextlib

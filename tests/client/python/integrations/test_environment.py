@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the other tests of this folder rely on: every framework is there, and a skip fails."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core, torchtitan, DeepSpeed, Lightning and Accelerate with a head on a server, in two ranks, against one process.
 
 The seams are those of docs/training: their first code blocks are what is tested. Optimizers are SGD, whose steps show a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipelineLoss in the schedules of torch.distributed.pipelining, two stages in two processes, against one process."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipelineLoss in schedules with several stages on a rank: interleaved 1F1B and zero-bubble ones, against one process."""
 
 import numpy as np

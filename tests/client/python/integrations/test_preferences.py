@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """trl's GRPO, RLOO and DPO trainers with patch() and attach(): losses and weights of the stock model."""
 
 import copy

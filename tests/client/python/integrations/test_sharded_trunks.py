@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trunks whose sequences or weights are sharded: context parallel, sequence parallel, tensor parallel, with data parallel.
 
 Gradients of every parameter, and of the head, are those of one process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unmodified transformers.Trainer and trl.SFTTrainer with patch(): losses, norms and weights of the stock model."""
 
 import copy

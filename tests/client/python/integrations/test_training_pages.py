@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every code block of docs/training runs, from the top of its page to the end, in as many ranks as the page is for."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RemoteHeadCausalLM with tiny random models, against transformers' own loss; in fp32, on a GPU too."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal language models of transformers that train in a second, with a tokenizer of as many words."""
 
 from __future__ import annotations

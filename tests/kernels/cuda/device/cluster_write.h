@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kernel for tests of what launches kernels.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_DEVICE_CLUSTER_WRITE_H_
 #define LOSSD_TESTS_KERNELS_CUDA_DEVICE_CLUSTER_WRITE_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of one process that exchange through the host, each with a stream and a thread: what all of them hold
 // afterwards, and what becomes of an exchange that a rank stays away from. Once on a GPU, which all of them
 // share, and once with the calls of CUDA played by functions here, which the linker gives to the code: device

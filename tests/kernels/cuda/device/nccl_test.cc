@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of an exchange that fails or hangs. NCCL is played by functions here, which the linker gives
 // to dlopen and dlsym; the streams are real.
 #include "kernels/cuda/device/nccl.h"

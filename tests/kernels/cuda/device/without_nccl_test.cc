@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A build without NCCL's header says so, wherever NCCL is asked for.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

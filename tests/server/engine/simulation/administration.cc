@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Administrative calls, with a note of when they were made and what they answered.
 #include "server/engine/errors.h"
 #include "tests/server/engine/simulation/world.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The simulation's device: a backend with trivial arithmetic that writes down what it accumulated, in which
 // order and from whom, and fails when the plan says so. Every call to it is a place where other tasks may go
 // on.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A function with a stack of its own, which gives up control and gets it back where it was: what a thread is
 // in the simulation, without a thread. Switching costs less than a microsecond.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether there is an order of administrative calls on one head, within the times of each, in which every
 // answer about the open step is right.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_LINEAR_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happens in one simulation, drawn from a seed: how the engine is set up, what trainers have to do, and
 // what disturbs them. A plan without some of its actions is a plan again, which is how a counter-example is
 // made smaller.

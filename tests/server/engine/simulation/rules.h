@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules by which the simulation judges the engine: docs/consistency.md and docs/exactly-once.md as far as
 // they concern the engine. All of them are here, so that a change of the rules is a change of this file.
 //

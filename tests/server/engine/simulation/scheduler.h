@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decides which of the simulation's tasks goes on, one at a time, by a seed: the same seed gives the same
 // run. A task is a fiber; it goes on until it waits or yields.
 //

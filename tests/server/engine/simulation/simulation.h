@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a plan, or many, and makes the counter-example of a violation small.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_SIMULATION_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_SIMULATION_H_

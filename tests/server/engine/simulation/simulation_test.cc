@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random schedules of the engine, by seed:
 //   LOSSD_SIMULATION_SCHEDULES=n  runs so many seeds,
 //   LOSSD_SIMULATION_FIRST=n      beginning with this one;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One stream of a trainer: opened, fed and read, with all that a client may do wrong or leave undone.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is to be done in each step, and what disturbs it.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/server/engine/simulation/world.h"
 
 namespace lossd::engine::simulation {

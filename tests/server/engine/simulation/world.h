@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tasks of one simulation share: the engine, the device, what is known of each head, the violations
 // that were found, and the trace.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_WORLD_H_

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium for tests and screenshots of the server's pages: Debian's, driven by Selenium.
 
 Thread-compatible.

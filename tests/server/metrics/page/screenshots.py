@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Photographs the pages of a server, for the documentation. scripts/screenshots starts the server and its trainers.
 
   screenshots.py URL LOSSCTL GRPC SECONDS FOLDER

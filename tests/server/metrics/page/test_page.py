@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of a server that trains, in a headless Chromium: they draw, they live, and they break no rule of their own.
 
 Skipped where Chromium or Selenium is missing (scripts/install-deps browser installs them where the distribution has them).

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m lossd.quickstart`: trains a tiny language model through a server of its own, in about a minute."""

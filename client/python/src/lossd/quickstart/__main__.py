@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a tiny character model of Python's own source text, whose loss head is on a lossd server.
 
     python -m lossd.quickstart                        # starts a server, trains for 30 seconds, stops the server

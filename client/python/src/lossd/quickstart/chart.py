@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A curve of losses in characters, for a terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of the model that stays with the trainer: embeddings of the characters before, and one layer."""
 
 from __future__ import annotations

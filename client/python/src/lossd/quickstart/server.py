@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lossd of the quickstart's own, on free ports of the loopback interface."""
 
 from __future__ import annotations

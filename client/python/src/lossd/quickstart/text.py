@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text that is there wherever Python is: the source of its standard library."""
 
 from __future__ import annotations

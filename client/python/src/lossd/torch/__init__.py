@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lossd for PyTorch: a loss head as a module, and the optimizer that steps it. Needs torch 1.13 or later."""
 
 from lossd.torch._job import LossExtras

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.compile leaves alone."""
 
 from __future__ import annotations

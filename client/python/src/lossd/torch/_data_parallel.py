@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that train one head together, and what averaging the trunk's gradients means for its loss.
 
 DistributedDataParallel and fully_shard average the gradients of the trunk over ranks, while the server adds up the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server's gradient of a head is multiplied by when HeadOptimizer applies a step."""
 
 from __future__ import annotations

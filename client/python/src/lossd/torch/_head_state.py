@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the state_dict of a trainer holds of a head: the name of a checkpoint on the server, written then.
 
 A state is a dictionary of strings and numbers. Restoring it loads the checkpoint, unless the head is as it was; it

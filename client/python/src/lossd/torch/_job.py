@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one call of a LossHead does: a microbatch from start() to the end of backward, and its place in the graph."""
 
 from __future__ import annotations

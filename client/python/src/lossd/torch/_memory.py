@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as memory that the client sends from and writes into.
 
 A CPU tensor is used where it lies. So is a CUDA tensor if the client can copy between it and memory of the server's GPU.

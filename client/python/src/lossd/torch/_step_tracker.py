@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which microbatches of the open step a trainer has sent, and what has become of them. Thread-safe.
 
 Microbatches are numbered 0, 1, ... within a step and trainer; on the wire trainer `rank` of `world_size` uses the ids

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which LossHead of this program feeds a head. One that is made later succeeds an earlier one, as when a notebook's cell
 runs again, and knows what that one left in the open step. Thread-safe; bounded.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LossHead: linear + softmax cross-entropy on a lossd server as a torch module."""
 
 from __future__ import annotations

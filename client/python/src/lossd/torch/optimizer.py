@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeadOptimizer: the steps of a server's head in a PyTorch training loop."""
 
 from __future__ import annotations

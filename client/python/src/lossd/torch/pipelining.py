@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a pipeline's last stage, for the schedules of torch.distributed.pipelining (torch 2.4 or later)."""
 
 from __future__ import annotations

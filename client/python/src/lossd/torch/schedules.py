@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of torch.distributed.pipelining that leave the server time for the head (torch 2.4 or later)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An embedding that shares its weights with a head on a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers: the language-model head of a causal model on a lossd server."""
 
 from lossd.transformers._patch import patch

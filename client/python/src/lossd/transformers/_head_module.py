@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in a model where its language-model head was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The head of a causal language model of transformers: found in the model, written to a server, and checked there."""
 
 from __future__ import annotations

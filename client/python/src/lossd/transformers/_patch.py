@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """patch(): a transformers model whose head, with its loss, is on a lossd server, and which stays what it was."""
 
 from __future__ import annotations

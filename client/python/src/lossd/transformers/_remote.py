@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attach(): a Trainer that trains the head on the server along with its model."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of the protocol, package lossd.v1; generated from proto/lossd/v1/*.proto, which are their manual."""

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values on the device and 16-bit numbers on the host, for the tests of single kernels.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_KERNELS_HOPPER_DEVICE_VALUES_H_
 #define LOSSD_TESTS_KERNELS_CUDA_KERNELS_HOPPER_DEVICE_VALUES_H_

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/entropy_gradient.h"
 
 #include <cuda_runtime_api.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
 
 #include <cstdint>

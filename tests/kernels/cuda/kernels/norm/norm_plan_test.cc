@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which norm kernels are taken, without a GPU: thresholds and reasons. norm_test.cc runs what is chosen.
 #include <cuda_runtime_api.h>
 

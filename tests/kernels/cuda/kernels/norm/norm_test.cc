@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The norm kernels against double precision, on rows that take each of their ways: several rows a warp's
 // ring, one row a block, two, three or four vectors a thread, rows shared by two blocks, rows read again for
 // each pass. On Hopper each case also runs as on other devices.
