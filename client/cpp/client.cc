@@ -82,11 +82,7 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
   return ComputeLossAsync(microbatch, outputs, options).Wait();
 }
 
-TransportChoice Client::transport() const {
-  TransportChoice choice = core_->connections().regions().choice();
-  choice.connections = core_->connections().choice();
-  return choice;
-}
+TransportChoice Client::transport() const { return core_->connections().transport(); }
 
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {

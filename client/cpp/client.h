@@ -54,6 +54,17 @@
 
 namespace lossd::client {
 
+// Where the caller's hidden states and their gradients are.
+//
+// kDevice is memory of a GPU of this host as CUDA's driver and runtime allocate it, also on another GPU than
+// the server's, with any transport: with "cuda_ipc" it is copied to and from memory of the server's GPU, else
+// by way of memory of the host. The client copies on streams of its own, which wait for no stream of the
+// caller's: what writes the hidden states, and what still uses the memory of the gradients, must have ended
+// before the call begins (cudaStreamSynchronize). When the call is done, the gradients are there for work of
+// any stream. INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is
+// no CUDA driver, or if it fails, which counts as a stream that breaks.
+enum class Memory { kHost, kDevice };
+
 // The rows of one loss computation.
 struct Microbatch {
   std::string head;
@@ -66,6 +77,7 @@ struct Microbatch {
   v1::DType hidden_dtype = v1::DTYPE_BF16;
   // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid.
   const void* hidden = nullptr;
+  Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
   // [N]; its size is N. A class in [0, V) or ComputeOptions::loss.ignore_index. Copied.
   absl::Span<const int32_t> targets;
   // Empty, or [N]: multiply the rows' losses and gradients. Copied.
@@ -118,6 +130,7 @@ struct RetainedGradients {
 
   uint64_t hidden_size = 0;                 // D
   v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
+  Memory memory = Memory::kHost;            // of `grad_hidden`
   // [N], finite: the gradient of the objective with respect to each row's loss. Those of ignored rows do not
   // matter. Copied.
   absl::Span<const float> grad_loss;

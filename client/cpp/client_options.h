@@ -22,11 +22,18 @@ struct ConnectionChoice {
   std::string reason;  // for people
 };
 
+// How rows in memory of a GPU (Memory::kDevice) travel, and why.
+struct DeviceTransportChoice {
+  std::string transport;  // "cuda_ipc", or as rows of the host, which they are copied to then
+  std::string reason;     // for people
+};
+
 // How rows travel, and why.
 struct TransportChoice {
-  std::string transport;  // "shared_memory" or "grpc"
+  std::string transport;  // of rows in memory of the host: "shared_memory" or "grpc"
   std::string reason;     // for people
   ConnectionChoice connections;
+  DeviceTransportChoice device;
 };
 
 // How calls are sent again: those that break, and those that begin again when what they look at changes.
@@ -59,11 +66,13 @@ struct ClientOptions {
   RetryOptions retry;
 
   // How the rows of loss computations travel: "grpc", in messages; "shared_memory", in memory that client and
-  // server share, which both have to be on one host for; "auto", in shared memory if it can be had. With
-  // "shared_memory" Connect fails if it cannot. A slice that finds no room in the memory travels in a
-  // message.
+  // server share, which both have to be on one host for; "auto", in shared memory if it can be had;
+  // "cuda_ipc", rows of a GPU (Memory::kDevice) in memory of the server's GPU, which this process has to see,
+  // and others as with "auto". With "shared_memory" and "cuda_ipc" Connect fails if the memory cannot be had.
+  // A slice that finds no room in the memory travels in a message.
   std::string transport = TransportFromEnvironment();
-  int64_t shared_memory_bytes = int64_t{64} << 20;  // asked for; the server may give less
+  // Asked for, with "cuda_ipc" of the host and of the GPU; the server may give less.
+  int64_t shared_memory_bytes = int64_t{64} << 20;
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
   // before (a script that calls one program after the other): Connect, and calls that accumulate or apply

@@ -39,10 +39,11 @@ absl::Status Validate(const ClientOptions& options) {
   if (const std::string problem = TargetProblem(options.target); !problem.empty()) {
     return ArgumentError(kTargetField, options.target, absl::StrCat("is '", options.target, "'; ", problem));
   }
-  if (options.transport != "auto" && options.transport != "grpc" && options.transport != "shared_memory") {
+  if (options.transport != "auto" && options.transport != "grpc" && options.transport != "shared_memory" &&
+      options.transport != "cuda_ipc") {
     return ArgumentError(
         "options.transport", options.transport,
-        absl::StrCat("is '", options.transport, "'; it must be auto, grpc or shared_memory"));
+        absl::StrCat("is '", options.transport, "'; it must be auto, grpc, shared_memory or cuda_ipc"));
   }
   if (options.shared_memory_bytes < 1) {
     return ArgumentError("options.shared_memory_bytes", options.shared_memory_bytes,
@@ -75,13 +76,34 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server) {
+// `device`: the GPU whose memory is wanted, since the server may be another process by now; empty: any.
+absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, const std::string& device) {
   grpc::ClientContext context;
   SetDeadline(absl::Now() + absl::Seconds(2), &context);
   v1::ServerDescription description;
   const grpc::Status status = server->GetServer(&context, v1::GetServerRequest(), &description);
   if (!status.ok()) return absl::UnavailableError(absl::StrCat("no shared memory: ", status.error_message()));
+  if (!device.empty() && description.region_device() != device)
+    return absl::UnavailableError(
+        absl::StrCat("no shared memory: the server has no memory of ", device, " to share"));
   return description.region_socket();
+}
+
+// Of memory of the host: what CUDA IPC is not for goes as with "auto".
+std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1::ServerDescription& server,
+                                          v1::ServerService::Stub* stub) {
+  return std::make_unique<RegionSource>(options.transport == "cuda_ipc" ? "auto" : options.transport,
+                                        static_cast<uint64_t>(options.shared_memory_bytes),
+                                        server.region_socket(), [stub] { return AskRegionSocket(stub, ""); });
+}
+
+std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const v1::ServerDescription& server,
+                                            v1::ServerService::Stub* stub) {
+  if (options.transport != "cuda_ipc") return nullptr;
+  const std::string& device = server.region_device();
+  return std::make_unique<RegionSource>(
+      options.transport, static_cast<uint64_t>(options.shared_memory_bytes), server.region_socket(),
+      [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(), device);
 }
 
 // gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
@@ -114,9 +136,14 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     server = AwaitServer(channel, *maker, options, deadline);
     if (!server.ok()) return server.status();
   }
+  if (options.transport == "cuda_ipc" && server->region_device().empty())
+    return absl::UnavailableError("no CUDA IPC: the server shares no memory of a GPU");
   std::unique_ptr<Connections> connections(
       new Connections(std::move(channels), options, *std::move(credentials), *std::move(server)));
-  if (absl::Status status = connections->regions().Check(); !status.ok()) return status;
+  for (RegionSource* regions : {connections->regions_.get(), connections->device_regions_.get()}) {
+    if (regions == nullptr) continue;
+    if (absl::Status status = regions->Check(); !status.ok()) return status;
+  }
   return connections;
 }
 
@@ -131,9 +158,32 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
       heads_(v1::HeadService::NewStub(channels_[0])),
       server_(v1::ServerService::NewStub(channels_[0])),
       health_(grpc::health::v1::Health::NewStub(channels_[0])),
-      regions_(std::make_unique<RegionSource>(
-          options.transport, static_cast<uint64_t>(options.shared_memory_bytes), server.region_socket(),
-          [this] { return AskRegionSocket(server_.get()); })) {}
+      regions_(HostRegions(options, server, server_.get())),
+      device_regions_(DeviceRegions(options, server, server_.get())) {}
+
+std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu) const {
+  // Rows of another GPU of the host are copied between the two.
+  std::shared_ptr<SharedRegion> region;
+  if (gpu.has_value() && device_regions_ != nullptr) region = device_regions_->Get();
+  return region == nullptr ? regions_->Get() : region;
+}
+
+void Connections::DropUnusableRegions() const {
+  regions_->DropUnusable();
+  if (device_regions_ != nullptr) device_regions_->DropUnusable();
+}
+
+TransportChoice Connections::transport() const {
+  TransportChoice made = regions_->choice();
+  made.connections = choice();
+  made.device = {made.transport,
+                 absl::StrCat("through memory of the host: the transport is ", options_.transport)};
+  if (device_regions_ == nullptr) return made;
+  const TransportChoice of_device = device_regions_->choice();
+  // Without a region of the GPU, rows go as those of the host do.
+  made.device = {of_device.transport == "cuda_ipc" ? of_device.transport : made.transport, of_device.reason};
+  return made;
+}
 
 std::shared_ptr<grpc::Channel> Connections::channel(size_t index) const {
   absl::MutexLock lock(&mu_);

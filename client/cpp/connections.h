@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,7 +53,13 @@ class Connections {
   // Of the server that has answered, which may have been restarted since.
   uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
 
+  // Of memory of the host.
   RegionSource& regions() const { return *regions_; }
+  // The region for a call that begins, whose rows are in memory of the host (nullopt) or of a GPU; null: they
+  // are to go in messages. May open a region.
+  std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu) const;
+  void DropUnusableRegions() const;
+  TransportChoice transport() const ABSL_LOCKS_EXCLUDED(mu_);
 
   v1::LossService::Stub* loss() const { return loss_.get(); }
   v1::HeadService::Stub* heads() const { return heads_.get(); }
@@ -81,6 +88,7 @@ class Connections {
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
   const std::unique_ptr<RegionSource> regions_;
+  const std::unique_ptr<RegionSource> device_regions_;  // null unless the transport is cuda_ipc
 };
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);

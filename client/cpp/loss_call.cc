@@ -143,14 +143,17 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  StreamWork work = work_->Prepare(part.rows, *rule, *meant);
-  const bool has_payload = !work.slices.empty() || (work.server_cuts && work.outputs.grad_hidden != nullptr);
+  absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, *rule, *meant);
+  if (!work.ok()) return Fail(work.status());
+  const bool has_payload =
+      !work->slices.empty() || (work->server_cuts && work->outputs.grad_hidden != nullptr);
   // Where rows have an order, those of other calls may have to come before a slice is answered.
-  auto places = std::make_unique<SlicePlaces>(has_payload ? core_->connections().regions().Get() : nullptr,
-                                              /*may_wait=*/rule->row_grid == 0);
-  places->Name(work, &work.first);
-  StreamJob job{std::move(work), deadline_,         core_->connections().peer(),
-                holds_,          std::move(places), core_->connections().moved()};
+  auto places =
+      std::make_unique<SlicePlaces>(has_payload ? core_->connections().RegionFor(work->gpu) : nullptr,
+                                    /*may_wait=*/rule->row_grid == 0, work->gpu);
+  places->Name(*work, &work->first);
+  StreamJob job{*std::move(work), deadline_,         core_->connections().peer(),
+                holds_,           std::move(places), core_->connections().moved()};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
@@ -220,7 +223,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
     AddSummary(end.summary);
     return MaybeFinish();
   }
-  core_->connections().regions().DropUnusable();
+  core_->connections().DropUnusableRegions();
   if (finishing_) return MaybeFinish();
 
   const absl::Status status = answers_.Interpret(end.status);

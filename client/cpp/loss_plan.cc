@@ -140,7 +140,6 @@ void FillRows(absl::Span<T> values, Rows rows, T value) {
 }
 
 void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
-  if (rows.size() == 0) return;
   if (outputs.grad_hidden != nullptr) {
     std::memset(static_cast<char*>(outputs.grad_hidden) + rows.begin * row_bytes, 0, rows.size() * row_bytes);
   }
@@ -245,14 +244,23 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes
   return SliceRule{rows, limits.row_grid()};
 }
 
-void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
-                    absl::Span<const Rows> slices) {
+std::vector<Rows> UnsentRows(Rows range, absl::Span<const Rows> slices) {
+  std::vector<Rows> unsent;
   uint64_t done = range.begin;
+  const auto add = [&](uint64_t end) {
+    if (end > done) unsent.push_back({done, end});
+  };
   for (const Rows& slice : slices) {
-    FillIgnored(outputs, row_bytes, {done, slice.begin});
+    add(slice.begin);
     done = slice.end;
   }
-  FillIgnored(outputs, row_bytes, {done, range.end});
+  add(range.end);
+  return unsent;
+}
+
+void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
+                    absl::Span<const Rows> slices) {
+  for (const Rows& rows : UnsentRows(range, slices)) FillIgnored(outputs, row_bytes, rows);
 }
 
 }  // namespace lossd::client::internal

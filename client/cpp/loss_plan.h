@@ -62,6 +62,9 @@ std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ig
 absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes,
                                         const v1::SliceLimits& limits);
 
+// The rows of `range` that no slice covers, in ascending order.
+std::vector<Rows> UnsentRows(Rows range, absl::Span<const Rows> slices);
+
 // Writes the results of ignored rows (zeros; argmax -1) to the rows of `range` that no slice covers.
 void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
                     absl::Span<const Rows> slices);

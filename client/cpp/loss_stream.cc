@@ -44,20 +44,27 @@ void LossStream::OnWriteDone(bool ok) {
 
 void LossStream::SendNext() {
   if (next_slice_ == work_.slices.size()) return StartWritesDone();
-  const Rows rows = work_.slices[next_slice_];
-  const SlicePlaces::Place place = places_.Put(rows.begin, HiddenOf(work_, rows));
-  waiting_ = place.kind == SlicePlaces::Place::Kind::kWait;
-  if (waiting_) return;
-  ++next_slice_;
+  unsent_ = SendSlice(work_.slices[next_slice_]);
+  if (!unsent_.ok()) context_.TryCancel();
+}
+
+absl::Status LossStream::SendSlice(Rows rows) {
+  const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows));
+  waiting_ = place.ok() && place->kind == SlicePlaces::Place::Kind::kWait;
+  if (!place.ok() || waiting_) return place.status();
   const uint64_t bytes = rows.size() * work_.row_bytes;
-  if (place.kind == SlicePlaces::Place::Kind::kRegion) {
-    request_ = EncodeSliceInRegion(work_, rows, place.offset);
+  if (place->kind == SlicePlaces::Place::Kind::kRegion) {
+    request_ = EncodeSliceInRegion(work_, rows, place->offset);
   } else {
-    request_ = EncodeSlice(work_, rows, job_.holds->Take());
+    absl::StatusOr<grpc::ByteBuffer> message = EncodeSlice(work_, rows, job_.holds->Take());
+    if (!message.ok()) return message.status();
+    request_ = *std::move(message);
     *job_.moved += bytes;
   }
+  ++next_slice_;
   sent_bytes_ += bytes;
   StartWrite(&request_);
+  return absl::OkStatus();
 }
 
 void LossStream::OnReadDone(bool ok) {
@@ -95,12 +102,13 @@ void LossStream::OnDone(const grpc::Status& status) {
     if (answers_.summary().has_value()) end.summary = *answers_.summary();
     end.received_bytes = answers_.received_bytes();
   }
-  places_.End(end.status);
   {
     absl::MutexLock lock(&write_mu_);
     request_.Clear();
     end.sent_bytes = sent_bytes_;
+    if (!unsent_.ok()) end.status = unsent_;
   }
+  places_.End(end.status);
   DoneFn done = std::move(done_);
   done(std::move(end));  // may destroy this
 }

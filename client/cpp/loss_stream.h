@@ -62,6 +62,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 
   // Sends the next slice, or the end. If there is no room for the slice, a later answer calls this again.
   void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  absl::Status SendSlice(Rows rows) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
@@ -76,6 +77,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
   size_t next_slice_ ABSL_GUARDED_BY(write_mu_) = 0;
   bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;  // for room in the region
+  absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);   // why a slice could not be sent
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
   absl::Mutex read_mu_;

@@ -2,10 +2,10 @@
 #include "client/cpp/loss_work.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
+#include "client/cpp/cuda_driver.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -19,12 +19,43 @@ uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
   return (open_bytes - kOpenOverhead) / bytes_per_row;
 }
 
+// What a caller says of one of its pointers.
+struct CallersRows {
+  absl::string_view field;
+  const void* address = nullptr;  // null: there are none
+};
+
+// The GPU that all of them are on; nullopt for memory of the host.
+absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<CallersRows> all) {
+  std::optional<int> gpu;
+  absl::string_view first;
+  for (const CallersRows& rows : all) {
+    if (memory == Memory::kHost || rows.address == nullptr) continue;
+    const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+    if (!driver.ok()) return driver.status();
+    const absl::StatusOr<int> found = (*driver)->DeviceOf(rows.address);
+    if (!found.ok()) {
+      return ArgumentError(rows.field, absl::StrCat(absl::Hex(reinterpret_cast<uintptr_t>(rows.address))),
+                           absl::StrCat("is not memory of a GPU: ", found.status().message()));
+    }
+    if (gpu.value_or(*found) != *found) {
+      return ArgumentError(rows.field, *found,
+                           absl::StrCat("is on GPU ", *found, "; ", first, " is on GPU ", *gpu));
+    }
+    gpu = *found;
+    first = rows.field;
+  }
+  return gpu;
+}
+
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
-      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients,
-                 options.accumulate_gradients || options.retain, microbatch.hidden_size,
-                 microbatch.hidden_dtype),
+      : LossWork(
+            microbatch.head, microbatch.step, options.accumulate_gradients,
+            options.accumulate_gradients || options.retain, microbatch.hidden_size, microbatch.hidden_dtype,
+            Locate(microbatch.memory,
+                   {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
         microbatch_(microbatch),
@@ -36,14 +67,19 @@ class ForwardWork : public LossWork {
     microbatch_.row_weights = row_weights_;
   }
 
-  absl::Status Validate() const override { return ValidateCall(microbatch_, outputs_, options_); }
+  absl::Status Validate() const override {
+    absl::Status status = ValidateCall(microbatch_, outputs_, options_);
+    status.Update(located());
+    return status;
+  }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(targets_, ignore_index_, streams,
                        RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<GradientsId> meant) const override {
+  absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
+                                     std::optional<GradientsId> meant) const override {
     StreamWork work;
     *work.first.mutable_open() = MakeOpen(rows);
     SetMeant(meant, work.first.mutable_open());
@@ -52,7 +88,9 @@ class ForwardWork : public LossWork {
     work.hidden = static_cast<const char*>(microbatch_.hidden);
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
-    FillUnsentRows(outputs_, row_bytes(), rows, work.slices);
+    work.gpu = gpu();
+    absl::Status filled = FillUnsent(outputs_, rows, work.slices);
+    if (!filled.ok()) return filled;
     return work;
   }
 
@@ -114,7 +152,8 @@ class BackwardWork : public LossWork {
  public:
   BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
       : LossWork(gradients.head, gradients.step, options.accumulate_gradients, /*in_step=*/true,
-                 gradients.hidden_size, gradients.hidden_dtype),
+                 gradients.hidden_size, gradients.hidden_dtype,
+                 Locate(gradients.memory, {{"grad_hidden", grad_hidden}})),
         grad_loss_(gradients.grad_loss.begin(), gradients.grad_loss.end()),
         grad_lse_(gradients.grad_lse.begin(), gradients.grad_lse.end()),
         grad_entropy_(gradients.grad_entropy.begin(), gradients.grad_entropy.end()),
@@ -127,6 +166,7 @@ class BackwardWork : public LossWork {
 
   absl::Status Validate() const override {
     absl::Status status = ValidateBackward(gradients_);
+    status.Update(located());
     if (accumulates() && !step().has_value()) {
       status.Update(ArgumentError("gradients.step", "nothing", "is absent; accumulate_gradients needs it"));
     }
@@ -139,7 +179,8 @@ class BackwardWork : public LossWork {
                        RowsPerStream(max_message_bytes, 3 * sizeof(float)));
   }
 
-  StreamWork Prepare(Rows rows, const SliceRule&, std::optional<GradientsId> meant) const override {
+  absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule&,
+                                     std::optional<GradientsId> meant) const override {
     StreamWork work;
     v1::OpenBackward* open = work.first.mutable_backward();
     open->set_head(head());
@@ -160,7 +201,9 @@ class BackwardWork : public LossWork {
     work.server_cuts = true;
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
-    FillUnsentRows(outputs_, row_bytes(), rows, {});
+    work.gpu = gpu();
+    absl::Status filled = FillUnsent(outputs_, rows, {});
+    if (!filled.ok()) return filled;
     return work;
   }
 
@@ -176,6 +219,20 @@ class BackwardWork : public LossWork {
 };
 
 }  // namespace
+
+absl::Status LossWork::FillUnsent(const LossOutputs& outputs, Rows rows,
+                                  absl::Span<const Rows> slices) const {
+  LossOutputs on_host = outputs;
+  if (gpu().has_value()) on_host.grad_hidden = nullptr;
+  FillUnsentRows(on_host, row_bytes_, rows, slices);
+  if (!gpu().has_value() || outputs.grad_hidden == nullptr) return absl::OkStatus();
+  for (const Rows& unsent : UnsentRows(rows, slices)) {
+    uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + unsent.begin * row_bytes_;
+    absl::Status status = FillZeros(to, unsent.size() * row_bytes_, gpu());
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
 
 std::unique_ptr<LossWork> LossWork::Forward(const Microbatch& microbatch, const LossOutputs& outputs,
                                             const ComputeOptions& options) {

@@ -10,9 +10,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "client/cpp/client.h"
 #include "client/cpp/head_cache.h"
 #include "client/cpp/loss_plan.h"
@@ -29,6 +32,7 @@ struct StreamWork {
   const char* hidden = nullptr;  // hidden states of row 0 of the microbatch
   uint64_t row_bytes = 0;        // of a row of hidden states
   LossOutputs outputs;           // of the whole microbatch
+  std::optional<int> gpu;        // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
 };
 
 class LossWork {
@@ -49,28 +53,37 @@ class LossWork {
   bool restartable() const { return !in_step_; }
   uint64_t hidden_size() const { return hidden_size_; }
   uint64_t row_bytes() const { return row_bytes_; }
+  // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
+  std::optional<int> gpu() const { return gpu_.value_or(std::nullopt); }
 
-  // INVALID_ARGUMENT naming the field and its value.
+  // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
+  // no driver.
   virtual absl::Status Validate() const = 0;
   // Splits the rows into ranges for about `streams` streams, whose first messages stay below
   // `max_message_bytes` and below 4 MiB.
   virtual std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const = 0;
   // What the stream of a range sends, cut by `rule`, meant for these gradients (nullopt: for any). Writes the
-  // results of rows that nothing will be received for.
-  virtual StreamWork Prepare(Rows rows, const SliceRule& rule, std::optional<GradientsId> meant) const = 0;
+  // results of rows that nothing will be received for; UNAVAILABLE if the driver of their GPU cannot.
+  virtual absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
+                                             std::optional<GradientsId> meant) const = 0;
   // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
   // right.
   virtual absl::Status Conclude(LossResult* total) const = 0;
 
  protected:
   LossWork(const std::string& head, std::optional<uint64_t> step, bool accumulates, bool in_step,
-           uint64_t hidden_size, v1::DType dtype)
+           uint64_t hidden_size, v1::DType dtype, absl::StatusOr<std::optional<int>> gpu)
       : head_(head),
         step_(step),
         accumulates_(accumulates),
         in_step_(in_step),
         hidden_size_(hidden_size),
-        row_bytes_(hidden_size * ElementSize(dtype)) {}
+        row_bytes_(hidden_size * ElementSize(dtype)),
+        gpu_(std::move(gpu)) {}
+
+  absl::Status located() const { return gpu_.status(); }
+  // Writes the results of ignored rows to those of `rows` that are in no slice.
+  absl::Status FillUnsent(const LossOutputs& outputs, Rows rows, absl::Span<const Rows> slices) const;
 
  private:
   const std::string head_;
@@ -79,6 +92,7 @@ class LossWork {
   const bool in_step_;
   const uint64_t hidden_size_;
   const uint64_t row_bytes_;
+  const absl::StatusOr<std::optional<int>> gpu_;
 };
 
 }  // namespace lossd::client::internal

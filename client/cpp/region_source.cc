@@ -17,16 +17,17 @@ constexpr absl::Duration kPatience = absl::Seconds(5);  // with the region socke
 }  // namespace
 
 RegionSource::RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask,
-                           RegionPauses pauses)
+                           RegionPauses pauses, std::string device)
     : transport_(std::move(transport)),
       bytes_(bytes),
       pauses_(pauses),
+      device_(std::move(device)),
       ask_(std::move(ask)),
       socket_(std::move(socket)),
       pause_(pauses.first) {}
 
 absl::Status RegionSource::Check() {
-  if (transport_ != "shared_memory" || Get() != nullptr) return absl::OkStatus();
+  if (transport_ == "auto" || transport_ == "grpc" || Get() != nullptr) return absl::OkStatus();
   absl::MutexLock lock(&mu_);
   return problem_;
 }
@@ -91,12 +92,15 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> RegionSource::Open(bool ask, std::
     *socket = *std::move(told);
   }
   if (socket->empty()) return absl::UnavailableError("no shared memory: the server offers none");
-  return SharedRegion::Open(*socket, bytes_, kPatience);
+  return SharedRegion::Open(*socket, bytes_, kPatience, device_);
 }
 
 TransportChoice RegionSource::choice() const {
   if (transport_ == "grpc") return {"grpc", "the client was told so"};
   absl::MutexLock lock(&mu_);
+  if (region_ != nullptr && !device_.empty())
+    return {"cuda_ipc",
+            absl::StrCat("the server's GPU is of this host; ", region_->size() >> 20, " MiB of ", device_)};
   if (region_ != nullptr)
     return {"shared_memory", absl::StrCat("the server is on this host; ", region_->size() >> 20, " MiB")};
   if (!tried_) return {"grpc", "nothing was sent yet"};

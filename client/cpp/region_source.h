@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
 // and another one when that cannot be used any more. An attempt that fails is repeated by calls that begin
-// later, after pauses that grow.
+// later, after pauses that grow. The memory is the host's, or that of one GPU.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_REGION_SOURCE_H_
@@ -33,11 +33,12 @@ class RegionSource {
   // Asks the server for ServerDescription.region_socket; takes a second or two at most.
   using AskFn = absl::AnyInvocable<absl::StatusOr<std::string>()>;
 
-  // `transport` and `bytes` as in ClientOptions; `socket` as the server has told it already.
-  RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask,
-               RegionPauses pauses = {});
+  // `transport` and `bytes` as in ClientOptions; `socket` as the server has told it already; `device` as in
+  // SharedRegion::Open.
+  RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask, RegionPauses pauses = {},
+               std::string device = "");
 
-  // With the transport "shared_memory": whether there is a region to be had.
+  // With the transport "shared_memory" or "cuda_ipc": whether there is a region to be had.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call that begins; null: it is to send its slices in messages. May open a region, which
   // takes some milliseconds; all calls wait for the first attempt, and none for a later one of another call.
@@ -56,6 +57,7 @@ class RegionSource {
   const std::string transport_;
   const uint64_t bytes_;
   const RegionPauses pauses_;
+  const std::string device_;
   AskFn ask_;  // called by the one that opens
   mutable absl::Mutex mu_;
   std::string socket_ ABSL_GUARDED_BY(mu_);

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
+#include "client/cpp/cuda_driver.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -47,14 +48,50 @@ bool IsSealed(int descriptor, uint64_t bytes) {
          static_cast<uint64_t>(status.st_size) >= bytes;
 }
 
+// The GPU of this UUID; nullopt for the host, whose UUID is empty.
+absl::StatusOr<std::optional<int>> FindGpu(const std::string& uuid) {
+  if (uuid.empty()) return std::nullopt;
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return NoRegion(driver.status().message());
+  const absl::StatusOr<std::optional<int>> gpu = (*driver)->Find(uuid);
+  if (!gpu.ok()) return NoRegion(gpu.status().message());
+  if (!gpu->has_value())
+    return NoRegion(absl::StrCat("the server's GPU is ", uuid, ", which this process does not see"));
+  return *gpu;
+}
+
+absl::string_view OwnerOf(absl::string_view uuid) { return uuid.empty() ? "the host" : uuid; }
+
+// Where the memory is in this process.
+absl::StatusOr<uint8_t*> MapOnHost(int descriptor, uint64_t bytes) {
+  if (!IsSealed(descriptor, bytes))
+    return NoRegion("what the server sent is not sealed memory of the size it says");
+  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  if (data == MAP_FAILED) return NoRegion(std::strerror(errno));
+  madvise(data, bytes, MADV_DONTFORK);
+  return static_cast<uint8_t*>(data);
+}
+
+absl::StatusOr<uint8_t*> MapOnGpu(int descriptor, uint64_t bytes, int gpu) {
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return NoRegion(driver.status().message());
+  const absl::StatusOr<uint8_t*> data = (*driver)->Import(descriptor, bytes, gpu);
+  if (!data.ok()) return NoRegion(data.status().message());
+  return data;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::string& socket, uint64_t bytes,
-                                                                 absl::Duration timeout) {
+                                                                 absl::Duration timeout,
+                                                                 const std::string& device) {
+  const absl::StatusOr<std::optional<int>> gpu = FindGpu(device);
+  if (!gpu.ok()) return gpu.status();
   absl::StatusOr<wire::OwnedDescriptor> session = wire::ConnectRegionSocket(socket);
   if (!session.ok()) return NoRegion(session.status().message());
   v1::RegionRequest request;
   request.set_bytes(bytes);
+  request.set_of_device(!device.empty());
   const absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1);
   // A server that refuses has perhaps closed its end already; then its reason is there to be read.
   absl::StatusOr<wire::RegionPacket> packet = Await(session->get(), timeout);
@@ -63,22 +100,35 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::stri
   const absl::StatusOr<v1::RegionAnswer> answer = wire::ParseRegionAnswer(packet->bytes);
   if (!answer.ok()) return NoRegion(answer.status().message());
   if (answer->has_refused()) return NoRegion(answer->refused().reason());
+  if (!packet->descriptor) return NoRegion("the server sent no memory");
+  if (answer->opened().device() != device)
+    return NoRegion(absl::StrCat("the server gives memory of ", OwnerOf(answer->opened().device()),
+                                 ", not of ", OwnerOf(device)));
   const uint64_t size = answer->opened().bytes();
-  if (!packet->descriptor || !IsSealed(packet->descriptor.get(), size))
-    return NoRegion("what the server sent is not sealed memory of the size it says");
-  void* const data =
-      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, packet->descriptor.get(), 0);
-  if (data == MAP_FAILED) return NoRegion(std::strerror(errno));
-  madvise(data, size, MADV_DONTFORK);
+  const int descriptor = packet->descriptor.get();
+  const absl::StatusOr<uint8_t*> data =
+      gpu->has_value() ? MapOnGpu(descriptor, size, **gpu) : MapOnHost(descriptor, size);
+  if (!data.ok()) return data.status();
   return std::shared_ptr<SharedRegion>(
-      new SharedRegion(*std::move(session), answer->opened().id(), static_cast<uint8_t*>(data), size));
+      new SharedRegion(*std::move(session), answer->opened().id(), *data, size, *gpu));
 }
 
-SharedRegion::SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size)
-    : socket_(std::move(socket)), id_(std::move(id)), data_(data), size_(size), process_(getpid()) {}
+SharedRegion::SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size,
+                           std::optional<int> gpu)
+    : socket_(std::move(socket)),
+      id_(std::move(id)),
+      data_(data),
+      size_(size),
+      gpu_(gpu),
+      process_(getpid()) {}
 
 SharedRegion::~SharedRegion() {
-  if (getpid() == process_) munmap(data_, size_);  // a child has no mapping there
+  if (getpid() != process_) return;  // a child has no mapping there
+  if (!gpu_.has_value()) {
+    munmap(data_, size_);
+  } else if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok()) {
+    (*driver)->Unmap(data_, size_, *gpu_);
+  }
 }
 
 std::optional<uint64_t> SharedRegion::Take(uint64_t bytes) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A region of memory that a server on this host shares with this client (region.proto): a session of the
-// region socket, the mapping, and which parts of it are in use.
+// region socket, the mapping, and which parts of it are in use. It is memory of the host, or of the server's
+// GPU, whose addresses only the driver may follow (cuda_driver.h).
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_SHARED_REGION_H_
@@ -27,16 +28,19 @@ class SharedRegion {
  public:
   static constexpr uint64_t kAlignment = 256;  // of slices in a region
 
-  // Opens a region of about `bytes` at the server's region socket. UNAVAILABLE, saying why, if there is none
-  // to be had.
+  // Opens a region of about `bytes` at the server's region socket: memory of the GPU of this UUID
+  // ("GPU-..."), or of the host if `device` is empty. UNAVAILABLE, saying why, if there is none to be had.
   static absl::StatusOr<std::shared_ptr<SharedRegion>> Open(const std::string& socket, uint64_t bytes,
-                                                            absl::Duration timeout);
+                                                            absl::Duration timeout,
+                                                            const std::string& device = "");
   ~SharedRegion();
   SharedRegion(const SharedRegion&) = delete;
   SharedRegion& operator=(const SharedRegion&) = delete;
 
   const std::string& id() const { return id_; }
   uint64_t size() const { return size_; }
+  // The GPU whose memory it is; nullopt: memory of the host.
+  std::optional<int> gpu() const { return gpu_; }
 
   // A free range of `bytes` > 0: its offset. Nullopt if there is none.
   std::optional<uint64_t> Take(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
@@ -57,12 +61,14 @@ class SharedRegion {
   bool usable() const;
 
  private:
-  SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size);
+  SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size,
+               std::optional<int> gpu);
 
   const wire::OwnedDescriptor socket_;
   const std::string id_;
   uint8_t* const data_;
   const uint64_t size_;
+  const std::optional<int> gpu_;
   const pid_t process_;
   std::atomic<bool> retired_{false};
   std::atomic<bool> refused_{false};

@@ -2,9 +2,10 @@
 #include "client/cpp/slice_places.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
+
+#include "client/cpp/cuda_driver.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -14,8 +15,10 @@ constexpr uint64_t kCallsPerRegion = 4;
 
 }  // namespace
 
-SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait)
-    : region_(std::move(region)), may_wait_(may_wait) {}
+SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu)
+    : region_(std::move(region)),
+      may_wait_(may_wait),
+      copier_(region_ != nullptr && region_->gpu().has_value() ? region_->gpu() : gpu) {}
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   if (region_ == nullptr) return;
@@ -37,22 +40,23 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   open->mutable_in_region()->set_bytes(room_->bytes);
 }
 
-SlicePlaces::Place SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden) {
-  if (region_ == nullptr || hidden.empty()) return {};
+absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden) {
+  if (region_ == nullptr || hidden.empty()) return Place();
   Place place;
   {
     absl::MutexLock lock(&mu_);
     // A call that has nothing in the region cannot wait for its own answers.
     const Place::Kind otherwise = may_wait_ && !taken_.empty() ? Place::Kind::kWait : Place::Kind::kMessage;
     const uint64_t share = region_->size() / kCallsPerRegion;
-    if (!taken_.empty() && taken_bytes_ + hidden.size() > share) return {otherwise};
+    if (!taken_.empty() && taken_bytes_ + hidden.size() > share) return Place{otherwise};
     const std::optional<uint64_t> offset = region_->Take(hidden.size());
-    if (!offset.has_value()) return {otherwise};
+    if (!offset.has_value()) return Place{otherwise};
     taken_[row] = {*offset, hidden.size()};
     taken_bytes_ += hidden.size();
     place = {Place::Kind::kRegion, *offset};
   }
-  std::memcpy(region_->At(place.offset), hidden.data(), hidden.size());
+  const absl::Status copied = CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copier_);
+  if (!copied.ok()) return copied;
   return place;
 }
 
@@ -65,6 +69,10 @@ const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
   }
   const auto place = taken_.find(row);
   return place == taken_.end() || place->second.bytes != bytes ? nullptr : region_->At(place->second.offset);
+}
+
+absl::Status SlicePlaces::Fetch(const uint8_t* from, uint64_t bytes, void* to) const {
+  return CopyBytes(to, from, bytes, copier_);
 }
 
 void SlicePlaces::Free(uint64_t row) {

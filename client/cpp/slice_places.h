@@ -14,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "client/cpp/loss_work.h"
@@ -25,8 +26,8 @@ namespace lossd::client::internal {
 class SlicePlaces {
  public:
   // Null: all slices go in messages. `may_wait`: answers come while further slices are not sent, so a slice
-  // may wait for the place of one before it.
-  SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait);
+  // may wait for the place of one before it. `gpu`: whose memory the caller's rows are; nullopt: the host's.
+  SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu);
   SlicePlaces(const SlicePlaces&) = delete;
   SlicePlaces& operator=(const SlicePlaces&) = delete;
 
@@ -38,10 +39,13 @@ class SlicePlaces {
     uint64_t offset = 0;  // kRegion
   };
   // Finds a place for the next slice, whose first row is `row`, and copies it there if that is in the region.
-  // kWait: there is none before a slice of this call is answered; then Put is to be called again.
-  Place Put(uint64_t row, absl::Span<const uint8_t> hidden) ABSL_LOCKS_EXCLUDED(mu_);
+  // kWait: there is none before a slice of this call is answered; then Put is to be called again. An error of
+  // the driver ends the call.
+  absl::StatusOr<Place> Put(uint64_t row, absl::Span<const uint8_t> hidden) ABSL_LOCKS_EXCLUDED(mu_);
   // Where the slice of this first row, of so many bytes, lies; null: in a message.
   const uint8_t* Find(uint64_t row, uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Copies what Find has found to the caller's memory.
+  absl::Status Fetch(const uint8_t* from, uint64_t bytes, void* to) const;
   // The slice has been answered, and its gradients have been used.
   void Free(uint64_t row) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -65,6 +69,7 @@ class SlicePlaces {
 
   const std::shared_ptr<SharedRegion> region_;
   const bool may_wait_;
+  const std::optional<int> copier_;  // the GPU that copies; nullopt: the host does
   mutable absl::Mutex mu_;
   std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;

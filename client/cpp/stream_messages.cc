@@ -2,10 +2,12 @@
 #include "client/cpp/stream_messages.h"
 
 #include <algorithm>
-#include <cstring>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/cuda_driver.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -32,11 +34,19 @@ void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
 
 }  // namespace
 
-grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocable<void()> release) {
+absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
+                                             absl::AnyInvocable<void()> release) {
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
   request.mutable_slice()->mutable_rows()->set_end(rows.end);
-  return wire::Encode(request, HiddenOf(work, rows), std::move(release));
+  const absl::Span<const uint8_t> hidden = HiddenOf(work, rows);
+  if (!work.gpu.has_value()) return wire::Encode(request, hidden, std::move(release));
+  auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size());
+  const absl::Status copied = CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu);
+  release();  // the caller's memory is not needed any more
+  if (!copied.ok()) return copied;
+  const absl::Span<const uint8_t> bytes = *copy;
+  return wire::Encode(request, bytes, [copy = std::move(copy)] {});
 }
 
 grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset) {
@@ -97,7 +107,9 @@ absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wir
   const size_t gradient_bytes = in_region != nullptr ? rows.size() * work_.row_bytes : payload.size();
   status = CheckSizes(result, gradient_bytes, rows.size());
   if (!status.ok()) return status;
-  Scatter(result, payload, in_region, rows);
+  status = TakeGradients(payload, in_region, rows);
+  if (!status.ok()) return status;
+  Scatter(result, rows);
   if (places_ != nullptr) places_->Free(rows.begin);
   received_bytes_ += gradient_bytes;
   received_in_messages_ += payload.size();
@@ -124,17 +136,22 @@ absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gra
   return status;
 }
 
-void StreamAnswers::Scatter(const v1::SliceResult& result, const wire::PayloadView& payload,
-                            const uint8_t* in_region, Rows rows) const {
-  const LossOutputs& outputs = work_.outputs;
-  if (outputs.grad_hidden != nullptr) {
-    uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + rows.begin * work_.row_bytes;
-    if (in_region != nullptr) {
-      std::memcpy(to, in_region, rows.size() * work_.row_bytes);
-    } else {
-      payload.CopyTo(to);
-    }
+absl::Status StreamAnswers::TakeGradients(const wire::PayloadView& payload, const uint8_t* in_region,
+                                          Rows rows) const {
+  if (work_.outputs.grad_hidden == nullptr) return absl::OkStatus();
+  uint8_t* const to = static_cast<uint8_t*>(work_.outputs.grad_hidden) + rows.begin * work_.row_bytes;
+  if (in_region != nullptr) return places_->Fetch(in_region, rows.size() * work_.row_bytes, to);
+  if (work_.gpu.has_value()) {
+    std::vector<uint8_t> bytes(payload.size());
+    payload.CopyTo(bytes.data());
+    return CopyBytes(to, bytes.data(), bytes.size(), work_.gpu);
   }
+  payload.CopyTo(to);
+  return absl::OkStatus();
+}
+
+void StreamAnswers::Scatter(const v1::SliceResult& result, Rows rows) const {
+  const LossOutputs& outputs = work_.outputs;
   CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
   CopyRows(result.row_lse(), rows.begin, outputs.row_lse);
   CopyRows(result.row_entropy(), rows.begin, outputs.row_entropy);

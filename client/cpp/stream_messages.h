@@ -14,6 +14,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/cpp/answer_tracker.h"
 #include "client/cpp/loss_plan.h"
@@ -24,19 +25,22 @@
 
 namespace lossd::client::internal {
 
-// The message of one of the work's slices. References the hidden states; `release` runs once, on any thread,
-// when nothing refers to them any more.
-grpc::ByteBuffer EncodeSlice(const StreamWork& work, Rows rows, absl::AnyInvocable<void()> release);
+// The message of one of the work's slices. References the hidden states, or a copy of those of a GPU;
+// `release` runs once, on any thread, when nothing refers to them any more. UNAVAILABLE if the driver cannot
+// copy them.
+absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
+                                             absl::AnyInvocable<void()> release);
 
 // The message of a slice that lies in the call's region, at `offset`.
 grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset);
 
-// The hidden states of these rows.
+// The hidden states of these rows, where the caller has them.
 absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows);
 
 // Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
 //
-// Thread-compatible. Errors are INTERNAL and say what the server sent; after one the outputs are unspecified.
+// Thread-compatible. Errors are INTERNAL and say what the server sent, or UNAVAILABLE if the driver of a GPU
+// fails; after one the outputs are unspecified.
 class StreamAnswers {
  public:
   // Decides whether to go on from where the server stands; an error ends the call with it.
@@ -59,8 +63,8 @@ class StreamAnswers {
   absl::Status HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload);
   absl::Status HandleSummary(const v1::MicrobatchSummary& summary);
   absl::Status CheckSizes(const v1::SliceResult& result, size_t gradient_bytes, uint64_t rows) const;
-  void Scatter(const v1::SliceResult& result, const wire::PayloadView& payload, const uint8_t* in_region,
-               Rows rows) const;
+  absl::Status TakeGradients(const wire::PayloadView& payload, const uint8_t* in_region, Rows rows) const;
+  void Scatter(const v1::SliceResult& result, Rows rows) const;
 
   const StreamWork& work_;
   AcceptFn accept_;

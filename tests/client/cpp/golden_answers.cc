@@ -91,7 +91,7 @@ void RunStreamAnswers(const json& c) {
   CheckMembers(c, {"call", "slice_rows", "answers"}, {"gives", "fails"});
   const Call call(c["call"]);
   const internal::StreamWork work =
-      call.work().Prepare({0, call.rows()}, internal::SliceRule{c["slice_rows"]}, std::nullopt);
+      call.work().Prepare({0, call.rows()}, internal::SliceRule{c["slice_rows"]}, std::nullopt).value();
   internal::StreamAnswers answers(work, [](const v1::HeadState&) { return absl::OkStatus(); });
   const bool complete = Feed<v1::ComputeLossResponse>(
       c, [&](const grpc::ByteBuffer& buffer) { return answers.Handle(buffer); },

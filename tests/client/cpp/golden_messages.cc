@@ -58,7 +58,7 @@ void RunOpening(const json& c) {
   const Call call(c["call"]);
   std::optional<internal::GradientsId> meant;
   if (!c["incarnation"].is_null()) meant = {c["incarnation"], c.value("generation", uint64_t{0})};
-  const StreamWork stream = call.work().Prepare({c["rows"][0], c["rows"][1]}, SliceRule{1000}, meant);
+  const StreamWork stream = call.work().Prepare({c["rows"][0], c["rows"][1]}, SliceRule{1000}, meant).value();
   EXPECT_EQ(ToHex(ToString(wire::Encode(stream.first))), c["hex"]);
 }
 
@@ -69,7 +69,7 @@ void RunSlice(const json& c) {
   StreamWork stream;
   stream.hidden = hidden.data();
   stream.row_bytes = c["row_bytes"];
-  EXPECT_EQ(ToString(internal::EncodeSlice(stream, rows, [] {})),
+  EXPECT_EQ(ToString(internal::EncodeSlice(stream, rows, [] {}).value()),
             FromHex(c["hex"]) + Payload(c["payload"][0], c["payload"][1]));
 }
 
@@ -115,7 +115,7 @@ void RunPlan(const json& c) {
   if (!rule.ok()) return;
   json planned = json::array();
   for (const Rows& rows : call.work().Split(c["streams"], c["max_message_bytes"])) {
-    planned.push_back(ToJson(call.work().Prepare(rows, *rule, std::nullopt)));
+    planned.push_back(ToJson(call.work().Prepare(rows, *rule, std::nullopt).value()));
   }
   EXPECT_EQ(planned, c["streams_planned"]);
 }

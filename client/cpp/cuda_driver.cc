@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+
+namespace lossd::client::internal {
+namespace {
+
+constexpr char kLibrary[] = "libcuda.so.1";
+
+// The driver's types and constants, which are the same in all of its versions.
+using Result = int;                    // CUresult
+using Device = int;                    // CUdevice
+using Address = unsigned long long;    // CUdeviceptr
+using Handle = unsigned long long;     // CUmemGenericAllocationHandle
+using Uuid = std::array<uint8_t, 16>;  // CUuuid
+struct Location {                      // CUmemLocation
+  int type;
+  int id;
+};
+struct Access {  // CUmemAccessDesc
+  Location location;
+  int flags;
+};
+constexpr Result kSuccess = 0;
+constexpr int kDeviceOrdinal = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kPosixDescriptor = 1;        // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+constexpr int kOnDevice = 1;               // CU_MEM_LOCATION_TYPE_DEVICE
+constexpr int kReadAndWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
+constexpr unsigned kSleeping = 0x1 | 0x2;  // CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
+
+Address ToAddress(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+uint8_t* ToPointer(Address address) { return reinterpret_cast<uint8_t*>(address); }
+
+}  // namespace
+
+struct CudaDriver::Functions {
+  Result (*init)(unsigned) = nullptr;
+  Result (*error_string)(Result, const char**) = nullptr;
+  Result (*count)(int*) = nullptr;
+  Result (*uuid)(Uuid*, Device) = nullptr;
+  Result (*pointer_attribute)(void*, int, Address) = nullptr;
+  Result (*retain_context)(void**, Device) = nullptr;
+  Result (*push_context)(void*) = nullptr;
+  Result (*pop_context)(void**) = nullptr;
+  Result (*import_handle)(Handle*, void*, int) = nullptr;
+  Result (*release_handle)(Handle) = nullptr;
+  Result (*reserve)(Address*, size_t, size_t, Address, unsigned long long) = nullptr;
+  Result (*free_reserved)(Address, size_t) = nullptr;
+  Result (*map)(Address, size_t, size_t, Handle, unsigned long long) = nullptr;
+  Result (*unmap)(Address, size_t) = nullptr;
+  Result (*set_access)(Address, size_t, const Access*, size_t) = nullptr;
+  Result (*allocate)(Address*, size_t) = nullptr;
+  Result (*free)(Address) = nullptr;
+  Result (*copy)(Address, Address, size_t, void*) = nullptr;
+  Result (*fill)(Address, unsigned char, size_t, void*) = nullptr;
+  Result (*create_stream)(void**, unsigned) = nullptr;
+  Result (*await_stream)(void*) = nullptr;
+  Result (*destroy_stream)(void*) = nullptr;
+  Result (*create_event)(void**, unsigned) = nullptr;
+  Result (*record_event)(void*, void*) = nullptr;
+  Result (*await_event)(void*) = nullptr;
+  Result (*destroy_event)(void*) = nullptr;
+  absl::string_view missing;  // the first one that the library lacks
+
+  explicit Functions(void* library) {
+    Find(library, "cuInit", init);
+    Find(library, "cuGetErrorString", error_string);
+    Find(library, "cuDeviceGetCount", count);
+    Find(library, "cuDeviceGetUuid_v2", uuid);
+    Find(library, "cuPointerGetAttribute", pointer_attribute);
+    Find(library, "cuDevicePrimaryCtxRetain", retain_context);
+    Find(library, "cuCtxPushCurrent_v2", push_context);
+    Find(library, "cuCtxPopCurrent_v2", pop_context);
+    Find(library, "cuMemImportFromShareableHandle", import_handle);
+    Find(library, "cuMemRelease", release_handle);
+    Find(library, "cuMemAddressReserve", reserve);
+    Find(library, "cuMemAddressFree", free_reserved);
+    Find(library, "cuMemMap", map);
+    Find(library, "cuMemUnmap", unmap);
+    Find(library, "cuMemSetAccess", set_access);
+    Find(library, "cuMemAlloc_v2", allocate);
+    Find(library, "cuMemFree_v2", free);
+    Find(library, "cuMemcpyAsync", copy);
+    Find(library, "cuMemsetD8Async", fill);
+    Find(library, "cuStreamCreate", create_stream);
+    Find(library, "cuStreamSynchronize", await_stream);
+    Find(library, "cuStreamDestroy_v2", destroy_stream);
+    Find(library, "cuEventCreate", create_event);
+    Find(library, "cuEventRecord", record_event);
+    Find(library, "cuEventSynchronize", await_event);
+    Find(library, "cuEventDestroy_v2", destroy_event);
+  }
+
+ private:
+  template <typename Function>
+  void Find(void* library, const char* name, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(library, name));
+    if (function == nullptr && missing.empty()) missing = name;
+  }
+};
+
+struct CudaDriver::Lane {
+  void* stream = nullptr;
+  void* end = nullptr;
+};
+
+// Makes a context the calling thread's while it lives.
+class CudaDriver::Current {
+ public:
+  Current(CudaDriver* driver, int device) : driver_(driver) {
+    const absl::StatusOr<void*> context = driver->Context(device);
+    status_ = context.ok() ? driver->Check(driver->functions_->push_context(*context), "cuCtxPushCurrent")
+                           : context.status();
+  }
+  ~Current() {
+    void* context = nullptr;
+    if (status_.ok()) driver_->functions_->pop_context(&context);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+  const absl::Status& status() const { return status_; }
+
+ private:
+  CudaDriver* const driver_;
+  absl::Status status_;
+};
+
+absl::StatusOr<CudaDriver*> CudaDriver::Get() {
+  static auto* const mutex = new absl::Mutex();
+  static CudaDriver* driver = nullptr;  // once there is one
+  absl::MutexLock lock(mutex);
+  if (driver != nullptr) return driver;
+  absl::StatusOr<std::unique_ptr<CudaDriver>> loaded = Load(kLibrary);
+  if (!loaded.ok()) return loaded.status();
+  driver = loaded->release();
+  return driver;
+}
+
+absl::StatusOr<std::unique_ptr<CudaDriver>> CudaDriver::Load(const std::string& library) {
+  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays, as the driver's threads do
+  if (handle == nullptr) return absl::UnavailableError(absl::StrCat("no CUDA driver: ", dlerror()));
+  auto functions = std::make_unique<const Functions>(handle);
+  if (!functions->missing.empty())
+    return absl::UnavailableError(absl::StrCat("no CUDA driver: ", library, " lacks ", functions->missing));
+  std::unique_ptr<CudaDriver> driver(new CudaDriver(std::move(functions)));
+  if (absl::Status status = driver->Check(driver->functions_->init(0), "cuInit"); !status.ok()) return status;
+  return driver;
+}
+
+CudaDriver::CudaDriver(std::unique_ptr<const Functions> functions) : functions_(std::move(functions)) {}
+
+CudaDriver::~CudaDriver() = default;
+
+absl::Status CudaDriver::Check(int result, absl::string_view function) const {
+  if (result == kSuccess) return absl::OkStatus();
+  const char* text = nullptr;
+  functions_->error_string(result, &text);
+  return absl::UnavailableError(
+      absl::StrCat(function, " failed: ", text == nullptr ? "an unknown error" : text, " (", result, ")"));
+}
+
+absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) {
+  int count = 0;
+  if (absl::Status status = Check(functions_->count(&count), "cuDeviceGetCount"); !status.ok()) return status;
+  for (int device = 0; device < count; ++device) {
+    Uuid raw = {};
+    if (absl::Status status = Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"); !status.ok())
+      return status;
+    const std::string hex = absl::BytesToHexString({reinterpret_cast<const char*>(raw.data()), raw.size()});
+    const absl::string_view text = hex;
+    if (uuid == absl::StrCat("GPU-", text.substr(0, 8), "-", text.substr(8, 4), "-", text.substr(12, 4), "-",
+                             text.substr(16, 4), "-", text.substr(20)))
+      return device;
+  }
+  return std::nullopt;
+}
+
+absl::StatusOr<int> CudaDriver::DeviceOf(const void* address) {
+  int device = 0;
+  const Result result = functions_->pointer_attribute(&device, kDeviceOrdinal, ToAddress(address));
+  if (absl::Status status = Check(result, "cuPointerGetAttribute"); !status.ok()) return status;
+  return device;
+}
+
+absl::StatusOr<void*> CudaDriver::Context(int device) {
+  absl::MutexLock lock(&mu_);
+  void*& context = contexts_[device];
+  if (context == nullptr) {
+    absl::Status status = Check(functions_->retain_context(&context, device), "cuDevicePrimaryCtxRetain");
+    if (!status.ok()) return status;
+  }
+  return context;
+}
+
+absl::StatusOr<uint8_t*> CudaDriver::Import(int descriptor, uint64_t bytes, int device) {
+  const Current current(this, device);
+  if (!current.status().ok()) return current.status();
+  Handle handle = 0;
+  absl::Status status =
+      Check(functions_->import_handle(&handle, ToPointer(static_cast<Address>(descriptor)), kPosixDescriptor),
+            "cuMemImportFromShareableHandle");
+  if (!status.ok()) return status;
+  Address address = 0;
+  status = Check(functions_->reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve");
+  if (status.ok()) {
+    status = Map(address, bytes, handle, device);
+    if (!status.ok()) functions_->free_reserved(address, bytes);
+  }
+  functions_->release_handle(handle);  // the mapping keeps the memory
+  if (!status.ok()) return status;
+  return ToPointer(address);
+}
+
+absl::Status CudaDriver::Map(uint64_t address, uint64_t bytes, uint64_t handle, int device) const {
+  absl::Status status = Check(functions_->map(address, bytes, 0, handle, 0), "cuMemMap");
+  if (!status.ok()) return status;
+  const Access access{{kOnDevice, device}, kReadAndWrite};
+  status = Check(functions_->set_access(address, bytes, &access, 1), "cuMemSetAccess");
+  if (!status.ok()) functions_->unmap(address, bytes);
+  return status;
+}
+
+void CudaDriver::Unmap(uint8_t* address, uint64_t bytes, int device) {
+  const Current current(this, device);
+  if (!current.status().ok()) return;
+  functions_->unmap(ToAddress(address), bytes);
+  functions_->free_reserved(ToAddress(address), bytes);
+}
+
+absl::StatusOr<uint8_t*> CudaDriver::Allocate(uint64_t bytes, int device) {
+  const Current current(this, device);
+  if (!current.status().ok()) return current.status();
+  Address address = 0;
+  absl::Status status = Check(functions_->allocate(&address, bytes), "cuMemAlloc");
+  if (!status.ok()) return status;
+  return ToPointer(address);
+}
+
+void CudaDriver::Free(uint8_t* address, int device) {
+  const Current current(this, device);
+  if (current.status().ok()) functions_->free(ToAddress(address));
+}
+
+absl::Status CudaDriver::Copy(void* to, const void* from, uint64_t bytes, int device) {
+  if (bytes == 0) return absl::OkStatus();
+  return Run(device, [&](void* stream) {
+    return Check(functions_->copy(ToAddress(to), ToAddress(from), bytes, stream), "cuMemcpyAsync");
+  });
+}
+
+absl::Status CudaDriver::FillZeros(void* to, uint64_t bytes, int device) {
+  if (bytes == 0) return absl::OkStatus();
+  return Run(device, [&](void* stream) {
+    return Check(functions_->fill(ToAddress(to), 0, bytes, stream), "cuMemsetD8Async");
+  });
+}
+
+absl::Status CudaDriver::Run(int device, absl::FunctionRef<absl::Status(void* stream)> enqueue) {
+  const Current current(this, device);
+  if (!current.status().ok()) return current.status();
+  const absl::StatusOr<Lane> lane = TakeLane(device);
+  if (!lane.ok()) return lane.status();
+  absl::Status status = enqueue(lane->stream);
+  if (status.ok()) status = Await(*lane);
+  if (!status.ok()) {
+    Destroy(*lane);
+    return status;
+  }
+  absl::MutexLock lock(&mu_);
+  lanes_[device].push_back(*lane);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CudaDriver::Lane> CudaDriver::TakeLane(int device) {
+  {
+    absl::MutexLock lock(&mu_);
+    std::vector<Lane>& idle = lanes_[device];
+    if (!idle.empty()) {
+      const Lane lane = idle.back();
+      idle.pop_back();
+      return lane;
+    }
+  }
+  Lane lane;
+  absl::Status status = Check(functions_->create_stream(&lane.stream, kNonBlocking), "cuStreamCreate");
+  if (!status.ok()) return status;
+  status = Check(functions_->create_event(&lane.end, kSleeping), "cuEventCreate");
+  if (!status.ok()) {
+    functions_->destroy_stream(lane.stream);
+    return status;
+  }
+  return lane;
+}
+
+absl::Status CudaDriver::Await(const Lane& lane) const {
+  absl::Status status = Check(functions_->record_event(lane.end, lane.stream), "cuEventRecord");
+  if (status.ok()) status = Check(functions_->await_event(lane.end), "cuEventSynchronize");
+  return status;
+}
+
+void CudaDriver::Destroy(const Lane& lane) const {
+  functions_->await_stream(lane.stream);
+  functions_->destroy_event(lane.end);
+  functions_->destroy_stream(lane.stream);
+}
+
+absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu) {
+  if (!gpu.has_value()) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->Copy(to, from, bytes, *gpu) : driver.status();
+}
+
+absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu) {
+  if (!gpu.has_value()) {
+    if (bytes > 0) std::memset(to, 0, bytes);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->FillZeros(to, bytes, *gpu) : driver.status();
+}
+
+}  // namespace lossd::client::internal

@@ -1,0 +1,506 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of a GPU through memory of the server's GPU: the same results as in messages, whatever ends when. The
+// GPU is played on both sides (fake_cuda.h, tests/server/app/shared_device.cc): whoever follows an address of
+// it ends.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/client.h"
+#include "client/cpp/cuda_driver.h"
+#include "client/cpp/shared_region.h"
+#include "proto/wire/region_packets.h"
+#include "tests/client/cpp/fake_cuda.h"
+#include "tests/support/server_process.h"
+#include "tests/support/temp_folder.h"
+
+namespace lossd::client {
+namespace {
+
+namespace fake_cuda = test::fake_cuda;
+using internal::CudaDriver;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
+using ::testing::Key;
+using ::testing::UnorderedElementsAre;
+
+constexpr uint64_t kRows = 300, kHidden = 24, kClasses = 97;
+constexpr uint64_t kSlice = 7 * kHidden * sizeof(float);
+constexpr char kUuid[] = "GPU-00000000-0000-0000-0000-000000000001";
+
+CudaDriver& Driver() { return *CudaDriver::Get().value(); }
+
+// Bytes on a GPU.
+class DeviceArray {
+ public:
+  explicit DeviceArray(const std::vector<uint8_t>& bytes, int device = 0)
+      : device_(device), bytes_(bytes.size()), data_(Driver().Allocate(bytes_, device).value()) {
+    EXPECT_TRUE(Driver().Copy(data_, bytes.data(), bytes_, device_).ok());
+  }
+  ~DeviceArray() { Driver().Free(data_, device_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  uint8_t* data() const { return data_; }
+  std::vector<uint8_t> Read() const {
+    std::vector<uint8_t> bytes(bytes_);
+    EXPECT_TRUE(Driver().Copy(bytes.data(), data_, bytes_, device_).ok());
+    return bytes;
+  }
+
+ private:
+  const int device_;
+  const uint64_t bytes_;
+  uint8_t* const data_;
+};
+
+std::vector<uint8_t> Bytes(const std::vector<float>& values) {
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(values.data());
+  return {bytes, bytes + values.size() * sizeof(float)};
+}
+
+std::vector<float> Floats(const std::vector<uint8_t>& bytes) {
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+// What the memory of gradients has before: each byte of it is to be overwritten.
+std::vector<uint8_t> Garbage(uint64_t bytes) { return std::vector<uint8_t>(bytes, 0xff); }
+
+// Rows of which some are ignored, and a run of them is in no slice.
+struct Problem {
+  explicit Problem(v1::DType of = v1::DTYPE_FP32) : dtype(of) {
+    std::mt19937 random(5);
+    std::vector<float> values(kRows * kHidden);
+    for (float& value : values) value = std::normal_distribution<float>()(random);
+    hidden = Bytes(values);
+    if (dtype != v1::DTYPE_FP32) {
+      hidden.resize(kRows * kHidden * 2);
+      for (size_t i = 0; i < values.size(); ++i) {
+        const auto bits = static_cast<uint16_t>(0x3800 + random() % 0x400);  // below 1 in either format
+        std::memcpy(&hidden[2 * i], &bits, 2);
+      }
+    }
+    for (uint64_t i = 0; i < kRows; ++i) {
+      const bool ignored = i % 10 == 0 || (i >= 40 && i < 80);
+      targets.push_back(ignored ? -100 : static_cast<int32_t>(random() % kClasses));
+    }
+  }
+  Microbatch At(const void* rows, Memory memory) const {
+    return {.head = "lm",
+            .hidden_size = kHidden,
+            .hidden_dtype = dtype,
+            .hidden = rows,
+            .memory = memory,
+            .targets = targets};
+  }
+
+  v1::DType dtype;
+  std::vector<uint8_t> hidden;
+  std::vector<int32_t> targets;
+};
+
+struct Computed {
+  std::vector<uint8_t> gradient;
+  std::vector<float> loss = std::vector<float>(kRows);
+  LossResult result;
+};
+
+std::unique_ptr<test::ServerProcess> StartServer(std::vector<std::string> flags = {}) {
+  flags.insert(flags.begin(), "--backend=cuda");
+  return std::make_unique<test::ServerProcess>(LOSSD_WITH_SHARED_DEVICE, flags);
+}
+
+absl::StatusOr<std::unique_ptr<Client>> TryConnect(const test::ServerProcess& server,
+                                                   int64_t bytes = 1 << 20) {
+  return Client::Connect({.target = server.target(), .transport = "cuda_ipc", .shared_memory_bytes = bytes});
+}
+
+std::unique_ptr<Client> Connect(const test::ServerProcess& server, int64_t bytes = 1 << 20) {
+  auto client = TryConnect(server, bytes);
+  EXPECT_TRUE(client.ok()) << client.status();
+  return client.ok() ? *std::move(client) : nullptr;
+}
+
+std::unique_ptr<Client> ConnectBy(const test::ServerProcess& server, const std::string& transport) {
+  auto client = Client::Connect({.target = server.target(), .transport = transport});
+  EXPECT_TRUE(client.ok()) << client.status();
+  return *std::move(client);
+}
+
+void CreateHead(const test::ServerProcess& server) {
+  v1::CreateHeadRequest request;
+  request.mutable_spec()->set_name("lm");
+  request.mutable_spec()->set_hidden_size(kHidden);
+  request.mutable_spec()->set_vocab_size(kClasses);
+  request.mutable_kaiming_uniform()->set_seed(7);
+  const auto created = ConnectBy(server, "grpc")->CreateHead(request);
+  ASSERT_TRUE(created.ok()) << created.status();
+}
+
+// From memory of the host, in messages.
+Computed Expected(const test::ServerProcess& server, const Problem& problem,
+                  std::optional<uint64_t> id = {}) {
+  Computed computed;
+  computed.gradient = Garbage(problem.hidden.size());
+  Microbatch microbatch = problem.At(problem.hidden.data(), Memory::kHost);
+  ComputeOptions options{.accumulate_gradients = id.has_value(), .streams = 2, .slice_bytes = kSlice};
+  if (id.has_value()) microbatch.step = 0, microbatch.id = *id;
+  const auto result =
+      ConnectBy(server, "grpc")
+          ->ComputeLoss(microbatch,
+                        {.grad_hidden = computed.gradient.data(), .row_loss = absl::MakeSpan(computed.loss)},
+                        options);
+  EXPECT_TRUE(result.ok()) << result.status();
+  return computed;
+}
+
+absl::StatusOr<Computed> TryOnGpu(Client& client, const Problem& problem, int device = 0,
+                                  std::optional<uint64_t> id = {}) {
+  const DeviceArray hidden(problem.hidden, device), gradient(Garbage(problem.hidden.size()), device);
+  Computed computed;
+  Microbatch microbatch = problem.At(hidden.data(), Memory::kDevice);
+  ComputeOptions options{.accumulate_gradients = id.has_value(), .streams = 2, .slice_bytes = kSlice};
+  if (id.has_value()) microbatch.step = 0, microbatch.id = *id;
+  const auto result = client.ComputeLoss(
+      microbatch, {.grad_hidden = gradient.data(), .row_loss = absl::MakeSpan(computed.loss)}, options);
+  if (!result.ok()) return result.status();
+  computed.gradient = gradient.Read();
+  computed.result = *result;
+  return computed;
+}
+
+Computed OnGpu(Client& client, const Problem& problem, int device = 0, std::optional<uint64_t> id = {}) {
+  auto computed = TryOnGpu(client, problem, device, id);
+  EXPECT_TRUE(computed.ok()) << computed.status();
+  return computed.ok() ? *std::move(computed) : Computed();
+}
+
+void ExpectNear(const std::vector<float>& got, const std::vector<float>& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-5) << i;
+}
+
+void ExpectSame(const Computed& got, const Computed& want) {
+  ExpectNear(Floats(got.gradient), Floats(want.gradient));
+  ExpectNear(got.loss, want.loss);
+}
+
+// What the client has imported.
+int Imported() {
+  auto held = fake_cuda::Held();
+  EXPECT_EQ(held["mapping"], held["reservation"]);
+  EXPECT_EQ(held["handle"], 0);
+  return held["mapping"];
+}
+
+class CudaIpcTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    server_ = StartServer().release();
+    CreateHead(*server_);
+  }
+  static void TearDownTestSuite() {
+    delete server_;
+    server_ = nullptr;
+  }
+  void SetUp() override {
+    fake_cuda::SetDevices(2);
+    EXPECT_EQ(Imported(), 0);
+    fake_cuda::TakeCopied();
+  }
+  void TearDown() override { EXPECT_EQ(Imported(), 0) << "a region stays mapped"; }
+
+  static test::ServerProcess* server_;
+  const Problem problem_;
+};
+test::ServerProcess* CudaIpcTest::server_ = nullptr;
+
+TEST_F(CudaIpcTest, ResultsAreThoseOfMessages) {
+  const Computed wanted = Expected(*server_, problem_);
+  for (const int64_t bytes : {1 << 20, 16 << 10, 2 << 10}) {
+    const auto client = Connect(*server_, bytes);
+    fake_cuda::TakeCopied();
+    const Computed got = OnGpu(*client, problem_);
+    ExpectSame(got, wanted);
+    EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
+    EXPECT_EQ(client->transport().device.reason,
+              absl::StrCat("the server's GPU is of this host; ", bytes >> 20, " MiB of ", kUuid));
+    EXPECT_GT(got.result.sent_bytes, 0u);
+    EXPECT_EQ(got.result.sent_bytes, got.result.received_bytes);
+    auto copied = fake_cuda::TakeCopied();
+    if (bytes >= 16 << 10) {  // in a smaller one some slices go in messages
+      EXPECT_EQ(copied["device to device"], got.result.sent_bytes + got.result.received_bytes);
+      // DeviceArray's own
+      EXPECT_EQ(copied["host to device"], 2 * problem_.hidden.size());
+      EXPECT_EQ(copied["device to host"], problem_.hidden.size());
+    }
+  }
+}
+
+TEST_F(CudaIpcTest, ADeterministicServerGivesTheSameBitsOfEveryType) {
+  const auto server = StartServer({"--deterministic"});
+  CreateHead(*server);
+  uint64_t id = 0;
+  for (const v1::DType dtype : {v1::DTYPE_FP32, v1::DTYPE_BF16, v1::DTYPE_FP16}) {
+    const Problem problem(dtype);
+    const Computed wanted = Expected(*server, problem, id);
+    for (const int64_t bytes : {1 << 20, 8 << 10}) {
+      const Computed got = OnGpu(*Connect(*server, bytes), problem, 0, id);
+      EXPECT_TRUE(got.gradient == wanted.gradient) << v1::DType_Name(dtype);
+      EXPECT_EQ(got.loss, wanted.loss);
+    }
+    ++id;
+  }
+}
+
+TEST_F(CudaIpcTest, GradientsOfRetainedRows) {
+  std::mt19937 random(6);
+  std::vector<float> weights(kRows);
+  for (float& weight : weights) weight = std::normal_distribution<float>()(random);
+  const auto run = [&](Client& client, const void* hidden, void* gradient, Memory memory) {
+    Microbatch microbatch = problem_.At(hidden, memory);
+    microbatch.step = 0;
+    microbatch.id = 9;
+    const auto forward = client.ComputeLoss(
+        microbatch, {}, {.reduction = v1::REDUCTION_NONE, .retain = true, .slice_bytes = kSlice});
+    ASSERT_TRUE(forward.ok()) << forward.status();
+    const auto backward = client.Backward({.head = "lm",
+                                           .step = 0,
+                                           .id = 9,
+                                           .hidden_size = kHidden,
+                                           .hidden_dtype = v1::DTYPE_FP32,
+                                           .memory = memory,
+                                           .grad_loss = weights},
+                                          gradient);
+    ASSERT_TRUE(backward.ok()) << backward.status();
+    EXPECT_TRUE(client.ReleaseMicrobatch("lm", 9).value());
+  };
+  std::vector<uint8_t> wanted = Garbage(problem_.hidden.size());
+  run(*ConnectBy(*server_, "grpc"), problem_.hidden.data(), wanted.data(), Memory::kHost);
+  const DeviceArray hidden(problem_.hidden);
+  for (const int64_t bytes : {1 << 20, 8 << 10}) {
+    const DeviceArray gradient(Garbage(problem_.hidden.size()));
+    run(*Connect(*server_, bytes), hidden.data(), gradient.data(), Memory::kDevice);
+    ExpectNear(Floats(gradient.Read()), Floats(wanted));
+  }
+}
+
+TEST_F(CudaIpcTest, ManyComputationsShareALittleRegion) {
+  const Computed wanted = Expected(*server_, problem_);
+  const auto client = Connect(*server_, 16 << 10);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] { ExpectSame(OnGpu(*client, problem_), wanted); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(CudaIpcTest, RowsOfTheHostTakeMemoryOfTheHost) {
+  const auto client = Connect(*server_);
+  std::vector<uint8_t> gradient = Garbage(problem_.hidden.size());
+  const auto result = client->ComputeLoss(problem_.At(problem_.hidden.data(), Memory::kHost),
+                                          {.grad_hidden = gradient.data()});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(client->transport().transport, "grpc") << "this backend takes no memory of the host";
+  EXPECT_THAT(fake_cuda::TakeCopied(), ::testing::IsEmpty());
+}
+
+TEST_F(CudaIpcTest, RowsOfAnotherGpuAreCopiedToTheServers) {
+  const Computed wanted = Expected(*server_, problem_);
+  const auto client = Connect(*server_);
+  fake_cuda::TakeCopied();
+  const Computed got = OnGpu(*client, problem_, 1);
+  ExpectSame(got, wanted);
+  EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
+}
+
+TEST_F(CudaIpcTest, ConnectSaysWhyThereIsNone) {
+  fake_cuda::SetDevices(0);
+  absl::Status status = TryConnect(*server_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(status.message(), absl::StrCat("no shared memory: the server's GPU is ", kUuid,
+                                           ", which this process does not see"));
+  fake_cuda::SetDevices(2);
+  fake_cuda::Fail("cuMemSetAccess", 1);
+  status = TryConnect(*server_).status();
+  EXPECT_EQ(status.message(),
+            "no shared memory: cuMemSetAccess failed: an illegal memory access was encountered (700)");
+  const auto without = StartServer({"--shared_device_memory_bytes=0"});
+  EXPECT_EQ(TryConnect(*without).status().message(), "no CUDA IPC: the server shares no memory of a GPU");
+  const auto little = StartServer({"--shared_device_memory_bytes=2MiB"});
+  std::vector<std::unique_ptr<Client>> clients;
+  while (status = absl::OkStatus(), clients.size() < 3) {
+    auto client = TryConnect(*little);
+    if (status = client.status(); !status.ok()) break;
+    clients.push_back(*std::move(client));
+  }
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("--shared_device_memory_bytes has nothing left for this process"));
+}
+
+TEST_F(CudaIpcTest, WithOtherTransportsRowsAreCopiedToTheHost) {
+  const test::ServerProcess server(LOSSD_BINARY);
+  CreateHead(server);
+  const Computed wanted = Expected(server, problem_);
+  for (const std::string transport : {"grpc", "shared_memory", "auto"}) {
+    const auto client = ConnectBy(server, transport);
+    fake_cuda::TakeCopied();
+    ExpectSame(OnGpu(*client, problem_), wanted);
+    EXPECT_THAT(fake_cuda::TakeCopied(), UnorderedElementsAre(Key("device to host"), Key("host to device")));
+    const TransportChoice choice = client->transport();
+    EXPECT_EQ(choice.transport, transport == "auto" ? "shared_memory" : transport) << choice.reason;
+    EXPECT_EQ(choice.device.transport, choice.transport);
+    EXPECT_EQ(choice.device.reason, absl::StrCat("through memory of the host: the transport is ", transport));
+  }
+}
+
+TEST_F(CudaIpcTest, AServerThatIsRestartedGivesAnotherRegion) {
+  const auto server = StartServer();
+  const std::string address = server->target();
+  CreateHead(*server);
+  const auto client = Connect(*server);
+  const Computed wanted = OnGpu(*client, problem_);
+  server->Kill();
+  server->Start(address);
+  CreateHead(*server);
+  ExpectSame(OnGpu(*client, problem_), wanted);
+  ExpectSame(OnGpu(*client, problem_), wanted);
+  EXPECT_EQ(client->transport().device.transport, "cuda_ipc") << client->transport().device.reason;
+  EXPECT_EQ(Imported(), 1);
+}
+
+// Once: the rows are sent again. Always: the call says so.
+TEST_F(CudaIpcTest, CopiesThatFail) {
+  const Computed wanted = Expected(*server_, problem_);
+  for (const std::string copy : {"copy to region", "copy from region"}) {
+    const auto client = Connect(*server_);
+    fake_cuda::Fail(copy, 1);
+    const Computed got = OnGpu(*client, problem_);
+    ExpectSame(got, wanted);
+    EXPECT_GE(got.result.repeats, 1);
+    EXPECT_EQ(Imported(), 1) << "the region of the attempt that failed was given up";
+    EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
+
+    fake_cuda::Fail(copy, std::numeric_limits<int64_t>::max());
+    const auto failing =
+        Client::Connect({.target = server_->target(),
+                         .retry = {.max_attempts = 2, .initial_backoff = absl::Milliseconds(1)},
+                         .transport = "cuda_ipc",
+                         .shared_memory_bytes = 1 << 20});
+    ASSERT_TRUE(failing.ok()) << failing.status();
+    const absl::Status status = TryOnGpu(**failing, problem_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(status.message(),
+              "cuMemcpyAsync failed: an illegal memory access was encountered (700); tried 2 times");
+    fake_cuda::Fail(copy, 0);
+    ExpectSame(OnGpu(**failing, problem_), wanted);
+  }
+}
+
+// Those between a GPU and messages, and zeros for rows that are not sent.
+TEST_F(CudaIpcTest, WorkThatFailsWithoutARegion) {
+  const Computed wanted = Expected(*server_, problem_);
+  const auto client = ConnectBy(*server_, "grpc");
+  const DeviceArray hidden(problem_.hidden), gradient(Garbage(problem_.hidden.size()));
+  const auto compute = [&] {
+    return client->ComputeLoss(problem_.At(hidden.data(), Memory::kDevice), {.grad_hidden = gradient.data()},
+                               {.slice_bytes = kSlice, .max_attempts = 1});
+  };
+  for (const std::string function : {"cuMemcpyAsync", "cuMemsetD8Async"}) {
+    fake_cuda::Fail(function, 1);
+    EXPECT_EQ(compute().status().message(),
+              function + " failed: an illegal memory access was encountered (700)");
+  }
+  ASSERT_TRUE(compute().ok());
+  ExpectNear(Floats(gradient.Read()), Floats(wanted.gradient));
+}
+
+TEST_F(CudaIpcTest, NothingStaysWhenClientsGo) {
+  const auto descriptors = [] {
+    const auto folder = std::filesystem::directory_iterator("/proc/self/fd");
+    return std::distance(begin(folder), end(folder));
+  };
+  OnGpu(*Connect(*server_), problem_);
+  const auto held = fake_cuda::Held();
+  const auto before = descriptors();
+  for (int i = 0; i < 20; ++i) {
+    const auto client = Connect(*server_);
+    OnGpu(*client, problem_);
+    EXPECT_EQ(Imported(), 1);
+  }
+  EXPECT_EQ(Imported(), 0);
+  EXPECT_EQ(fake_cuda::Held().count("allocation"), held.count("allocation"));
+  EXPECT_LE(descriptors(), before + 8);
+}
+
+TEST_F(CudaIpcTest, MemoryThatIsNoGpusIsRefused) {
+  const auto client = Connect(*server_);
+  const DeviceArray hidden(problem_.hidden), elsewhere(problem_.hidden, 1);
+  std::vector<uint8_t> on_host = problem_.hidden;
+  const auto refusal = [&](const void* rows, void* gradient) {
+    const auto result = client->ComputeLoss(problem_.At(rows, Memory::kDevice), {.grad_hidden = gradient});
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument) << result.status();
+    const auto detail = ErrorDetailOf(result.status());
+    return absl::StrCat(detail.has_value() ? detail->field() : "", ": ", result.status().message());
+  };
+  EXPECT_EQ(
+      refusal(on_host.data(), nullptr),
+      "microbatch.hidden: microbatch.hidden is not memory of a GPU: cuPointerGetAttribute failed: invalid "
+      "argument (1)");
+  EXPECT_THAT(refusal(hidden.data(), on_host.data()),
+              HasSubstr("outputs.grad_hidden is not memory of a GPU"));
+  EXPECT_EQ(refusal(hidden.data(), elsewhere.data()),
+            "outputs.grad_hidden: outputs.grad_hidden is on GPU 1; microbatch.hidden is on GPU 0");
+  const std::vector<float> ones(kRows, 1);
+  const auto backward = client->Backward(
+      {.head = "lm", .hidden_size = kHidden, .memory = Memory::kDevice, .grad_loss = ones}, on_host.data());
+  EXPECT_THAT(std::string(backward.status().message()), HasSubstr("grad_hidden is not memory of a GPU"));
+}
+
+// A server of an earlier version gives memory of the host, whatever was asked for.
+TEST_F(CudaIpcTest, AServerThatKnowsNoSuchRegions) {
+  const test::TempFolder folder;
+  const std::string path = folder.File("regions");
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
+  const wire::OwnedDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+  ASSERT_EQ(bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(listener.get(), 1), 0);
+  std::thread server([&listener] {
+    const wire::OwnedDescriptor session(accept(listener.get(), nullptr, nullptr));
+    char packet[wire::kMaxRegionPacket];
+    const ssize_t bytes = recv(session.get(), packet, sizeof(packet), 0);
+    const auto request = wire::ParseRegionRequest({packet, static_cast<size_t>(std::max<ssize_t>(bytes, 0))});
+    EXPECT_TRUE(request.ok() && request->of_device());
+    const wire::OwnedDescriptor memory(memfd_create("region", MFD_CLOEXEC));
+    EXPECT_EQ(ftruncate(memory.get(), 4096), 0);
+    v1::RegionAnswer answer;
+    answer.mutable_opened()->set_id(std::string(wire::kRegionIdBytes, 'x'));
+    answer.mutable_opened()->set_bytes(4096);
+    EXPECT_TRUE(wire::SendRegionPacket(session.get(), answer.SerializeAsString(), memory.get()).ok());
+  });
+  const auto region = internal::SharedRegion::Open(path, 4096, absl::Seconds(60), kUuid);
+  server.join();
+  EXPECT_EQ(region.status().message(),
+            absl::StrCat("no shared memory: the server gives memory of the host, not of ", kUuid));
+}
+
+}  // namespace
+}  // namespace lossd::client

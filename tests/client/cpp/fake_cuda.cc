@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/client/cpp/fake_cuda.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <utility>
+
+#include "tests/client/cpp/fake_cuda_machine.h"
+
+namespace lossd::test::fake_cuda {
+namespace {
+
+// Whether work may touch so many bytes.
+bool MayTouch(const Machine& machine, Address address, size_t bytes) {
+  if (!IsFar(address)) return true;
+  size_t left = 0;
+  const Range* const range = Find(machine, address, &left);
+  return range != nullptr && left >= bytes && (!range->reserved || range->accessible);
+}
+
+bool InRegion(const Machine& machine, Address address) {
+  size_t left = 0;
+  const Range* const range = Find(machine, address, &left);
+  return range != nullptr && range->reserved;
+}
+
+std::string NameOf(Address address) { return IsFar(address) ? "device" : "host"; }
+
+}  // namespace
+
+Machine& machine() {
+  static auto* const machine = new Machine();
+  return *machine;
+}
+
+thread_local std::vector<int> contexts;
+
+bool Fails(Machine& machine, const std::string& function) {
+  const auto found = machine.failures.find(function);
+  if (found == machine.failures.end() || found->second == 0) return false;
+  --found->second;
+  return true;
+}
+
+const Range* Find(const Machine& machine, Address address, size_t* left) {
+  auto found = machine.ranges.upper_bound(address);
+  if (found == machine.ranges.begin()) return nullptr;
+  --found;
+  if (address - found->first >= found->second.bytes) return nullptr;
+  *left = found->second.bytes - (address - found->first);
+  return &found->second;
+}
+
+int Enqueue(const char* function, void* stream, const Work& work) {
+  return Do(function, true, [&](Machine& all) {
+    if (InRegion(all, work.to) && Fails(all, "copy to region")) return kIllegalAddress;
+    if (work.from.has_value() && InRegion(all, *work.from) && Fails(all, "copy from region"))
+      return kIllegalAddress;
+    if (all.streams.count(static_cast<Stream*>(stream)) == 0 || work.bytes == 0) return kInvalidValue;
+    if (!MayTouch(all, work.to, work.bytes)) return kInvalidValue;
+    if (work.from.has_value() && !MayTouch(all, *work.from, work.bytes)) return kInvalidValue;
+    if (!work.from.has_value() && !IsFar(work.to)) return kInvalidValue;
+    static_cast<Stream*>(stream)->work.push_back(work);
+    return kSuccess;
+  });
+}
+
+void Finish(const std::vector<Work>& all) {
+  for (const Work& work : all) {
+    if (work.from.has_value()) {
+      std::memmove(OnHost(work.to), OnHost(*work.from), work.bytes);
+    } else {
+      std::memset(OnHost(work.to), 0, work.bytes);
+    }
+  }
+}
+
+std::vector<Work> Take(Machine& all, Stream* stream) {
+  for (const Work& work : stream->work) {
+    if (work.from.has_value()) all.copied[NameOf(*work.from) + " to " + NameOf(work.to)] += work.bytes;
+  }
+  return std::exchange(stream->work, {});
+}
+
+Address NewRange(Machine& all, size_t bytes, int protection, bool reserved) {
+  void* const at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) return 0;
+  const int device = contexts.back();
+  const Address address = reinterpret_cast<Address>(at) + static_cast<Address>(device + 1) * kFar;
+  all.ranges[address] = {.bytes = bytes, .device = device, .reserved = reserved};
+  return address;
+}
+
+void SetDevices(int devices) {
+  const std::lock_guard lock(machine().mutex);
+  machine().devices = devices;
+}
+
+void Fail(const std::string& function, int64_t count) {
+  const std::lock_guard lock(machine().mutex);
+  machine().failures[function] = count;
+}
+
+std::map<std::string, int> Held() {
+  Machine& all = machine();
+  const std::lock_guard lock(all.mutex);
+  std::map<std::string, int> held;
+  const auto add = [&held](const char* kind, size_t count) {
+    if (count > 0) held[kind] += static_cast<int>(count);
+  };
+  add("handle", all.handles.size());
+  add("stream", all.streams.size());
+  add("event", all.events.size());
+  for (const auto& [address, range] : all.ranges) {
+    add(range.reserved ? "reservation" : "allocation", 1);
+    add("mapping", range.mapped);
+  }
+  return held;
+}
+
+int ContextDepth() { return static_cast<int>(contexts.size()); }
+
+std::map<std::string, uint64_t> TakeCopied() {
+  const std::lock_guard lock(machine().mutex);
+  return std::exchange(machine().copied, {});
+}
+
+}  // namespace lossd::test::fake_cuda

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// A machine with GPUs for tests: a library under the name of CUDA's driver (libcuda.so.1), with the functions
+// that the client takes from it, and what tests ask it for. A program that links it, or finds it by
+// LD_LIBRARY_PATH, loads it in place of a driver.
+//
+// An address of device n is one of the host plus n + 1 times 2^60, so whoever follows it ends with SIGSEGV.
+// Device n has the UUID GPU-00000000-0000-0000-0000-00000000000m with m = n + 1, and memory that other
+// processes export is a memfd. Work on a stream is done when an event or the stream is waited for, so whoever
+// does not wait sees none of it. A copy that leaves the memory of its device, and a call without a context,
+// is an error.
+//
+// Thread-safe.
+#ifndef LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
+#define LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace lossd::test::fake_cuda {
+
+inline constexpr uint64_t kFar = uint64_t{1} << 60;
+
+// How many GPUs there are; 2 at the beginning.
+void SetDevices(int devices);
+
+// The next `count` calls of this function of the driver fail, as when the GPU is lost. "copy to region" and
+// "copy from region" are copies to and from memory that is imported.
+void Fail(const std::string& function, int64_t count);
+
+// Of each kind of thing that the driver gives out, how many there are and have not been given back: "handle",
+// "reservation", "mapping", "allocation", "stream", "event". Kinds without any are left out.
+std::map<std::string, int> Held();
+// How deep the stack of contexts of this thread is.
+int ContextDepth();
+
+// Bytes that were copied since the last call, by "host to device", "device to host" and "device to device".
+std::map<std::string, uint64_t> TakeCopied();
+
+}  // namespace lossd::test::fake_cuda
+
+#endif  // LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
