@@ -113,6 +113,14 @@ TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
   EXPECT_EQ(MakeSliceRule(5001, 1 << 20, limits).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+TEST(LossPlanTest, UnsentRowsAreWhatNoSliceCovers) {
+  const std::vector<Rows> slices{{2, 3}, {3, 5}, {6, 8}};
+  EXPECT_THAT(UnsentRows({1, 9}, slices), testing::ElementsAre(Rows{1, 2}, Rows{5, 6}, Rows{8, 9}));
+  EXPECT_THAT(UnsentRows({2, 8}, slices), testing::ElementsAre(Rows{5, 6}));
+  EXPECT_THAT(UnsentRows({4, 9}, {}), testing::ElementsAre(Rows{4, 9}));
+  EXPECT_THAT(UnsentRows({4, 4}, {}), testing::IsEmpty());
+}
+
 TEST(LossPlanTest, UnsentRowsAreFilled) {
   std::vector<float> dx(6 * 2, 9), loss(6, 9);
   std::vector<int32_t> argmax(6, 9);

@@ -332,7 +332,7 @@ TEST(SharedMemoryClientTest, SaysWhatItTookAndWhy) {
   EXPECT_EQ(automatic->transport().transport, "grpc");
   EXPECT_THAT(automatic->transport().reason, HasSubstr("offers none"));
   EXPECT_THAT(std::string(client::Client::Connect({.transport = "pigeon"}).status().message()),
-              HasSubstr("auto, grpc or shared_memory"));
+              HasSubstr("auto, grpc, shared_memory or cuda_ipc"));
 }
 
 // The new process has another socket, and none of the old regions.
