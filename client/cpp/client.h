@@ -102,8 +102,10 @@ struct ComputeOptions {
   bool retain = false;
 
   // How rows travel.
-  int streams = 0;                 // concurrent streams; 0: one per channel. Fewer if rows are few
-  uint64_t slice_bytes = 1 << 20;  // of hidden states per message; the server's limits bound it too
+  int streams = 0;  // concurrent streams; 0: one per channel. Fewer if rows are few
+  // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB
+  // in messages, 4 MiB in shared memory.
+  std::optional<uint64_t> slice_bytes;
 
   absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
   int max_attempts = 0;                           // zero: RetryOptions::max_attempts

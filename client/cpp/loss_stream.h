@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 
@@ -31,6 +32,7 @@ namespace lossd::client::internal {
 
 struct StreamJob {
   StreamWork work;
+  SliceRule rule;  // of slices in messages
   absl::Time deadline;
   Peer peer;
   std::shared_ptr<PayloadHolds> holds;
@@ -60,8 +62,10 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void OnWriteDone(bool ok) override;
   void OnDone(const grpc::Status& status) override;
 
+  // A place for the next slice, or for its first part if that may only be sent in parts.
+  SlicePlaces::Place PlaceNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   // Sends the next slice, or the end. If there is no room for the slice, a later answer calls this again.
-  void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
@@ -74,11 +78,11 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
   absl::Mutex write_mu_;
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
-  size_t next_slice_ ABSL_GUARDED_BY(write_mu_) = 0;
-  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;  // for room in the region
+  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);  // slices to send
+  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;   // for room in the region
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
-  absl::Mutex read_mu_;
+  absl::Mutex read_mu_ ABSL_ACQUIRED_AFTER(write_mu_);
   grpc::ByteBuffer response_ ABSL_GUARDED_BY(read_mu_);
   StreamAnswers answers_ ABSL_GUARDED_BY(read_mu_);
   absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // found by this side

@@ -12,10 +12,18 @@ namespace {
 // So that the calls of several microbatches find room beside each other.
 constexpr uint64_t kCallsPerRegion = 4;
 
+// Of rows that are copied into the region, while the server computes those before them.
+constexpr uint64_t kSliceBytes = uint64_t{4} << 20;
+
 }  // namespace
 
 SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait)
     : region_(std::move(region)), may_wait_(may_wait) {}
+
+SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
+  if (region_ == nullptr) return rule;
+  return InRegion(rule, rows.size(), std::min(kSliceBytes, region_->size() / kCallsPerRegion) / row_bytes);
+}
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   if (region_ == nullptr) return;
