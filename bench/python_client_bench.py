@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--channels", type=int, default=4)
     parser.add_argument("--streams", type=int, default=0, help="per microbatch; 0: as the clients choose")
     parser.add_argument("--in_flight", type=int, default=2, help="microbatches under way at once")
-    parser.add_argument("--slice_bytes", type=int, default=2 << 20)
+    parser.add_argument("--slice_bytes", type=int, help="of hidden states that are sent at once")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--transport", help="of the Python client")
     parser.add_argument("--shared_memory_bytes", type=int, help="that it asks for")
@@ -156,7 +156,8 @@ def through_lossctl(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [arguments.lossctl, f"--server={arguments.server}", "--json", "bench", HEAD, f"--rows={arguments.rows}",
                f"--channels={arguments.channels}", f"--streams={arguments.streams}",
                f"--gradients={arguments.gradients}", *([f"--data={arguments.data}"] if arguments.data != "random" else []),
-               f"--in-flight={arguments.in_flight}", f"--slice-bytes={arguments.slice_bytes}",
+               f"--in-flight={arguments.in_flight}",
+               *([] if arguments.slice_bytes is None else [f"--slice-bytes={arguments.slice_bytes}"]),
                f"--seconds={arguments.seconds}"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -46,8 +46,7 @@ ABSL_FLAG(std::string, split, "any", "what several devices divide: rows, vocabul
 ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
 ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
           "connections to try");
-ABSL_FLAG(int64_t, slice_bytes, lossd::client::ComputeOptions().slice_bytes,
-          "hidden states per message of the client");
+ABSL_FLAG(int64_t, slice_bytes, 0, "hidden states that the client sends at once; 0: as it chooses");
 ABSL_FLAG(std::string, target, "", "measure a client of this server, host:port, and nothing else");
 ABSL_FLAG(double, seconds, 5.0, "measured time of each line, after a second of warm-up");
 ABSL_FLAG(std::string, json, "", "also write the results to this file");
@@ -295,7 +294,8 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
                                         .targets = rows.targets()};
     client::ComputeOptions options;
     options.accumulate_gradients = true;
-    options.slice_bytes = static_cast<uint64_t>(absl::GetFlag(FLAGS_slice_bytes));
+    if (const int64_t bytes = absl::GetFlag(FLAGS_slice_bytes); bytes > 0)
+      options.slice_bytes = static_cast<uint64_t>(bytes);
     return client->ComputeLossAsync(microbatch, {.grad_hidden = grads[id++ % in_flight].data()}, options);
   };
   std::deque<client::PendingLoss> under_way;

@@ -53,7 +53,7 @@ struct Flags {
   uint64_t seed = 0;
   bool force = false;
   client::ClientOptions connection;
-  uint64_t shared_memory_bytes = static_cast<uint64_t>(client::ClientOptions().shared_memory_bytes);
+  std::optional<uint64_t> shared_memory_bytes;
   client::ComputeOptions loss;
 };
 
@@ -212,7 +212,8 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::Con
 
 client::ClientOptions OptionsOf(const Flags& flags) {
   client::ClientOptions options = flags.connection;
-  options.shared_memory_bytes = static_cast<int64_t>(flags.shared_memory_bytes);
+  if (flags.shared_memory_bytes.has_value())
+    options.shared_memory_bytes = static_cast<int64_t>(*flags.shared_memory_bytes);
   return options;
 }
 

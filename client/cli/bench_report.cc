@@ -45,34 +45,35 @@ double SampleQuantile(absl::Span<const double> sorted, double q) {
 
 nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& totals) {
   const Summary summary(totals);
-  return {{"head", setup.head},
-          {"data", setup.data},
-          {"what", setup.what},
-          {"dtype", setup.dtype},
-          {"hidden_size", setup.hidden_size},
-          {"rows_per_microbatch", setup.rows},
-          {"in_flight", setup.in_flight},
-          {"channels", setup.channels},
-          {"channels_reason", setup.channels_reason},
-          {"streams", setup.streams},
-          {"slice_bytes", setup.slice_bytes},
-          {"transport", setup.transport},
-          {"transport_reason", setup.transport_reason},
-          {"seconds", totals.seconds},
-          {"microbatches", totals.latencies.size()},
-          {"rows", totals.rows},
-          {"rows_per_second", summary.rows},
-          {"sent_bytes_per_second", summary.sent},
-          {"received_bytes_per_second", summary.received},
-          {"latency_seconds",
-           {{"mean", summary.mean},
-            {"p50", SampleQuantile(summary.sorted, 0.5)},
-            {"p90", SampleQuantile(summary.sorted, 0.9)},
-            {"p99", SampleQuantile(summary.sorted, 0.99)},
-            {"max", summary.sorted.back()}}},
-          {"server_seconds_per_microbatch", {{"queue", summary.queue}, {"compute", summary.compute}}},
-          {"repeats", totals.repeats},
-          {"gradient_error", summary.error}};
+  return {
+      {"head", setup.head},
+      {"data", setup.data},
+      {"what", setup.what},
+      {"dtype", setup.dtype},
+      {"hidden_size", setup.hidden_size},
+      {"rows_per_microbatch", setup.rows},
+      {"in_flight", setup.in_flight},
+      {"channels", setup.channels},
+      {"channels_reason", setup.channels_reason},
+      {"streams", setup.streams},
+      {"slice_bytes", setup.slice_bytes.has_value() ? nlohmann::ordered_json(*setup.slice_bytes) : nullptr},
+      {"transport", setup.transport},
+      {"transport_reason", setup.transport_reason},
+      {"seconds", totals.seconds},
+      {"microbatches", totals.latencies.size()},
+      {"rows", totals.rows},
+      {"rows_per_second", summary.rows},
+      {"sent_bytes_per_second", summary.sent},
+      {"received_bytes_per_second", summary.received},
+      {"latency_seconds",
+       {{"mean", summary.mean},
+        {"p50", SampleQuantile(summary.sorted, 0.5)},
+        {"p90", SampleQuantile(summary.sorted, 0.9)},
+        {"p99", SampleQuantile(summary.sorted, 0.99)},
+        {"max", summary.sorted.back()}}},
+      {"server_seconds_per_microbatch", {{"queue", summary.queue}, {"compute", summary.compute}}},
+      {"repeats", totals.repeats},
+      {"gradient_error", summary.error}};
 }
 
 std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
@@ -83,10 +84,13 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
   fields.Add("computed", setup.what == "loss" ? "loss"
                          : setup.what == "dx" ? "loss and dL/dx"
                                               : "loss, dL/dx and dL/dW");
-  fields.Add("load",
-             absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data,
-                          " rows in flight, ", setup.streams, " streams over ", setup.channels,
-                          " channels, slices of ", HumanBytes(static_cast<double>(setup.slice_bytes))));
+  fields.Add(
+      "load",
+      absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data, " rows in flight, ",
+                   setup.streams, " streams over ", setup.channels, " channels",
+                   setup.slice_bytes.has_value()
+                       ? absl::StrCat(", slices of ", HumanBytes(static_cast<double>(*setup.slice_bytes)))
+                       : ""));
   fields.Add("transport", setup.transport_reason.empty()
                               ? setup.transport
                               : absl::StrCat(setup.transport, " (", setup.transport_reason, ")"));

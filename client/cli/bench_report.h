@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,9 +25,9 @@ struct BenchSetup {
   uint64_t rows = 0;  // per microbatch
   int in_flight = 1;
   int channels = 0;
-  int streams = 0;  // per microbatch; of the last ones, if the client chose
-  uint64_t slice_bytes = 0;
-  std::string transport = "grpc";  // client::TransportChoice
+  int streams = 0;                      // per microbatch; of the last ones, if the client chose
+  std::optional<uint64_t> slice_bytes;  // as asked for
+  std::string transport = "grpc";       // client::TransportChoice
   std::string transport_reason = "";
   std::string channels_reason = "";  // client::ConnectionChoice
 };

@@ -140,6 +140,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["chunk_rows"] = head.chunk_rows();
   json["slice_limits"] = {{"max_rows", head.slice_limits().max_rows()},
                           {"max_bytes", head.slice_limits().max_bytes()},
+                          {"max_bytes_in_region", head.slice_limits().max_bytes_in_region()},
                           {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
   json["choices"] = ToJson(head.choices());

@@ -74,14 +74,30 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
 
 }  // namespace
 
-CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
-                      const std::string& description) {
+namespace {
+
+// `T`: what a number of bytes can be assigned to.
+template <typename T>
+CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,
+                        const std::string& description) {
   const auto parse = [value](const CLI::results_t& results) {
     const std::optional<uint64_t> bytes = ParseBytes(results[0]);
     if (bytes.has_value()) *value = *bytes;
     return bytes.has_value();
   };
   return command->add_option(name, parse, description)->type_name("BYTES");
+}
+
+}  // namespace
+
+CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
+                      const std::string& description) {
+  return AddBytesTo(command, name, value, description);
+}
+
+CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<uint64_t>* value,
+                      const std::string& description) {
+  return AddBytesTo(command, name, value, description);
 }
 
 CLI::Option* AddRows(CLI::App* command, RowsOption* rows) {
@@ -136,7 +152,8 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
       ->add_option("--streams", options->streams, "Concurrent streams per microbatch; 0: one per channel [0]")
       ->check(CLI::NonNegativeNumber)
       ->group("Transport");
-  AddBytes(command, "--slice-bytes", &options->slice_bytes, "Hidden states per message, at most [1MiB]")
+  AddBytes(command, "--slice-bytes", &options->slice_bytes,
+           "Hidden states sent at once, at most [1MiB; 4MiB in shared memory]")
       ->group("Transport");
 }
 

@@ -54,6 +54,8 @@ CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
 // A number of bytes: plain, or with KiB, MiB or GiB (K, M, G).
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
                       const std::string& description);
+CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<uint64_t>* value,
+                      const std::string& description);
 
 // Rows "BEGIN:END", half-open; either may be left out.
 struct RowsOption {

@@ -28,6 +28,11 @@ AnswerTracker AnswerTracker::Within(Rows range) {
   return tracker;
 }
 
+void AnswerTracker::Replace(Rows whole, const std::vector<Rows>& parts) {
+  open_.erase(whole.begin);
+  for (const Rows& part : parts) open_[part.begin] = part.end;
+}
+
 absl::Status AnswerTracker::Take(const v1::RowRange& range) {
   const Rows rows{range.begin(), range.end()};
   absl::Status status = exactly_ ? TakeExactly(rows) : TakeWithin(rows);

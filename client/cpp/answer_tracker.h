@@ -22,6 +22,9 @@ class AnswerTracker {
   // Expects disjoint answers anywhere inside `range`: the server cuts it.
   static AnswerTracker Within(Rows range);
 
+  // One of the slices is sent in parts.
+  void Replace(Rows whole, const std::vector<Rows>& parts);
+
   // Notes an answer. An error if it is not expected (any more); then nothing changes.
   absl::Status Take(const v1::RowRange& rows);
 

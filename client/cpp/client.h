@@ -57,8 +57,8 @@ namespace lossd::client {
 // Where the caller's hidden states and their gradients are.
 //
 // kDevice is memory of a GPU of this host as CUDA's driver and runtime allocate it, also on another GPU than
-// the server's, with any transport: with "cuda_ipc" it is copied to and from memory of the server's GPU, else
-// by way of memory of the host. The client copies on streams of its own, which wait for no stream of the
+// the server's, with any transport (ClientOptions): rows are copied to and from memory of the server's GPU,
+// or by way of memory of the host. The client copies on streams of its own, which wait for no stream of the
 // caller's: what writes the hidden states, and what still uses the memory of the gradients, must have ended
 // before the call begins (cudaStreamSynchronize). When the call is done, the gradients are there for work of
 // any stream. INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is
@@ -114,8 +114,10 @@ struct ComputeOptions {
   bool retain = false;
 
   // How rows travel.
-  int streams = 0;                 // concurrent streams; 0: one per channel. Fewer if rows are few
-  uint64_t slice_bytes = 1 << 20;  // of hidden states per message; the server's limits bound it too
+  int streams = 0;  // concurrent streams; 0: one per channel. Fewer if rows are few
+  // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB
+  // in messages, 4 MiB in shared memory, and in memory of the GPU as much as a quarter of it holds.
+  std::optional<uint64_t> slice_bytes;
 
   absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
   int max_attempts = 0;                           // zero: RetryOptions::max_attempts

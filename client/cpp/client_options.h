@@ -66,13 +66,15 @@ struct ClientOptions {
   RetryOptions retry;
 
   // How the rows of loss computations travel: "grpc", in messages; "shared_memory", in memory that client and
-  // server share, which both have to be on one host for; "auto", in shared memory if it can be had;
-  // "cuda_ipc", rows of a GPU (Memory::kDevice) in memory of the server's GPU, which this process has to see,
-  // and others as with "auto". With "shared_memory" and "cuda_ipc" Connect fails if the memory cannot be had.
-  // A slice that finds no room in the memory travels in a message.
+  // server share, which both have to be on one host for; "cuda_ipc", rows of any GPU (Memory::kDevice) in
+  // memory of the server's GPU, which this process has to see, and others as with "auto"; "auto", rows of the
+  // server's GPU in memory of that, others in shared memory, if it can be had. With "shared_memory" and
+  // "cuda_ipc" Connect fails if the memory cannot be had. A slice that finds no room in the memory travels in
+  // messages.
   std::string transport = TransportFromEnvironment();
-  // Asked for, with "cuda_ipc" of the host and of the GPU; the server may give less.
-  int64_t shared_memory_bytes = int64_t{64} << 20;
+  // Asked for, of the host's memory and of the GPU's as they are needed; the server may give less. Nullopt:
+  // 64 MiB of the host's, 256 MiB of the GPU's.
+  std::optional<int64_t> shared_memory_bytes;
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
   // before (a script that calls one program after the other): Connect, and calls that accumulate or apply

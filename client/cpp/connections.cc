@@ -10,12 +10,17 @@
 #include "client/cpp/argument_error.h"
 #include "client/cpp/channel_credentials.h"
 #include "client/cpp/connecting.h"
+#include "client/cpp/cuda_driver.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::client {
 namespace internal {
 namespace {
+
+// Asked for: of the host's memory, and of the GPU's, where a share of it holds a whole microbatch.
+constexpr int64_t kHostBytes = int64_t{64} << 20;
+constexpr int64_t kDeviceBytes = int64_t{256} << 20;
 
 grpc::ChannelArguments Arguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments;
@@ -45,9 +50,9 @@ absl::Status Validate(const ClientOptions& options) {
         "options.transport", options.transport,
         absl::StrCat("is '", options.transport, "'; it must be auto, grpc, shared_memory or cuda_ipc"));
   }
-  if (options.shared_memory_bytes < 1) {
-    return ArgumentError("options.shared_memory_bytes", options.shared_memory_bytes,
-                         absl::StrCat("is ", options.shared_memory_bytes, "; it must be at least 1"));
+  if (const int64_t bytes = options.shared_memory_bytes.value_or(1); bytes < 1) {
+    return ArgumentError("options.shared_memory_bytes", bytes,
+                         absl::StrCat("is ", bytes, "; it must be at least 1"));
   }
   if (const int channels = options.channels.value_or(1); channels < 1 || channels > 64) {
     return ArgumentError("options.channels", channels,
@@ -92,18 +97,20 @@ absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, con
 // Of memory of the host: what CUDA IPC is not for goes as with "auto".
 std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1::ServerDescription& server,
                                           v1::ServerService::Stub* stub) {
-  return std::make_unique<RegionSource>(options.transport == "cuda_ipc" ? "auto" : options.transport,
-                                        static_cast<uint64_t>(options.shared_memory_bytes),
-                                        server.region_socket(), [stub] { return AskRegionSocket(stub, ""); });
+  return std::make_unique<RegionSource>(
+      options.transport == "cuda_ipc" ? "auto" : options.transport,
+      static_cast<uint64_t>(options.shared_memory_bytes.value_or(kHostBytes)), server.region_socket(),
+      [stub] { return AskRegionSocket(stub, ""); });
 }
 
 std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const v1::ServerDescription& server,
                                             v1::ServerService::Stub* stub) {
-  if (options.transport != "cuda_ipc") return nullptr;
   const std::string& device = server.region_device();
+  if ((options.transport != "auto" && options.transport != "cuda_ipc") || device.empty()) return nullptr;
   return std::make_unique<RegionSource>(
-      options.transport, static_cast<uint64_t>(options.shared_memory_bytes), server.region_socket(),
-      [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(), device);
+      options.transport, static_cast<uint64_t>(options.shared_memory_bytes.value_or(kDeviceBytes)),
+      server.region_socket(), [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(),
+      device);
 }
 
 // gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
@@ -159,13 +166,22 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
       server_(v1::ServerService::NewStub(channels_[0])),
       health_(grpc::health::v1::Health::NewStub(channels_[0])),
       regions_(HostRegions(options, server, server_.get())),
+      device_(server.region_device()),
       device_regions_(DeviceRegions(options, server, server_.get())) {}
 
 std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu) const {
-  // Rows of another GPU of the host are copied between the two.
   std::shared_ptr<SharedRegion> region;
-  if (gpu.has_value() && device_regions_ != nullptr) region = device_regions_->Get();
+  if (gpu.has_value() && SharesGpu(*gpu)) region = device_regions_->Get();
   return region == nullptr ? regions_->Get() : region;
+}
+
+bool Connections::SharesGpu(int gpu) const {
+  if (device_regions_ == nullptr) return false;
+  if (options_.transport == "cuda_ipc") return true;  // between the two GPUs
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return false;
+  const absl::StatusOr<std::optional<int>> servers = (*driver)->Find(device_);
+  return servers.ok() && *servers == gpu;
 }
 
 void Connections::DropUnusableRegions() const {
@@ -176,9 +192,12 @@ void Connections::DropUnusableRegions() const {
 TransportChoice Connections::transport() const {
   TransportChoice made = regions_->choice();
   made.connections = choice();
-  made.device = {made.transport,
-                 absl::StrCat("through memory of the host: the transport is ", options_.transport)};
-  if (device_regions_ == nullptr) return made;
+  if (device_regions_ == nullptr) {
+    made.device = {made.transport, options_.transport == "auto"
+                                       ? "the server shares no memory of a GPU"
+                                       : absl::StrCat("the transport is ", options_.transport)};
+    return made;
+  }
   const TransportChoice of_device = device_regions_->choice();
   // Without a region of the GPU, rows go as those of the host do.
   made.device = {of_device.transport == "cuda_ipc" ? of_device.transport : made.transport, of_device.reason};

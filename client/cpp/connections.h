@@ -70,6 +70,9 @@ class Connections {
   Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
               std::shared_ptr<const Credentials> credentials, v1::ServerDescription server);
 
+  // Whether rows on that GPU go through memory of the server's. Those of another one do if the client was
+  // told so.
+  bool SharesGpu(int gpu) const;
   // Takes the connection that is being opened if it stands, or gives it up.
   void LookAtNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -88,7 +91,8 @@ class Connections {
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
   const std::unique_ptr<RegionSource> regions_;
-  const std::unique_ptr<RegionSource> device_regions_;  // null unless the transport is cuda_ipc
+  const std::string device_;                            // the GPU whose memory the server shares; empty: none
+  const std::unique_ptr<RegionSource> device_regions_;  // null if the transport, or the server, has none
 };
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);

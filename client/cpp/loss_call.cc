@@ -143,17 +143,21 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, *rule, *meant);
-  if (!work.ok()) return Fail(work.status());
-  const bool has_payload =
-      !work->slices.empty() || (work->server_cuts && work->outputs.grad_hidden != nullptr);
   // Where rows have an order, those of other calls may have to come before a slice is answered.
-  auto places =
-      std::make_unique<SlicePlaces>(has_payload ? core_->connections().RegionFor(work->gpu) : nullptr,
-                                    /*may_wait=*/rule->row_grid == 0, work->gpu);
+  auto places = std::make_unique<SlicePlaces>(
+      work_->MovesRows() ? core_->connections().RegionFor(work_->gpu()) : nullptr,
+      /*may_wait=*/rule->row_grid == 0, work_->gpu());
+  const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
+  absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);
+  if (!work.ok()) return Fail(work.status());
   places->Name(*work, &work->first);
-  StreamJob job{*std::move(work), deadline_,         core_->connections().peer(),
-                holds_,           std::move(places), core_->connections().moved()};
+  StreamJob job{.work = *std::move(work),
+                .rule = *rule,
+                .deadline = deadline_,
+                .peer = core_->connections().peer(),
+                .holds = holds_,
+                .places = std::move(places),
+                .moved = core_->connections().moved()};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
@@ -207,7 +211,8 @@ absl::StatusOr<SliceRule> LossCall::Rule() const {
 
 bool LossCall::WouldCutOtherwise(const Part& part) const {
   const absl::StatusOr<SliceRule> rule = Rule();
-  return !rule.ok() || rule->max_rows < part.rule.max_rows || rule->row_grid != part.rule.row_grid;
+  return !rule.ok() || rule->max_rows < part.rule.max_rows || rule->row_grid != part.rule.row_grid ||
+         rule->max_rows_in_region < part.rule.max_rows_in_region;
 }
 
 void LossCall::FinishPart(size_t index, const StreamEnd& end) {

@@ -33,7 +33,7 @@ namespace lossd::client::internal {
 // How a call travels. Zeros: the client's defaults.
 struct CallOptions {
   int streams = 0;
-  uint64_t slice_bytes = 1;
+  std::optional<uint64_t> slice_bytes;
   absl::Duration timeout;
   int max_attempts = 0;
 };

@@ -13,6 +13,8 @@
 namespace lossd::client::internal {
 namespace {
 
+constexpr uint64_t kMessageBytes = 1 << 20;
+
 constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int kMaxStreams = 1024;
 constexpr int32_t kDefaultIgnoreIndex = -100;
@@ -116,7 +118,7 @@ absl::Status ValidateTransport(const ComputeOptions& options) {
     return ArgumentError("options.streams", options.streams,
                          absl::StrCat("is ", options.streams, "; it must be in [0, ", kMaxStreams, "]"));
   }
-  if (options.slice_bytes == 0) return ArgumentError("options.slice_bytes", 0, "is 0");
+  if (options.slice_bytes == uint64_t{0}) return ArgumentError("options.slice_bytes", 0, "is 0");
   if (options.max_attempts < 0) {
     return ArgumentError("options.max_attempts", options.max_attempts,
                          absl::StrCat("is ", options.max_attempts));
@@ -226,9 +228,10 @@ std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ig
   return slices;
 }
 
-absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes,
+absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64_t> slice_bytes,
                                         const v1::SliceLimits& limits) {
-  uint64_t rows = std::max<uint64_t>(1, slice_bytes / row_bytes);
+  uint64_t rows = std::max<uint64_t>(1, slice_bytes.value_or(kMessageBytes) / row_bytes);
+  uint64_t in_region = slice_bytes.has_value() ? 0 : limits.max_bytes_in_region() / row_bytes;
   if (limits.max_bytes() > 0) {
     if (row_bytes > limits.max_bytes()) {
       return errors::WithViolation(
@@ -240,8 +243,26 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes
     }
     rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
   }
-  if (limits.max_rows() > 0) rows = std::min<uint64_t>(rows, limits.max_rows());
-  return SliceRule{rows, limits.row_grid()};
+  if (limits.max_rows() > 0) {
+    rows = std::min<uint64_t>(rows, limits.max_rows());
+    in_region = std::min<uint64_t>(in_region, limits.max_rows());
+  }
+  return SliceRule{rows, limits.row_grid(), in_region};
+}
+
+SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted) {
+  const uint64_t most = std::max(rule.max_rows, std::min(rule.max_rows_in_region, wanted));
+  const uint64_t parts = std::max<uint64_t>(1, (rows + most - 1) / most);
+  return {.max_rows = std::max<uint64_t>(1, (rows + parts - 1) / parts), .row_grid = rule.row_grid};
+}
+
+std::vector<Rows> CutForMessages(Rows slice, const SliceRule& rule) {
+  std::vector<Rows> parts;
+  for (uint64_t row = slice.begin; row < slice.end; row = parts.back().end) {
+    const uint64_t on_grid = rule.row_grid == 0 ? rule.max_rows : rule.row_grid - row % rule.row_grid;
+    parts.push_back({row, std::min({slice.end, row + rule.max_rows, row + on_grid})});
+  }
+  return parts;
 }
 
 std::vector<Rows> UnsentRows(Rows range, absl::Span<const Rows> slices) {

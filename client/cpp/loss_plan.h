@@ -6,6 +6,7 @@
 #define LOSSD_CLIENT_CPP_LOSS_PLAN_H_
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -49,6 +50,8 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
 struct SliceRule {
   uint64_t max_rows = 1;
   uint64_t row_grid = 0;  // no slice has rows on both sides of a multiple of it; 0: no such rule
+  // Of a slice that lies in a region; at most max_rows: no more than in a message.
+  uint64_t max_rows_in_region = 0;
   friend bool operator==(const SliceRule&, const SliceRule&) = default;
 };
 
@@ -57,10 +60,16 @@ struct SliceRule {
 std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
                                    const SliceRule& rule);
 
-// Slices as large as slice_bytes and the server's limits allow. INVALID_ARGUMENT if a single row exceeds the
-// server's limit.
-absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, uint64_t slice_bytes,
+// Slices as large as slice_bytes (ComputeOptions) and the server's limits allow. INVALID_ARGUMENT if a single
+// row exceeds the server's limit.
+absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64_t> slice_bytes,
                                         const v1::SliceLimits& limits);
+
+// For `rows` that lie in a region: about `wanted` at once if that is allowed, in parts of equal size.
+SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted);
+
+// Parts of a slice that finds no room in a region, for messages.
+std::vector<Rows> CutForMessages(Rows slice, const SliceRule& rule);
 
 // The rows of `range` that no slice covers, in ascending order.
 std::vector<Rows> UnsentRows(Rows range, absl::Span<const Rows> slices);

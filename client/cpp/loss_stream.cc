@@ -2,6 +2,7 @@
 #include "client/cpp/loss_stream.h"
 
 #include <utility>
+#include <vector>
 
 #include "client/cpp/connections.h"
 #include "proto/wire/payload_codec.h"
@@ -18,6 +19,7 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
       work_(job_.work),
       done_(std::move(done)),
       places_(*job_.places),
+      left_(work_.slices.begin(), work_.slices.end()),
       answers_(work_, std::move(accept), &places_) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
@@ -42,16 +44,32 @@ void LossStream::OnWriteDone(bool ok) {
   if (ok) SendNext();
 }
 
+absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
+  while (true) {
+    const Rows rows = left_.front();
+    const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows));
+    if (!place.ok() || place->kind != SlicePlaces::Place::Kind::kMessage || rows.size() <= job_.rule.max_rows)
+      return place;
+    const std::vector<Rows> parts = CutForMessages(rows, job_.rule);
+    left_.pop_front();
+    left_.insert(left_.begin(), parts.begin(), parts.end());
+    absl::MutexLock lock(&read_mu_);
+    answers_.Replace(rows, parts);
+  }
+}
+
 void LossStream::SendNext() {
-  if (next_slice_ == work_.slices.size()) return StartWritesDone();
-  unsent_ = SendSlice(work_.slices[next_slice_]);
+  if (left_.empty()) return StartWritesDone();
+  unsent_ = SendSlice();
   if (!unsent_.ok()) context_.TryCancel();
 }
 
-absl::Status LossStream::SendSlice(Rows rows) {
-  const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows));
+absl::Status LossStream::SendSlice() {
+  const absl::StatusOr<SlicePlaces::Place> place = PlaceNext();
   waiting_ = place.ok() && place->kind == SlicePlaces::Place::Kind::kWait;
   if (!place.ok() || waiting_) return place.status();
+  const Rows rows = left_.front();
+  left_.pop_front();
   const uint64_t bytes = rows.size() * work_.row_bytes;
   if (place->kind == SlicePlaces::Place::Kind::kRegion) {
     request_ = EncodeSliceInRegion(work_, rows, place->offset);
@@ -61,7 +79,6 @@ absl::Status LossStream::SendSlice(Rows rows) {
     request_ = *std::move(message);
     *job_.moved += bytes;
   }
-  ++next_slice_;
   sent_bytes_ += bytes;
   StartWrite(&request_);
   return absl::OkStatus();

@@ -12,12 +12,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/cpp/loss_work.h"
@@ -31,6 +33,7 @@ namespace lossd::client::internal {
 
 struct StreamJob {
   StreamWork work;
+  SliceRule rule;  // of slices in messages
   absl::Time deadline;
   Peer peer;
   std::shared_ptr<PayloadHolds> holds;
@@ -60,9 +63,12 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void OnWriteDone(bool ok) override;
   void OnDone(const grpc::Status& status) override;
 
+  // A place for the next slice, or for its first part if that may only be sent in parts.
+  absl::StatusOr<SlicePlaces::Place> PlaceNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
+      ABSL_LOCKS_EXCLUDED(read_mu_);
   // Sends the next slice, or the end. If there is no room for the slice, a later answer calls this again.
-  void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  absl::Status SendSlice(Rows rows) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
+  absl::Status SendSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
@@ -75,12 +81,12 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
   absl::Mutex write_mu_;
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
-  size_t next_slice_ ABSL_GUARDED_BY(write_mu_) = 0;
-  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;  // for room in the region
-  absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);   // why a slice could not be sent
+  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);  // slices to send
+  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;   // for room in the region
+  absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);    // why a slice could not be sent
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
-  absl::Mutex read_mu_;
+  absl::Mutex read_mu_ ABSL_ACQUIRED_AFTER(write_mu_);
   grpc::ByteBuffer response_ ABSL_GUARDED_BY(read_mu_);
   StreamAnswers answers_ ABSL_GUARDED_BY(read_mu_);
   absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // found by this side

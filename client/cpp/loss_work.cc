@@ -73,6 +73,8 @@ class ForwardWork : public LossWork {
     return status;
   }
 
+  bool MovesRows() const override { return valid_rows_ > 0; }
+
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(targets_, ignore_index_, streams,
                        RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
@@ -172,6 +174,8 @@ class BackwardWork : public LossWork {
     }
     return status;
   }
+
+  bool MovesRows() const override { return outputs_.grad_hidden != nullptr; }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     // No row is known to be ignored.

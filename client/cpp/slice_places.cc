@@ -13,12 +13,23 @@ namespace {
 // So that the calls of several microbatches find room beside each other.
 constexpr uint64_t kCallsPerRegion = 4;
 
+// Of rows that are copied into the region, while the server computes those before them.
+constexpr uint64_t kSliceBytes = uint64_t{4} << 20;
+
 }  // namespace
 
 SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu)
     : region_(std::move(region)),
       may_wait_(may_wait),
       copier_(region_ != nullptr && region_->gpu().has_value() ? region_->gpu() : gpu) {}
+
+SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
+  if (region_ == nullptr) return rule;
+  const uint64_t share = region_->size() / kCallsPerRegion;
+  // Copies between two places of a GPU take no time.
+  const uint64_t bytes = region_->gpu().has_value() ? share : std::min(kSliceBytes, share);
+  return InRegion(rule, rows.size(), bytes / row_bytes);
+}
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   if (region_ == nullptr) return;

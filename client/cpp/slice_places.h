@@ -31,6 +31,9 @@ class SlicePlaces {
   SlicePlaces(const SlicePlaces&) = delete;
   SlicePlaces& operator=(const SlicePlaces&) = delete;
 
+  // How slices are cut that may find a place here: `rule` for rows in messages.
+  SliceRule RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const;
+
   // Names the region in the message that opens the call, if the call uses one. Call once, first.
   void Name(const StreamWork& work, v1::ComputeLossRequest* first) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -50,6 +50,8 @@ class StreamAnswers {
   StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places = nullptr);
 
   absl::Status Handle(const grpc::ByteBuffer& message);
+  // One of the slices is sent in parts.
+  void Replace(Rows whole, const std::vector<Rows>& parts) { answers_.Replace(whole, parts); }
   // Whether the server may end the call with OK now.
   absl::Status CheckEnd() const;
 

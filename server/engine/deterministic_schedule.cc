@@ -143,7 +143,10 @@ DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas 
                                              MemoryReady memory_ready)
     : context_(context),
       areas_(std::move(areas)),
-      limits_{.max_rows = areas_.group_rows, .max_bytes = limits.max_bytes, .row_grid = areas_.group_rows},
+      limits_{.max_rows = areas_.group_rows,
+              .max_bytes = limits.max_bytes,
+              .max_bytes_in_place = areas_.area_bytes,
+              .row_grid = areas_.group_rows},
       step_(std::move(step)),
       memory_ready_(std::move(memory_ready)),
       sequencer_(areas_.group_rows, &step_->ledger(), &step_->contributions()),

@@ -52,6 +52,15 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
           context->options.max_step_microbatches,
           RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
+namespace {
+
+// Of so many rows of hidden states, in the widest dtype.
+int64_t MostBytes(int64_t rows, const kernels::HeadConfig& config) {
+  return rows * config.hidden_size * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace
+
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows) {
   SliceLimits limits{.max_rows = slice_rows, .max_bytes = options.slice_bytes};
@@ -59,12 +68,15 @@ SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfi
     limits.max_rows = GroupAreas::GroupRows(config.hidden_size, slice_rows, options.staging_bytes);
     limits.row_grid = limits.max_rows;
   }
+  limits.max_bytes_in_place = MostBytes(limits.max_rows, config);
   return limits;
 }
 
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
-  const SliceLimits limits{.max_rows = slice_rows_, .max_bytes = options.slice_bytes};
+  const SliceLimits limits{.max_rows = slice_rows_,
+                           .max_bytes = options.slice_bytes,
+                           .max_bytes_in_place = MostBytes(slice_rows_, config_)};
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
     if (const auto session = weak.lock()) session->OfferMemory(std::move(slice));
   };
@@ -84,7 +96,8 @@ absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
 bool HeadSession::Receive(std::unique_ptr<SliceWork>& slice) {
   const std::shared_ptr<StreamState> stream = slice->stream;
   if (stream->failed() || stream->finished()) return false;
-  if (absl::Status status = stream->AddSlice(slice->rows, slice->bytes); !status.ok()) {
+  const bool in_place{slice->caller.in_place};
+  if (absl::Status status = stream->AddSlice(slice->rows, slice->bytes, in_place); !status.ok()) {
     streams_->Fail(*stream, std::move(status));
     streams_->FinishIfReady(stream);
     return false;

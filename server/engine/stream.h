@@ -92,6 +92,7 @@ struct BackwardSpec {
 struct SliceLimits {
   int64_t max_rows = 0;
   int64_t max_bytes = 0;
+  int64_t max_bytes_in_place = 0;  // of one that lies in staging memory already (IncomingSlice::in_place)
   // Deterministic mode, streams that accumulate: slices come in ascending order, and none holds rows on both
   // sides of a multiple of this. 0: no such rule.
   int64_t row_grid = 0;

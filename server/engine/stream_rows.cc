@@ -238,10 +238,11 @@ std::vector<RowRange> StreamRows::RetainedSlices() const {
   return slices;
 }
 
-absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes) const {
-  if (bytes > limits_.max_bytes) {
-    return InvalidField("payload", absl::StrCat("must have at most ", limits_.max_bytes, " bytes"),
-                        absl::StrCat(bytes));
+absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place) const {
+  const int64_t most = in_place ? limits_.max_bytes_in_place : limits_.max_bytes;
+  if (bytes > most) {
+    return InvalidField(in_place ? "slice.in_region" : "payload",
+                        absl::StrCat("must have at most ", most, " bytes"), absl::StrCat(bytes));
   }
   if (rows.begin >= rows.end || !Inside(rows, spec_.rows.begin, spec_.rows.end)) {
     return InvalidField("slice.rows", absl::StrCat("must be a non-empty range in ", Text(spec_.rows)),

@@ -85,8 +85,8 @@ class StreamRows {
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }
 
   // INVALID_ARGUMENT if no stream with these rows may send such a slice, whatever it has sent before. `bytes`
-  // of its payload.
-  absl::Status CheckSlice(RowRange rows, int64_t bytes) const;
+  // of its hidden states; `in_place` as in IncomingSlice.
+  absl::Status CheckSlice(RowRange rows, int64_t bytes, bool in_place) const;
 
  private:
   StreamRows(StreamSpec spec, HeadState state, SliceLimits limits);

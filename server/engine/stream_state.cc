@@ -28,9 +28,9 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
   summary_.normalizer = terms().normalizer;
 }
 
-absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes) const {
+absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes, bool in_place) const {
   if (half_closed_) return InvalidField("slice.rows", "came after the half-close", Text(rows));
-  if (absl::Status status = CheckSlice(rows, bytes); !status.ok()) return status;
+  if (absl::Status status = CheckSlice(rows, bytes, in_place); !status.ok()) return status;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     if (sent_[Index(row)]) return InvalidField("slice.rows", absl::StrCat("repeats row ", row), Text(rows));
   }
@@ -50,8 +50,8 @@ absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes) const {
   return absl::OkStatus();
 }
 
-absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes) {
-  if (absl::Status status = CheckNew(rows, bytes); !status.ok()) return status;
+absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes, bool in_place) {
+  if (absl::Status status = CheckNew(rows, bytes, in_place); !status.ok()) return status;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     sent_[Index(row)] = 1;
     if (HasTarget(row)) --unsent_valid_rows_;

@@ -32,7 +32,7 @@ class StreamState : public StreamRows {
 
   // Checks a slice and marks its rows as sent. `bytes` of its payload. INVALID_ARGUMENT; then nothing has
   // changed.
-  absl::Status AddSlice(RowRange rows, int64_t bytes);
+  absl::Status AddSlice(RowRange rows, int64_t bytes, bool in_place = false);
   // A slice that was added has been received and queued.
   void OnQueued();
   // A slice of this stream left the device.
@@ -60,7 +60,7 @@ class StreamState : public StreamRows {
   const StreamSummary& summary() const { return summary_; }
 
  private:
-  absl::Status CheckNew(RowRange rows, int64_t bytes) const;
+  absl::Status CheckNew(RowRange rows, int64_t bytes, bool in_place) const;
   size_t Index(int64_t row) const { return static_cast<size_t>(row - spec().rows.begin); }
 
   const std::shared_ptr<StreamObserver> observer_;

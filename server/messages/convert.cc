@@ -306,6 +306,7 @@ v1::SliceLimits ToProto(const engine::SliceLimits& limits) {
   v1::SliceLimits message;
   message.set_max_rows(static_cast<uint64_t>(limits.max_rows));
   message.set_max_bytes(static_cast<uint64_t>(limits.max_bytes));
+  message.set_max_bytes_in_region(static_cast<uint64_t>(limits.max_bytes_in_place));
   message.set_row_grid(static_cast<uint64_t>(limits.row_grid));
   return message;
 }

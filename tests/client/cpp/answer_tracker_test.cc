@@ -28,6 +28,17 @@ TEST(AnswerTrackerTest, ExactlyTakesEachSliceOnce) {
   EXPECT_THAT(std::string(tracker.Take(Range(0, 5)).message()), testing::HasSubstr("rows [0, 5) twice"));
 }
 
+TEST(AnswerTrackerTest, PartsOfASliceTakeItsPlace) {
+  AnswerTracker tracker = AnswerTracker::Exactly({{0, 10}, {10, 20}});
+  tracker.Replace({10, 20}, {{10, 15}, {15, 20}});
+  EXPECT_TRUE(tracker.Take(Range(15, 20)).ok());
+  EXPECT_FALSE(tracker.Take(Range(10, 20)).ok());
+  EXPECT_TRUE(tracker.Take(Range(0, 10)).ok());
+  EXPECT_FALSE(tracker.Complete());
+  EXPECT_TRUE(tracker.Take(Range(10, 15)).ok());
+  EXPECT_TRUE(tracker.Complete());
+}
+
 TEST(AnswerTrackerTest, NothingExpectedIsComplete) {
   EXPECT_TRUE(AnswerTracker::Exactly({}).Complete());
   EXPECT_FALSE(AnswerTracker::Exactly({}).Take(Range(0, 0)).ok());

@@ -110,7 +110,8 @@ void RunPlan(const json& c) {
   v1::SliceLimits limits;
   Parse(c["limits"], &limits);
   ASSERT_TRUE(call.work().Validate().ok() || call.rows() == 0) << call.work().Validate();
-  const auto rule = internal::MakeSliceRule(call.work().row_bytes(), c["slice_bytes"], limits);
+  const auto rule =
+      internal::MakeSliceRule(call.work().row_bytes(), c["slice_bytes"].get<uint64_t>(), limits);
   CheckStatus(c, rule.status());
   if (!rule.ok()) return;
   json planned = json::array();

@@ -110,6 +110,11 @@ TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
   EXPECT_EQ(MakeSliceRule(8, 80, limits)->row_grid, 0u);
   limits.set_row_grid(7);
   EXPECT_EQ(MakeSliceRule(8, 80, limits)->row_grid, 7u);
+  EXPECT_EQ(MakeSliceRule(8, std::nullopt, limits)->max_rows_in_region, 0u);
+  limits.set_max_bytes_in_region(720);
+  EXPECT_EQ(*MakeSliceRule(8, std::nullopt, limits), (SliceRule{100, 7, 90}));
+  EXPECT_EQ(*MakeSliceRule(4, std::nullopt, limits), (SliceRule{100, 7, 100}));
+  EXPECT_EQ(*MakeSliceRule(8, 80, limits), (SliceRule{10, 7, 0}));
   EXPECT_EQ(MakeSliceRule(5001, 1 << 20, limits).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
@@ -119,6 +124,23 @@ TEST(LossPlanTest, UnsentRowsAreWhatNoSliceCovers) {
   EXPECT_THAT(UnsentRows({2, 8}, slices), testing::ElementsAre(Rows{5, 6}));
   EXPECT_THAT(UnsentRows({4, 9}, {}), testing::ElementsAre(Rows{4, 9}));
   EXPECT_THAT(UnsentRows({4, 4}, {}), testing::IsEmpty());
+}
+
+TEST(LossPlanTest, SlicesInARegionAreEqualAndAsLargeAsWanted) {
+  const SliceRule rule{100, 0, 400};
+  EXPECT_EQ(InRegion(rule, 1000, uint64_t{1} << 40).max_rows, 334u);
+  EXPECT_EQ(InRegion(rule, 800, uint64_t{1} << 40).max_rows, 400u);
+  EXPECT_EQ(InRegion(rule, 300, 200).max_rows, 150u);
+  EXPECT_EQ(InRegion(rule, 300, 7).max_rows, 100u) << "no smaller than those in messages";
+  EXPECT_EQ(InRegion(rule, 0, 200).max_rows, 1u);
+  EXPECT_EQ(InRegion({100}, 250, 200).max_rows, 84u);
+}
+
+TEST(LossPlanTest, ASliceWithoutRoomIsCutForMessages) {
+  EXPECT_THAT(CutForMessages({5, 255}, {100}),
+              testing::ElementsAre(Rows{5, 105}, Rows{105, 205}, Rows{205, 255}));
+  EXPECT_THAT(CutForMessages({5, 85}, {100, 40}),
+              testing::ElementsAre(Rows{5, 40}, Rows{40, 80}, Rows{80, 85}));
 }
 
 TEST(LossPlanTest, UnsentRowsAreFilled) {

@@ -61,6 +61,11 @@ def test_slice_size_obeys_every_limit():
     assert make_slice_rule(10, 10**6, limits).max_rows == 50
     assert make_slice_rule(100, 10**6, limits).max_rows == 10
     assert make_slice_rule(900, 10, limits).max_rows == 1
+    assert make_slice_rule(10, None, limits) == SliceRule(50, 7)
+    in_region = loss_pb2.SliceLimits(max_rows=500, max_bytes=1000, max_bytes_in_region=4000)
+    assert make_slice_rule(10, None, in_region) == SliceRule(100, 0, 400)
+    assert make_slice_rule(4, None, in_region) == SliceRule(250, 0, 500)
+    assert make_slice_rule(10, 600, in_region) == SliceRule(60)
     with pytest.raises(errors.InvalidArgument, match="1001 bytes.*1000"):
         make_slice_rule(1001, 10, limits)
 
@@ -84,3 +89,31 @@ def test_answer_tracker_of_slices_that_the_server_cuts():
             tracker.take(wrong)
     tracker.take(Rows(6, 10))
     assert tracker.answered_rows == 6
+
+
+def test_slices_in_a_region_are_equal_and_as_large_as_wanted() -> None:
+    rule = SliceRule(100, 0, 400)
+    assert rule.in_region(1000, 1 << 40) == SliceRule(334)
+    assert rule.in_region(800, 1 << 40) == SliceRule(400)
+    assert rule.in_region(300, 1 << 40) == SliceRule(300)
+    assert rule.in_region(300, 200) == SliceRule(150)
+    assert rule.in_region(300, 7) == SliceRule(100), "no smaller than those in messages"
+    assert rule.in_region(0, 200) == SliceRule(1)
+    assert SliceRule(100).in_region(250, 200) == SliceRule(84)
+
+
+def test_a_slice_without_room_is_cut_for_messages() -> None:
+    assert SliceRule(100).cut(Rows(5, 255)) == [Rows(5, 105), Rows(105, 205), Rows(205, 255)]
+    assert SliceRule(100, 40).cut(Rows(5, 85)) == [Rows(5, 40), Rows(40, 80), Rows(80, 85)]
+
+
+def test_answers_to_the_parts_of_a_slice() -> None:
+    tracker = AnswerTracker(Rows(0, 20), [Rows(0, 10), Rows(10, 20)])
+    tracker.replace(Rows(10, 20), [Rows(10, 15), Rows(15, 20)])
+    tracker.take(Rows(15, 20))
+    with pytest.raises(errors.Internal, match="which are no slice of this call"):
+        tracker.take(Rows(10, 20))
+    tracker.take(Rows(0, 10))
+    assert not tracker.complete()
+    tracker.take(Rows(10, 15))
+    assert tracker.complete() and tracker.answered_rows == 20

@@ -66,7 +66,8 @@ def test_the_results_are_those_of_rows_in_messages(gpu_server: ServerProcess, dt
         got = run(client, hidden, targets, deferred=deferred)
         assert client.cuda_transport[0] == "cuda_ipc", client.cuda_transport
         assert client.transport == ("grpc", "nothing was sent yet"), "nothing went through memory of the host"
-    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+    # Gradients in fp16 are near the smallest steps of its range here.
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}[dtype]
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=1e-5)
     scale = wanted[1].float().abs().max().item()
     torch.testing.assert_close(got[1].float(), wanted[1].float(), atol=tolerance * scale, rtol=0)

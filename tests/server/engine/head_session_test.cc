@@ -105,6 +105,34 @@ TEST_F(HeadSessionTest, ABadSliceIsRefusedBeforeItGetsMemory) {
   EXPECT_EQ(context_->staging->peak_bytes(), 0);
 }
 
+TEST_F(HeadSessionTest, ASliceThatLiesInStagingMemoryMayBeLarger) {
+  device_.chunk_rows = 1000;
+  Start();
+  Call call = Open(LossOnly(1, 600));
+  std::vector<uint8_t> memory(600 * kRowBytes);
+  bool queued = false;
+  call.stream->Receive({.rows = {0, 600},
+                        .bytes = 600 * kRowBytes,
+                        .in_place = StagingBuffer(memory.data(), 600 * kRowBytes, [] {}),
+                        .copy = nullptr,
+                        .on_queued = [&](int64_t) { queued = true; }});
+  EXPECT_TRUE(queued);
+  ASSERT_TRUE(RunNext());
+  call.stream->HalfClose();
+  EXPECT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  EXPECT_EQ(context_->staging->peak_bytes(), 0);
+
+  Call narrow = Open(LossOnly(2, 600));
+  const int64_t most = narrow.stream->limits().max_bytes_in_place;
+  narrow.stream->Receive({.rows = {0, 600},
+                          .bytes = most + 1,
+                          .in_place = StagingBuffer(memory.data(), most + 1, [] {}),
+                          .copy = nullptr,
+                          .on_queued = [](int64_t) { FAIL() << "it was refused"; }});
+  EXPECT_THAT(std::string(narrow.results->Wait().message()),
+              HasSubstr(absl::StrCat("slice.in_region must have at most ", most, " bytes")));
+}
+
 TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   Start();
   Call accumulates = Open(Spec(1, 4, {0, 4})), loss_only = Open(LossOnly(2, 4));

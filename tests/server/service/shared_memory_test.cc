@@ -130,6 +130,40 @@ TEST_P(EveryOrderTest, ManyCallsShareALittleRegion) {
   }
 }
 
+// A slice in the region may be larger than a message; one that finds no room there is cut.
+TEST_P(EveryOrderTest, SlicesAreLargerThanMessagesWhereThereIsRoom) {
+  ServerOptions options = Options();
+  options.slice_bytes = 10 * kRowBytes;
+  const TestServer server(options);
+  const auto in_messages = Connect(server.target(), "grpc");
+  ASSERT_TRUE(in_messages->CreateHead(SmallHead()).ok());
+  EXPECT_GT((*in_messages->DescribeHead("head")).slice_limits().max_bytes_in_region(), 600 * kRowBytes);
+  std::mt19937_64 rng(9);
+  const SmallRows rows = MakeSmallRows(600, rng);
+  std::vector<float> want(rows.hidden.size());
+  ASSERT_TRUE(in_messages->ComputeLoss(SmallMicrobatch(rows, 0, 0), {.grad_hidden = want.data()}, {}).ok());
+  uint64_t id = 0;
+  for (const int64_t bytes : {1 << 20, 128 << 10, 32 << 10}) {
+    const auto client = Connect(server.target(), "shared_memory", bytes);
+    std::vector<std::vector<float>> grads(6, std::vector<float>(want.size(), -1.0f));
+    std::vector<client::PendingLoss> pending;
+    for (auto& one : grads) {
+      client::ComputeOptions compute;
+      compute.accumulate_gradients = true;
+      compute.streams = 2;
+      pending.push_back(
+          client->ComputeLossAsync(SmallMicrobatch(rows, 0, id++), {.grad_hidden = one.data()}, compute));
+    }
+    for (client::PendingLoss& one : pending) {
+      const auto result = one.Wait();
+      ASSERT_TRUE(result.ok()) << result.status();
+    }
+    for (const auto& one : grads) {
+      for (size_t i = 0; i < one.size(); ++i) ASSERT_NEAR(one[i], want[i], 1e-4) << bytes << " " << i;
+    }
+  }
+}
+
 // Calls that are cancelled leave ranges that the server still writes to; nothing of that reaches later calls.
 TEST_P(EveryOrderTest, CancelledCallsSpoilNothing) {
   const TestServer server(Options());

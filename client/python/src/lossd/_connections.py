@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from lossd import _retry, errors
+from lossd import _cuda, _retry, errors
 from lossd._cancellation import Cancellation
 from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
@@ -25,6 +25,9 @@ from lossd._credentials import Credentials
 from lossd._regions import RegionSource, SharedRegion
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
+
+_HOST_BYTES = 64 << 20  # asked for: of the host's memory, and of the GPU's, where a share of it holds a whole microbatch
+_DEVICE_BYTES = 256 << 20
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -41,13 +44,14 @@ class ConnectionOptions:
     retry: RetryOptions
     credentials: Credentials = Credentials()
     transport: str = "grpc"
-    shared_memory_bytes: int = 64 << 20
+    shared_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
         size = self.max_message_bytes
         _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
-        _require("shared_memory_bytes", self.shared_memory_bytes, self.shared_memory_bytes >= 1, "at least 1")
+        size = self.shared_memory_bytes
+        _require("shared_memory_bytes", size, size is None or size >= 1, "at least 1")
         _require("connect_timeout", self.connect_timeout, self.connect_timeout > 0, "positive")
         _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
         _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
@@ -150,14 +154,16 @@ class Connections:
         options = self.options
         size = options.shared_memory_bytes
         if options.transport != "grpc":
-            self.regions = RegionSource("auto", size, server.region_socket, lambda: self._ask().region_socket)
+            self.regions = RegionSource("auto", size or _HOST_BYTES, server.region_socket, lambda: self._ask().region_socket)
         if options.transport == "shared_memory":
             self.regions.check()
-        if options.transport == "cuda_ipc":
+        if options.transport in ("auto", "cuda_ipc") and server.region_device:
             self.device = server.region_device
+            self.device_regions = RegionSource(
+                "auto", size or _DEVICE_BYTES, server.region_socket, self._socket_of_device, self.device)
+        if options.transport == "cuda_ipc":
             if not self.device:
                 raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")
-            self.device_regions = RegionSource("auto", size, server.region_socket, self._socket_of_device, self.device)
             self.device_regions.check()
 
     def _ask(self) -> server_pb2.ServerDescription:
@@ -173,14 +179,25 @@ class Connections:
         """For a call whose rows lie on `device`; None: they are to go in messages. May open a region."""
         if not device:
             return self.regions.get()
-        # Rows of another GPU of the host are copied between the two.
-        region = self.device_regions.get() if self.device else None
+        region = self.device_regions.get() if self._shares(device) else None
         return self.regions.get() if region is None else region
+
+    def _shares(self, device: str) -> bool:
+        """Whether rows on that GPU go through memory of the server's. Those of another one do if the client was told so."""
+        return bool(self.device) and (device == self.device or self.options.transport == "cuda_ipc")
+
+    def shares_gpu(self, number: int | None) -> bool:
+        """As Client.shares_gpu."""
+        if not self.device or (number is not None and not self._shares(_cuda.driver().uuid(number))):
+            return False
+        return self.device_regions.get() is not None
 
     def cuda_choice(self) -> tuple[str, str]:
         """How rows of CUDA arrays travel, and why."""
         if self.device:
             return self.device_regions.choice()
+        if self.options.transport == "auto":
+            return "grpc", "the server shares no memory of a GPU"
         return "grpc", f"the transport is {self.options.transport}"
 
     @property

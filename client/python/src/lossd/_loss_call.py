@@ -29,7 +29,7 @@ SIGNAL_SECONDS = 0.5  # how late a blocking wait may notice an interrupt
 @dataclass(frozen=True)
 class CallOptions:
     streams: int | None  # about so many streams; fewer if rows are few. None: one for each idle connection
-    slice_bytes: int  # of hidden states per message; the server's limits bound it too
+    slice_bytes: int | None  # of hidden states; the server's limits bound it too. None: what suits the way they travel
     timeout: float  # seconds, attempts and waits together
     ready: Callable[[], None] | None = None  # blocks until the hidden states may be read; runs on a client's thread
 
@@ -52,7 +52,7 @@ class LossCall:
 
     def __init__(self, core: Core, work: Work, options: CallOptions, on_end: Callable[[LossCall], None]) -> None:
         """`on_end` is called once, before the result is there."""
-        if options.slice_bytes < 1:
+        if options.slice_bytes is not None and options.slice_bytes < 1:
             raise errors.InvalidArgument(f"slice_bytes is {options.slice_bytes}; it must be positive")
         if options.streams is not None and not 1 <= options.streams <= 1024:
             raise errors.InvalidArgument(f"streams is {options.streams}; it must be in [1, 1024]")

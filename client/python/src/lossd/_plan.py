@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from lossd import errors
 from lossd.v1 import loss_pb2
 
 MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
+_MESSAGE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 
 @dataclass(frozen=True)
 class Rows:
@@ -55,6 +57,23 @@ class SliceRule:
 
     max_rows: int
     row_grid: int = 0  # 0: no rule; else no slice has rows on both sides of a multiple of it
+    max_rows_in_region: int = 0  # of a slice that lies in a region; at most max_rows: no more than in a message
+
+    def in_region(self, rows: int, wanted: int) -> SliceRule:
+        """For so many rows that lie in a region: about `wanted` at once if that is allowed, in parts of equal size."""
+        most = max(self.max_rows, min(self.max_rows_in_region, wanted))
+        parts = max(1, -(-rows // most))
+        return SliceRule(max(1, -(-rows // parts)), self.row_grid)
+
+    def cut(self, rows: Rows) -> list[Rows]:
+        """Parts of a slice that finds no room in a region, for messages."""
+        parts: list[Rows] = []
+        begin = rows.begin
+        while begin < rows.end:
+            room = self.max_rows if self.row_grid == 0 else min(self.max_rows, self.row_grid - begin % self.row_grid)
+            parts.append(Rows(begin, min(begin + room, rows.end)))
+            begin = parts[-1].end
+        return parts
 
 
 def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:
@@ -79,9 +98,13 @@ def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) ->
     return slices
 
 
-def make_slice_rule(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimits) -> SliceRule:
-    """Slices as large as `slice_bytes` and the server's limits allow. Raises if one row is too large."""
-    rows = max(1, slice_bytes // row_bytes)
+def make_slice_rule(row_bytes: int, slice_bytes: int | None, limits: loss_pb2.SliceLimits) -> SliceRule:
+    """Slices as large as `slice_bytes` and the server's limits allow. Raises if one row is too large.
+
+    None: those in messages have about _MESSAGE_BYTES, and those in a region as much as the server allows.
+    """
+    rows = max(1, (slice_bytes or _MESSAGE_BYTES) // row_bytes)
+    in_region = limits.max_bytes_in_region // row_bytes if slice_bytes is None else 0
     if limits.max_bytes > 0:
         if row_bytes > limits.max_bytes:
             raise errors.InvalidArgument(
@@ -89,7 +112,8 @@ def make_slice_rule(row_bytes: int, slice_bytes: int, limits: loss_pb2.SliceLimi
         rows = min(rows, limits.max_bytes // row_bytes)
     if limits.max_rows > 0:
         rows = min(rows, limits.max_rows)
-    return SliceRule(int(rows), limits.row_grid)
+        in_region = min(in_region, limits.max_rows)
+    return SliceRule(int(rows), limits.row_grid, int(in_region))
 
 
 def unsent(rows: Rows, slices: list[Rows]) -> list[Rows]:
@@ -101,22 +125,32 @@ def unsent(rows: Rows, slices: list[Rows]) -> list[Rows]:
 class AnswerTracker:
     """Which rows of a call have been answered; finds answers that do not belong to it.
 
-    With `slices`, answers must be exactly these; without, the server cuts: any disjoint rows of the range.
+    With `slices`, answers must be exactly these; without, the server cuts: any disjoint rows of the range. One thread takes
+    answers, another one may replace slices that were not sent.
     """
 
     def __init__(self, rows: Rows, slices: list[Rows] | None) -> None:
         self._range = rows
+        self._lock = threading.Lock()  # guards _open
         self._open = None if slices is None else set(slices)
         self._answered: list[Rows] = []
         self.answered_rows = 0
 
+    def replace(self, whole: Rows, parts: list[Rows]) -> None:
+        """A slice is sent in parts."""
+        assert self._open is not None
+        with self._lock:
+            self._open.remove(whole)
+            self._open.update(parts)
+
     def take(self, rows: Rows) -> None:
         if self._open is not None:
-            if rows not in self._open:
-                again = rows in self._answered
-                raise errors.server_sent(f"results of {rows}" + (
-                    " twice" if again else ", which are no slice of this call"))
-            self._open.remove(rows)
+            with self._lock:
+                if rows not in self._open:
+                    again = rows in self._answered
+                    raise errors.server_sent(f"results of {rows}" + (
+                        " twice" if again else ", which are no slice of this call"))
+                self._open.remove(rows)
         elif rows.begin >= rows.end or rows.begin < self._range.begin or rows.end > self._range.end:
             raise errors.server_sent(f"results of {rows}, which are not in this call")
         elif any(rows.begin < other.end and other.begin < rows.end for other in self._answered):
@@ -125,4 +159,5 @@ class AnswerTracker:
         self.answered_rows += len(rows)
 
     def complete(self) -> bool:
-        return not self._open
+        with self._lock:
+            return not self._open

@@ -26,6 +26,8 @@ from lossd.v1 import region_pb2
 TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
 
 _ALIGNMENT = 256  # of slices in a region
+_CALLS = 4  # that find room in a region beside each other, for several microbatches under way
+_HOST_SLICE_BYTES = 4 << 20
 _ID_BYTES = 16
 _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
@@ -60,6 +62,7 @@ class SharedRegion:
         self._pid = os.getpid()
         self.refused = False  # the server says that it has no such region
         self._lock = threading.Lock()  # guards what follows
+        self._freed = threading.Condition(self._lock)
         self._retired = False
         self._users = 0  # calls
         self._taken: dict[int, int] = {}  # offset to end
@@ -104,23 +107,42 @@ class SharedRegion:
         if self._retired and self._users == 0:
             self._socket.close()
 
-    def take(self, size: int) -> int | None:
-        """The offset of a free range; None if there is none."""
+    @property
+    def share(self) -> int:
+        """Bytes that one call takes at most."""
+        return self.size // _CALLS
+
+    @property
+    def slice_bytes(self) -> int:
+        """How large a slice is best. Copies between two places of a GPU take no time; those of a processor go on while the
+        server works on slices before them."""
+        return min(self.share, _HOST_SLICE_BYTES) if self.mapping is None else self.share
+
+    def take(self, size: int, patience: float = 0.0) -> int | None:
+        """The offset of a free range; None if there is none within `patience` seconds."""
         whole = -(-size // _ALIGNMENT) * _ALIGNMENT
+        end = time.monotonic() + patience
         with self._lock:
-            begin = 0
-            for offset in sorted(self._taken):
-                if offset - begin >= whole:
-                    break
-                begin = self._taken[offset]
-            if self.size - begin < whole:
-                return None
-            self._taken[begin] = begin + whole
-            return begin
+            while (offset := self._find(whole)) is None:
+                left = end - time.monotonic()
+                if left <= 0 or whole > self.size or self._retired:
+                    return None
+                self._freed.wait(left)
+            self._taken[offset] = offset + whole
+            return offset
+
+    def _find(self, whole: int) -> int | None:
+        begin = 0
+        for offset in sorted(self._taken):
+            if offset - begin >= whole:
+                break
+            begin = self._taken[offset]
+        return None if self.size - begin < whole else begin
 
     def give(self, offset: int) -> None:
         with self._lock:
             del self._taken[offset]
+            self._freed.notify_all()
 
     def retire(self) -> None:
         """What is under way may go on, but nothing new is to begin: the server may still write to it.
@@ -129,6 +151,7 @@ class SharedRegion:
         """
         with self._lock:
             self._retired = True
+            self._freed.notify_all()
             self._end_session()
 
     def after_failure(self, error: BaseException, *, holds: bool) -> None:

@@ -14,7 +14,7 @@ from lossd._plan import Rows
 from lossd._regions import SharedRegion
 from lossd._row_memory import RowMemory
 
-_CALLS_PER_REGION = 4  # so that the calls of several microbatches find room beside each other
+_PATIENCE = 0.1  # seconds; the others may wait for something that this call's caller does only after it
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class SlicePlaces:
         self._taken: dict[int, tuple[int, int]] = {}  # first row to offset and bytes
         self._taken_bytes = 0
         self._closed = False
+        self._patient = True  # with other calls; of the thread that puts
         self._room: Room | None = None
         if region is not None:
             region.enter()
@@ -53,7 +54,7 @@ class SlicePlaces:
         """Takes room for gradients of rows that the server has: of as many as there is room for, from the first one on."""
         if self._region is None:
             return None
-        count = min(len(rows), self._region.size // _CALLS_PER_REGION // row_bytes)
+        count = min(len(rows), self._region.share // row_bytes)
         while count > 0 and self._room is None:
             offset = self._region.take(count * row_bytes)
             if offset is not None:
@@ -65,7 +66,7 @@ class SlicePlaces:
         """Copies the slice with this first row, bytes of `hidden`, into the region: its offset there. None: it is to go in
         a message.
 
-        Waits until there is room, if an answer of this call will make some. Not to be called after close().
+        Waits until there is room, if an answer of this call will make some, and a moment if one of another call may. Not to be called after close().
         """
         size = end - begin
         if self._region is None or size == 0:
@@ -75,16 +76,31 @@ class SlicePlaces:
             while offset is None and self._taken and self._may_wait and not self._closed:
                 self._changed.wait()
                 offset = self._take(size)
+        if offset is None:
+            offset = self._take_from_others(size)
+        with self._changed:
             if offset is None:
+                return None
+            if self._closed:
+                self._region.give(offset)
                 return None
             self._taken[row] = offset, size
             self._taken_bytes += size
         hidden.to_region(begin, end, self._region, offset)
         return offset
 
+    def _take_from_others(self, size: int) -> int | None:
+        """A call that has nothing in the region waits a while, once, for what other calls give back."""
+        assert self._region is not None
+        if not self._may_wait or not self._patient or self._closed or self._taken:
+            return None
+        offset = self._region.take(size, _PATIENCE)
+        self._patient = offset is not None
+        return offset
+
     def _take(self, size: int) -> int | None:
         assert self._region is not None
-        if self._closed or (self._taken and self._taken_bytes + size > self._region.size // _CALLS_PER_REGION):
+        if self._closed or (self._taken and self._taken_bytes + size > self._region.share):
             return None
         return self._region.take(size)
 

@@ -17,7 +17,7 @@ from lossd.v1 import head_pb2
 class SliceRules:
     """Thread-safe, once learn() has returned."""
 
-    def __init__(self, head_cache: HeadCache, work: Work, check: AnswerCheck, slice_bytes: int,
+    def __init__(self, head_cache: HeadCache, work: Work, check: AnswerCheck, slice_bytes: int | None,
                  describe: Callable[[str], head_pb2.HeadDescription]) -> None:
         self._head_cache = head_cache
         self._work = work
@@ -50,7 +50,8 @@ class SliceRules:
             with self._lock:
                 self._facts, self._fresh = facts, True
         now = self.rule()
-        return now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
+        return (now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
+                or now.max_rows_in_region < rule.max_rows_in_region)
 
     def _ask(self) -> HeadInfo:
         try:

@@ -7,12 +7,14 @@ one slice is in memory twice. cancel() may be called from any thread.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lossd import errors
 from lossd._cancellation import Cancellation
 from lossd._connections import Connection, Connections, Deadline
+from lossd._plan import SliceRule
 from lossd._slice_places import SlicePlaces
 from lossd._stream_messages import StreamAnswers, encode_slice, encode_slice_in_region
 from lossd._work import StreamPlan, Work
@@ -24,12 +26,13 @@ _METHOD = "/lossd.v1.LossService/ComputeLoss"
 class LossStream:
     """`accept` decides whether to go on from where the server stands; its exception ends the call."""
 
-    def __init__(self, connections: Connections, connection: Connection, work: Work, plan: StreamPlan,
+    def __init__(self, connections: Connections, connection: Connection, work: Work, plan: StreamPlan, rule: SliceRule,
                  accept: Callable[[types_pb2.HeadState], None], places: SlicePlaces) -> None:
         self._connections = connections
         self._method = connections.stream(_METHOD, connection)
         self._work = work
         self._plan = plan
+        self._rule = rule  # of slices in messages
         self._places = places
         self._answers = StreamAnswers(plan, work.outputs, work.row_bytes, accept, places)
         self._call: Any = None
@@ -81,13 +84,20 @@ class LossStream:
     def _read(self) -> Iterator[bytes]:
         yield self._plan.first
         hidden, row_bytes = self._work.hidden, self._work.row_bytes
-        for rows in self._plan.slices or ():
+        left = collections.deque(self._plan.slices or ())
+        while left:
             assert hidden is not None
+            rows = left.popleft()
             if self._cancelled:
                 return  # the memory is not looked at any more
             offset = self._places.put(rows.begin, hidden, rows.begin * row_bytes, rows.end * row_bytes)
             if self._cancelled:
                 return
+            if offset is None and len(rows) > self._rule.max_rows:
+                parts = self._rule.cut(rows)
+                self._answers.replace(rows, parts)
+                left.extendleft(reversed(parts))
+                continue
             self.sent_bytes += len(rows) * row_bytes
             if offset is None:
                 self._connections.count_moved(len(rows) * row_bytes)

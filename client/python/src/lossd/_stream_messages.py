@@ -37,7 +37,7 @@ def encode_slice_in_region(rows: Rows, row_bytes: int, offset: int) -> bytes:
 class StreamAnswers:
     """Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
 
-    Used by one thread. After an error the outputs are unspecified.
+    Used by one thread but for replace. After an error the outputs are unspecified.
     """
 
     def __init__(self, plan: StreamPlan, outputs: Outputs, row_bytes: int,
@@ -60,6 +60,10 @@ class StreamAnswers:
         if self._summary is None:
             raise errors.server_sent("no summary before it ended the call")
         return self._summary
+
+    def replace(self, whole: Rows, parts: list[Rows]) -> None:
+        """A slice is sent in parts; on any thread, before they are."""
+        self._answers.replace(whole, parts)
 
     def handle(self, data: bytes) -> None:
         """Takes the next answer; Internal says what the server sent if it cannot be right."""

@@ -24,7 +24,6 @@ from lossd.v1 import loss_pb2, server_pb2
 
 _LOSSES = "/lossd.v1.LossService/"
 _SPARE_THREADS = 8  # for each connection: of the threads for computations with more than one stream
-_SLICE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 _DEFAULT_OPTIONS = LossOptions()
 
 
@@ -57,7 +56,7 @@ class Client(HeadCalls):
                  wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
-                 transport: str | None = None, shared_memory_bytes: int = 64 << 20) -> None:
+                 transport: str | None = None, shared_memory_bytes: int | None = None) -> None:
         """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
         `wait_for_server`; Restarted if another server is expected.
 
@@ -89,11 +88,12 @@ class Client(HeadCalls):
             timeout. On a deterministic server they may all wait for a microbatch with a smaller id, so not more than
             max_pending - 1 are started before that one.
           transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
-            both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays, in memory of
-            the server's GPU, which this process has to see (Unavailable else), other rows as with "auto"; "auto": in shared
-            memory if it can be had.
+            both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays of any GPU, in
+            memory of the server's GPU, which this process has to see (Unavailable else), other rows as with "auto"; "auto":
+            in memory of the server's GPU if they lie on it, else in shared memory, if it can be had.
             None: the environment variable LOSSD_TRANSPORT, or "auto".
           shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
+            None: 64 MiB of the host's, 256 MiB of the GPU's.
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
@@ -150,10 +150,10 @@ class Client(HeadCalls):
         the host after a copy; decided with the first of them."""
         return self._connections.cuda_choice()
 
-    def shares_gpu(self) -> bool:
-        """Whether rows of CUDA arrays go through memory of the server's GPU. Opens that memory when asked first, which
-        takes some milliseconds."""
-        return self._connections.device_regions.get() is not None
+    def shares_gpu(self, device: int | None = None) -> bool:
+        """Whether rows of CUDA arrays, of this GPU of the process (None: of the server's), go through memory of the server's
+        GPU. Opens that memory when asked first, which takes some milliseconds."""
+        return self._connections.shares_gpu(device)
 
     @property
     def connections(self) -> tuple[int, str]:
@@ -179,7 +179,7 @@ class Client(HeadCalls):
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            streams: int | None = None, slice_bytes: int = _SLICE_BYTES, timeout: float | None = None,
+            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             ready: Callable[[], None] | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
@@ -194,7 +194,7 @@ class Client(HeadCalls):
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            streams: int | None = None, slice_bytes: int = _SLICE_BYTES, timeout: float | None = None,
+            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             ready: Callable[[], None] | None = None) -> PendingLoss:
         """Starts a loss computation.
 
@@ -224,7 +224,8 @@ class Client(HeadCalls):
             array it is a CUDA array.
           rows: results wanted for every row.
           streams: concurrent streams. None: one for each connection that is idle, at least one.
-          slice_bytes: of hidden states per message.
+          slice_bytes: of hidden states that are sent at once, at most. None: 2 MiB in messages, 4 MiB in shared memory, and
+            in memory of the GPU as much as a quarter of it holds.
           ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
         """
         self._connections.check_usable()
@@ -319,7 +320,7 @@ class Client(HeadCalls):
             self.close()
             raise
 
-    def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int,
+    def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int | None,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)

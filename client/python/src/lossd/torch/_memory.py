@@ -45,7 +45,7 @@ Place: TypeAlias = Literal["host", "device"]  # where a CUDA tensor's rows are w
 
 def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
     """The device if the client can copy from there to the server's GPU; may open the memory that takes."""
-    return "device" if tensor.device.type == "cuda" and client.shares_gpu() else "host"
+    return "device" if tensor.device.type == "cuda" and client.shares_gpu(tensor.device.index) else "host"
 
 
 @dataclass(frozen=True)

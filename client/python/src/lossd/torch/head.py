@@ -55,7 +55,7 @@ class LossHead(torch.nn.Module):
             train_head: bool = True, extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID,
             averaged_over: int | None = None, rank: int | None = None, world_size: int | None = None,
             state: Literal["checkpoint", "none"] = "checkpoint",
-            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
             logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
             sample_threshold: float | None = None, max_gradient_error: float | None = None) -> None:

@@ -29,7 +29,7 @@ def patch(
         tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
         compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
         logits: lossd.types.Logits = "stored", verify: bool = True, deferred: bool = False,
-        state: Literal["checkpoint", "none"] = "checkpoint", streams: int | None = None, slice_bytes: int = 2 << 20,
+        state: Literal["checkpoint", "none"] = "checkpoint", streams: int | None = None, slice_bytes: int | None = None,
         timeout: float | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
         logit_scale: float | None = None, gradients: lossd.types.Gradients | None = None,
         filter_epsilon: float | None = None, sample_threshold: float | None = None,

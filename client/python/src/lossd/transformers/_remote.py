@@ -41,7 +41,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
             normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False, train_head: bool = True,
             extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
             rank: int | None = None, world_size: int | None = None, state: Literal["checkpoint", "none"] = "checkpoint",
-            streams: int | None = None, slice_bytes: int = 2 << 20, timeout: float | None = None,
+            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
             logit_scale: float | None = None, gradients: lossd.types.Gradients | None = None,
             filter_epsilon: float | None = None, sample_threshold: float | None = None,
