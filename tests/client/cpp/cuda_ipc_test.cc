@@ -134,6 +134,68 @@ TEST_F(CudaIpcTest, RowsOfAnotherGpuAreCopiedToTheServers) {
   EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
 }
 
+TEST_F(CudaIpcTest, AutoTakesItForRowsOfTheServersGpu) {
+  const Computed wanted = Expected(*server_, problem_);
+  const auto client = ConnectBy(*server_, "auto");
+  EXPECT_EQ(client->transport().device.reason, "nothing was sent yet");
+  fake_cuda::TakeCopied();
+  ExpectSame(OnGpu(*client, problem_, 1), wanted);
+  EXPECT_THAT(fake_cuda::TakeCopied(), UnorderedElementsAre(Key("device to host"), Key("host to device")));
+  EXPECT_EQ(Imported(), 0);
+  const Computed got = OnGpu(*client, problem_);
+  ExpectSame(got, wanted);
+  EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
+  EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
+  EXPECT_EQ(client->transport().device.reason,
+            absl::StrCat("the server's GPU is of this host; 256 MiB of ", kUuid));
+  const auto failing = ConnectBy(*server_, "auto");
+  fake_cuda::Fail("cuMemMap", 1);
+  ExpectSame(OnGpu(*failing, problem_), wanted);
+  EXPECT_EQ(failing->transport().device.transport, "grpc");
+  EXPECT_THAT(failing->transport().device.reason, HasSubstr("cuMemMap failed"));
+}
+
+// Larger than messages may be, and the slices of a call are equal.
+TEST_F(CudaIpcTest, ASliceIsAsLargeAsTheMemoryAllows) {
+  const auto server = StartServer({"--slice_bytes=1KiB", "--staging_bytes=1MiB"});
+  CreateHead(*server);
+  Problem problem;
+  for (uint64_t i = 0; i < kRows; ++i) problem.targets[i] = static_cast<int32_t>(i % kClasses);
+  const Computed wanted = Expected(*server, problem);
+  const DeviceArray hidden(problem.hidden);
+  const std::pair<int64_t, uint64_t> sizes[] = {{256 << 10, 1}, {64 << 10, 2}, {16 << 10, 8}};
+  for (const auto& [bytes, slices] : sizes) {  // a quarter of it holds 682, 170, 42 rows
+    const auto client = Connect(*server, bytes);
+    const DeviceArray gradient(Garbage(problem.hidden.size()));
+    fake_cuda::TakeCopied();
+    const auto result =
+        client->ComputeLoss(problem.At(hidden.data(), Memory::kDevice), {.grad_hidden = gradient.data()});
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(fake_cuda::Copies(), 2 * slices);
+    EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], 2 * problem.hidden.size());
+    ExpectNear(Floats(gradient.Read()), Floats(wanted.gradient));
+  }
+}
+
+// Where other calls have all of the memory, slices go in messages that are small enough.
+TEST_F(CudaIpcTest, ASliceThatFindsNoRoomIsCutForMessages) {
+  const auto server = StartServer({"--slice_bytes=1KiB", "--staging_bytes=1MiB"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  const auto client = Connect(*server, 4 << 10);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 6; ++i) {
+    threads.emplace_back([&] {
+      const DeviceArray hidden(problem_.hidden), gradient(Garbage(problem_.hidden.size()));
+      const auto result =
+          client->ComputeLoss(problem_.At(hidden.data(), Memory::kDevice), {.grad_hidden = gradient.data()});
+      ASSERT_TRUE(result.ok()) << result.status();
+      ExpectNear(Floats(gradient.Read()), Floats(wanted.gradient));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST_F(CudaIpcTest, ConnectSaysWhyThereIsNone) {
   fake_cuda::SetDevices(0);
   absl::Status status = TryConnect(*server_).status();
@@ -171,7 +233,8 @@ TEST_F(CudaIpcTest, WithOtherTransportsRowsAreCopiedToTheHost) {
     const TransportChoice choice = client->transport();
     EXPECT_EQ(choice.transport, transport == "auto" ? "shared_memory" : transport) << choice.reason;
     EXPECT_EQ(choice.device.transport, choice.transport);
-    EXPECT_EQ(choice.device.reason, absl::StrCat("through memory of the host: the transport is ", transport));
+    EXPECT_EQ(choice.device.reason, transport == "auto" ? "the server shares no memory of a GPU"
+                                                        : absl::StrCat("the transport is ", transport));
   }
 }
 

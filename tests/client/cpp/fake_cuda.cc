@@ -78,7 +78,9 @@ void Finish(const std::vector<Work>& all) {
 
 std::vector<Work> Take(Machine& all, Stream* stream) {
   for (const Work& work : stream->work) {
-    if (work.from.has_value()) all.copied[NameOf(*work.from) + " to " + NameOf(work.to)] += work.bytes;
+    if (!work.from.has_value()) continue;
+    all.copied[NameOf(*work.from) + " to " + NameOf(work.to)] += work.bytes;
+    ++all.copies;
   }
   return std::exchange(stream->work, {});
 }
@@ -121,8 +123,14 @@ std::map<std::string, int> Held() {
 
 int ContextDepth() { return static_cast<int>(contexts.size()); }
 
+uint64_t Copies() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().copies;
+}
+
 std::map<std::string, uint64_t> TakeCopied() {
   const std::lock_guard lock(machine().mutex);
+  machine().copies = 0;
   return std::exchange(machine().copied, {});
 }
 

@@ -34,6 +34,8 @@ std::map<std::string, int> Held();
 // How deep the stack of contexts of this thread is.
 int ContextDepth();
 
+// How many copies were made since the last call of TakeCopied.
+uint64_t Copies();
 // Bytes that were copied since the last call, by "host to device", "device to host" and "device to device".
 std::map<std::string, uint64_t> TakeCopied();
 

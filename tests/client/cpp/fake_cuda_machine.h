@@ -67,6 +67,7 @@ struct Machine {
   std::set<Stream*> streams;
   std::set<Event*> events;
   std::map<std::string, uint64_t> copied;
+  uint64_t copies = 0;
 };
 
 Machine& machine();
