@@ -103,8 +103,10 @@ PendingLoss Client::BackwardAsync(const RetainedGradients& gradients, void* grad
                                   const BackwardOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(
       core_.get(), internal::LossWork::Backward(gradients, grad_hidden, options),
-      internal::CallOptions{
-          .streams = options.streams, .timeout = options.timeout, .max_attempts = options.max_attempts},
+      internal::CallOptions{.streams = options.streams,
+                            .slice_bytes = 1,  // the server cuts, and other limits change nothing
+                            .timeout = options.timeout,
+                            .max_attempts = options.max_attempts},
       std::move(callback));
   call->Start();
   return PendingLoss(std::move(call));
