@@ -117,6 +117,22 @@ def transport_entries(sources):
                         "kernels_rows_per_second": round(kernels[names[head], gradients]),
                         "gigabytes_per_second": round(result["rows_per_second"] * result["hidden_size"] * 2 / 1e9, 3),
                         "server_cores": round(run["server_cpu_seconds"] / run["wall_seconds"], 2), "source": source})
+    return entries + cuda_ipc_entries(sources)
+
+
+def cuda_ipc_entries(sources):
+    content = read("cuda_ipc.json")
+    source = sources.add("cuda_ipc.json", content)
+    shapes = {"phi": ("phi3.5-mini", 3072), "llama3": ("llama3-8b", 4096)}
+    entries = []
+    for run in content["runs"]:
+        name, gradients = run["head"].split("-")
+        shape, hidden = shapes[name]
+        rate = run["cuda"]["rows_per_second"]
+        entries.append({"transport": "cuda_ipc", "connections": 1, "shape": shape, "gradients": gradients,
+                        "rows_per_second": round(rate), "kernels_rows_per_second": run["in_process_rows_per_second"],
+                        "gigabytes_per_second": round(rate * hidden * 2 / 1e9, 3),
+                        "server_cores": round(run["cuda"]["server_cores"], 2), "source": source})
     return entries
 
 

@@ -61,7 +61,7 @@ struct PassRate {
 
 // A server and `lossctl bench` on one host.
 struct TransportRate {
-  std::string transport;  // "shared_memory", "tcp", "unix"
+  std::string transport;  // "cuda_ipc", "shared_memory", "tcp", "unix"
   int connections = 1;
   double gigabytes_per_second = 0.0;  // of hidden states, and as much of gradients back
   double rows_per_second = 0.0;

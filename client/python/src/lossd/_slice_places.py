@@ -66,7 +66,8 @@ class SlicePlaces:
         """Copies the slice with this first row, bytes of `hidden`, into the region: its offset there. None: it is to go in
         a message.
 
-        Waits until there is room, if an answer of this call will make some, and a moment if one of another call may. Not to be called after close().
+        Waits until there is room if an answer of this call will make some, and a moment if one of another call may. Not to
+        be called after close().
         """
         size = end - begin
         if self._region is None or size == 0:
