@@ -19,6 +19,7 @@
 #include "client/cli/options.h"
 #include "client/cli/random_rows.h"
 #include "client/cli/real_rows.h"
+#include "client/cli/row_buffer.h"
 
 namespace lossd::cli {
 namespace {
@@ -57,19 +58,27 @@ struct Flags {
   client::ComputeOptions loss;
 };
 
-// Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took.
+// Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took. Hidden
+// states and gradients are on a GPU, or on the host (nullopt).
 class Bench {
  public:
-  Bench(const Flags& flags, const HiddenRows& rows, const v1::HeadDescription& head, client::Client* client)
-      : flags_(flags), rows_(rows), step_(head.state().step()), client_(client) {
+  Bench(const Flags& flags, const HiddenRows& rows, RowBuffer hidden, std::optional<int> gpu,
+        const v1::HeadDescription& head, client::Client* client)
+      : flags_(flags),
+        rows_(rows),
+        hidden_(std::move(hidden)),
+        gpu_(gpu),
+        step_(head.state().step()),
+        client_(client) {
     // A deterministic server wants ids from 0; otherwise away from those of other runs in the same step.
     if (head.slice_limits().row_grid() == 0) first_id_ = uint64_t{std::random_device()()} << 32;
   }
 
   absl::StatusOr<BenchTotals> Run() {
     for (uint64_t i = 0; i < flags_.warmup; ++i) {
-      std::vector<uint8_t> dx = MakeGradient();
-      const absl::StatusOr<client::LossResult> result = ComputeOne(dx);
+      absl::StatusOr<RowBuffer> dx = MakeGradient();
+      if (!dx.ok()) return dx.status();
+      const absl::StatusOr<client::LossResult> result = ComputeOne(*dx);
       if (!result.ok()) return result.status();
     }
     start_ = absl::Now();
@@ -86,18 +95,19 @@ class Bench {
   }
 
  private:
-  std::vector<uint8_t> MakeGradient() const {
-    return std::vector<uint8_t>(flags_.what == What::kLoss ? 0 : rows_.hidden.size());
+  absl::StatusOr<RowBuffer> MakeGradient() const {
+    return RowBuffer::Create(flags_.what == What::kLoss ? 0 : rows_.hidden.size(), gpu_);
   }
 
-  absl::StatusOr<client::LossResult> ComputeOne(std::vector<uint8_t>& dx) {
+  absl::StatusOr<client::LossResult> ComputeOne(RowBuffer& dx) {
     client::Microbatch microbatch;
     microbatch.head = flags_.head;
     if (flags_.what == What::kAll) microbatch.step = step_;
     microbatch.id = first_id_ + next_id_++;
     microbatch.hidden_size = rows_.hidden_size;
     microbatch.hidden_dtype = rows_.dtype;
-    microbatch.hidden = rows_.hidden.data();
+    microbatch.hidden = hidden_.data();
+    microbatch.memory = hidden_.memory();
     microbatch.targets = rows_.targets;
     client::LossOutputs outputs;
     if (flags_.what != What::kLoss) outputs.grad_hidden = dx.data();
@@ -117,8 +127,9 @@ class Bench {
   }
 
   void Work() {
-    std::vector<uint8_t> dx = MakeGradient();
-    while (!Over()) Record(ComputeOne(dx));
+    absl::StatusOr<RowBuffer> dx = MakeGradient();
+    if (!dx.ok()) Record(dx.status());
+    while (!Over()) Record(ComputeOne(*dx));
     absl::MutexLock lock(&mu_);
     ++ended_;
   }
@@ -157,6 +168,8 @@ class Bench {
 
   const Flags& flags_;
   const HiddenRows& rows_;
+  RowBuffer hidden_;  // the same for all threads, which read it
+  const std::optional<int> gpu_;
   const uint64_t step_;
   client::Client* const client_;
   uint64_t first_id_ = 0;
@@ -217,6 +230,17 @@ client::ClientOptions OptionsOf(const Flags& flags) {
   return options;
 }
 
+// Where rows are to be: with CUDA IPC on the server's GPU, else on the host (nullopt).
+absl::StatusOr<std::optional<int>> PlaceOfRows(const Flags& flags, client::Client& client,
+                                               absl::Duration timeout) {
+  if (flags.connection.transport != "cuda_ipc") return std::nullopt;
+  const absl::StatusOr<v1::ServerDescription> server = client.GetServer(timeout);
+  if (!server.ok()) return server.status();
+  const absl::StatusOr<int> gpu = FindGpu(server->region_device());
+  if (!gpu.ok()) return gpu.status();
+  return *gpu;
+}
+
 absl::Status RunBench(Context* context, const Flags& flags) {
   const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
   if (!client.ok()) return client.status();
@@ -226,7 +250,13 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   const absl::StatusOr<HiddenRows> rows = MakeRows(flags, head->spec(), **client);
   if (!rows.ok()) return rows.status();
 
-  const absl::StatusOr<BenchTotals> totals = Bench(flags, *rows, *head, client->get()).Run();
+  const absl::StatusOr<std::optional<int>> gpu = PlaceOfRows(flags, **client, context->timeout());
+  if (!gpu.ok()) return gpu.status();
+  absl::StatusOr<RowBuffer> hidden = RowBuffer::Copy(rows->hidden, *gpu);
+  if (!hidden.ok()) return hidden.status();
+
+  const absl::StatusOr<BenchTotals> totals =
+      Bench(flags, *rows, *std::move(hidden), *gpu, *head, client->get()).Run();
   if (flags.what == What::kAll) {
     const auto zeroed = (*client)->ZeroGradients(flags.head, head->state().step(), context->timeout());
     if (totals.ok() && !zeroed.ok()) return zeroed.status();
@@ -235,8 +265,8 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   const client::TransportChoice choice = (*client)->transport();
   BenchSetup setup = SetupOf(flags, *rows, choice.connections);
   setup.channels_reason = choice.connections.reason;
-  setup.transport = choice.transport;
-  setup.transport_reason = choice.reason;
+  setup.transport = gpu->has_value() ? choice.device.transport : choice.transport;
+  setup.transport_reason = gpu->has_value() ? choice.device.reason : choice.reason;
   if (context->json) {
     context->PrintJson(BenchJson(setup, *totals));
   } else {
@@ -264,11 +294,13 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   bench->add_option("--channels", flags->connection.channels, "Connections [as many as help]")
       ->check(CLI::Range(1, 64));
   bench
-      ->add_option("--transport", flags->connection.transport,
-                   "How rows travel: auto takes shared memory if the server is on this host [auto]")
-      ->check(CLI::IsMember({"auto", "grpc", "shared_memory"}));
+      ->add_option(
+          "--transport", flags->connection.transport,
+          "How rows travel: auto takes shared memory if the server is on this host; cuda_ipc has the "
+          "rows on the server's GPU, and takes memory of that [auto]")
+      ->check(CLI::IsMember({"auto", "grpc", "shared_memory", "cuda_ipc"}));
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
-           "Memory to share with the server; it may give less [64MiB]");
+           "Memory to share with the server; it may give less [64MiB; of a GPU: 256MiB]");
   CLI::Option* seconds =
       bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")
