@@ -61,8 +61,9 @@ namespace lossd::client {
 // or by way of memory of the host. The client copies on streams of its own, which wait for no stream of the
 // caller's: what writes the hidden states, and what still uses the memory of the gradients, must have ended
 // before the call begins (cudaStreamSynchronize). When the call is done, the gradients are there for work of
-// any stream. INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is
-// no CUDA driver, or if it fails, which counts as a stream that breaks.
+// any stream. The first such call loads CUDA's driver, which takes a moment. INVALID_ARGUMENT if the memory
+// is no GPU's or the two are on several; UNAVAILABLE if there is no driver, or if it fails, which counts as a
+// stream that breaks.
 enum class Memory { kHost, kDevice };
 
 // The rows of one loss computation.
@@ -132,7 +133,7 @@ struct RetainedGradients {
 
   uint64_t hidden_size = 0;                 // D
   v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
-  Memory memory = Memory::kHost;            // of `grad_hidden`
+  Memory memory = Memory::kHost;            // of the `grad_hidden` of Client::Backward
   // [N], finite: the gradient of the objective with respect to each row's loss. Those of ignored rows do not
   // matter. Copied.
   absl::Span<const float> grad_loss;
