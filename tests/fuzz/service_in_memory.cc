@@ -16,6 +16,7 @@
 #include "server/messages/errors.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/loss_streams.h"
+#include "tests/fuzz/region_on_heap.h"
 
 namespace lossd::fuzz {
 namespace {
@@ -261,7 +262,10 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
   if (!spec.ok()) return spec.status();
   const kernels::DType dtype = spec->hidden_dtype;
   const int64_t rows_before = StepRows(open.head());
-  const auto results = std::make_shared<StreamResults>();
+  RegionOnHeap region(Values({}, kMostFilledBytes, dtype));
+  rpc::SlicePlaces places;
+  if (!open.region().empty()) places.Use(region.region());
+  const auto results = std::make_shared<StreamResults>(&places);
   const auto stream = engine_->Open(*std::move(spec), results);
   if (!stream.ok()) return stream.status();
   *opened = true;
@@ -274,10 +278,25 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
     }
     const int64_t row_bytes = (*stream)->hidden_size() * static_cast<int64_t>(kernels::SizeOf(dtype));
     const int64_t bytes = range->size() > kMostFilledBytes ? -1 : range->size() * row_bytes;
-    SendSlice(**stream, *range, Values(slice.payload(), bytes, dtype));
+    if (!slice.has_in_region()) {
+      SendSlice(**stream, SliceOf(*range, Values(slice.payload(), bytes, dtype)));
+      continue;
+    }
+    v1::SliceHeader header;
+    *header.mutable_in_region() = slice.in_region();
+    if (slice.in_region().bytes() == 0 && bytes > 0)
+      header.mutable_in_region()->set_bytes(static_cast<uint64_t>(bytes));
+    auto in_region = places.Take(header, *range, {});
+    if (!in_region.ok()) {
+      (*stream)->Cancel(in_region.status());
+      break;
+    }
+    region.Allow(header.in_region());
+    SendSlice(**stream, *std::move(in_region));
   }
   (*stream)->HalfClose();
   const absl::Status status = results->Wait();
+  region.CheckRest();
   if (!status.ok()) return status;
   FUZZ_CHECK(results->rows() <= static_cast<int64_t>(rows), "more rows come back than were sent");
   CheckSummary(results->summary(), open.head(), rows_before, open.accumulate_gradients());
@@ -292,7 +311,15 @@ absl::Status ServiceInMemory::Backward(const v1::OpenBackward& open, bool* opene
   absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(open);
   if (!spec.ok()) return spec.status();
   const int64_t rows_before = StepRows(open.head());
-  const auto results = std::make_shared<StreamResults>();
+  RegionOnHeap region("gradients");
+  rpc::SlicePlaces places;
+  if (open.has_in_region()) {
+    if (absl::Status used = places.UseForGradients(region.region(), open.in_region(), spec->rows.begin);
+        !used.ok())
+      return used;
+    region.Allow(open.in_region());
+  }
+  const auto results = std::make_shared<StreamResults>(&places);
   const auto stream = engine_->OpenBackward(*std::move(spec), results);
   if (!stream.ok()) return stream.status();
   *opened = true;
@@ -305,6 +332,7 @@ absl::Status ServiceInMemory::Backward(const v1::OpenBackward& open, bool* opene
     queued.WaitForNotification();
   }
   const absl::Status status = results->Wait();
+  region.CheckRest();
   if (status.ok()) CheckSummary(results->summary(), open.head(), rows_before, open.accumulate_gradients());
   return status;
 }
