@@ -119,8 +119,8 @@ class SliceLimits(Shown):
 
     max_rows: int = 0
     max_bytes: int = 0
-    max_bytes_in_region: int = 0  # of one that lies in shared memory; 0: as max_bytes
     row_grid: int = 0  # 0: none; else slices have no rows on both sides of a multiple of it
+    max_bytes_in_region: int = 0  # of one that lies in shared memory; 0: as max_bytes
 
 
 @dataclass(frozen=True, repr=False)
