@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeArray, FakeDriver, uuid_of
-from on_fake_gpu import D, N, SLICE, compute, connect, expected, gpu_server, gpus, head_on, on_gpu, problem, start
+from on_fake_gpu import D, N, SLICE, V, compute, connect, expected, gpu_server, gpus, head_on, on_gpu, problem, start
 from server_process import ServerProcess
 
 import lossd

@@ -50,8 +50,8 @@ class ConnectionOptions:
         _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
         size = self.max_message_bytes
         _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
-        size = self.shared_memory_bytes
-        _require("shared_memory_bytes", size, size is None or size >= 1, "at least 1")
+        shared = self.shared_memory_bytes
+        _require("shared_memory_bytes", shared, shared is None or shared >= 1, "at least 1")
         _require("connect_timeout", self.connect_timeout, self.connect_timeout > 0, "positive")
         _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
         _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
