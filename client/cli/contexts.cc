@@ -60,7 +60,6 @@ class Reading {
     return before;
   }
   friend bool operator==(const Reading& a, const Reading& b) { return a.at_ == b.at_; }
-  friend bool operator!=(const Reading& a, const Reading& b) { return a.at_ != b.at_; }
 
  private:
   const char* at_;
