@@ -46,7 +46,7 @@ struct CudaDriver::Functions {
   Result (*init)(unsigned) = nullptr;
   Result (*error_string)(Result, const char**) = nullptr;
   Result (*count)(int*) = nullptr;
-  Result (*uuid)(Uuid*, Device) = nullptr;
+  Result (*uuid)(void* /*Uuid*/, Device) = nullptr;
   Result (*pointer_attribute)(void*, int, Address) = nullptr;
   Result (*retain_context)(void**, Device) = nullptr;
   Result (*push_context)(void*) = nullptr;
@@ -57,7 +57,7 @@ struct CudaDriver::Functions {
   Result (*free_reserved)(Address, size_t) = nullptr;
   Result (*map)(Address, size_t, size_t, Handle, unsigned long long) = nullptr;
   Result (*unmap)(Address, size_t) = nullptr;
-  Result (*set_access)(Address, size_t, const Access*, size_t) = nullptr;
+  Result (*set_access)(Address, size_t, const void* /*Access*/, size_t) = nullptr;
   Result (*allocate)(Address*, size_t) = nullptr;
   Result (*free)(Address) = nullptr;
   Result (*copy)(Address, Address, size_t, void*) = nullptr;

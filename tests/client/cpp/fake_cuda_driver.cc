@@ -33,21 +33,21 @@ int cuDeviceGetCount(int* count) {
   });
 }
 
-int cuDeviceGetUuid_v2(uint8_t* uuid, int device) {
+int cuDeviceGetUuid_v2(void* uuid, int device) {
   return Do("cuDeviceGetUuid", false, [&](Machine& all) {
     if (device < 0 || device >= all.devices) return kInvalidDevice;
     std::memset(uuid, 0, 16);
-    uuid[15] = static_cast<uint8_t>(device + 1);
+    static_cast<uint8_t*>(uuid)[15] = static_cast<uint8_t>(device + 1);
     return kSuccess;
   });
 }
 
-int cuPointerGetAttribute(int* value, int attribute, Address address) {
+int cuPointerGetAttribute(void* value, int attribute, Address address) {
   return Do("cuPointerGetAttribute", false, [&](Machine& all) {
     size_t left = 0;
     const Range* const range = Find(all, address, &left);
     if (attribute != 9 || range == nullptr) return kInvalidValue;
-    *value = range->device;
+    *static_cast<int*>(value) = range->device;
     return kSuccess;
   });
 }
@@ -126,11 +126,12 @@ int cuMemMap(Address address, size_t bytes, size_t offset, Address handle, unsig
   });
 }
 
-int cuMemSetAccess(Address address, size_t bytes, const Access* access, size_t count) {
+int cuMemSetAccess(Address address, size_t bytes, const void* access, size_t count) {
   return Do("cuMemSetAccess", true, [&](Machine& all) {
     const auto range = all.ranges.find(address);
+    const Access& wanted = *static_cast<const Access*>(access);
     if (range == all.ranges.end() || range->second.bytes != bytes || !range->second.mapped || count != 1 ||
-        access->location.type != 1 || access->location.id != range->second.device || access->flags != 3)
+        wanted.location.type != 1 || wanted.location.id != range->second.device || wanted.flags != 3)
       return kInvalidValue;
     range->second.accessible = true;
     return kSuccess;
