@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
 
 import lossd  # noqa: E402
 from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 N, D, V = 3000, 192, 1111
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
