@@ -252,8 +252,8 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 
 SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted) {
   const uint64_t most = std::max(rule.max_rows, std::min(rule.max_rows_in_region, wanted));
-  const uint64_t parts = std::max<uint64_t>(1, (rows + most - 1) / most);
-  return {.max_rows = std::max<uint64_t>(1, (rows + parts - 1) / parts), .row_grid = rule.row_grid};
+  const uint64_t parts = (rows + most - 1) / most;
+  return {.max_rows = parts <= 1 ? most : (rows + parts - 1) / parts, .row_grid = rule.row_grid};
 }
 
 std::vector<Rows> CutForMessages(Rows slice, const SliceRule& rule) {

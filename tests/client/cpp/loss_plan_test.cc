@@ -132,7 +132,9 @@ TEST(LossPlanTest, SlicesInARegionAreEqualAndAsLargeAsWanted) {
   EXPECT_EQ(InRegion(rule, 800, uint64_t{1} << 40).max_rows, 400u);
   EXPECT_EQ(InRegion(rule, 300, 200).max_rows, 150u);
   EXPECT_EQ(InRegion(rule, 300, 7).max_rows, 100u) << "no smaller than those in messages";
-  EXPECT_EQ(InRegion(rule, 0, 200).max_rows, 1u);
+  EXPECT_EQ(InRegion(rule, 0, 200).max_rows, 200u);
+  EXPECT_EQ(InRegion(rule, 300, uint64_t{1} << 40).max_rows, 400u)
+      << "ignored rows between valid ones do not cut it";
   EXPECT_EQ(InRegion({100}, 250, 200).max_rows, 84u);
 }
 

@@ -95,10 +95,10 @@ def test_slices_in_a_region_are_equal_and_as_large_as_wanted() -> None:
     rule = SliceRule(100, 0, 400)
     assert rule.in_region(1000, 1 << 40) == SliceRule(334)
     assert rule.in_region(800, 1 << 40) == SliceRule(400)
-    assert rule.in_region(300, 1 << 40) == SliceRule(300)
+    assert rule.in_region(300, 1 << 40) == SliceRule(400), "ignored rows between valid ones do not cut it"
     assert rule.in_region(300, 200) == SliceRule(150)
     assert rule.in_region(300, 7) == SliceRule(100), "no smaller than those in messages"
-    assert rule.in_region(0, 200) == SliceRule(1)
+    assert rule.in_region(0, 200) == SliceRule(200)
     assert SliceRule(100).in_region(250, 200) == SliceRule(84)
 
 

@@ -62,8 +62,8 @@ class SliceRule:
     def in_region(self, rows: int, wanted: int) -> SliceRule:
         """For so many rows that lie in a region: about `wanted` at once if that is allowed, in parts of equal size."""
         most = max(self.max_rows, min(self.max_rows_in_region, wanted))
-        parts = max(1, -(-rows // most))
-        return SliceRule(max(1, -(-rows // parts)), self.row_grid)
+        parts = -(-rows // most)
+        return SliceRule(most if parts <= 1 else -(-rows // parts), self.row_grid)
 
     def cut(self, rows: Rows) -> list[Rows]:
         """Parts of a slice that finds no room in a region, for messages."""
