@@ -164,8 +164,8 @@ def through_lossctl(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    size = {} if arguments.shared_memory_bytes is None else {"shared_memory_bytes": arguments.shared_memory_bytes}
-    with lossd.Client(arguments.server, channels=arguments.channels, transport=arguments.transport, **size) as client:
+    with lossd.Client(arguments.server, channels=arguments.channels, transport=arguments.transport,
+                      shared_memory_bytes=arguments.shared_memory_bytes) as client:
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=arguments.vocab_size,
                            optimizer_state="none")
         try:

@@ -72,10 +72,6 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
            "auto: the largest predicted relative error of sampled gradients [0.01]");
 }
 
-}  // namespace
-
-namespace {
-
 // `T`: what a number of bytes can be assigned to.
 template <typename T>
 CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,

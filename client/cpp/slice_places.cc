@@ -10,11 +10,13 @@
 namespace lossd::client::internal {
 namespace {
 
-// So that the calls of several microbatches find room beside each other.
 constexpr uint64_t kCallsPerRegion = 4;
 
 // Of rows that are copied into the region, while the server computes those before them.
 constexpr uint64_t kSliceBytes = uint64_t{4} << 20;
+
+// What one call takes at most, so that those of several microbatches find room beside each other.
+uint64_t ShareOf(const SharedRegion& region) { return region.size() / kCallsPerRegion; }
 
 }  // namespace
 
@@ -25,7 +27,7 @@ SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, st
 
 SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
   if (region_ == nullptr) return rule;
-  const uint64_t share = region_->size() / kCallsPerRegion;
+  const uint64_t share = ShareOf(*region_);
   // Copies between two places of a GPU take no time.
   const uint64_t bytes = region_->gpu().has_value() ? share : std::min(kSliceBytes, share);
   return InRegion(rule, rows.size(), bytes / row_bytes);
@@ -39,7 +41,7 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   }
   if (work.outputs.grad_hidden == nullptr || work.rows.size() == 0) return;
   absl::MutexLock lock(&mu_);
-  uint64_t rows = std::min(work.rows.size(), region_->size() / kCallsPerRegion / work.row_bytes);
+  uint64_t rows = std::min(work.rows.size(), ShareOf(*region_) / work.row_bytes);
   for (; rows > 0 && !room_.has_value(); rows /= 2) {
     const std::optional<uint64_t> offset = region_->Take(rows * work.row_bytes);
     if (offset.has_value()) room_ = {*offset, rows * work.row_bytes, work.rows.begin, work.row_bytes};
@@ -58,8 +60,7 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
     absl::MutexLock lock(&mu_);
     // A call that has nothing in the region cannot wait for its own answers.
     const Place::Kind otherwise = may_wait_ && !taken_.empty() ? Place::Kind::kWait : Place::Kind::kMessage;
-    const uint64_t share = region_->size() / kCallsPerRegion;
-    if (!taken_.empty() && taken_bytes_ + hidden.size() > share) return Place{otherwise};
+    if (!taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_)) return Place{otherwise};
     const std::optional<uint64_t> offset = region_->Take(hidden.size());
     if (!offset.has_value()) return Place{otherwise};
     taken_[row] = {*offset, hidden.size()};

@@ -30,8 +30,8 @@ class StreamState : public StreamRows {
 
   StreamObserver& observer() { return *observer_; }
 
-  // Checks a slice and marks its rows as sent. `bytes` of its payload. INVALID_ARGUMENT; then nothing has
-  // changed.
+  // Checks a slice and marks its rows as sent. `bytes`, `in_place` as in CheckSlice. INVALID_ARGUMENT; then
+  // nothing has changed.
   absl::Status AddSlice(RowRange rows, int64_t bytes, bool in_place = false);
   // A slice that was added has been received and queued.
   void OnQueued();
