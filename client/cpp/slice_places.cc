@@ -10,13 +10,7 @@
 namespace lossd::client::internal {
 namespace {
 
-constexpr uint64_t kCallsPerRegion = 4;
-
-// Of rows that are copied into the region, while the server computes those before them.
-constexpr uint64_t kSliceBytes = uint64_t{4} << 20;
-
-// What one call takes at most, so that those of several microbatches find room beside each other.
-uint64_t ShareOf(const SharedRegion& region) { return region.size() / kCallsPerRegion; }
+uint64_t ShareOf(const SharedRegion& region) { return ShareOfRegion(region.size()); }
 
 }  // namespace
 
@@ -27,10 +21,7 @@ SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, st
 
 SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
   if (region_ == nullptr) return rule;
-  const uint64_t share = ShareOf(*region_);
-  // Copies between two places of a GPU take no time.
-  const uint64_t bytes = region_->gpu().has_value() ? share : std::min(kSliceBytes, share);
-  return InRegion(rule, rows.size(), bytes / row_bytes);
+  return InRegion(rule, rows.size(), WantedRows(region_->size(), region_->gpu().has_value(), row_bytes));
 }
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {

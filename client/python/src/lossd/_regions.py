@@ -20,14 +20,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from lossd import _cuda, errors
+from lossd import _cuda, _plan, errors
 from lossd.v1 import region_pb2
 
 TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
 
 _ALIGNMENT = 256  # of slices in a region
-_CALLS = 4  # that find room in a region beside each other, for several microbatches under way
-_HOST_SLICE_BYTES = 4 << 20
 _ID_BYTES = 16
 _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
@@ -110,13 +108,11 @@ class SharedRegion:
     @property
     def share(self) -> int:
         """Bytes that one call takes at most."""
-        return self.size // _CALLS
+        return _plan.share_of_region(self.size)
 
-    @property
-    def slice_bytes(self) -> int:
-        """How large a slice is best. Copies between two places of a GPU take no time; those of a processor go on while the
-        server works on slices before them."""
-        return min(self.share, _HOST_SLICE_BYTES) if self.mapping is None else self.share
+    def wanted_rows(self, row_bytes: int) -> int:
+        """How many rows of a slice are best."""
+        return _plan.wanted_rows(self.size, self.mapping is not None, row_bytes)
 
     def take(self, size: int, patience: float = 0.0) -> int | None:
         """The offset of a free range; None if there is none within `patience` seconds."""
