@@ -134,4 +134,14 @@ std::map<std::string, uint64_t> TakeCopied() {
   return std::exchange(machine().copied, {});
 }
 
+void lossd_fake_cuda_fail(const char* function, int64_t count) { Fail(function, count); }
+
+int lossd_fake_cuda_held(const char* kind) {
+  const std::map<std::string, int> held = Held();
+  const auto found = held.find(kind);
+  return found == held.end() ? 0 : found->second;
+}
+
+int lossd_fake_cuda_context_depth() { return ContextDepth(); }
+
 }  // namespace lossd::test::fake_cuda

@@ -39,6 +39,13 @@ uint64_t Copies();
 // Bytes that were copied since the last call, by "host to device", "device to host" and "device to device".
 std::map<std::string, uint64_t> TakeCopied();
 
+// The same for programs in other languages (tests/client/python/test_cuda_driver.py). Held: of one kind.
+extern "C" {
+void lossd_fake_cuda_fail(const char* function, int64_t count);
+int lossd_fake_cuda_held(const char* kind);
+int lossd_fake_cuda_context_depth();
+}
+
 }  // namespace lossd::test::fake_cuda
 
 #endif  // LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_

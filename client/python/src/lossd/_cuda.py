@@ -2,7 +2,7 @@
 """What this client takes from CUDA's driver, which is loaded when a CUDA array comes: importing memory that a server
 shares, and copies between it and arrays of the caller.
 
-Nothing here is enqueued on a stream of the caller's: a copy has ended when its function returns.
+Nothing here is enqueued on a stream of the caller's: a copy has ended when its function returns, also with an error.
 """
 
 from __future__ import annotations
@@ -155,22 +155,35 @@ class Driver:
 
     @contextmanager
     def _lane(self, device: int) -> Iterator[_Lane]:
-        """A lane that nothing else uses. One that has failed is not used again."""
+        """A lane that nothing else uses. One that has failed is destroyed, after its work has ended."""
         with self._current(device):
             with self._lock:
                 idle = self._lanes.setdefault(device, [])
                 lane = idle.pop() if idle else None
             if lane is None:
                 lane = self._make_lane()
-            yield lane
+            try:
+                yield lane
+            except BaseException:
+                self._destroy(lane)
+                raise
         with self._lock:
             self._lanes[device].append(lane)
 
     def _make_lane(self) -> _Lane:
         stream, end = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
-        self._call("cuEventCreate", ctypes.byref(end), ctypes.c_uint(_SLEEPING))
+        try:
+            self._call("cuEventCreate", ctypes.byref(end), ctypes.c_uint(_SLEEPING))
+        except BaseException:
+            self._library.cuStreamDestroy_v2(stream)
+            raise
         return _Lane(stream, end)
+
+    def _destroy(self, lane: _Lane) -> None:
+        self._library.cuStreamSynchronize(lane.stream)
+        self._library.cuEventDestroy_v2(lane.end)
+        self._library.cuStreamDestroy_v2(lane.stream)
 
 
 @functools.lru_cache(maxsize=None)
