@@ -49,11 +49,9 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
   Place place;
   {
     absl::MutexLock lock(&mu_);
-    // A call that has nothing in the region cannot wait for its own answers.
-    const Place::Kind otherwise = may_wait_ && !taken_.empty() ? Place::Kind::kWait : Place::Kind::kMessage;
-    if (!taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_)) return Place{otherwise};
-    const std::optional<uint64_t> offset = region_->Take(hidden.size());
-    if (!offset.has_value()) return Place{otherwise};
+    const bool more_than_share = !taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_);
+    const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(hidden.size());
+    if (!offset.has_value()) return Place{WithoutRoom(hidden.size())};
     taken_[row] = {*offset, hidden.size()};
     taken_bytes_ += hidden.size();
     place = {Place::Kind::kRegion, *offset};
@@ -61,6 +59,28 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
   const absl::Status copied = CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copier_);
   if (!copied.ok()) return copied;
   return place;
+}
+
+SlicePlaces::Place::Kind SlicePlaces::WithoutRoom(uint64_t bytes) {
+  if (!may_wait_) return Place::Kind::kMessage;
+  if (!taken_.empty()) return Place::Kind::kWait;
+  // A call that has nothing in the region cannot wait for its own answers.
+  const bool waits = freed_ != nullptr && region_->Await(bytes, this, freed_);
+  return waits ? Place::Kind::kWaitForOthers : Place::Kind::kMessage;
+}
+
+bool SlicePlaces::WaitForOthers(std::function<void()> freed) {
+  if (region_ == nullptr || !may_wait_) return false;
+  absl::MutexLock lock(&mu_);
+  freed_ = std::move(freed);
+  return true;
+}
+
+void SlicePlaces::StopWaitingForOthers() {
+  if (region_ == nullptr) return;
+  absl::MutexLock lock(&mu_);
+  freed_ = nullptr;
+  region_->StopWaiting(this);
 }
 
 const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
@@ -88,6 +108,7 @@ void SlicePlaces::Free(uint64_t row) {
 }
 
 void SlicePlaces::End(const absl::Status& status) {
+  StopWaitingForOthers();
   if (region_ == nullptr) return;
   absl::MutexLock lock(&mu_);
   if (status.ok()) {
