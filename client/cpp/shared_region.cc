@@ -130,11 +130,35 @@ SharedRegion::SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t
 
 SharedRegion::~SharedRegion() {
   if (getpid() != process_) return;  // a child has no mapping there
-  if (!gpu_.has_value()) {
-    munmap(data_, size_);
-  } else if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok()) {
-    (*driver)->Unmap(data_, size_, *gpu_);
+  if (gpu_.has_value()) {
+    if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
+      (*driver)->Unmap(data_, size_, *gpu_);
+    return;
   }
+  Unpin();
+  munmap(data_, size_);
+}
+
+void SharedRegion::PinFor(int gpu) {
+  if (gpu_.has_value()) return;
+  absl::MutexLock lock(&pin_mu_);
+  if (pinned_for_.has_value() || !pin_problem_.ok()) return;
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  pin_problem_ = driver.ok() ? (*driver)->Pin(data_, size_, gpu) : driver.status();
+  if (pin_problem_.ok()) pinned_for_ = gpu;
+}
+
+absl::Status SharedRegion::pin_problem() const {
+  absl::MutexLock lock(&pin_mu_);
+  return pin_problem_;
+}
+
+void SharedRegion::Unpin() {
+  absl::MutexLock lock(&pin_mu_);
+  if (!pinned_for_.has_value()) return;
+  if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
+    (*driver)->Unpin(data_, *pinned_for_);
+  pinned_for_ = std::nullopt;
 }
 
 std::optional<uint64_t> SharedRegion::Find(uint64_t bytes) const {

@@ -55,6 +55,13 @@ class SharedRegion {
   int waiting() const ABSL_LOCKS_EXCLUDED(mu_);
   uint8_t* At(uint64_t offset) const { return data_ + offset; }
 
+  // A call begins whose rows are on a GPU. The first one lets GPUs copy to and from memory of the host
+  // without a detour (CudaDriver::Pin), which takes some milliseconds; all wait for it. Where the driver
+  // refuses that, it is not asked again: copies are slower then.
+  void PinFor(int gpu) ABSL_LOCKS_EXCLUDED(pin_mu_);
+  // Why that was refused; OK if it was not.
+  absl::Status pin_problem() const ABSL_LOCKS_EXCLUDED(pin_mu_);
+
   // What is under way may go on, but nothing new is to begin: the server may still write to ranges of calls
   // that have failed.
   void Retire() ABSL_LOCKS_EXCLUDED(mu_);
@@ -71,6 +78,7 @@ class SharedRegion {
   SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size,
                std::optional<int> gpu);
 
+  void Unpin() ABSL_LOCKS_EXCLUDED(pin_mu_);
   // Where a free range of so many bytes, a multiple of the alignment, begins.
   std::optional<uint64_t> Find(uint64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
@@ -87,6 +95,9 @@ class SharedRegion {
   const pid_t process_;
   std::atomic<bool> retired_{false};
   std::atomic<bool> refused_{false};
+  mutable absl::Mutex pin_mu_;
+  std::optional<int> pinned_for_ ABSL_GUARDED_BY(pin_mu_);  // the GPU that was there first
+  absl::Status pin_problem_ ABSL_GUARDED_BY(pin_mu_);
   mutable absl::Mutex mu_;
   std::map<uint64_t, uint64_t> taken_ ABSL_GUARDED_BY(mu_);  // offset to end
   std::map<const void*, Waiter> waiters_ ABSL_GUARDED_BY(mu_);

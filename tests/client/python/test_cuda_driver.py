@@ -6,6 +6,7 @@ tests/client/cpp/cuda_driver_test.cc asks of the C++ client.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import lossd
 from lossd import _cuda
 
 SIZE = 8192
-KINDS = ("handle", "reservation", "mapping", "allocation", "stream", "event")
+KINDS = ("handle", "reservation", "mapping", "allocation", "stream", "event", "pinned")
 
 
 class Library:
@@ -188,6 +189,28 @@ def test_many_threads_copy_at_once(driver: _cuda.Driver) -> None:
     for thread in threads:
         thread.join()
     assert not problems
+
+
+def test_pins_memory_of_the_host(driver: _cuda.Driver, library: Library) -> None:
+    held = library.held()
+    with mmap.mmap(-1, 3 * mmap.PAGESIZE) as mapping:
+        memory = np.frombuffer(mapping, np.uint8)
+        address = int(memory.ctypes.data)
+        pin = _cuda.Pin(driver, address, 2 * mmap.PAGESIZE - 100, 1)
+        assert library.held() == held | {"pinned": held["pinned"] + 1}
+        with pytest.raises(lossd.Unavailable, match="^cuMemHostRegister_v2 failed"):
+            _cuda.Pin(driver, address + mmap.PAGESIZE, mmap.PAGESIZE, 0)
+        _cuda.Pin(driver, address + 2 * mmap.PAGESIZE, mmap.PAGESIZE, 0)  # which goes at once
+        assert library.held() == held | {"pinned": held["pinned"] + 1}
+        library.fail("cuCtxPushCurrent")
+        pin.release()  # as with a driver that is gone
+        assert library.held() == held | {"pinned": held["pinned"] + 1}
+        driver.unpin(address, 1)
+        again = _cuda.Pin(driver, address, 1, 0)
+        again.release()
+        again.release()
+        assert library.held() == held and library.context_depth() == 0
+        del memory
 
 
 def test_says_why_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

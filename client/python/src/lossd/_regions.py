@@ -62,8 +62,11 @@ class SharedRegion:
         self._lock = threading.Lock()  # guards what follows
         self._freed = threading.Condition(self._lock)
         self._retired = False
-        self._users = 0  # calls
+        self._users = 0  # calls, and copies
         self._taken: dict[int, int] = {}  # offset to end
+        self._pin_lock = threading.Lock()  # guards what follows
+        self._pin: _cuda.Pin | None = None
+        self.pin_problem: errors.LossdError | None = None  # why GPUs copy to memory of the host by a detour
         self.memory: NDArray[Any] = np.empty(0, np.uint8)  # of the host; unmapped with the last view of it
         self.mapping: _cuda.Mapping | None = None  # of a GPU
         try:
@@ -78,6 +81,8 @@ class SharedRegion:
             os.close(descriptor)
 
     def __del__(self) -> None:
+        if (pin := getattr(self, "_pin", None)) is not None:
+            pin.release()
         if (session := getattr(self, "_socket", None)) is not None:
             session.close()
 
@@ -89,13 +94,26 @@ class SharedRegion:
         """The number of its GPU; `other` if it is memory of the host."""
         return other if self.mapping is None else self.mapping.device
 
+    def pin_for(self, device: str) -> None:
+        """A call begins whose rows are on this GPU. The first one lets GPUs copy to and from memory of the host without a
+        detour, which takes some milliseconds; all wait for it. Where the driver refuses that, it is not asked again: copies
+        are slower then."""
+        with self._pin_lock:
+            if self.mapping is not None or self._pin is not None or self.pin_problem is not None:
+                return
+            try:
+                driver = _cuda.driver()
+                self._pin = _cuda.Pin(driver, self.address, self.size, driver.find(device) or 0)
+            except errors.LossdError as error:
+                self.pin_problem = error
+
     def enter(self) -> None:
-        """A call begins to use it."""
+        """A call, or a copy of one, begins to use it."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """That call has ended."""
+        """That has ended."""
         with self._lock:
             self._users -= 1
             self._end_session()
@@ -103,6 +121,8 @@ class SharedRegion:
     def _end_session(self) -> None:
         """Gives the memory back to the server as soon as nothing uses it, whoever still refers to this object."""
         if self._retired and self._users == 0:
+            if self._pin is not None:
+                self._pin.release()
             self._socket.close()
 
     @property
@@ -343,7 +363,9 @@ class RegionSource:
             if self._region is not None and self._device:
                 return "cuda_ipc", f"the server's GPU is of this host; {self._region.size >> 20} MiB of {self._device}"
             if self._region is not None:
-                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB"
+                problem = self._region.pin_problem
+                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB" + (
+                    "" if problem is None else f"; GPUs copy to it by a detour: {problem.message}")
             if not self._tried:
                 return "grpc", "nothing was sent yet"
             if self._problem is None:
