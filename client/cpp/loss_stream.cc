@@ -25,6 +25,7 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
+  context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
   const bool may_wait =
@@ -38,7 +39,7 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
     held_ = may_wait;
     if (held_) AddHold();
     request_ = wire::Encode(work_.first);
-    StartWrite(&request_);
+    Send();
   }
   {
     absl::MutexLock lock(&read_mu_);
@@ -67,11 +68,17 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
   }
 }
 
-void LossStream::SendNext() {
+void LossStream::Send() {
   if (left_.empty()) {
-    StartWritesDone();
-    return ReleaseHold();
+    StartWriteLast(&request_, {});  // one piece, again
+    ReleaseHold();
+  } else {
+    StartWrite(&request_);
   }
+}
+
+void LossStream::SendNext() {
+  if (left_.empty()) return;
   unsent_ = SendSlice();
   if (!unsent_.ok()) context_.TryCancel();
 }
@@ -99,7 +106,7 @@ absl::Status LossStream::SendSlice() {
     *job_.moved += bytes;
   }
   sent_bytes_ += bytes;
-  StartWrite(&request_);
+  Send();
   return absl::OkStatus();
 }
 
