@@ -11,7 +11,7 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     server replicas  several pipelines, or several trainers of one stage, that share the server
     local replicas   several pipelines with a local head each; their gradients are averaged
 
-For each: seconds of a step (median), tokens a second and a second and GPU, peak memory of every GPU and the losses. Losses
+For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
 of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what `lossctl plan` predicts from the
 measured time of a layer. The file is written after each configuration. Exit status 1 if they disagree or a
 configuration fails for another reason than memory. Needs torch 2.11 or later; local heads are those of peer_losses.py.
