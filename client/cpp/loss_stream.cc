@@ -24,12 +24,13 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   SetDeadline(job_.deadline, &context_);
+  context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
   {
     absl::MutexLock lock(&write_mu_);
     request_ = wire::Encode(work_.first);
-    StartWrite(&request_);
+    Send();
   }
   {
     absl::MutexLock lock(&read_mu_);
@@ -58,8 +59,16 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
   }
 }
 
+void LossStream::Send() {
+  if (left_.empty()) {
+    StartWriteLast(&request_, {});  // one piece, again
+  } else {
+    StartWrite(&request_);
+  }
+}
+
 void LossStream::SendNext() {
-  if (left_.empty()) return StartWritesDone();
+  if (left_.empty()) return;
   unsent_ = SendSlice();
   if (!unsent_.ok()) context_.TryCancel();
 }
@@ -80,7 +89,7 @@ absl::Status LossStream::SendSlice() {
     *job_.moved += bytes;
   }
   sent_bytes_ += bytes;
-  StartWrite(&request_);
+  Send();
   return absl::OkStatus();
 }
 

@@ -66,7 +66,9 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   // A place for the next slice, or for its first part if that may only be sent in parts.
   absl::StatusOr<SlicePlaces::Place> PlaceNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(read_mu_);
-  // Sends the next slice, or the end. If there is no room for the slice, a later answer calls this again.
+  // Writes request_, and with the last one the end.
+  void Send() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // Sends the next slice, if one is left. If there is no room for the slice, a later answer calls this again.
   void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status SendSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);

@@ -20,7 +20,7 @@ enum class FusedLoss {
 struct CudaBackendOptions {
   int device = 0;   // index among the visible GPUs
   Replica replica;  // of the heads of a group (kernels/group)
-  // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2 GiB, or a quarter of the
+  // Per head; bounds HeadKernels::chunk_rows() (never below 8 rows). 0: 2220 MiB, or a quarter of the
   // device memory that is free when the backend is created if that is less.
   int64_t workspace_bytes = 0;
   int64_t memory_limit_bytes = 0;  // refuse heads beyond it; 0: what the device has

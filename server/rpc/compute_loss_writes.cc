@@ -67,7 +67,12 @@ void ComputeLossCall::Pump() {
   writes_.pop_front();
   write_active_ = true;
   Progress();
-  StartWrite(&writing_.message);
+  if (writes_.empty() && !writing_.is_slice && ending_.has_value() && ending_->ok()) {
+    finished_ = true;  // the summary leaves with the end, in one piece
+    StartWriteAndFinish(&writing_.message, {}, grpc::Status::OK);
+  } else {
+    StartWrite(&writing_.message);
+  }
 }
 
 void ComputeLossCall::OnWriteDone(bool ok) {
