@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks of several GPUs in bench/, on the CPU with small sizes: every part runs, and their results are right."""
 
+import argparse
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import run_ranks
 
 BENCH = Path(__file__).parents[4] / "bench"
 LOSSCTL = Path(os.environ["LOSSD_BINARY"]).with_name("lossctl")
@@ -36,8 +40,8 @@ def pipeline_bench(monkeypatch):
     return pipeline_bench
 
 
-def run(script, *arguments, status=0):
-    done = subprocess.run([sys.executable, BENCH / script, *map(str, arguments)], capture_output=True, text=True, timeout=400,
+def run(script, *arguments, status=0, launcher=()):
+    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True, timeout=400,
                           check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
@@ -141,3 +145,90 @@ def test_losses_and_norms_that_disagree_are_found(pipeline_bench):
                                                        "b": {"losses": 1.0, "layers": 0.0, "head": 0.0}}, "agree": True}
     for other in (entry("c", True, 5.0, 3.98), entry("c", True, 5.0, float("nan")), entry("c", True, 5.0, 4.0, head=2.04)):
         assert not pipeline_bench.compare([*entries, other], 0.01)["agree"]
+
+
+def measure_divided_classes(rank, seed):
+    """Of 50 rows and 120 classes on two ranks: the data of this rank, and what was measured of some methods."""
+    sys.path.insert(0, str(BENCH))
+    import peers
+    import vocabulary_parallel_losses
+    import vocabulary_parallel_peers as program
+    peers.DEVICE = "cpu"
+    torch.manual_seed(seed)
+    loss_parallel = vocabulary_parallel_losses.torch_loss_parallel("cpu")
+
+    def needs_memory(hidden, weight, targets, factor):
+        if len(targets) > 16:
+            raise torch.OutOfMemoryError("no memory")
+        return loss_parallel(hidden, weight, targets, factor)
+
+    def without_sum(hidden, weight, targets, factor):  # each rank's own part of dx
+        total = torch.distributed.all_reduce
+        torch.distributed.all_reduce = lambda *_, **__: argparse.Namespace(wait=lambda: None)
+        try:
+            return loss_parallel(hidden, weight, targets, factor)
+        finally:
+            torch.distributed.all_reduce = total
+
+    def fails(*_):
+        raise ValueError("bad shape")
+
+    data = program.distribute("flat", (50, 24, 120), torch.device("cpu"))
+    reference = program.Reference(data)
+    options = argparse.Namespace(warm_up=1, iterations=2)
+    measured = {method.__name__: program.measure(method, data, reference, options)
+                for method in (loss_parallel, needs_memory, without_sum, fails)}
+    work = program.Work(loss_parallel, data, 3)
+    return data, work(), work.hidden_gradient(), work.weight.grad, reference.lse, measured
+
+
+def test_a_loss_with_divided_classes(seed):
+    (first, loss, of_hidden, of_first, lse, measured), (second, *_, of_second, _, _) = run_ranks(
+        2, measure_divided_classes, seed)
+    hidden, targets = first[0].double().requires_grad_(), first[2]
+    weight = torch.cat([first[1], second[1]]).double().requires_grad_()
+    assert weight.shape == (120, 24) and torch.equal(first[0], second[0]) and torch.equal(targets, second[2])
+    logits = hidden @ weight.T
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    expected.backward()
+    torch.testing.assert_close(lse, logits.logsumexp(1).detach())
+    for got, wanted in ((loss, expected.detach()), (of_hidden, hidden.grad), (torch.cat([of_first, of_second]), weight.grad)):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-8)
+    assert max(measured["run"]["errors"].values()) < 1e-6 and measured["run"]["parts"] == 1, measured
+    assert max(measured["needs_memory"]["errors"].values()) < 1e-6 and measured["needs_memory"]["parts"] == 4, measured
+    assert measured["without_sum"]["errors"]["hidden_gradient"] > 0.1, measured
+    assert measured["fails"] == {"failed": "bad shape"}
+
+
+def test_peers_with_divided_classes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    output = run("vocabulary_parallel_peers.py", "--device=cpu", "--data=flat", "--shapes=96x32x400,40x16x1000", "--warm_up=1",
+                 "--iterations=3", "--methods=torch,megatron,cce", f"--out={tmp_path / 'out.json'}",
+                 launcher=("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
+                           f"--master_port={port}"))
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["gpus"] == 2 and set(result["without"]) == {"liger", "cce"} and result["versions"]["megatron-core"], output
+    assert [entry["shape"]["vocab"] for entry in result["results"]] == [400, 1000]
+    for entry in result["results"]:
+        assert entry["loss"] > 5 and set(entry["methods"]) == {"torch", "megatron"}
+        for method in entry["methods"].values():
+            assert max(method["errors"].values()) < 1e-6, output  # float32
+            assert 0 < method["min_ms"] <= method["median_ms"] <= method["max_ms"] and method["parts"] == 1
+            assert 0 < method["communication_ms"]["least"] <= method["communication_ms"]["most"]
+
+
+def test_bad_arguments_of_the_peers(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import vocabulary_parallel_peers
+    for ranks, arguments, message in ((2, ["--shapes=8x8x9"], "'8x8x9' with 9 classes, which do not divide among 2 ranks"),
+                                      (2, ["--shapes=gemma"], "shapes has 'gemma'"), (2, ["--shapes=8x0x8"], "'8x0x8'"),
+                                      (2, ["--iterations=0"], "iterations is 0"), (0, [], "start this with torchrun")):
+        if ranks:
+            monkeypatch.setenv("RANK", "0")
+        else:
+            monkeypatch.delenv("RANK")
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(SystemExit):
+            vocabulary_parallel_peers.parse_arguments(arguments)
+        assert message in capsys.readouterr().err
