@@ -65,7 +65,7 @@ soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if
 test-integrations: ## test the Python client with current torch, transformers, trl, ... from PyPI (700 MB), on the CPU
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
 	@scripts/test-integrations build/$(PRESET) $(ARGS)
 
 test-threads: ## tests of engine, calls and metrics, and the simulation, under the thread sanitizer

@@ -315,9 +315,9 @@ def compare_norms():
     return results
 
 
-def versions():
+def versions(*others):
     found = {}
-    for name in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl"):
+    for name in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", *others):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of pipeline_bench.py: one that measures a layer and the local heads, and the ranks that train."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peer_losses
+import torch
+import torch.distributed
+from pipeline_layouts import OVERLAPPED, Configuration
+from pipeline_model import FusedBlock, LocalHead, Shape, Stage, make_head_weight, make_optimizer, make_stage, make_tokens
+from pipeline_server import read_metrics
+
+import lossd
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
+
+HEAD = "pipeline-bench"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all configurations of a run have in common."""
+
+    shape: Shape
+    device: str  # "cpu" or "cuda": rank r takes GPU r
+    sequences: int  # of a microbatch
+    microbatches: int  # of a step, of all replicas
+    warm_up: int  # steps that are not timed
+    steps: int  # that are
+    lr: float
+    seed: int
+    transport: str | None  # of lossd.Client
+    threads: int  # of a rank on the CPU
+
+    @property
+    def rows(self) -> int:
+        """Of a microbatch."""
+        return self.sequences * self.shape.context
+
+    def device_of(self, rank: int) -> torch.device:
+        if self.device == "cpu":
+            torch.set_num_threads(self.threads)
+            return torch.device("cpu")
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+
+
+def reported(path: Path, work: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+    """What a process runs: writes what work(*arguments) returns to `path` as JSON, or {"error": ...}, and then raises."""
+    try:
+        result = work(*arguments)
+    except (torch.OutOfMemoryError, lossd.ResourceExhausted) as error:
+        path.write_text(json.dumps({"error": f"out of memory: {str(error).splitlines()[0]}", "out_of_memory": True}))
+        raise
+    except BaseException:
+        path.write_text(json.dumps({"error": traceback.format_exc()}))
+        raise
+    path.write_text(json.dumps(result))
+
+
+def local_losses() -> dict[str, Callable[..., torch.Tensor]]:
+    """Those of peer_losses.py that can be imported."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what cannot
+        return peer_losses.methods(dynamic=False)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Bytes: what tensors took at most since the last reset, what torch keeps for them, and what the GPU has in use."""
+    if device.type == "cpu":
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"peak_bytes": torch.cuda.max_memory_allocated(device), "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "device_used_bytes": total - free}
+
+
+def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Median, after runs that warm up."""
+    times = []
+    for _ in range(3 + repeats):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[3:]))
+
+
+def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[str, Any]:
+    """Seconds of a layer and of local heads for a microbatch, forward and backward: {"layer": ..., "heads": {...},
+    "without": {head: why}}. The heads are those that can be imported and run."""
+    device, shape = settings.device_of(0), settings.shape
+    size = (settings.sequences, shape.context, shape.hidden_size)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(size, device=device, dtype=dtype)
+    with device:
+        block = Stage([FusedBlock(shape)])
+
+    def layer() -> None:
+        block(hidden).backward(gradient)
+
+    measured: dict[str, Any] = {"layer": seconds_of(layer, device, repeats), "heads": {}, "without": {}}
+    del block
+    available = local_losses()
+    targets = torch.from_numpy(make_tokens(shape, settings.sequences, settings.seed, 0)[:, 1:]).to(device)
+    for name in heads:
+        if name not in available:
+            measured["without"][name] = "it cannot be imported"
+            continue
+        try:
+            head = LocalHead(available[name], make_head_weight(shape, settings.seed, device), 1, settings.lr)
+            measured["heads"][name] = seconds_of(lambda head=head: head(hidden, targets).backward(), device, repeats)
+        except Exception as error:  # of whatever kind a peer raises
+            measured["without"][name] = str(error)[:300]
+    return measured
+
+
+class Rank:
+    """One rank of a configuration: its stage, its loss and the schedule."""
+
+    def __init__(self, rank: int, configuration: Configuration, settings: Settings, target: str) -> None:
+        from torch.distributed import pipelining
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.nn.parallel import DistributedDataParallel
+
+        from lossd.torch.schedules import Overlapped1F1B
+        self.configuration, self.settings, self.device = configuration, settings, settings.device_of(rank)
+        self.replica, self.index = divmod(rank, configuration.stages)
+        mesh = init_device_mesh(settings.device, (configuration.replicas, configuration.stages),
+                                mesh_dim_names=("replica", "stage"))
+        self.microbatches = settings.microbatches // configuration.replicas
+        self.first, self.last = self.index == 0, self.index == configuration.stages - 1
+        self.client: lossd.Client | None = None
+        self.optimizers: list[Any] = []
+        group = mesh.get_group("replica") if configuration.replicas > 1 else None
+        loss_fn: Any = torch.nn.functional.mse_loss  # of stages that are not the last, which do not call it
+        if self.last:
+            loss_fn = self._server_loss(target, group) if configuration.on_server else self._local_loss(group)
+        module: torch.nn.Module = make_stage(settings.shape, configuration.layers, self.index, settings.seed, self.device)
+        parameters = list(module.parameters())
+        if parameters:
+            self.optimizers.append(make_optimizer(parameters, settings.lr))
+            if group is not None:
+                module = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+        self.module, self.squared_norms = module, {}
+        stage = pipelining.PipelineStage(module, self.index, configuration.stages, self.device,
+                                         group=mesh.get_group("stage"))
+        kind = Overlapped1F1B if configuration.schedule == OVERLAPPED else pipelining.Schedule1F1B
+        self.schedule = kind(stage, self.microbatches, loss_fn=loss_fn)
+
+    def batches(self) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Inputs and targets of every step, as far as this stage needs them. A server's targets stay on the host."""
+        each, settings = self.microbatches * self.settings.sequences, self.settings
+        found = []
+        for step in range(settings.warm_up + settings.steps):
+            tokens = torch.from_numpy(make_tokens(settings.shape, settings.microbatches * settings.sequences, settings.seed,
+                                                  step)[self.replica * each:(self.replica + 1) * each])
+            inputs = tokens[:, :-1].contiguous().to(self.device) if self.first else None
+            targets = tokens[:, 1:].contiguous() if self.last else None
+            found.append((inputs, targets if targets is None or self.client is not None else targets.to(self.device)))
+        return found
+
+    def step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, with_norms: bool) -> list[torch.Tensor]:
+        """The losses of this replica's microbatches, in the last stage. `with_norms` sets squared_norms, in all ranks."""
+        losses: list[torch.Tensor] = []
+        for each in self.optimizers:
+            if isinstance(each, torch.optim.Optimizer):
+                each.zero_grad()
+        received = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*([] if inputs is None else [inputs]), return_outputs=False, **received)
+        if with_norms:
+            self.squared_norms = self._squared_norms()
+        for each in self.optimizers:
+            each.step()
+        return losses
+
+    def description(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"replica": self.replica, "stage": self.index, **peak_memory(self.device)}
+        if self.client is not None:
+            found["transport"] = list(self.client.cuda_transport if self.device.type == "cuda" else self.client.transport)
+        return found
+
+    def _squared_norms(self) -> dict[str, float]:
+        """Of the gradients of this stage's layers and, in the last stage, of the head."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        found = {"layers": sum(float(gradient.double().norm())**2 for gradient in gradients)}
+        for each in self.optimizers:
+            if isinstance(each, HeadOptimizer):
+                each.load_grad_norm()
+                found["head"] = float(each.stand_in.grad)**2
+            elif isinstance(each, LocalHead):
+                found["head"] = each.gradient_norm()**2
+        return found
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+
+    def _local_loss(self, group: Any) -> LocalHead:
+        function = local_losses()[self.configuration.head]
+        weight = make_head_weight(self.settings.shape, self.settings.seed, self.device)
+        head = LocalHead(function, weight, self.microbatches, self.settings.lr, group)
+        self.optimizers.append(head)
+        return head
+
+    def _server_loss(self, target: str, group: Any) -> PipelineLoss:
+        shape = self.settings.shape
+        self.client = lossd.Client(target, transport=self.settings.transport)
+        if self.replica == 0:
+            self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True,
+                                    compute_dtype="bf16" if self.device.type == "cuda" else "fp32")
+            weight = make_head_weight(shape, self.settings.seed, self.device)
+            self.client.write_tensor(HEAD, "weight", weight.cpu().numpy())
+            del weight
+        if group is not None:
+            torch.distributed.barrier(group)
+        head = LossHead(self.client, HEAD, process_group=group, gradients=self.configuration.gradients,
+                        normalizer=self.settings.rows * self.configuration.replicas)
+        self.optimizers.append(HeadOptimizer(head, lr=self.settings.lr, weight_decay=0.01))
+        return PipelineLoss(head, n_microbatches=self.microbatches)
+
+
+def train(rank: int, rendezvous: str, configuration: Configuration, settings: Settings, target: str,
+          http: str, limit_seconds: float) -> dict[str, Any]:
+    """Trains, and returns what this rank has measured. Times are those of steps between barriers of all ranks."""
+    torch.distributed.init_process_group(
+        "nccl" if settings.device == "cuda" else "gloo", f"file://{rendezvous}", rank=rank,
+        world_size=configuration.trainers, timeout=timedelta(seconds=limit_seconds))
+    mine = Rank(rank, configuration, settings, target)
+    watches = bool(http) and rank == configuration.stages - 1
+    losses, seconds, before, after = [], [], {}, {}
+    for step, batch in enumerate(mine.batches()):
+        if step == settings.warm_up:
+            if settings.device == "cuda":
+                torch.cuda.reset_peak_memory_stats(mine.device)
+            before = read_metrics(http) if watches else {}
+        synchronize(mine.device)
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        of_step = mine.step(*batch, with_norms=step == 0)
+        synchronize(mine.device)
+        torch.distributed.barrier()
+        seconds.append(time.perf_counter() - begin)
+        if of_step:
+            losses.append(float(np.mean([loss.item() for loss in of_step])))
+    after = read_metrics(http) if watches else {}
+    result = {**mine.description(), "losses": losses, "seconds": seconds, "squared_norms": mine.squared_norms,
+              "before": before, "after": after}
+    mine.close()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return result

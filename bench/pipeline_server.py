@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lossd server of pipeline_bench.py: a process of its own, and what its metrics say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120.0
+FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
+            "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
+
+
+class Server:
+    """A server on free ports of the loopback, from entering the context to leaving it."""
+
+    def __init__(self, program: str, *flags: str) -> None:
+        self._command = [program, "--listen=127.0.0.1:0", "--http=127.0.0.1:0", *flags]
+
+    def __enter__(self) -> Server:
+        """RuntimeError with the server's log if it does not come up."""
+        self._folder = tempfile.TemporaryDirectory(prefix="lossd-bench.")
+        folder = Path(self._folder.name)
+        ports, log = folder / "ports", folder / "log"
+        with open(log, "wb") as output:
+            self._process = subprocess.Popen(
+                [*self._command, f"--port_file={ports}", f"--checkpoint_dir={folder / 'checkpoints'}"],
+                stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_SECONDS
+        while not (ports.exists() and ports.read_text()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError(f"{self._command[0]} did not come up:\n{self.last_log}")
+            time.sleep(0.05)
+        addresses = json.loads(ports.read_text())
+        self.target: str = addresses["grpc"].split(",")[0]
+        self.http: str = addresses["http"]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.last_log = (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
+        self._folder.cleanup()
+
+    def peak_resident_bytes(self) -> int:
+        """Of the host's memory, at most since the server started."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
+def read_metrics(http: str) -> dict[str, float]:
+    """FAMILIES by name, those of a family added up; a family that the server does not have is missing."""
+    with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as answer:
+        return parse_metrics(answer.read().decode())
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition(" ")[0].partition("{")[0]
+        if name in FAMILIES:
+            found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found

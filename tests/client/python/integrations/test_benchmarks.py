@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of several GPUs in bench/, on the CPU with small sizes: every part runs, and their results are right."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+BENCH = Path(__file__).parents[4] / "bench"
+LOSSCTL = Path(os.environ["LOSSD_BINARY"]).with_name("lossctl")
+SMALL = ["--device=cpu", "--vocab_size=4096", "--hidden_size=32", "--heads=4", "--context=16", "--sequences=2",
+         "--microbatches=6", "--warm_up=1", "--local_heads=torch,no-such-head", "--lr=5e-3"]
+ALL = {  # kind, head and gradients, replicas, stages, schedule
+    ("local", "torch", 1, 3, "1F1B"), ("local replicas", "torch", 3, 1, "1F1B"),
+    *((kind, f"lossd {gradients}", replicas, 2 // replicas, schedule)
+      for kind, replicas in (("server", 1), ("server replicas", 2)) for gradients in ("exact", "sampled")
+      for schedule in ("1F1B", "overlapped 1F1B"))}
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import pipeline_layouts
+    return pipeline_layouts
+
+
+@pytest.fixture
+def pipeline_bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import pipeline_bench
+    return pipeline_bench
+
+
+def run(script, *arguments, status=0, launcher=()):
+    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True, timeout=400,
+                          check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_pipelines_of_three_processes_learn_alike(tmp_path):
+    output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=3", "--layers=4", "--steps=3",
+                 f"--json={tmp_path / 'out.json'}", *SMALL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    entries = result["configurations"]
+    assert {(entry["kind"], f"{entry['head']} {entry['gradients']}".strip(), entry["replicas"], len(entry["layers"]),
+             entry["schedule"]) for entry in entries} == ALL
+    assert len({tuple(entry["layers"]) for entry in entries if entry["kind"] == "local"}) in (2, 3)  # and its neighbours
+    assert list(result["measured_seconds"]["without"]) == ["no-such-head"] and result["left_out"] == []
+    assert result["agreement"]["agree"] and result["card"] == "cpu" and result["versions"]["torch"], output
+    for entry in entries:
+        assert entry["gpus"] == 3 and sum(entry["layers"]) == 4
+        assert entry["tokens_per_second"] == pytest.approx(6 * 2 * 16 / entry["step_seconds"])
+        assert entry["tokens_per_second_and_gpu"] == pytest.approx(entry["tokens_per_second"] / 3)
+        assert len(entry["all_step_seconds"]) == 3 and len(entry["losses"]) == 4
+        assert entry["losses"][0] == pytest.approx(8.35, abs=0.1) and entry["losses"][-1] < entry["losses"][0] - 0.02
+        assert [each["role"] for each in entry["memory"]] == (
+            ["trainer", "trainer", "server"] if entry["head"] == "lossd" else ["trainer"] * 3)
+        assert all(each["peak_bytes"] > 0 for each in entry["memory"])
+        assert entry["seconds_without_gaps"] > 0 and "not measured" in entry["plan"]["reason"]  # so small a head
+        apart = result["agreement"]["apart"][entry["name"]]
+        assert max(apart.values()) <= 1e-4 if entry["exact"] else 0 < apart["losses"] < 0.1, output
+    assert all(0 < entry["server"]["busy_share"] < 1.5 and entry["server"]["microbatch_seconds"] > 0
+               for entry in entries if entry["head"] == "lossd")
+
+
+def test_a_configuration_that_fails_is_told(tmp_path):
+    output = run("pipeline_bench.py", "--lossd=/bin/false", "--gpus=2", "--layers=2", "--steps=1", "--kinds=server",
+                 "--gradients=exact", "--schedules=1F1B", f"--json={tmp_path / 'out.json'}", *SMALL, status=1)
+    failed, = json.loads((tmp_path / "out.json").read_text())["configurations"]
+    assert "/bin/false did not come up" in failed["error"] and "step_seconds" not in failed, output
+
+
+def sleep(_rank, _rendezvous):
+    time.sleep(600)
+
+
+def fail(rank, _rendezvous):
+    if rank == 1:
+        raise ValueError("of rank 1")
+    time.sleep(600)
+
+
+def test_processes_that_fail_or_hang_are_ended(pipeline_bench):
+    context = multiprocessing.get_context("fork")
+    begin, limit = time.monotonic(), 300.0
+    assert "of rank 1" in pipeline_bench.run_processes(context, 3, limit, fail)[0]["error"]
+    assert time.monotonic() - begin < limit  # the others sleep for longer
+    assert "no answer within 0 s" in pipeline_bench.run_processes(context, 2, 0.3, sleep)[0]["error"]
+    assert multiprocessing.active_children() == []
+
+
+def test_bad_arguments_of_the_pipelines(pipeline_bench, capsys):
+    for arguments, message in ((["--layers=0"], "layers is 0"), (["--kinds=all"], "kinds has 'all'"),
+                               (["--splits=2-2"], "'2-2' of 4 layers"), (["--splits=6-6"], "must have 4 stages"),
+                               (["--layers=2", "--gpus=4"], "layers is 2"), (["--splits=a"], "a split is like")):
+        with pytest.raises(SystemExit):
+            pipeline_bench.parse_arguments(["--device=cpu", *arguments])
+        assert message in capsys.readouterr().err
+
+
+def test_splits_of_layers(layouts):
+    assert layouts.even_split(8, 3) == (2, 3, 3) and layouts.even_split(20, 4) == (5, 5, 5, 5)
+    # A head as slow as six layers is as good alone as beside one layer; of 26 layers it takes two.
+    assert layouts.local_splits(20, 4, 0.008, 0.048, 1) == [(6, 7, 7, 0), (6, 7, 6, 1)]
+    assert layouts.local_splits(26, 4, 0.008, 0.048, 1) == [(8, 8, 8, 2), (8, 9, 8, 1), (7, 8, 8, 3)]
+    assert layouts.local_splits(12, 4, 0.008, 0.048, 0) == [(4, 4, 4, 0)]
+    assert layouts.local_splits(5, 1, 0.008, 0.048, 2) == [(5,)]
+    assert layouts.replica_counts(3) == [3] and layouts.replica_counts(4) == [2, 4] and layouts.replica_counts(1) == []
+    local = layouts.Configuration("local", "torch", (6, 7, 6, 1))
+    assert layouts.seconds_without_gaps(local, 24, 0.008, 0.048, 0.0) == pytest.approx(20 * 0.008 + 0.048 + 23 * 0.056)
+    shared = layouts.Configuration("server replicas", "lossd", (4,), 3, gradients="exact")
+    assert layouts.seconds_without_gaps(shared, 24, 0.008, 1.0, 0.010) == pytest.approx(8 * 0.032)
+    assert layouts.seconds_without_gaps(shared, 24, 0.008, 1.0, 0.020) == pytest.approx(0.032 + 7 * 0.060)
+
+
+def test_the_plan_of_a_head_that_was_measured(layouts, pipeline_bench):
+    settings = pipeline_bench.Settings(pipeline_bench.Shape(256000, 2304, 20, 18, 2048), "cuda", 4, 24, 1, 1, 1e-4, 1, None, 1)
+    for configuration, gpus in ((layouts.Configuration("local", "liger", (6, 7, 6, 1)), 4),
+                                (layouts.Configuration("server", "lossd", (6, 7, 7), gradients="exact"), 4),
+                                (layouts.Configuration("server replicas", "lossd", (20,), 3, gradients="sampled"), 4)):
+        planned = pipeline_bench.plan(configuration, settings, 0.008, str(LOSSCTL))
+        assert configuration.gpus == gpus and planned["card"] == "NVIDIA H200", planned
+        assert len(planned["layers"]) == configuration.stages and sum(planned["layers"]) == 20
+        local = 0.0 if configuration.on_server else 0.048
+        expected = layouts.seconds_without_gaps(configuration, 24, 0.008, local, 0.0)
+        assert planned["least_step_seconds"] == pytest.approx(expected, rel=0.1)
+
+
+def test_losses_and_norms_that_disagree_are_found(pipeline_bench):
+    def entry(name, exact, *losses, head=2.0):
+        return {"name": name, "exact": exact, "losses": losses, "gradient_norms": {"layers": 4.0, "head": head}}
+    entries = [{"name": "failed", "exact": True}, entry("a", True, 5.0, 4.0), entry("b", False, 5.0, 3.0)]
+    assert pipeline_bench.compare(entries, 0.01) == {
+        "tolerance": 0.01, "reference": "a", "apart": {"a": {"losses": 0.0, "layers": 0.0, "head": 0.0},
+                                                       "b": {"losses": 1.0, "layers": 0.0, "head": 0.0}}, "agree": True}
+    for other in (entry("c", True, 5.0, 3.98), entry("c", True, 5.0, float("nan")), entry("c", True, 5.0, 4.0, head=2.04)):
+        assert not pipeline_bench.compare([*entries, other], 0.01)["agree"]
+
+
+def measure_divided_classes(rank, seed):
+    """Of 50 rows and 120 classes on two ranks: the data of this rank, and what was measured of some methods."""
+    sys.path.insert(0, str(BENCH))
+    import peers
+    import vocabulary_parallel_losses
+    import vocabulary_parallel_peers as program
+    peers.DEVICE = "cpu"
+    torch.manual_seed(seed)
+    loss_parallel = vocabulary_parallel_losses.torch_loss_parallel("cpu")
+
+    def needs_memory(hidden, weight, targets, factor):
+        if len(targets) > 16:
+            raise torch.OutOfMemoryError("no memory")
+        return loss_parallel(hidden, weight, targets, factor)
+
+    def without_sum(hidden, weight, targets, factor):  # each rank's own part of dx
+        total = torch.distributed.all_reduce
+        torch.distributed.all_reduce = lambda *_, **__: argparse.Namespace(wait=lambda: None)
+        try:
+            return loss_parallel(hidden, weight, targets, factor)
+        finally:
+            torch.distributed.all_reduce = total
+
+    def fails(*_):
+        raise ValueError("bad shape")
+
+    data = program.distribute("flat", (50, 24, 120), torch.device("cpu"))
+    reference = program.Reference(data)
+    options = argparse.Namespace(warm_up=1, iterations=2)
+    measured = {method.__name__: program.measure(method, data, reference, options)
+                for method in (loss_parallel, needs_memory, without_sum, fails)}
+    work = program.Work(loss_parallel, data, 3)
+    return data, work(), work.hidden_gradient(), work.weight.grad, reference.lse, measured
+
+
+def test_a_loss_with_divided_classes(seed):
+    (first, loss, of_hidden, of_first, lse, measured), (second, *_, of_second, _, _) = run_ranks(
+        2, measure_divided_classes, seed)
+    hidden, targets = first[0].double().requires_grad_(), first[2]
+    weight = torch.cat([first[1], second[1]]).double().requires_grad_()
+    assert weight.shape == (120, 24) and torch.equal(first[0], second[0]) and torch.equal(targets, second[2])
+    logits = hidden @ weight.T
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    expected.backward()
+    torch.testing.assert_close(lse, logits.logsumexp(1).detach())
+    for got, wanted in ((loss, expected.detach()), (of_hidden, hidden.grad), (torch.cat([of_first, of_second]), weight.grad)):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-8)
+    assert max(measured["run"]["errors"].values()) < 1e-6 and measured["run"]["parts"] == 1, measured
+    assert max(measured["needs_memory"]["errors"].values()) < 1e-6 and measured["needs_memory"]["parts"] == 4, measured
+    assert measured["without_sum"]["errors"]["hidden_gradient"] > 0.1, measured
+    assert measured["fails"] == {"failed": "bad shape"}
+
+
+def test_peers_with_divided_classes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    output = run("vocabulary_parallel_peers.py", "--device=cpu", "--data=flat", "--shapes=96x32x400,40x16x1000", "--warm_up=1",
+                 "--iterations=3", "--methods=torch,megatron,cce", f"--out={tmp_path / 'out.json'}",
+                 launcher=("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
+                           f"--master_port={port}"))
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["gpus"] == 2 and set(result["without"]) == {"liger", "cce"} and result["versions"]["megatron-core"], output
+    assert [entry["shape"]["vocab"] for entry in result["results"]] == [400, 1000]
+    for entry in result["results"]:
+        assert entry["loss"] > 5 and set(entry["methods"]) == {"torch", "megatron"}
+        for method in entry["methods"].values():
+            assert max(method["errors"].values()) < 1e-6, output  # float32
+            assert 0 < method["min_ms"] <= method["median_ms"] <= method["max_ms"] and method["parts"] == 1
+            assert 0 < method["communication_ms"]["least"] <= method["communication_ms"]["most"]
+
+
+def test_bad_arguments_of_the_peers(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import vocabulary_parallel_peers
+    for ranks, arguments, message in ((2, ["--shapes=8x8x9"], "'8x8x9' with 9 classes, which do not divide among 2 ranks"),
+                                      (2, ["--shapes=gemma"], "shapes has 'gemma'"), (2, ["--shapes=8x0x8"], "'8x0x8'"),
+                                      (2, ["--iterations=0"], "iterations is 0"), (0, [], "start this with torchrun")):
+        if ranks:
+            monkeypatch.setenv("RANK", "0")
+        else:
+            monkeypatch.delenv("RANK")
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(SystemExit):
+            vocabulary_parallel_peers.parse_arguments(arguments)
+        assert message in capsys.readouterr().err
