@@ -230,8 +230,7 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
         check=False).stdout.strip()
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    return {"card": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
-            "date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -254,8 +253,10 @@ def main() -> None:
                         arguments.steps, arguments.lr, arguments.seed, arguments.transport, arguments.threads)
     tolerance = arguments.tolerance or (0.02 if arguments.device == "cuda" else 1e-4)
     lossctl = arguments.lossctl or str(Path(arguments.lossd).with_name("lossctl"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
+    # No process may be forked from one that has used CUDA, which the modules below may.
+    context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
+    if arguments.device == "cpu":
+        context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
     heads = list(filter(None, arguments.local_heads.split(",")))
     parts = run_processes(context, 1, arguments.limit, measure, settings, heads, 10)[0]
     if "error" in parts:
@@ -266,7 +267,8 @@ def main() -> None:
         gpus=arguments.gpus, layers=arguments.layers, kinds=arguments.kinds, layer_seconds=parts["layer"],
         head_seconds=parts["heads"], gradients=arguments.gradients, schedules=arguments.schedules, splits=arguments.splits,
         neighbours=arguments.neighbours)
-    result: dict[str, Any] = describe_run(arguments) | {"measured_seconds": parts, "configurations": [], "left_out": []}
+    result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "measured_seconds": parts,
+                              "configurations": [], "left_out": []}
     print(f"a layer takes {parts['layer'] * 1e3:.2f} ms, heads "
           + ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts["heads"].items()))
     for configuration in wanted:
