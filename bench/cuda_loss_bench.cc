@@ -231,6 +231,7 @@ Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
   return floor;
 }
 
+// `rows`: of a chunk, at most those of the shape.
 Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
   BareProducts bare = MakeBare(shape, data, rows, timer);
   Json parts;
@@ -315,7 +316,8 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
       Print(named, kind, ways[i], floor, results[i]);
     }
     if (absl::GetFlag(FLAGS_parts)) {
-      results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, results.front()["chunk_rows"], timer);
+      const int64_t rows = std::min(shape.rows, results.front()["chunk_rows"].get<int64_t>());
+      results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, rows, timer);
     }
   }
   Free(data);

@@ -172,7 +172,9 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
 std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu) const {
   std::shared_ptr<SharedRegion> region;
   if (gpu.has_value() && SharesGpu(*gpu)) region = device_regions_->Get();
-  return region == nullptr ? regions_->Get() : region;
+  if (region == nullptr) region = regions_->Get();
+  if (region != nullptr && gpu.has_value()) region->PinFor(*gpu);
+  return region;
 }
 
 bool Connections::SharesGpu(int gpu) const {

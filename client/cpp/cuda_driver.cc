@@ -2,6 +2,7 @@
 #include "client/cpp/cuda_driver.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstring>
@@ -35,6 +36,7 @@ constexpr int kPosixDescriptor = 1;        // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESC
 constexpr int kOnDevice = 1;               // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kReadAndWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
+constexpr unsigned kForAllGpus = 1;        // CU_MEMHOSTREGISTER_PORTABLE
 constexpr unsigned kSleeping = 0x1 | 0x2;  // CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
 
 Address ToAddress(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
@@ -60,6 +62,8 @@ struct CudaDriver::Functions {
   Result (*set_access)(Address, size_t, const void* /*Access*/, size_t) = nullptr;
   Result (*allocate)(Address*, size_t) = nullptr;
   Result (*free)(Address) = nullptr;
+  Result (*register_host)(void*, size_t, unsigned) = nullptr;
+  Result (*unregister_host)(void*) = nullptr;
   Result (*copy)(Address, Address, size_t, void*) = nullptr;
   Result (*fill)(Address, unsigned char, size_t, void*) = nullptr;
   Result (*create_stream)(void**, unsigned) = nullptr;
@@ -89,6 +93,8 @@ struct CudaDriver::Functions {
     Find(library, "cuMemSetAccess", set_access);
     Find(library, "cuMemAlloc_v2", allocate);
     Find(library, "cuMemFree_v2", free);
+    Find(library, "cuMemHostRegister_v2", register_host);
+    Find(library, "cuMemHostUnregister", unregister_host);
     Find(library, "cuMemcpyAsync", copy);
     Find(library, "cuMemsetD8Async", fill);
     Find(library, "cuStreamCreate", create_stream);
@@ -249,6 +255,19 @@ absl::StatusOr<uint8_t*> CudaDriver::Allocate(uint64_t bytes, int device) {
 void CudaDriver::Free(uint8_t* address, int device) {
   const Current current(this, device);
   if (current.status().ok()) functions_->free(ToAddress(address));
+}
+
+absl::Status CudaDriver::Pin(void* memory, uint64_t bytes, int device) {
+  const Current current(this, device);
+  if (!current.status().ok()) return current.status();
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  const uint64_t whole = (bytes + page - 1) / page * page;
+  return Check(functions_->register_host(memory, whole, kForAllGpus), "cuMemHostRegister");
+}
+
+void CudaDriver::Unpin(void* memory, int device) {
+  const Current current(this, device);
+  if (current.status().ok()) functions_->unregister_host(memory);
 }
 
 absl::Status CudaDriver::Copy(void* to, const void* from, uint64_t bytes, int device) {

@@ -54,6 +54,12 @@ class CudaDriver {
   absl::StatusOr<uint8_t*> Allocate(uint64_t bytes, int device);
   void Free(uint8_t* address, int device);
 
+  // Locks memory of the host, which the caller has mapped, so that all GPUs copy to and from it without a
+  // detour: whole pages, from the one that begins at `memory` on. To be undone before the memory is unmapped.
+  absl::Status Pin(void* memory, uint64_t bytes, int device);
+  // Undoes Pin; ends without effect if the driver is gone already.
+  void Unpin(void* memory, int device);
+
   // Copies between any two addresses, with work of `device` alone.
   absl::Status Copy(void* to, const void* from, uint64_t bytes, int device);
   // `to` is memory of a GPU.

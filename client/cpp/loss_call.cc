@@ -157,7 +157,9 @@ void LossCall::StartPart(size_t index) {
                 .peer = core_->connections().peer(),
                 .holds = holds_,
                 .places = std::move(places),
-                .moved = core_->connections().moved()};
+                .moved = core_->connections().moved(),
+                .executor = &core_->executor(),
+                .patience = options_.patience};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },

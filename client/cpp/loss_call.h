@@ -36,6 +36,7 @@ struct CallOptions {
   std::optional<uint64_t> slice_bytes;
   absl::Duration timeout;
   int max_attempts = 0;
+  absl::Duration patience = absl::Milliseconds(100);  // StreamJob::patience
 };
 
 class LossCall : public std::enable_shared_from_this<LossCall> {

@@ -14,6 +14,10 @@ namespace lossd::client::internal {
 namespace {
 
 constexpr uint64_t kMessageBytes = 1 << 20;
+constexpr uint64_t kCallsPerRegion = 4;
+
+// Of rows that are copied into a region, while the server computes those before them.
+constexpr uint64_t kHostSliceBytes = uint64_t{4} << 20;
 
 constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int kMaxStreams = 1024;
@@ -248,6 +252,14 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
     in_region = std::min<uint64_t>(in_region, limits.max_rows());
   }
   return SliceRule{rows, limits.row_grid(), in_region};
+}
+
+uint64_t ShareOfRegion(uint64_t region_bytes) { return region_bytes / kCallsPerRegion; }
+
+uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes) {
+  const uint64_t share = ShareOfRegion(region_bytes);
+  // Copies between two places of a GPU take no time.
+  return (of_gpu ? share : std::min(kHostSliceBytes, share)) / row_bytes;
 }
 
 SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted) {

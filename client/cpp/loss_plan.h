@@ -65,6 +65,13 @@ std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ig
 absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64_t> slice_bytes,
                                         const v1::SliceLimits& limits);
 
+// What one call takes of a region of so many bytes at most, so that those of several microbatches find room
+// beside each other.
+uint64_t ShareOfRegion(uint64_t region_bytes);
+
+// How many rows of a slice are best in a region of so many bytes, of a GPU's memory or of the host's.
+uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes);
+
 // For `rows` that lie in a region: about `wanted` at once if that is allowed, in parts of equal size.
 SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted);
 

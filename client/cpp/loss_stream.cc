@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "client/cpp/connections.h"
 #include "proto/wire/payload_codec.h"
 
@@ -27,8 +28,16 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
   stub_ = std::make_unique<grpc::GenericStub>(channel);
   stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  const bool may_wait =
+      !work_.slices.empty() && places_.WaitForOthers([executor = job_.executor, weak = weak_from_this()] {
+        executor->Post([weak] {
+          if (const auto stream = weak.lock()) stream->Resume(absl::InfinitePast());
+        });
+      });
   {
     absl::MutexLock lock(&write_mu_);
+    held_ = may_wait;
+    if (held_) AddHold();
     request_ = wire::Encode(work_.first);
     Send();
   }
@@ -62,6 +71,7 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
 void LossStream::Send() {
   if (left_.empty()) {
     StartWriteLast(&request_, {});  // one piece, again
+    ReleaseHold();
   } else {
     StartWrite(&request_);
   }
@@ -74,13 +84,20 @@ void LossStream::SendNext() {
 }
 
 absl::Status LossStream::SendSlice() {
+  using Kind = SlicePlaces::Place::Kind;
   const absl::StatusOr<SlicePlaces::Place> place = PlaceNext();
-  waiting_ = place.ok() && place->kind == SlicePlaces::Place::Kind::kWait;
+  const bool for_others = place.ok() && place->kind == Kind::kWaitForOthers;
+  waiting_ = for_others || (place.ok() && place->kind == Kind::kWait);
+  if (for_others) {
+    WaitForOthers();
+  } else {
+    wait_end_ = absl::InfiniteFuture();
+  }
   if (!place.ok() || waiting_) return place.status();
   const Rows rows = left_.front();
   left_.pop_front();
   const uint64_t bytes = rows.size() * work_.row_bytes;
-  if (place->kind == SlicePlaces::Place::Kind::kRegion) {
+  if (place->kind == Kind::kRegion) {
     request_ = EncodeSliceInRegion(work_, rows, place->offset);
   } else {
     absl::StatusOr<grpc::ByteBuffer> message = EncodeSlice(work_, rows, job_.holds->Take());
@@ -93,21 +110,40 @@ absl::Status LossStream::SendSlice() {
   return absl::OkStatus();
 }
 
+void LossStream::WaitForOthers() {
+  if (wait_end_ != absl::InfiniteFuture()) return;
+  wait_end_ = absl::Now() + job_.patience;
+  job_.executor->PostAt(wait_end_, [weak = weak_from_this(), end = wait_end_] {
+    if (const auto stream = weak.lock()) stream->Resume(end);
+  });
+}
+
+void LossStream::Resume(absl::Time end) {
+  absl::MutexLock lock(&write_mu_);
+  if (!held_ || !waiting_) return;
+  if (end == wait_end_) places_.StopWaitingForOthers();
+  SendNext();
+}
+
+void LossStream::ReleaseHold() {
+  if (std::exchange(held_, false)) RemoveHold();
+}
+
+bool LossStream::TakeAnswer() {
+  absl::MutexLock lock(&read_mu_);
+  const uint64_t before = answers_.received_in_messages();
+  error_ = answers_.Handle(response_);
+  *job_.moved += answers_.received_in_messages() - before;
+  response_.Clear();
+  if (!error_.ok()) context_.TryCancel();
+  return error_.ok();
+}
+
 void LossStream::OnReadDone(bool ok) {
-  if (!ok) return;
-  {
-    absl::MutexLock lock(&read_mu_);
-    const uint64_t before = answers_.received_in_messages();
-    error_ = answers_.Handle(response_);
-    *job_.moved += answers_.received_in_messages() - before;
-    response_.Clear();
-    if (!error_.ok()) {
-      context_.TryCancel();
-      return;
-    }
-  }
+  const bool goes_on = ok && TakeAnswer();
   {
     absl::MutexLock lock(&write_mu_);
+    if (!goes_on) return ReleaseHold();
     if (waiting_) SendNext();
   }
   absl::MutexLock lock(&read_mu_);

@@ -2,8 +2,9 @@
 // One ComputeLoss call: sends what its work says and scatters the answers into the caller's
 // memory.
 //
-// Threads: created and started on one thread; gRPC runs the reactions; Cancel is thread-safe. The object must
-// live until `done` has been called, and may be destroyed from then on.
+// Threads: created and started on one thread; gRPC runs the reactions; what another call's end lets go on
+// runs on the executor; Cancel is thread-safe. The object belongs to a shared_ptr. It must live until `done`
+// has been called, and may be destroyed from then on.
 #ifndef LOSSD_CLIENT_CPP_LOSS_STREAM_H_
 #define LOSSD_CLIENT_CPP_LOSS_STREAM_H_
 
@@ -22,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "client/cpp/executor.h"
 #include "client/cpp/loss_work.h"
 #include "client/cpp/payload_holds.h"
 #include "client/cpp/peer.h"
@@ -39,6 +41,8 @@ struct StreamJob {
   std::shared_ptr<PayloadHolds> holds;
   std::unique_ptr<SlicePlaces> places;           // where slices lie
   std::shared_ptr<std::atomic<uint64_t>> moved;  // counts the payload that travels in messages, both ways
+  Executor* executor = nullptr;                  // ends after the stream
+  absl::Duration patience;  // how long a slice waits once for what other calls give back of the region
 };
 
 struct StreamEnd {
@@ -48,7 +52,8 @@ struct StreamEnd {
   uint64_t received_bytes = 0;
 };
 
-class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+                   public std::enable_shared_from_this<LossStream> {
  public:
   // Runs once, on a gRPC thread; must not block.
   using DoneFn = absl::AnyInvocable<void(StreamEnd)>;
@@ -68,9 +73,19 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
       ABSL_LOCKS_EXCLUDED(read_mu_);
   // Writes request_, and with the last one the end.
   void Send() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  // Sends the next slice, if one is left. If there is no room for the slice, a later answer calls this again.
+  // Sends the next slice, if one is left. If there is no room for the slice, a later answer or Resume calls
+  // this again.
   void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status SendSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
+  // Runs on the executor: other calls may have given back what a slice waits for, or the wait that is to end
+  // at `end` is over.
+  void Resume(absl::Time end) ABSL_LOCKS_EXCLUDED(write_mu_, read_mu_);
+  // The slice waits for others; the first time that it does, the end of that is planned.
+  void WaitForOthers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // Nothing is written any more but by gRPC's reactions.
+  void ReleaseHold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
+  // False: the call has failed.
+  bool TakeAnswer() ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
@@ -83,9 +98,11 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
   absl::Mutex write_mu_;
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
-  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);  // slices to send
-  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;   // for room in the region
-  absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);    // why a slice could not be sent
+  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);                         // slices to send
+  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;                          // for room in the region
+  absl::Time wait_end_ ABSL_GUARDED_BY(write_mu_) = absl::InfiniteFuture();  // of a wait for others
+  bool held_ ABSL_GUARDED_BY(write_mu_) = false;    // gRPC waits for writes of the executor
+  absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);  // why a slice could not be sent
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
   absl::Mutex read_mu_ ABSL_ACQUIRED_AFTER(write_mu_);

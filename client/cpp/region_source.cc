@@ -101,8 +101,12 @@ TransportChoice RegionSource::choice() const {
   if (region_ != nullptr && !device_.empty())
     return {"cuda_ipc",
             absl::StrCat("the server's GPU is of this host; ", region_->size() >> 20, " MiB of ", device_)};
-  if (region_ != nullptr)
-    return {"shared_memory", absl::StrCat("the server is on this host; ", region_->size() >> 20, " MiB")};
+  if (region_ != nullptr) {
+    const absl::Status refused = region_->pin_problem();
+    return {"shared_memory",
+            absl::StrCat("the server is on this host; ", region_->size() >> 20, " MiB",
+                         refused.ok() ? "" : "; GPUs copy to it by a detour: ", refused.message())};
+  }
   if (!tried_) return {"grpc", "nothing was sent yet"};
   if (problem_.ok())
     return {"grpc", "the shared memory was given up after a call that failed; later ones get other"};

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -27,7 +28,12 @@ absl::Status NoRegion(absl::string_view why) {
   return absl::UnavailableError(absl::StrCat("no shared memory: ", why));
 }
 
-absl::StatusOr<wire::RegionPacket> Await(int socket, absl::Duration timeout) {
+uint64_t Aligned(uint64_t bytes) {
+  constexpr uint64_t kUnit = SharedRegion::kAlignment;
+  return (bytes + kUnit - 1) / kUnit * kUnit;
+}
+
+absl::StatusOr<wire::RegionPacket> AwaitPacket(int socket, absl::Duration timeout) {
   const absl::Time end = absl::Now() + timeout;
   pollfd ready = {.fd = socket, .events = POLLIN};
   int result = 0;
@@ -94,7 +100,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::stri
   request.set_of_device(!device.empty());
   const absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1);
   // A server that refuses has perhaps closed its end already; then its reason is there to be read.
-  absl::StatusOr<wire::RegionPacket> packet = Await(session->get(), timeout);
+  absl::StatusOr<wire::RegionPacket> packet = AwaitPacket(session->get(), timeout);
   if (!packet.ok()) return sent.ok() ? NoRegion(packet.status().message()) : NoRegion(sent.message());
   if (packet->closed) return NoRegion("the server has closed the session");
   const absl::StatusOr<v1::RegionAnswer> answer = wire::ParseRegionAnswer(packet->bytes);
@@ -124,29 +130,93 @@ SharedRegion::SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t
 
 SharedRegion::~SharedRegion() {
   if (getpid() != process_) return;  // a child has no mapping there
-  if (!gpu_.has_value()) {
-    munmap(data_, size_);
-  } else if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok()) {
-    (*driver)->Unmap(data_, size_, *gpu_);
+  if (gpu_.has_value()) {
+    if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
+      (*driver)->Unmap(data_, size_, *gpu_);
+    return;
   }
+  Unpin();
+  munmap(data_, size_);
+}
+
+void SharedRegion::PinFor(int gpu) {
+  if (gpu_.has_value()) return;
+  absl::MutexLock lock(&pin_mu_);
+  if (pinned_for_.has_value() || !pin_problem_.ok()) return;
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  pin_problem_ = driver.ok() ? (*driver)->Pin(data_, size_, gpu) : driver.status();
+  if (pin_problem_.ok()) pinned_for_ = gpu;
+}
+
+absl::Status SharedRegion::pin_problem() const {
+  absl::MutexLock lock(&pin_mu_);
+  return pin_problem_;
+}
+
+void SharedRegion::Unpin() {
+  absl::MutexLock lock(&pin_mu_);
+  if (!pinned_for_.has_value()) return;
+  if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
+    (*driver)->Unpin(data_, *pinned_for_);
+  pinned_for_ = std::nullopt;
+}
+
+std::optional<uint64_t> SharedRegion::Find(uint64_t bytes) const {
+  uint64_t begin = 0;
+  for (const auto& [offset, end] : taken_) {
+    if (offset - begin >= bytes) break;
+    begin = end;
+  }
+  if (begin > size_ || size_ - begin < bytes) return std::nullopt;
+  return begin;
 }
 
 std::optional<uint64_t> SharedRegion::Take(uint64_t bytes) {
-  const uint64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const uint64_t whole = Aligned(bytes);
   absl::MutexLock lock(&mu_);
-  uint64_t begin = 0;
-  for (const auto& [offset, end] : taken_) {
-    if (offset - begin >= whole) break;
-    begin = end;
-  }
-  if (begin > size_ || size_ - begin < whole) return std::nullopt;
-  taken_[begin] = begin + whole;
+  const std::optional<uint64_t> begin = Find(whole);
+  if (begin.has_value()) taken_[*begin] = *begin + whole;
   return begin;
 }
 
 void SharedRegion::Give(uint64_t offset) {
   absl::MutexLock lock(&mu_);
   taken_.erase(offset);
+  for (auto waiter = waiters_.begin(); waiter != waiters_.end();) {
+    const bool fits = Find(waiter->second.bytes).has_value();
+    if (fits) waiter->second.freed();
+    waiter = fits ? waiters_.erase(waiter) : std::next(waiter);
+  }
+}
+
+bool SharedRegion::Await(uint64_t bytes, const void* waiter, absl::AnyInvocable<void()> freed) {
+  const uint64_t whole = Aligned(bytes);
+  absl::MutexLock lock(&mu_);
+  waiters_.erase(waiter);
+  if (whole > size_ || retired_) return false;
+  if (Find(whole).has_value()) {
+    freed();
+  } else {
+    waiters_.emplace(waiter, Waiter{whole, std::move(freed)});
+  }
+  return true;
+}
+
+void SharedRegion::StopWaiting(const void* waiter) {
+  absl::MutexLock lock(&mu_);
+  waiters_.erase(waiter);
+}
+
+int SharedRegion::waiting() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int>(waiters_.size());
+}
+
+void SharedRegion::Retire() {
+  absl::MutexLock lock(&mu_);
+  retired_ = true;
+  for (auto& [key, waiter] : waiters_) waiter.freed();
+  waiters_.clear();
 }
 
 void SharedRegion::AfterFailure(const absl::Status& error, bool holds) {

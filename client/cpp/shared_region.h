@@ -17,6 +17,7 @@
 #include <string>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -45,14 +46,27 @@ class SharedRegion {
   // A free range of `bytes` > 0: its offset. Nullopt if there is none.
   std::optional<uint64_t> Take(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   void Give(uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_);
+  // For a caller that has found none: `freed` runs once, as soon as there is one or the region is retired, on
+  // the thread that sees to that; it must neither block nor use the region. Of each waiter the last one
+  // counts. False, and it never runs, if waiting is of no use: the region is smaller or retired.
+  bool Await(uint64_t bytes, const void* waiter, absl::AnyInvocable<void()> freed) ABSL_LOCKS_EXCLUDED(mu_);
+  // What the waiter has given does not run once this has returned.
+  void StopWaiting(const void* waiter) ABSL_LOCKS_EXCLUDED(mu_);
+  int waiting() const ABSL_LOCKS_EXCLUDED(mu_);
   uint8_t* At(uint64_t offset) const { return data_ + offset; }
+
+  // A call begins whose rows are on a GPU. The first one lets GPUs copy to and from memory of the host
+  // without a detour (CudaDriver::Pin), which takes some milliseconds; all wait for it. Where the driver
+  // refuses that, it is not asked again: copies are slower then.
+  void PinFor(int gpu) ABSL_LOCKS_EXCLUDED(pin_mu_);
+  // Why that was refused; OK if it was not.
+  absl::Status pin_problem() const ABSL_LOCKS_EXCLUDED(pin_mu_);
 
   // What is under way may go on, but nothing new is to begin: the server may still write to ranges of calls
   // that have failed.
-  void Retire() { retired_ = true; }
+  void Retire() ABSL_LOCKS_EXCLUDED(mu_);
   // A call that named the region has failed. It is retired if the server may still write to ranges of the
-  // call
-  // (`holds`), or may have lost it.
+  // call (`holds`), or may have lost it.
   void AfterFailure(const absl::Status& error, bool holds);
   // The server has said that it has no such region.
   bool refused() const { return refused_; }
@@ -64,6 +78,15 @@ class SharedRegion {
   SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t* data, uint64_t size,
                std::optional<int> gpu);
 
+  void Unpin() ABSL_LOCKS_EXCLUDED(pin_mu_);
+  // Where a free range of so many bytes, a multiple of the alignment, begins.
+  std::optional<uint64_t> Find(uint64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  struct Waiter {
+    uint64_t bytes = 0;
+    absl::AnyInvocable<void()> freed;
+  };
+
   const wire::OwnedDescriptor socket_;
   const std::string id_;
   uint8_t* const data_;
@@ -72,8 +95,12 @@ class SharedRegion {
   const pid_t process_;
   std::atomic<bool> retired_{false};
   std::atomic<bool> refused_{false};
-  absl::Mutex mu_;
+  mutable absl::Mutex pin_mu_;
+  std::optional<int> pinned_for_ ABSL_GUARDED_BY(pin_mu_);  // the GPU that was there first
+  absl::Status pin_problem_ ABSL_GUARDED_BY(pin_mu_);
+  mutable absl::Mutex mu_;
   std::map<uint64_t, uint64_t> taken_ ABSL_GUARDED_BY(mu_);  // offset to end
+  std::map<const void*, Waiter> waiters_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace lossd::client::internal

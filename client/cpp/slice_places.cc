@@ -10,13 +10,7 @@
 namespace lossd::client::internal {
 namespace {
 
-constexpr uint64_t kCallsPerRegion = 4;
-
-// Of rows that are copied into the region, while the server computes those before them.
-constexpr uint64_t kSliceBytes = uint64_t{4} << 20;
-
-// What one call takes at most, so that those of several microbatches find room beside each other.
-uint64_t ShareOf(const SharedRegion& region) { return region.size() / kCallsPerRegion; }
+uint64_t ShareOf(const SharedRegion& region) { return ShareOfRegion(region.size()); }
 
 }  // namespace
 
@@ -27,10 +21,7 @@ SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, st
 
 SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
   if (region_ == nullptr) return rule;
-  const uint64_t share = ShareOf(*region_);
-  // Copies between two places of a GPU take no time.
-  const uint64_t bytes = region_->gpu().has_value() ? share : std::min(kSliceBytes, share);
-  return InRegion(rule, rows.size(), bytes / row_bytes);
+  return InRegion(rule, rows.size(), WantedRows(region_->size(), region_->gpu().has_value(), row_bytes));
 }
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
@@ -58,11 +49,9 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
   Place place;
   {
     absl::MutexLock lock(&mu_);
-    // A call that has nothing in the region cannot wait for its own answers.
-    const Place::Kind otherwise = may_wait_ && !taken_.empty() ? Place::Kind::kWait : Place::Kind::kMessage;
-    if (!taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_)) return Place{otherwise};
-    const std::optional<uint64_t> offset = region_->Take(hidden.size());
-    if (!offset.has_value()) return Place{otherwise};
+    const bool more_than_share = !taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_);
+    const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(hidden.size());
+    if (!offset.has_value()) return Place{WithoutRoom(hidden.size())};
     taken_[row] = {*offset, hidden.size()};
     taken_bytes_ += hidden.size();
     place = {Place::Kind::kRegion, *offset};
@@ -70,6 +59,28 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
   const absl::Status copied = CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copier_);
   if (!copied.ok()) return copied;
   return place;
+}
+
+SlicePlaces::Place::Kind SlicePlaces::WithoutRoom(uint64_t bytes) {
+  if (!may_wait_) return Place::Kind::kMessage;
+  if (!taken_.empty()) return Place::Kind::kWait;
+  // A call that has nothing in the region cannot wait for its own answers.
+  const bool waits = freed_ != nullptr && region_->Await(bytes, this, freed_);
+  return waits ? Place::Kind::kWaitForOthers : Place::Kind::kMessage;
+}
+
+bool SlicePlaces::WaitForOthers(std::function<void()> freed) {
+  if (region_ == nullptr || !may_wait_) return false;
+  absl::MutexLock lock(&mu_);
+  freed_ = std::move(freed);
+  return true;
+}
+
+void SlicePlaces::StopWaitingForOthers() {
+  if (region_ == nullptr) return;
+  absl::MutexLock lock(&mu_);
+  freed_ = nullptr;
+  region_->StopWaiting(this);
 }
 
 const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
@@ -97,6 +108,7 @@ void SlicePlaces::Free(uint64_t row) {
 }
 
 void SlicePlaces::End(const absl::Status& status) {
+  StopWaitingForOthers();
   if (region_ == nullptr) return;
   absl::MutexLock lock(&mu_);
   if (status.ok()) {

@@ -8,6 +8,7 @@
 #define LOSSD_CLIENT_CPP_SLICE_PLACES_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -38,13 +39,19 @@ class SlicePlaces {
   void Name(const StreamWork& work, v1::ComputeLossRequest* first) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Place {
-    enum class Kind { kMessage, kRegion, kWait } kind = Kind::kMessage;
+    enum class Kind { kMessage, kRegion, kWait, kWaitForOthers } kind = Kind::kMessage;
     uint64_t offset = 0;  // kRegion
   };
   // Finds a place for the next slice, whose first row is `row`, and copies it there if that is in the region.
-  // kWait: there is none before a slice of this call is answered; then Put is to be called again. An error of
-  // the driver ends the call.
+  // kWait: there is none before a slice of this call is answered; then Put is to be called again.
+  // kWaitForOthers: there is none before another call gives some back; then `freed` of WaitForOthers runs,
+  // and Put is to be called again. An error of the driver ends the call.
   absl::StatusOr<Place> Put(uint64_t row, absl::Span<const uint8_t> hidden) ABSL_LOCKS_EXCLUDED(mu_);
+  // From now on a call that has nothing in the region waits for what others give back, if it may wait at all;
+  // `freed` as in SharedRegion::Await. False: it may not.
+  bool WaitForOthers(std::function<void()> freed) ABSL_LOCKS_EXCLUDED(mu_);
+  // It has waited long enough: what finds no room travels in messages.
+  void StopWaitingForOthers() ABSL_LOCKS_EXCLUDED(mu_);
   // Where the slice of this first row, of so many bytes, lies; null: in a message.
   const uint8_t* Find(uint64_t row, uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
   // Copies what Find has found to the caller's memory.
@@ -62,6 +69,9 @@ class SlicePlaces {
     uint64_t bytes = 0;
   };
 
+  // What a slice of so many bytes does that finds no room.
+  Place::Kind WithoutRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   // The part of the region for gradients of retained rows.
   struct Room {
     uint64_t offset = 0;
@@ -77,6 +87,7 @@ class SlicePlaces {
   std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::optional<Room> room_ ABSL_GUARDED_BY(mu_);
+  std::function<void()> freed_ ABSL_GUARDED_BY(mu_);  // null: the call does not wait for others
 };
 
 }  // namespace lossd::client::internal

@@ -145,6 +145,43 @@ TEST(CudaDriverTest, ACopyThatFailsLeavesNothingAndTheNextOneWorks) {
   driver->Free(memory, 0);
 }
 
+TEST(CudaDriverTest, PinsMemoryOfTheHost) {
+  const auto driver = LoadDriver();
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  auto* const memory = static_cast<uint8_t*>(
+      mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(memory, MAP_FAILED);
+  const auto pinned = [] {
+    auto held = fake_cuda::Held();
+    return held["pinned"];
+  };
+  for (const std::string function : {"cuCtxPushCurrent", "cuMemHostRegister"}) {
+    fake_cuda::Fail(function, 1);
+    EXPECT_EQ(driver->Pin(memory, page, 1).message(),
+              function + " failed: an illegal memory access was encountered (700)");
+    EXPECT_EQ(pinned(), 0) << function;
+    EXPECT_EQ(fake_cuda::ContextDepth(), 0) << function;
+  }
+  EXPECT_TRUE(driver->Pin(memory, 2 * page - 100, 1).ok()) << "two pages";
+  EXPECT_THAT(std::string(driver->Pin(memory + page, page, 0).message()),
+              StartsWith("cuMemHostRegister failed"));
+  EXPECT_TRUE(driver->Pin(memory + 2 * page, 1, 0).ok());
+  EXPECT_EQ(pinned(), 2);
+  uint8_t* const on_gpu = driver->Allocate(page, 0).value();
+  fake_cuda::TakeCopied();
+  EXPECT_TRUE(driver->Copy(on_gpu, memory + page, page, 0).ok());
+  EXPECT_TRUE(driver->Copy(memory + 2 * page, on_gpu, page, 0).ok());
+  auto copied = fake_cuda::TakeCopied();
+  EXPECT_EQ(copied["pinned to device"], page);
+  EXPECT_EQ(copied["device to pinned"], page);
+  driver->Unpin(memory, 1);
+  driver->Unpin(memory + 2 * page, 0);
+  EXPECT_EQ(pinned(), 0);
+  EXPECT_EQ(fake_cuda::ContextDepth(), 0);
+  driver->Free(on_gpu, 0);
+  munmap(memory, 3 * page);
+}
+
 TEST(CudaDriverTest, ManyThreadsCopyAtOnce) {
   const auto driver = LoadDriver();
   std::vector<std::thread> threads;

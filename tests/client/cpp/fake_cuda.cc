@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "tests/client/cpp/fake_cuda_machine.h"
@@ -25,7 +26,10 @@ bool InRegion(const Machine& machine, Address address) {
   return range != nullptr && range->reserved;
 }
 
-std::string NameOf(Address address) { return IsFar(address) ? "device" : "host"; }
+std::string NameOf(const Machine& machine, Address address) {
+  if (IsFar(address)) return "device";
+  return IsPinned(machine, address) ? "pinned" : "host";
+}
 
 }  // namespace
 
@@ -41,6 +45,11 @@ bool Fails(Machine& machine, const std::string& function) {
   if (found == machine.failures.end() || found->second == 0) return false;
   --found->second;
   return true;
+}
+
+bool IsPinned(const Machine& machine, Address address) {
+  const auto after = machine.pinned.upper_bound(address);
+  return after != machine.pinned.begin() && address - std::prev(after)->first < std::prev(after)->second;
 }
 
 const Range* Find(const Machine& machine, Address address, size_t* left) {
@@ -79,7 +88,7 @@ void Finish(const std::vector<Work>& all) {
 std::vector<Work> Take(Machine& all, Stream* stream) {
   for (const Work& work : stream->work) {
     if (!work.from.has_value()) continue;
-    all.copied[NameOf(*work.from) + " to " + NameOf(work.to)] += work.bytes;
+    all.copied[NameOf(all, *work.from) + " to " + NameOf(all, work.to)] += work.bytes;
     ++all.copies;
   }
   return std::exchange(stream->work, {});
@@ -114,6 +123,7 @@ std::map<std::string, int> Held() {
   add("handle", all.handles.size());
   add("stream", all.streams.size());
   add("event", all.events.size());
+  add("pinned", all.pinned.size());
   for (const auto& [address, range] : all.ranges) {
     add(range.reserved ? "reservation" : "allocation", 1);
     add("mapping", range.mapped);
@@ -122,6 +132,11 @@ std::map<std::string, int> Held() {
 }
 
 int ContextDepth() { return static_cast<int>(contexts.size()); }
+
+int64_t Calls(const std::string& function) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().calls[function];
+}
 
 uint64_t Copies() {
   const std::lock_guard lock(machine().mutex);
@@ -133,5 +148,15 @@ std::map<std::string, uint64_t> TakeCopied() {
   machine().copies = 0;
   return std::exchange(machine().copied, {});
 }
+
+void lossd_fake_cuda_fail(const char* function, int64_t count) { Fail(function, count); }
+
+int lossd_fake_cuda_held(const char* kind) {
+  const std::map<std::string, int> held = Held();
+  const auto found = held.find(kind);
+  return found == held.end() ? 0 : found->second;
+}
+
+int lossd_fake_cuda_context_depth() { return ContextDepth(); }
 
 }  // namespace lossd::test::fake_cuda

@@ -29,15 +29,27 @@ void SetDevices(int devices);
 void Fail(const std::string& function, int64_t count);
 
 // Of each kind of thing that the driver gives out, how many there are and have not been given back: "handle",
-// "reservation", "mapping", "allocation", "stream", "event". Kinds without any are left out.
+// "reservation", "mapping", "allocation", "stream", "event"; "pinned": memory of the host that is registered.
+// Kinds without any are left out.
 std::map<std::string, int> Held();
 // How deep the stack of contexts of this thread is.
 int ContextDepth();
 
+// How often this function of the driver was called.
+int64_t Calls(const std::string& function);
+
 // How many copies were made since the last call of TakeCopied.
 uint64_t Copies();
-// Bytes that were copied since the last call, by "host to device", "device to host" and "device to device".
+// Bytes that were copied since the last call, by "host to device", "device to host", "device to device", and
+// "pinned to device", "device to pinned" where memory of the host is registered.
 std::map<std::string, uint64_t> TakeCopied();
+
+// The same for programs in other languages (tests/client/python/test_cuda_driver.py). Held: of one kind.
+extern "C" {
+void lossd_fake_cuda_fail(const char* function, int64_t count);
+int lossd_fake_cuda_held(const char* kind);
+int lossd_fake_cuda_context_depth();
+}
 
 }  // namespace lossd::test::fake_cuda
 

@@ -166,6 +166,32 @@ int cuMemFree_v2(Address address) {
   });
 }
 
+int cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
+  return Do("cuMemHostRegister", true, [&](Machine& all) {
+    const auto begin = reinterpret_cast<Address>(memory);
+    const uint64_t page = sysconf(_SC_PAGESIZE);
+    // For all GPUs, and whole pages that are mapped.
+    if (flags != 1 || bytes == 0 || begin % page != 0 || bytes % page != 0 ||
+        msync(memory, bytes, MS_ASYNC) != 0)
+      return kInvalidValue;
+    const auto after = all.pinned.lower_bound(begin);
+    if (IsPinned(all, begin) || (after != all.pinned.end() && after->first < begin + bytes))
+      return kAlreadyRegistered;
+    all.pinned[begin] = bytes;
+    return kSuccess;
+  });
+}
+
+int cuMemHostUnregister(void* memory) {
+  return Do("cuMemHostUnregister", true, [&](Machine& all) {
+    const auto found = all.pinned.find(reinterpret_cast<Address>(memory));
+    if (found == all.pinned.end()) return kNotRegistered;
+    if (msync(memory, found->second, MS_ASYNC) != 0) return kInvalidValue;  // it was unmapped before
+    all.pinned.erase(found);
+    return kSuccess;
+  });
+}
+
 int cuMemcpyAsync(Address to, Address from, size_t bytes, void* stream) {
   return Enqueue("cuMemcpyAsync", stream, {.to = to, .from = from, .bytes = bytes});
 }

@@ -24,7 +24,9 @@ enum Result {
   kOutOfMemory = 2,
   kInvalidDevice = 101,
   kInvalidContext = 201,
-  kIllegalAddress = 700
+  kIllegalAddress = 700,
+  kAlreadyRegistered = 712,
+  kNotRegistered = 713
 };
 
 struct Location {
@@ -62,6 +64,8 @@ struct Machine {
   std::mutex mutex;  // guards all
   int devices = 2;
   std::map<std::string, int64_t> failures;
+  std::map<std::string, int64_t> calls;
+  std::map<Address, size_t> pinned;  // memory of the host, and its bytes
   std::map<Address, Range> ranges;
   std::set<int> handles;  // descriptors of this library
   std::set<Stream*> streams;
@@ -76,6 +80,8 @@ Machine& machine();
 extern thread_local std::vector<int> contexts;
 
 inline bool IsFar(Address address) { return address >= kFar; }
+// Whether the address is in memory of the host that GPUs copy to and from directly.
+bool IsPinned(const Machine& machine, Address address);
 inline uint8_t* OnHost(Address address) { return reinterpret_cast<uint8_t*>(address % kFar); }
 
 // The memory that the address is in; null: it is of the host, or nowhere. `left`: bytes from there on.
@@ -90,6 +96,7 @@ template <typename Body>
 int Do(const char* function, bool needs_context, Body body) {
   Machine& all = machine();
   const std::lock_guard lock(all.mutex);
+  ++all.calls[function];
   if (needs_context && contexts.empty()) return kInvalidContext;
   return Fails(all, function) ? kIllegalAddress : body(all);
 }

@@ -25,6 +25,7 @@ namespace lossd::client::golden {
 using nlohmann::json;
 
 void RunPlan(const json& c);
+void RunRegionPlan(const json& c);
 void RunWire(const json& c);
 void RunDecode(const json& c);
 void RunStreamAnswers(const json& c);

@@ -44,13 +44,15 @@ json CallOfPlan(const json& c) {
   return call;
 }
 
+json ToJson(const std::vector<Rows>& slices, uint64_t row_bytes) {
+  json written = json::array();
+  for (const Rows& rows : slices) written.push_back({rows.begin, rows.end, rows.size() * row_bytes});
+  return written;
+}
+
 json ToJson(const StreamWork& stream) {
-  json slices = json::array();
-  for (const Rows& rows : stream.slices) {
-    slices.push_back({rows.begin, rows.end, rows.size() * stream.row_bytes});
-  }
-  if (stream.server_cuts) slices = nullptr;
-  return {{"rows", {stream.rows.begin, stream.rows.end}}, {"slices", slices}};
+  return {{"rows", {stream.rows.begin, stream.rows.end}},
+          {"slices", stream.server_cuts ? json(nullptr) : ToJson(stream.slices, stream.row_bytes)}};
 }
 
 void RunOpening(const json& c) {
@@ -119,6 +121,30 @@ void RunPlan(const json& c) {
     planned.push_back(ToJson(call.work().Prepare(rows, *rule, std::nullopt).value()));
   }
   EXPECT_EQ(planned, c["streams_planned"]);
+}
+
+void RunRegionPlan(const json& c) {
+  CheckMembers(c, {"targets", "rows", "hidden_size", "dtype", "limits", "slice_bytes", "region", "slices",
+                   "in_messages"});
+  CheckMembers(c["region"], {"bytes", "of_gpu"});
+  const Call call(CallOfPlan(c));
+  const uint64_t row_bytes = call.work().row_bytes();
+  v1::SliceLimits limits;
+  Parse(c["limits"], &limits);
+  std::optional<uint64_t> slice_bytes;
+  if (!c["slice_bytes"].is_null()) slice_bytes = c["slice_bytes"].get<uint64_t>();
+  const SliceRule rule = internal::MakeSliceRule(row_bytes, slice_bytes, limits).value();
+  const Rows rows{c["rows"][0], c["rows"][1]};
+  const uint64_t wanted = internal::WantedRows(c["region"]["bytes"], c["region"]["of_gpu"], row_bytes);
+  const SliceRule in_region = internal::InRegion(rule, rows.size(), wanted);
+  const std::vector<Rows> slices = call.work().Prepare(rows, in_region, std::nullopt).value().slices;
+  EXPECT_EQ(ToJson(slices, row_bytes), c["slices"]);
+  std::vector<Rows> parts;
+  for (const Rows& slice : slices) {
+    const std::vector<Rows> cut = internal::CutForMessages(slice, rule);
+    parts.insert(parts.end(), cut.begin(), cut.end());
+  }
+  EXPECT_EQ(ToJson(parts, row_bytes), c["in_messages"]);
 }
 
 void RunWire(const json& c) {

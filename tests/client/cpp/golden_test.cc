@@ -21,6 +21,7 @@ using Run = void (*)(const json&);
 const std::map<std::string, Run>& Runs() {
   static const std::map<std::string, Run> runs{
       {"plan", RunPlan},
+      {"plan in a region", RunRegionPlan},
       {"wire", RunWire},
       {"decode", RunDecode},
       {"stream answers", RunStreamAnswers},

@@ -25,6 +25,8 @@ class FakeDriver:
         self.mapped: dict[int, Any] = {}  # by address
         self.copies: list[tuple[bool, bool]] = []  # whether the target, and the source, is of a device
         self.waited: list[int] = []
+        self.pinned: dict[int, int] = {}  # address to size, of memory of the host
+        self.pins = 0  # attempts
 
     def find(self, name: str) -> int | None:
         return next((device for device in range(self.devices) if uuid_of(device) == name), None)
@@ -44,6 +46,20 @@ class FakeDriver:
 
     def unmap(self, address: int, size: int, device: int) -> None:
         assert self.mapped.pop(address).nbytes == size
+
+    def pin(self, address: int, size: int, device: int) -> None:
+        assert address < _FAR and device < self.devices
+        assert all(address + size <= begin or begin + length <= address for begin, length in self.pinned.items())
+        self.pins += 1
+        self.pinned[address] = size
+
+    def unpin(self, address: int, device: int) -> None:
+        size = self.pinned.pop(address)
+        libc = ctypes.CDLL(None)
+        assert libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(size), 1) == 0, "it was unmapped before"
+
+    def is_pinned(self, address: int) -> bool:
+        return any(begin <= address < begin + size for begin, size in self.pinned.items())
 
     def copy(self, to: int, source: int, size: int, device: int) -> None:
         self.copies.append((to >= _FAR, source >= _FAR))

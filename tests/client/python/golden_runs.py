@@ -29,31 +29,53 @@ def _payload(begin: int, end: int) -> bytes:
 # ---- plan ----
 
 
-def run_plan(case: Case) -> None:
-    check_members(case, ("hidden_size", "dtype", "limits", "slice_bytes", "streams", "max_message_bytes"),
-                  ("targets", "backward_rows", "ignore_index", "retain", "streams_planned", "fails"))
+def _call_of_plan(case: Case) -> Case:
     call = {"head": "lm", "step": None, "id": 0, "accumulate": False, "hidden_size": case["hidden_size"],
             "dtype": case["dtype"], "grad_hidden": False}
     if "backward_rows" in case:
-        call |= {"grad_loss": [1.0] * case["backward_rows"], "grad_lse": None, "grad_entropy": None}
-    else:
-        retain = case.get("retain", False)
-        call |= {"targets": [target for count, target in case["targets"] for _ in range(count)],
-                 "row_weights": None, "options": {"ignore_index": case.get("ignore_index", -100)},
-                 "reduction": "none" if retain else "sum", "normalizer": None, "grad_output": 1.0, "retain": retain,
-                 "row_results": []}
-    work = work_of(call)
+        return call | {"grad_loss": [1.0] * case["backward_rows"], "grad_lse": None, "grad_entropy": None}
+    retain = case.get("retain", False)
+    return call | {"targets": [target for count, target in case["targets"] for _ in range(count)],
+                   "row_weights": None, "options": {"ignore_index": case.get("ignore_index", -100)},
+                   "reduction": "none" if retain else "sum", "normalizer": None, "grad_output": 1.0, "retain": retain,
+                   "row_results": []}
+
+
+def _with_bytes(slices: list[_plan.Rows], row_bytes: int) -> list[list[int]]:
+    return [[piece.begin, piece.end, len(piece) * row_bytes] for piece in slices]
+
+
+def run_plan(case: Case) -> None:
+    check_members(case, ("hidden_size", "dtype", "limits", "slice_bytes", "streams", "max_message_bytes"),
+                  ("targets", "backward_rows", "ignore_index", "retain", "streams_planned", "fails"))
+    work = work_of(_call_of_plan(case))
     limits = json_format.ParseDict(case["limits"], loss_pb2.SliceLimits())
 
     def plan() -> list[Case]:
         rule = _plan.make_slice_rule(work.row_bytes, case["slice_bytes"], limits)
         plans = [work.plan(rows, rule, None) for rows in work.split(case["streams"], case["max_message_bytes"])]
-        return [{"rows": [each.rows.begin, each.rows.end], "slices": None if each.slices is None else [
-            [piece.begin, piece.end, len(piece) * work.row_bytes] for piece in each.slices]} for each in plans]
+        return [{"rows": [each.rows.begin, each.rows.end],
+                 "slices": None if each.slices is None else _with_bytes(each.slices, work.row_bytes)} for each in plans]
 
     planned = expect(case, plan)
     if "fails" not in case:
         assert planned == case["streams_planned"]
+
+
+def run_region_plan(case: Case) -> None:
+    check_members(case, ("targets", "rows", "hidden_size", "dtype", "limits", "slice_bytes", "region", "slices",
+                         "in_messages"))
+    check_members(case["region"], ("bytes", "of_gpu"))
+    work = work_of(_call_of_plan(case))
+    limits = json_format.ParseDict(case["limits"], loss_pb2.SliceLimits())
+    rule = _plan.make_slice_rule(work.row_bytes, case["slice_bytes"], limits)
+    rows = _plan.Rows(*case["rows"])
+    wanted = _plan.wanted_rows(case["region"]["bytes"], case["region"]["of_gpu"], work.row_bytes)
+    slices = work.plan(rows, rule.in_region(len(rows), wanted), None).slices
+    assert slices is not None
+    assert _with_bytes(slices, work.row_bytes) == case["slices"]
+    parts = [part for piece in slices for part in rule.cut(piece)]
+    assert _with_bytes(parts, work.row_bytes) == case["in_messages"]
 
 
 # ---- wire ----
@@ -360,6 +382,6 @@ def run_repeats(case: Case) -> None:
 
 
 RUNS: dict[str, Callable[[Case], None]] = {
-    "plan": run_plan, "wire": run_wire, "decode": run_decode, "stream answers": run_stream_answers,
+    "plan": run_plan, "plan in a region": run_region_plan, "wire": run_wire, "decode": run_decode, "stream answers": run_stream_answers,
     "tensor answers": run_tensor_answers, "statuses": run_statuses, "incarnations": run_incarnations,
     "waits": run_waits, "connections": run_connections, "repeats": run_repeats, "targets": run_targets, "listeners": run_listeners}

@@ -180,7 +180,10 @@ class Connections:
         if not device:
             return self.regions.get()
         region = self.device_regions.get() if self._shares(device) else None
-        return self.regions.get() if region is None else region
+        region = self.regions.get() if region is None else region
+        if region is not None:
+            region.pin_for(device)
+        return region
 
     def _shares(self, device: str) -> bool:
         """Whether rows on that GPU go through memory of the server's. Those of another one do if the client was told so."""

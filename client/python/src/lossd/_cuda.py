@@ -2,18 +2,19 @@
 """What this client takes from CUDA's driver, which is loaded when a CUDA array comes: importing memory that a server
 shares, and copies between it and arrays of the caller.
 
-Nothing here is enqueued on a stream of the caller's: a copy has ended when its function returns.
+Nothing here is enqueued on a stream of the caller's: a copy has ended when its function returns, also with an error.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ _POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+_FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _SLEEPING = 3  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING: who waits for the event takes no CPU time
 
@@ -128,6 +130,17 @@ class Driver:
             self._library.cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size))
             self._library.cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(size))
 
+    def pin(self, address: int, size: int, device: int) -> None:
+        """Locks memory of the host, which the caller has mapped, so that all GPUs copy to and from it without a detour: whole
+        pages, from the one that begins at `address` on."""
+        whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._current(device):
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(whole), ctypes.c_uint(_FOR_ALL_GPUS))
+
+    def unpin(self, address: int, device: int) -> None:
+        with self._current(device):
+            self._library.cuMemHostUnregister(ctypes.c_void_p(address))
+
     def copy(self, to: int, source: int, size: int, device: int) -> None:
         """Copies between any two addresses, of GPUs or of the host, and waits for that, with work of `device` alone."""
         with self._waiting(device) as stream:
@@ -155,22 +168,35 @@ class Driver:
 
     @contextmanager
     def _lane(self, device: int) -> Iterator[_Lane]:
-        """A lane that nothing else uses. One that has failed is not used again."""
+        """A lane that nothing else uses. One that has failed is destroyed, after its work has ended."""
         with self._current(device):
             with self._lock:
                 idle = self._lanes.setdefault(device, [])
                 lane = idle.pop() if idle else None
             if lane is None:
                 lane = self._make_lane()
-            yield lane
+            try:
+                yield lane
+            except BaseException:
+                self._destroy(lane)
+                raise
         with self._lock:
             self._lanes[device].append(lane)
 
     def _make_lane(self) -> _Lane:
         stream, end = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
-        self._call("cuEventCreate", ctypes.byref(end), ctypes.c_uint(_SLEEPING))
+        try:
+            self._call("cuEventCreate", ctypes.byref(end), ctypes.c_uint(_SLEEPING))
+        except BaseException:
+            self._library.cuStreamDestroy_v2(stream)
+            raise
         return _Lane(stream, end)
+
+    def _destroy(self, lane: _Lane) -> None:
+        self._library.cuStreamSynchronize(lane.stream)
+        self._library.cuEventDestroy_v2(lane.end)
+        self._library.cuStreamDestroy_v2(lane.stream)
 
 
 @functools.lru_cache(maxsize=None)
@@ -196,3 +222,26 @@ class Mapping:
     def __del__(self) -> None:
         if getattr(self, "_pid", -1) == os.getpid():
             self.driver.unmap(self.address, self.size, self.device)
+
+
+class Pin:
+    """Memory of the host that GPUs copy to and from without a detour, until release() or until the object goes; the memory is
+    to stay mapped until then."""
+
+    def __init__(self, owner: Driver, address: int, size: int, device: int) -> None:
+        owner.pin(address, size, device)
+        self._owner: Driver | None = owner
+        self._address = address
+        self._device = device
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        """May be repeated. In a fork it has no effect."""
+        owner, self._owner = self._owner, None
+        if owner is not None and self._pid == os.getpid():
+            with suppress(errors.LossdError):  # the driver is gone
+                owner.unpin(self._address, self._device)
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", None) is not None:
+            self.release()

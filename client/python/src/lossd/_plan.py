@@ -14,6 +14,9 @@ from lossd.v1 import loss_pb2
 
 MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
 _MESSAGE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
+_CALLS_PER_REGION = 4
+_HOST_SLICE_BYTES = 4 << 20  # of rows that are copied into a region, while the server works on those before them
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -74,6 +77,20 @@ class SliceRule:
             parts.append(Rows(begin, min(begin + room, rows.end)))
             begin = parts[-1].end
         return parts
+
+
+def share_of_region(size: int) -> int:
+    """Bytes that one call takes at most of a region of `size`, so that those of several microbatches find room."""
+    return size // _CALLS_PER_REGION
+
+
+def wanted_rows(size: int, of_gpu: bool, row_bytes: int) -> int:
+    """How many rows of a slice are best in a region of `size` bytes, of a GPU's memory or of the host's.
+
+    Copies between two places of a GPU take no time.
+    """
+    share = share_of_region(size)
+    return (share if of_gpu else min(share, _HOST_SLICE_BYTES)) // row_bytes
 
 
 def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:

@@ -20,14 +20,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from lossd import _cuda, errors
+from lossd import _cuda, _plan, errors
 from lossd.v1 import region_pb2
 
 TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
 
 _ALIGNMENT = 256  # of slices in a region
-_CALLS = 4  # that find room in a region beside each other, for several microbatches under way
-_HOST_SLICE_BYTES = 4 << 20
 _ID_BYTES = 16
 _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
@@ -64,8 +62,11 @@ class SharedRegion:
         self._lock = threading.Lock()  # guards what follows
         self._freed = threading.Condition(self._lock)
         self._retired = False
-        self._users = 0  # calls
+        self._users = 0  # calls, and copies
         self._taken: dict[int, int] = {}  # offset to end
+        self._pin_lock = threading.Lock()  # guards what follows
+        self._pin: _cuda.Pin | None = None
+        self.pin_problem: errors.LossdError | None = None  # why GPUs copy to memory of the host by a detour
         self.memory: NDArray[Any] = np.empty(0, np.uint8)  # of the host; unmapped with the last view of it
         self.mapping: _cuda.Mapping | None = None  # of a GPU
         try:
@@ -80,6 +81,8 @@ class SharedRegion:
             os.close(descriptor)
 
     def __del__(self) -> None:
+        if (pin := getattr(self, "_pin", None)) is not None:
+            pin.release()
         if (session := getattr(self, "_socket", None)) is not None:
             session.close()
 
@@ -91,13 +94,26 @@ class SharedRegion:
         """The number of its GPU; `other` if it is memory of the host."""
         return other if self.mapping is None else self.mapping.device
 
+    def pin_for(self, device: str) -> None:
+        """A call begins whose rows are on this GPU. The first one lets GPUs copy to and from memory of the host without a
+        detour, which takes some milliseconds; all wait for it. Where the driver refuses that, it is not asked again: copies
+        are slower then."""
+        with self._pin_lock:
+            if self.mapping is not None or self._pin is not None or self.pin_problem is not None:
+                return
+            try:
+                driver = _cuda.driver()
+                self._pin = _cuda.Pin(driver, self.address, self.size, driver.find(device) or 0)
+            except errors.LossdError as error:
+                self.pin_problem = error
+
     def enter(self) -> None:
-        """A call begins to use it."""
+        """A call, or a copy of one, begins to use it."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """That call has ended."""
+        """That has ended."""
         with self._lock:
             self._users -= 1
             self._end_session()
@@ -105,18 +121,18 @@ class SharedRegion:
     def _end_session(self) -> None:
         """Gives the memory back to the server as soon as nothing uses it, whoever still refers to this object."""
         if self._retired and self._users == 0:
+            if self._pin is not None:
+                self._pin.release()
             self._socket.close()
 
     @property
     def share(self) -> int:
         """Bytes that one call takes at most."""
-        return self.size // _CALLS
+        return _plan.share_of_region(self.size)
 
-    @property
-    def slice_bytes(self) -> int:
-        """How large a slice is best. Copies between two places of a GPU take no time; those of a processor go on while the
-        server works on slices before them."""
-        return min(self.share, _HOST_SLICE_BYTES) if self.mapping is None else self.share
+    def wanted_rows(self, row_bytes: int) -> int:
+        """How many rows of a slice are best."""
+        return _plan.wanted_rows(self.size, self.mapping is not None, row_bytes)
 
     def take(self, size: int, patience: float = 0.0) -> int | None:
         """The offset of a free range; None if there is none within `patience` seconds."""
@@ -347,7 +363,9 @@ class RegionSource:
             if self._region is not None and self._device:
                 return "cuda_ipc", f"the server's GPU is of this host; {self._region.size >> 20} MiB of {self._device}"
             if self._region is not None:
-                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB"
+                problem = self._region.pin_problem
+                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB" + (
+                    "" if problem is None else f"; GPUs copy to it by a detour: {problem.message}")
             if not self._tried:
                 return "grpc", "nothing was sent yet"
             if self._problem is None:

@@ -109,7 +109,7 @@ class Round:
         # Where rows have an order, those of other calls may have to come before a slice is answered.
         with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
             room = places.reserve(rows, work.row_bytes) if work.hidden is None else None
-            cut = rule if region is None else rule.in_region(len(rows), region.slice_bytes // work.row_bytes)
+            cut = rule if region is None else rule.in_region(len(rows), region.wanted_rows(work.row_bytes))
             plan = work.plan(rows, cut, parts.check.meant(), b"" if region is None else region.id, room)
             stream = LossStream(parts.connections, connection, parts.work, plan, rule, parts.check.accept, places)
             try:

@@ -87,7 +87,11 @@ class SlicePlaces:
                 return None
             self._taken[row] = offset, size
             self._taken_bytes += size
-        hidden.to_region(begin, end, self._region, offset)
+            self._region.enter()  # the call may end during the copy
+        try:
+            hidden.to_region(begin, end, self._region, offset)
+        finally:
+            self._region.leave()
         return offset
 
     def _take_from_others(self, size: int) -> int | None:

@@ -36,7 +36,7 @@ TEST(HeadPlan, IsTheMemoryThatAHeadAllocates) {
   const HeadSizes sizes = SizesFor(Llama(), kDefaultWorkspace, 16384, 132, true);
   EXPECT_EQ(plan->sizes.chunk_rows, sizes.chunk_rows);
   EXPECT_EQ(plan->memory.by_kind, PlanMemory(Llama(), sizes, 132).by_kind);
-  EXPECT_EQ(ChoiceOf(*plan, "chunk"), "up to 7424 rows");
+  EXPECT_EQ(ChoiceOf(*plan, "chunk"), "up to 8192 rows");
   EXPECT_EQ(ChoiceOf(*plan, "loss"), "in the logits product");
   EXPECT_EQ(ChoiceOf(*plan, "blocks"), "");
 }
