@@ -37,6 +37,7 @@ import torch
 from pipeline_layouts import KINDS, ONE_F_ONE_B, OVERLAPPED, Configuration, configurations, read_splits, seconds_without_gaps
 from pipeline_model import Shape
 from pipeline_ranks import Settings, measure_parts, reported, train
+from pipeline_results import compare, fastest, last_over_middle
 from pipeline_server import Server
 
 SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
@@ -160,7 +161,8 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
         return entry | {"error": str(error)}
     if "error" in ranks[0]:
         return entry | ranks[0]
-    return entry | summary(ranks, configuration, settings, resident)
+    entry |= summary(ranks, configuration, settings, resident)
+    return entry | {"last_stage_over_middle_memory": last_over_middle(entry)}
 
 
 def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
@@ -208,20 +210,6 @@ def plan(configuration: Configuration, settings: Settings, layer_seconds: float,
             return {"card": answer["card"], "head": METHODS.get(each["head"], each["head"]), "layers": each["layers"],
                     "least_step_seconds": each["least_step_seconds"], "server_bound": each["server_bound"]}
     return {"card": answer["card"], "reason": "it has no such pipeline, as times of this head were not measured"}
-
-
-def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """How far configurations are from the first exact one: in losses, in nats, at most over all steps; and in gradient
-    norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
-    ran = [entry for entry in entries if "losses" in entry]
-    reference = next((entry for entry in ran if entry["exact"]), None)
-    if reference is None:
-        return {"tolerance": tolerance, "reference": None, "apart": {}, "agree": True}
-    norms = reference["gradient_norms"]
-    apart = {entry["name"]: {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
-                             **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}} for entry in ran}
-    agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
-    return {"tolerance": tolerance, "reference": reference["name"], "apart": apart, "agree": agree}  # NaN: disagree
 
 
 def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -284,12 +272,17 @@ def main() -> None:
             entry["plan"]["measured_over_least"] = entry["step_seconds"] / entry["plan"]["least_step_seconds"]
         result["configurations"].append(entry)
         result["agreement"] = compare(result["configurations"], tolerance)
+        result["fastest"] = fastest(result["configurations"])
         show(entry)
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if result["left_out"]:
         print(f"left out, as {arguments.budget:.0f} s have passed: {'; '.join(result['left_out'])}")
     agreement = result.get("agreement", {"agree": True, "apart": {}})
+    for each in result.get("fastest", []):
+        over = f", {each['over_local']:.3f} of the fastest local one" if each["over_local"] else ""
+        print(f"fastest {each['kind']} {each['gradients']}: {each['tokens_per_second_and_gpu']:.0f} tokens/s a GPU{over}, "
+              f"{each['name']}")
     apart = max((each["losses"] for each in agreement["apart"].values()), default=0.0)
     print(f"losses are apart by {apart:.6f} at most; exact configurations {'agree' if agreement['agree'] else 'DISAGREE'} "
           f"within {tolerance} in losses and gradient norms")
