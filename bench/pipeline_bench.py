@@ -12,9 +12,11 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     local replicas   several pipelines with a local head each; their gradients are averaged
 
 For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
-of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what `lossctl plan` predicts from the
-measured time of a layer. The file is written after each configuration. Exit status 1 if they disagree or a
-configuration fails for another reason than memory. Needs torch 2.11 or later; local heads are those of peer_losses.py.
+of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
+`lossctl plan` predicts from the measured time of a layer. Rows go to the server as lossd.Client chooses, which is through
+memory of the host; with --transport=cuda_ipc from GPU to GPU. The file is written after each configuration. Exit status 1
+if exact configurations disagree or one fails for another reason than memory. Needs torch 2.11 or later; local heads are
+those of peer_losses.py.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps that are")
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--transport", help="of lossd.Client")
+    parser.add_argument("--transport", help="of lossd.Client [its own choice]")
     parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
-    parser.add_argument("--tolerance", type=float, help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
+    parser.add_argument("--tolerance", type=float,
+                        help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
     parser.add_argument("--commit", help="of the tree, for the file [what git says]")

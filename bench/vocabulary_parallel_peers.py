@@ -256,7 +256,8 @@ def describe(name: str, result: dict[str, Any]) -> str:
     communication, errors = result["communication_ms"], result["errors"]
     between = f"{communication['least']:.2f} to {communication['most']:.2f}" if communication else "not seen"
     return (f"  {name:14s} {result['median_ms']:8.2f} ms, communication {between}, parts {result['parts']}, "
-            f"peak {result.get('peak_mib', 0):.0f} MiB, errors " + " ".join(f"{key} {value:.1e}" for key, value in errors.items()))
+            f"peak {result.get('peak_mib', 0):.0f} MiB, errors "
+            + " ".join(f"{key} {value:.1e}" for key, value in errors.items()))
 
 
 def describe_run(arguments: argparse.Namespace, without: dict[str, str]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def pipeline_bench(monkeypatch):
 
 
 def run(script, *arguments, status=0, launcher=()):
-    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True, timeout=400,
-                          check=False)
+    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=400, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -95,7 +95,7 @@ def test_what_configurations_say_together(pipeline_bench):
                      ("server", "exact"): ("server 110.0", 1.1), ("server", "sampled"): ("server 120.0", 1.2)}
     assert pipeline_bench.fastest(entries[-1:])[0]["over_local"] is None and pipeline_bench.fastest([]) == []
     memory = [{"role": "trainer", "replica": replica, "stage": stage, "peak_bytes": peak}
-              for replica, stage, peak in ((0, 0, 9), (0, 1, 4), (0, 2, 6), (0, 3, 10), (1, 0, 9), (1, 1, 5), (1, 2, 5), (1, 3, 5))]
+              for replica, peaks in enumerate(((9, 4, 6, 10), (9, 5, 5, 5))) for stage, peak in enumerate(peaks)]
     memory.append({"role": "server", "peak_bytes": 1000})
     assert pipeline_bench.last_over_middle({"layers": [1] * 4, "replicas": 2, "memory": memory}) == 2.0
     assert pipeline_bench.last_over_middle({"layers": [1, 1], "replicas": 1, "memory": []}) is None
