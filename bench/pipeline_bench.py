@@ -12,9 +12,11 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     local replicas   several pipelines with a local head each; their gradients are averaged
 
 For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
-of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what `lossctl plan` predicts from the
-measured time of a layer. The file is written after each configuration. Exit status 1 if they disagree or a
-configuration fails for another reason than memory. Needs torch 2.11 or later; local heads are those of peer_losses.py.
+of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
+`lossctl plan` predicts from the measured time of a layer. Rows go to the server as lossd.Client chooses, which is through
+memory of the host; with --transport=cuda_ipc from GPU to GPU. The file is written after each configuration. Exit status 1
+if exact configurations disagree or one fails for another reason than memory. Needs torch 2.11 or later; local heads are
+those of peer_losses.py.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import torch
 from pipeline_layouts import KINDS, ONE_F_ONE_B, OVERLAPPED, Configuration, configurations, read_splits, seconds_without_gaps
 from pipeline_model import Shape
 from pipeline_ranks import Settings, measure_parts, reported, train
+from pipeline_results import compare, fastest, last_over_middle
 from pipeline_server import Server
 
 SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
@@ -68,9 +71,10 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps that are")
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--transport", help="of lossd.Client")
+    parser.add_argument("--transport", help="of lossd.Client [its own choice]")
     parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
-    parser.add_argument("--tolerance", type=float, help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
+    parser.add_argument("--tolerance", type=float,
+                        help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
     parser.add_argument("--commit", help="of the tree, for the file [what git says]")
@@ -160,7 +164,8 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
         return entry | {"error": str(error)}
     if "error" in ranks[0]:
         return entry | ranks[0]
-    return entry | summary(ranks, configuration, settings, resident)
+    entry |= summary(ranks, configuration, settings, resident)
+    return entry | {"last_stage_over_middle_memory": last_over_middle(entry)}
 
 
 def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
@@ -210,28 +215,13 @@ def plan(configuration: Configuration, settings: Settings, layer_seconds: float,
     return {"card": answer["card"], "reason": "it has no such pipeline, as times of this head were not measured"}
 
 
-def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """How far configurations are from the first exact one: in losses, in nats, at most over all steps; and in gradient
-    norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
-    ran = [entry for entry in entries if "losses" in entry]
-    reference = next((entry for entry in ran if entry["exact"]), None)
-    if reference is None:
-        return {"tolerance": tolerance, "reference": None, "apart": {}, "agree": True}
-    norms = reference["gradient_norms"]
-    apart = {entry["name"]: {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
-                             **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}} for entry in ran}
-    agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
-    return {"tolerance": tolerance, "reference": reference["name"], "apart": apart, "agree": agree}  # NaN: disagree
-
-
 def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
     import peers
     commit = arguments.commit or subprocess.run(
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
         check=False).stdout.strip()
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    return {"card": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
-            "date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -254,8 +244,10 @@ def main() -> None:
                         arguments.steps, arguments.lr, arguments.seed, arguments.transport, arguments.threads)
     tolerance = arguments.tolerance or (0.02 if arguments.device == "cuda" else 1e-4)
     lossctl = arguments.lossctl or str(Path(arguments.lossd).with_name("lossctl"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
+    # No process may be forked from one that has used CUDA, which the modules below may.
+    context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
+    if arguments.device == "cpu":
+        context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
     heads = list(filter(None, arguments.local_heads.split(",")))
     parts = run_processes(context, 1, arguments.limit, measure, settings, heads, 10)[0]
     if "error" in parts:
@@ -266,7 +258,8 @@ def main() -> None:
         gpus=arguments.gpus, layers=arguments.layers, kinds=arguments.kinds, layer_seconds=parts["layer"],
         head_seconds=parts["heads"], gradients=arguments.gradients, schedules=arguments.schedules, splits=arguments.splits,
         neighbours=arguments.neighbours)
-    result: dict[str, Any] = describe_run(arguments) | {"measured_seconds": parts, "configurations": [], "left_out": []}
+    result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "measured_seconds": parts,
+                              "configurations": [], "left_out": []}
     print(f"a layer takes {parts['layer'] * 1e3:.2f} ms, heads "
           + ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts["heads"].items()))
     for configuration in wanted:
@@ -282,12 +275,17 @@ def main() -> None:
             entry["plan"]["measured_over_least"] = entry["step_seconds"] / entry["plan"]["least_step_seconds"]
         result["configurations"].append(entry)
         result["agreement"] = compare(result["configurations"], tolerance)
+        result["fastest"] = fastest(result["configurations"])
         show(entry)
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if result["left_out"]:
         print(f"left out, as {arguments.budget:.0f} s have passed: {'; '.join(result['left_out'])}")
     agreement = result.get("agreement", {"agree": True, "apart": {}})
+    for each in result.get("fastest", []):
+        over = f", {each['over_local']:.3f} of the fastest local one" if each["over_local"] else ""
+        print(f"fastest {each['kind']} {each['gradients']}: {each['tokens_per_second_and_gpu']:.0f} tokens/s a GPU{over}, "
+              f"{each['name']}")
     apart = max((each["losses"] for each in agreement["apart"].values()), default=0.0)
     print(f"losses are apart by {apart:.6f} at most; exact configurations {'agree' if agreement['agree'] else 'DISAGREE'} "
           f"within {tolerance} in losses and gradient norms")

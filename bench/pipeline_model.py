@@ -43,12 +43,13 @@ class Stage(nn.Module):
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.Sequential(*parts)
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda" if x.is_cuda else "cpu", torch.bfloat16, enabled=x.is_cuda):
-            x = self.parts(x)
-        return x.bfloat16() if x.is_cuda else x
+            for part in self.parts:  # a layer gets and gives the same wherever stages begin
+                x = part(x).bfloat16() if x.is_cuda else part(x)
+        return x
 
 
 def make_stage(shape: Shape, layers: tuple[int, ...], index: int, seed: int, device: torch.device) -> Stage:

@@ -103,7 +103,7 @@ def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> 
 
 
 def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[str, Any]:
-    """Seconds of a layer and of local heads for a microbatch, forward and backward: {"layer": ..., "heads": {...},
+    """Seconds of a layer and of local heads for a microbatch, forward and backward: {"card", "layer", "heads": {...},
     "without": {head: why}}. The heads are those that can be imported and run."""
     device, shape = settings.device_of(0), settings.shape
     size = (settings.sequences, shape.context, shape.hidden_size)
@@ -116,7 +116,8 @@ def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[st
     def layer() -> None:
         block(hidden).backward(gradient)
 
-    measured: dict[str, Any] = {"layer": seconds_of(layer, device, repeats), "heads": {}, "without": {}}
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    measured: dict[str, Any] = {"card": card, "layer": seconds_of(layer, device, repeats), "heads": {}, "without": {}}
     del block
     available = local_losses()
     targets = torch.from_numpy(make_tokens(shape, settings.sequences, settings.seed, 0)[:, 1:]).to(device)

@@ -142,8 +142,8 @@ def seconds_of(work: Callable[[], Any], device: torch.device, count: int) -> lis
     return slowest.tolist()
 
 
-def communication_ms(work: Callable[[], Any], device: torch.device, count: int = 3) -> dict[str, float]:
-    """Of one run: least and most of all ranks."""
+def communication_ms(work: Callable[[], Any], device: torch.device, count: int = 3) -> dict[str, float] | None:
+    """Of one run: least and most of all ranks. None if the profiler saw nothing in some rank."""
     from torch.profiler import ProfilerActivity, profile
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
@@ -158,7 +158,8 @@ def communication_ms(work: Callable[[], Any], device: torch.device, count: int =
             microseconds += event.cpu_time_total
     both = torch.tensor([-microseconds, microseconds], dtype=torch.float64, device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX)
-    return {"least": -both[0].item() / count / 1e3, "most": both[1].item() / count / 1e3}
+    least, most = -both[0].item() / count / 1e3, both[1].item() / count / 1e3
+    return {"least": least, "most": most} if least > 0 else None
 
 
 class Reference:
@@ -253,8 +254,9 @@ def describe(name: str, result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"  {name:14s} failed: {result['failed']}"
     communication, errors = result["communication_ms"], result["errors"]
-    return (f"  {name:14s} {result['median_ms']:8.2f} ms, communication {communication['least']:.2f} to "
-            f"{communication['most']:.2f}, parts {result['parts']}, peak {result.get('peak_mib', 0):.0f} MiB, errors "
+    between = f"{communication['least']:.2f} to {communication['most']:.2f}" if communication else "not seen"
+    return (f"  {name:14s} {result['median_ms']:8.2f} ms, communication {between}, parts {result['parts']}, "
+            f"peak {result.get('peak_mib', 0):.0f} MiB, errors "
             + " ".join(f"{key} {value:.1e}" for key, value in errors.items()))
 
 

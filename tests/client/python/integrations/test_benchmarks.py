@@ -41,8 +41,8 @@ def pipeline_bench(monkeypatch):
 
 
 def run(script, *arguments, status=0, launcher=()):
-    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True, timeout=400,
-                          check=False)
+    done = subprocess.run([sys.executable, *launcher, BENCH / script, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=400, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -56,6 +56,8 @@ def test_pipelines_of_three_processes_learn_alike(tmp_path):
              entry["schedule"]) for entry in entries} == ALL
     assert len({tuple(entry["layers"]) for entry in entries if entry["kind"] == "local"}) in (2, 3)  # and its neighbours
     assert list(result["measured_seconds"]["without"]) == ["no-such-head"] and result["left_out"] == []
+    assert {(each["kind"], each["gradients"]) for each in result["fastest"]} == {
+        (entry["kind"], entry["gradients"]) for entry in entries}
     assert result["agreement"]["agree"] and result["card"] == "cpu" and result["versions"]["torch"], output
     for entry in entries:
         assert entry["gpus"] == 3 and sum(entry["layers"]) == 4
@@ -78,6 +80,25 @@ def test_a_configuration_that_fails_is_told(tmp_path):
                  "--gradients=exact", "--schedules=1F1B", f"--json={tmp_path / 'out.json'}", *SMALL, status=1)
     failed, = json.loads((tmp_path / "out.json").read_text())["configurations"]
     assert "/bin/false did not come up" in failed["error"] and "step_seconds" not in failed, output
+
+
+def test_what_configurations_say_together(pipeline_bench):
+    def entry(kind, head, gradients, speed):
+        return {"name": f"{kind} {speed}", "kind": kind, "head": head, "gradients": gradients, "step_seconds": 1.0,
+                "tokens_per_second_and_gpu": speed}
+    entries = [{"name": "failed", "kind": "local", "head": "torch", "gradients": ""}, entry("local", "torch", "", 80.0),
+               entry("local", "liger", "", 100.0), entry("local replicas", "liger", "", 50.0),
+               entry("server", "lossd", "exact", 90.0), entry("server", "lossd", "exact", 110.0),
+               entry("server", "lossd", "sampled", 120.0)]
+    found = {(each["kind"], each["gradients"]): (each["name"], each["over_local"]) for each in pipeline_bench.fastest(entries)}
+    assert found == {("local", ""): ("local 100.0", 1.0), ("local replicas", ""): ("local replicas 50.0", 0.5),
+                     ("server", "exact"): ("server 110.0", 1.1), ("server", "sampled"): ("server 120.0", 1.2)}
+    assert pipeline_bench.fastest(entries[-1:])[0]["over_local"] is None and pipeline_bench.fastest([]) == []
+    memory = [{"role": "trainer", "replica": replica, "stage": stage, "peak_bytes": peak}
+              for replica, peaks in enumerate(((9, 4, 6, 10), (9, 5, 5, 5))) for stage, peak in enumerate(peaks)]
+    memory.append({"role": "server", "peak_bytes": 1000})
+    assert pipeline_bench.last_over_middle({"layers": [1] * 4, "replicas": 2, "memory": memory}) == 2.0
+    assert pipeline_bench.last_over_middle({"layers": [1, 1], "replicas": 1, "memory": []}) is None
 
 
 def sleep(_rank, _rendezvous):
