@@ -29,6 +29,7 @@ class DeviceWatch final : public engine::EngineObserver {
   }
   // These are for the metrics.
   void OnChunk(const engine::ChunkReport&) override {}
+  void OnChunkLeft(const engine::ChunkReport&) override {}
   void OnContribution(const engine::ContributionReport&) override {}
   void OnStep(const engine::StepReport&) override {}
   void OnDeviceError(const absl::Status& status) override {

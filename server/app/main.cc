@@ -128,7 +128,8 @@ ABSL_FLAG(std::string, split, ServerOptions().split,
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
-    "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that recompute "
+    "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that "
+    "recompute "
     "their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this; 0: no limit");

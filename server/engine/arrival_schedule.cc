@@ -15,9 +15,11 @@ struct ArrivalChunk final : ChunkWork {
     const StreamSpec& first = slices.front()->stream->spec();
     options = first.options;
     hidden_dtype = first.hidden_dtype;
-    accumulates = first.accumulate_gradients;
+    accumulates = settles_with_results = first.accumulate_gradients;
     for (const auto& work : slices) {
       const StreamState& stream = *work->stream;
+      // The weight gradient reads retained rows, which are free when the call has ended.
+      if (stream.is_backward()) settles_with_results = false;
       work->index = rows;
       Segment segment{.microbatch_id = stream.spec().microbatch_id,
                       .rows = work->rows,

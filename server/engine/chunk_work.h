@@ -52,7 +52,9 @@ struct ChunkWork {
   kernels::LossOptions options;
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   bool accumulates = false;  // rows of the segments are reserved in the ledger
-  uint64_t turn = 0;         // kernels::Chunk::turn
+  // Rows are booked, and calls end, with the results instead of with the weight gradient.
+  bool settles_with_results = false;
+  uint64_t turn = 0;  // kernels::Chunk::turn
 };
 
 // Says which random numbers are those of some rows of the stream's microbatch.

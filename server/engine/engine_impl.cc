@@ -42,6 +42,19 @@ absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
   return absl::OkStatus();
 }
 
+// Without the lock; blocks until no chunk of a head is under way that is being deleted.
+void AwaitIdle(HeadSession& session, EngineContext* context) {
+  const auto nothing = [](head::Head&) { return absl::OkStatus(); };
+  Operation last{.run = nothing};
+  {
+    absl::MutexLock lock(&context->mutex);
+    if (context->loop.stopping()) return;
+    session.schedule().Push(&last);
+    context->loop.Wake();
+  }
+  context->runtime->Wait(last.done);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
@@ -152,6 +165,7 @@ absl::Status EngineImpl::PublishHead(absl::string_view name) {
 }
 
 absl::Status EngineImpl::DeleteHead(absl::string_view name) {
+  SessionPtr busy;  // the head, if a chunk of it is under way
   {
     absl::MutexLock lock(&context_->mutex);
     if (const auto session = heads_.Find(name); session.ok()) {
@@ -159,11 +173,12 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
         return absl::FailedPreconditionError(
             absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
       }
-      (*session)->BeginDelete();
+      if (!(*session)->BeginDelete()) busy = *session;
       (*session)->schedule().EndTurns();
     }
     if (auto status = heads_.BeginDelete(name); !status.ok()) return status;
   }
+  if (busy != nullptr) AwaitIdle(*busy, context_.get());
   return context_->loop.Run([&] {
     SessionPtr session;
     {

@@ -29,7 +29,7 @@ struct SliceReport {
   int64_t rows = 0;
 };
 
-// A chunk has left the device, also if it failed there.
+// What became of a chunk.
 struct ChunkReport {
   absl::string_view head;
   int64_t rows = 0;        // computed of those that were sent; zeros in their place do not count
@@ -49,7 +49,7 @@ struct ChunkReport {
     return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
   }
   double compute_seconds = 0.0;  // from its forming until its results were ready
-  double device_seconds = 0.0;   // from its forming until it left the device
+  double device_seconds = 0.0;   // from its forming until now: until it left the device, if it has
   // Of each of its slices, from being queued until the chunk was formed.
   std::vector<double> queue_seconds;
   std::vector<SliceReport> slices;  // in the same order
@@ -81,7 +81,10 @@ struct StepReport {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  // Its results are final. The calls of its rows have not ended.
   virtual void OnChunk(const ChunkReport& report) = 0;
+  // It has left the device, also if it failed there. After OnChunk.
+  virtual void OnChunkLeft(const ChunkReport& report) = 0;
   virtual void OnChoices(const ChoicesReport& report) = 0;
   virtual void OnContribution(const ContributionReport& report) = 0;
   virtual void OnStep(const StepReport& report) = 0;

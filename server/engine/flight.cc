@@ -92,6 +92,8 @@ void Flight::OnResults(const absl::Status& status) {
   EngineContext& context = *head_.context;
   if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   TakeResults();
+  settled_ = results_ok_ && work_->settles_with_results;
+  if (settled_) Tell();
   std::vector<StagingBuffer> unused;
   absl::MutexLock lock(&context.mutex);
   context.loop.OnResults(work_->accumulates);
@@ -110,6 +112,9 @@ void Flight::OnResults(const absl::Status& status) {
   if (!unused.empty()) context.notifier.Post([unused = std::move(unused)]() mutable { unused.clear(); });
   if (status.ok()) work_->OnComputed(chunk_);
   work_->OnResults(all_good);
+  if (!settled_) return;
+  Settle(/*accumulated=*/true);
+  for (const auto& slice : work_->slices) head_.streams->FinishIfReady(slice->stream);
 }
 
 void Flight::TakeResults() {
@@ -153,14 +158,13 @@ void Flight::Deliver(SliceWork& slice) {
 
 void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = *head_.context;
-  const ChunkReport report = Report();
-  context.observers.Tell(&EngineObserver::OnChunk, report);
-  owner_->NoteChunk(report, chunk_.choices);
+  if (!settled_) Tell();
+  context.observers.Tell(&EngineObserver::OnChunkLeft, Report());
   const bool broken = !status.ok() && (results_ok_ || absl::IsDataLoss(status));
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
   if (broken) owner_->OnAccumulationFailed(status);
-  Settle(/*accumulated=*/!broken);
+  if (!settled_) Settle(/*accumulated=*/!broken);
   work_->OnLeft();
   if (broken) {
     const absl::Status why = head_.step->gradients_status();
@@ -168,6 +172,12 @@ void Flight::OnDone(const absl::Status& status) {
     head_.streams->FailIf([this](const StreamState& stream) { return work_->Affects(stream); }, why);
   }
   owner_->OnChunkLeft(std::move(work_->slices));
+}
+
+void Flight::Tell() {
+  const ChunkReport report = Report();
+  head_.context->observers.Tell(&EngineObserver::OnChunk, report);
+  owner_->NoteChunk(report, chunk_.choices);
 }
 
 void Flight::Settle(bool accumulated) {

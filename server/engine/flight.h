@@ -3,8 +3,11 @@
 // there, and books its rows in the ledger when it is done. It treats all chunks alike; what is special about
 // one is in its ChunkWork.
 //
-// Exactly once: rows are committed when the weight gradient is in, and released if it is not to be had. If
-// the device fails in between, the head's gradients are marked invalid.
+// Exactly once: rows are committed when the weight gradient is in, or with the results if the work says so
+// (ChunkWork::settles_with_results), and released if it is not to be had. Operations on the head run when no
+// chunk of it is under way, so no step or read finds rows committed whose gradient is still to come. If the
+// device fails in between, the head's gradients are marked invalid: whatever the calls were told, the step is
+// not applied.
 //
 // Threads. Constructed and launched on the device thread, the rest on whatever thread the backend calls from.
 // Shared by the backend's two callbacks; keeps its owner alive.
@@ -45,7 +48,7 @@ class Flight : public std::enable_shared_from_this<Flight> {
    public:
     virtual ~Owner() = default;
     virtual Parts flight_parts() = 0;
-    // The chunk has left the device and was computed so. Without the lock.
+    // The chunk was computed so; told once, before its rows are settled. Without the lock.
     virtual void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) = 0;
     // The accumulators may be half-written.
     virtual void OnAccumulationFailed(const absl::Status& status) = 0;
@@ -79,6 +82,8 @@ class Flight : public std::enable_shared_from_this<Flight> {
   void TakeResults();
   // Sends the results of a slice to its stream's observer.
   void Deliver(SliceWork& slice);
+  // Tells all who want to know how the chunk was computed. Without the lock.
+  void Tell();
   // Books every segment and every slice. A row that several good slices hold is accumulated for the first of
   // them and a repeat for the others.
   void Settle(bool accumulated);
@@ -93,6 +98,7 @@ class Flight : public std::enable_shared_from_this<Flight> {
   kernels::Chunk chunk_;
   double compute_seconds_ = 0.0;
   bool results_ok_ = false;
+  bool settled_ = false;
 };
 
 }  // namespace lossd::engine

@@ -79,8 +79,12 @@ class HeadSession final : public DeviceLoop::Source,
   // the head before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or
   // what `operation` returns.
   absl::Status Run(absl::FunctionRef<absl::Status()> operation);
-  // The head is being deleted: from now on Run refuses.
-  void BeginDelete() { deleting_ = true; }
+  // The head is being deleted: from now on Run refuses. False if a chunk of it is still under way, which may
+  // be after the calls of its rows have ended.
+  bool BeginDelete() {
+    deleting_ = true;
+    return chunks_in_flight_ == 0;
+  }
   bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
 

@@ -17,7 +17,7 @@ HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
   return it != heads_.end() ? it->second : heads_.emplace(std::string(head), Head()).first->second;
 }
 
-void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+void HeadMetrics::OnChunkLeft(const engine::ChunkReport& report) {
   const absl::Time now = now_();
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
@@ -25,6 +25,11 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
   head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
   busy_until_ = std::max(busy_until_, now);
+}
+
+void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
   head.rows += report.rows;
   head.valid_rows += report.valid_rows;
   if (report.loss_rows == 0) return;  // it takes no part in the step

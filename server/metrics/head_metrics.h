@@ -56,6 +56,7 @@ class HeadMetrics {
   explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
 
   void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnChunkLeft(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
   void OnStep(const engine::StepReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends the head's series.
   void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);

@@ -76,6 +76,16 @@ void TraceChunk(const engine::ChunkReport& report, TraceRecorder* trace) {
              {.kind = SpanKind::kWeightGradient, .id = id, .rows = report.rows, .begin = ready, .end = left});
 }
 
+void CollectMemory(const kernels::Backend& backend, std::vector<MetricFamily>* families) {
+  const kernels::MemoryStats memory = backend.memory();
+  families->push_back(ByKind("lossd_memory_bytes", "Planned memory held, by purpose.", memory.current));
+  families->push_back(ByKind("lossd_memory_peak_bytes",
+                             "Most planned memory held since the start, by purpose (each its own peak).",
+                             memory.peak));
+  families->push_back(Gauge("lossd_memory_limit_bytes", "Memory the plan may reach; 0: no limit.",
+                            static_cast<double>(memory.limit)));
+}
+
 }  // namespace
 
 absl::string_view Name(Phase phase) {
@@ -239,6 +249,10 @@ void Metrics::OnChunk(const engine::ChunkReport& report) {
     ObservePhase(Phase::kCompute, report.compute_seconds);
   }
   heads_.OnChunk(report);
+}
+
+void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
+  heads_.OnChunkLeft(report);
   if (trace_.recording()) TraceChunk(report, &trace_);
 }
 
@@ -283,7 +297,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
                 absl::ToDoubleSeconds(tls_->Get()->expires - absl::UnixEpoch())));
     }
     if (engine_ != nullptr) CollectEngine(&families);
-    if (backend_ != nullptr) CollectMemory(&families);
+    if (backend_ != nullptr) CollectMemory(*backend_, &families);
     if (ranks_) AddRankFamilies(ranks_(), &families);
     const size_t of_server = families.size();
     for (const GpuMonitor* gpu : gpus_) AddFamilies(gpu->Collect(), of_server, &families);
@@ -326,16 +340,6 @@ void Metrics::CollectEngine(std::vector<MetricFamily>* families) const {
                  "Time in which the device thread worked or a chunk was on the device.", MetricType::Counter);
   AddSample(&busy, {}, absl::ToDoubleSeconds(stats.device_busy));
   families->push_back(std::move(busy));
-}
-
-void Metrics::CollectMemory(std::vector<MetricFamily>* families) const {
-  const kernels::MemoryStats memory = backend_->memory();
-  families->push_back(ByKind("lossd_memory_bytes", "Planned memory held, by purpose.", memory.current));
-  families->push_back(ByKind("lossd_memory_peak_bytes",
-                             "Most planned memory held since the start, by purpose (each its own peak).",
-                             memory.peak));
-  families->push_back(Gauge("lossd_memory_limit_bytes", "Memory the plan may reach; 0: no limit.",
-                            static_cast<double>(memory.limit)));
 }
 
 Totals Metrics::totals() const {

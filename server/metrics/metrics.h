@@ -106,6 +106,7 @@ class Metrics final : public engine::EngineObserver {
 
   // engine::EngineObserver
   void OnChunk(const engine::ChunkReport& report) override;
+  void OnChunkLeft(const engine::ChunkReport& report) override;
   void OnChoices(const engine::ChoicesReport& report) override;
   void OnContribution(const engine::ContributionReport& report) override;
   void OnStep(const engine::StepReport& report) override;
@@ -120,8 +121,6 @@ class Metrics final : public engine::EngineObserver {
 
  private:
   void CollectEngine(std::vector<prometheus::MetricFamily>* families) const
-      ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
-  void CollectMemory(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
 
   // What reports of the engine add to; in metrics.cc.

@@ -22,8 +22,8 @@ inline constexpr int64_t kDevicePage = int64_t{2} << 20;
 
 // Scratch memory that the products of one stream share, once a GPU.
 inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
-// Workspace of a head on a GPU with enough free memory, unless head or server have a limit of their own: 2.2 GiB with
-// the scratch memory. A chunk of 8192 rows of 128,256 classes fits, or one of 4096 rows of 256,000.
+// Workspace of a head on a GPU with enough free memory, unless head or server have a limit of their own: 2.2
+// GiB with the scratch memory. A chunk of 8192 rows of 128,256 classes fits, or one of 4096 rows of 256,000.
 inline constexpr int64_t kDefaultWorkspace = (int64_t{2252} << 20) - kGemmWorkspaceBytes;
 
 // `bytes` rounded up to a multiple of `unit`.

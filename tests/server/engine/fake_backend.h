@@ -65,6 +65,15 @@ class FakeDevice {
     mutex_.Await(absl::Condition(&open_));
   }
 
+  // A chunk has results, which end calls, and is not recorded yet: what is asked meanwhile waits.
+  void BeginRecord() {
+    absl::MutexLock lock(&mutex_);
+    ++unrecorded_;
+  }
+  void EndRecord() {
+    absl::MutexLock lock(&mutex_);
+    --unrecorded_;
+  }
   void Record(std::vector<int64_t> chunk_rows_of_slices, const std::vector<float>& accumulated) {
     absl::MutexLock lock(&mutex_);
     chunks_.push_back(std::move(chunk_rows_of_slices));
@@ -72,6 +81,7 @@ class FakeDevice {
   }
   std::vector<float> accumulated() {
     absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(this, &FakeDevice::AllIsRecorded));
     return accumulated_;
   }
   void ClearAccumulated() {
@@ -81,6 +91,7 @@ class FakeDevice {
   // Rows of each slice, per chunk.
   std::vector<std::vector<int64_t>> chunks() {
     absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(this, &FakeDevice::AllIsRecorded));
     return chunks_;
   }
   int64_t NextChunk() {
@@ -104,7 +115,10 @@ class FakeDevice {
   std::atomic<int> heads = 0;       // that have not been destroyed
 
  private:
+  bool AllIsRecorded() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unrecorded_ == 0; }
+
   absl::Mutex mutex_;
+  int unrecorded_ ABSL_GUARDED_BY(mutex_) = 0;
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
   std::vector<float> accumulated_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::vector<int64_t>> chunks_ ABSL_GUARDED_BY(mutex_);
@@ -212,9 +226,11 @@ class FakeHead final : public kernels::HeadKernels {
       const std::vector<float> added = ComputeSlice(chunk, slice);
       if (slice.first_nonfinite_row < 0) accumulated.insert(accumulated.end(), added.begin(), added.end());
     }
+    device_->BeginRecord();
     callbacks.on_results(absl::OkStatus());
     const absl::Status status = device_->fail_done(number);
     if (status.ok()) device_->Record(std::move(rows), accumulated);
+    device_->EndRecord();
     callbacks.on_done(status);
   }
 

@@ -32,8 +32,10 @@ class FlightTest : public SessionTest {
   };
   struct Observer final : SilentObserver {
     void OnChunk(const ChunkReport& report) override { chunks.push_back(report); }
+    void OnChunkLeft(const ChunkReport&) override { ++left; }
     void OnDeviceError(const absl::Status& status) override { ++errors; }
     std::vector<ChunkReport> chunks;
+    int left = 0;
     int errors = 0;
   };
 
@@ -68,7 +70,7 @@ class FlightTest : public SessionTest {
         InputOf(*call.state, rows, reinterpret_cast<uint8_t*>(hidden_.data()) + rows.begin * kRowBytes);
     return segment;
   }
-  void Fly() {
+  void Fly(bool settles_with_results = false) {
     auto chunk = std::make_unique<TestChunk>(&events_);
     chunk->slices.push_back(MakeSlice(a_, {0, 4}));
     chunk->slices.push_back(MakeSlice(b_, {2, 6}));
@@ -80,6 +82,7 @@ class FlightTest : public SessionTest {
     chunk->hidden_dtype = kernels::DType::kFloat32;
     chunk->options.gradients = kernels::Gradients::kFiltered;
     chunk->accumulates = true;
+    chunk->settles_with_results = settles_with_results;
     {
       absl::MutexLock lock(&context_->mutex);
       std::vector<uint8_t> mask(8);
@@ -168,6 +171,48 @@ TEST_F(FlightTest, AFailureWhileAccumulatingEndsAllThatDependsOnIt) {
   EXPECT_EQ(observer_.errors, 1);
   absl::MutexLock lock(&context_->mutex);
   EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
+}
+
+TEST_F(FlightTest, RowsThatAreSettledWithTheResultsDoNotWaitForTheGradient) {
+  Prepare();
+  absl::Status ended = absl::UnknownError("it has not");
+  int64_t unsettled = -1;
+  device_.fail_done = [&](int64_t) {  // between results and end
+    ended = a_.results->Wait();
+    unsettled = Unsettled({0, 6});
+    EXPECT_EQ(observer_.chunks.size(), 1u);
+    EXPECT_EQ(observer_.left, 0);
+    return absl::OkStatus();
+  };
+  Fly(/*settles_with_results=*/true);
+  EXPECT_TRUE(ended.ok()) << ended;
+  EXPECT_EQ(unsettled, 0);
+  EXPECT_THAT(events_, ElementsAre("prepare", "good results", "left"));
+  EXPECT_EQ(a_.results->summary().accumulated_rows, 4);
+  EXPECT_EQ(b_.results->summary().accumulated_rows, 2) << "they are settled once";
+  EXPECT_EQ(b_.results->summary().repeated_rows, 2);
+  EXPECT_EQ(observer_.chunks.size(), 1u);
+  EXPECT_EQ(observer_.left, 1);
+  EXPECT_EQ(Snapshot().total_rows, 8);
+}
+
+TEST_F(FlightTest, AFailureAfterRowsWereSettledLeavesNoStepThatCouldBeApplied) {
+  device_.fail_done = [](int64_t) { return absl::InternalError("boom"); };
+  Prepare();
+  Fly(/*settles_with_results=*/true);
+  EXPECT_TRUE(a_.results->Wait().ok()) << a_.results->Wait();
+  EXPECT_EQ(other_.results->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(observer_.errors, 1);
+  absl::MutexLock lock(&context_->mutex);
+  EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
+}
+
+TEST_F(FlightTest, AChunkWithoutResultsIsNotSettledWithThem) {
+  device_.fail_results = [](int64_t) { return absl::InternalError("boom"); };
+  Prepare();
+  Fly(/*settles_with_results=*/true);
+  EXPECT_EQ(a_.results->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Unsettled({0, 8}), 8);
 }
 
 // Of several devices that share a chunk some failed and others accumulated their part.

@@ -10,6 +10,7 @@ namespace lossd::engine {
 class SilentObserver : public EngineObserver {
  public:
   void OnChunk(const ChunkReport&) override {}
+  void OnChunkLeft(const ChunkReport&) override {}
   void OnChoices(const ChoicesReport&) override {}
   void OnContribution(const ContributionReport&) override {}
   void OnStep(const StepReport&) override {}

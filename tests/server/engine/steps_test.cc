@@ -237,10 +237,10 @@ TEST_F(StepsTest, AHalfAccumulatedChunkIsNotTrusted) {
   auto collector = std::make_shared<RowCollector>();
   auto stream = Open(Whole(1, 2), collector);
   Send(*stream, 1, {0, 2});
-  EXPECT_EQ(collector->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(collector->Wait().ok()) << "it does not wait for the gradient";
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(engine_->Open(Whole(2, 2), std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kInternal);
-  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   EXPECT_TRUE(engine_->ApplyStep("head", {.step = 0}).ok());
 }

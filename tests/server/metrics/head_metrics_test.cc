@@ -104,7 +104,7 @@ TEST_F(HeadMetricsTest, TheNextStepBeginsAgain) {
 
 TEST_F(HeadMetricsTest, NoSecondOfTheDeviceCountsTwice) {
   const auto chunk = [this](const std::string& head, double seconds) {
-    metrics_.OnChunk({.head = head, .rows = 1, .device_seconds = seconds});
+    metrics_.OnChunkLeft({.head = head, .rows = 1, .device_seconds = seconds});
   };
   const char* const kDevice = "lossd_head_device_seconds_total";
   EXPECT_TRUE(std::isnan(Value(kDevice, "a")));

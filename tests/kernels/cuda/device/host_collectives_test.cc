@@ -125,7 +125,8 @@ class DeviceFloats {
       std::memcpy(to, from, Bytes());
     } else {
       EXPECT_EQ(cudaMemcpy(to, from, Bytes(), cudaMemcpyDefault), cudaSuccess);
-      // It may return while the bytes are still on their way, and the streams of the ranks do not wait for this one.
+      // It may return while the bytes are still on their way, and the streams of the ranks do not wait for
+      // this one.
       EXPECT_EQ(cudaStreamSynchronize(cudaStreamLegacy), cudaSuccess);
     }
   }

@@ -49,6 +49,16 @@ DeviceHead::~DeviceHead() {
 
 int64_t DeviceHead::chunk_rows() const { return device_->chunk_rows; }
 
+std::string CheckPromises(const Generation& generation) {
+  if (generation.broken) return "";
+  for (const int64_t name : generation.promised) {
+    if (!generation.times.contains(name))
+      return absl::StrCat("row ", name % kMostRows, " of ", name / kMostRows,
+                          " was promised and is not there");
+  }
+  return "";
+}
+
 void DeviceHead::Restart() {
   generation_number_ = static_cast<int64_t>(device_->generations_.size());
   device_->generations_.push_back(std::make_unique<Generation>());
@@ -58,6 +68,8 @@ void DeviceHead::Restart() {
 
 void DeviceHead::CheckIdle(const char* what) {
   if (in_flight_ > 0) device_->violation_(absl::StrCat(what, " came while a chunk of the head is in flight"));
+  if (std::string wrong = CheckPromises(generation()); !wrong.empty())
+    device_->violation_(absl::StrCat(what, " found that ", wrong));
 }
 
 void DeviceHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) {

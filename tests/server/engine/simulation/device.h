@@ -49,10 +49,16 @@ struct Added {
 struct Generation {
   std::vector<Added> added;
   std::map<int64_t, int> times;  // by name
-  int64_t rows = 0;              // of microbatches
-  bool broken = false;           // the device failed while it accumulated
+  // Rows, by name, of calls that have ended well. They may still be on their way into the gradients, but no
+  // operation may find them missing unless the gradients are broken.
+  std::set<int64_t> promised;
+  int64_t rows = 0;     // of microbatches
+  bool broken = false;  // the device failed while it accumulated
   bool has_bad_rows = false;
 };
+
+// What is wrong with a generation that no chunk is on its way to.
+std::string CheckPromises(const Generation& generation);
 
 struct Failures {
   std::set<int64_t> results, done;  // chunks, by number, that fail before or after their results
@@ -129,6 +135,10 @@ class Device final : public kernels::Backend {
 
   // What was accumulated in a generation, also if its head is gone.
   const Generation& Of(int64_t generation) const { return *generations_[static_cast<size_t>(generation)]; }
+  // A call that has ended well says that the row is in the generation's gradients, or will be.
+  void Promise(int64_t generation, int64_t name) {
+    generations_[static_cast<size_t>(generation)]->promised.insert(name);
+  }
   // The vocabulary of the head of each generation.
   const std::map<int64_t, int64_t>& vocab_of_generation() const { return vocab_of_generation_; }
   // The head that was created last with this vocab_size; heads are told apart by it.

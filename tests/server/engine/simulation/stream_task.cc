@@ -106,6 +106,8 @@ class StreamTask : public std::enable_shared_from_this<StreamTask> {
   // True if nobody has use for the rest of the stream.
   bool NobodyWaits() const { return world_.stopping || head_.abandoned || (world_.closing && head_.trained); }
   void Read();
+  // What a call that has ended well says of its rows.
+  void NotePromises();
   void WaitForEnd();
 
   World& world_;
@@ -315,7 +317,16 @@ void StreamTask::Read() {
               summary.repeated_rows);
   world_.Judge(CheckEnd(inbox_->status(), summary, facts_, head_.facts, world_.device, world_.stopping),
                Who());
+  if (inbox_->status().ok() && facts_.accumulates) NotePromises();
   finished_ = true;
+}
+
+void StreamTask::NotePromises() {
+  const std::vector<int32_t>& targets = facts_.duty->targets;
+  for (int64_t row = facts_.rows.begin; row < facts_.rows.end; ++row) {
+    if (targets[static_cast<size_t>(row)] >= 0)
+      world_.device.Promise(facts_.generation, static_cast<int64_t>(NameOf(facts_.duty->id, row)));
+  }
 }
 
 void StreamTask::WaitForEnd() {

@@ -157,9 +157,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{136, 4001, 264, true, kBf16, kF32, 7}, Case{1032, 333, 520, true, kBf16, kF32, 4},
                       Case{257, 520, 328, false, kF16, kF16, 3}, Case{601, 2056, 264, false, kF16, kF32, 4},
                       Case{520, 2049, 328, true, kF16, kF32, 4}, Case{300, 264, 40, false, kBf16, kF32, 66},
-                      Case{4104, 24, 2056, true, kBf16, kF32, 66},
-                      Case{520, 130, 328, true, kF16, kF32, 4}, Case{1000, 640, 264, true, kBf16, kF32, 5},
-                      Case{1000, 641, 264, true, kBf16, kF32, 5}),
+                      Case{4104, 24, 2056, true, kBf16, kF32, 66}, Case{520, 130, 328, true, kF16, kF32, 4},
+                      Case{1000, 640, 264, true, kBf16, kF32, 5}, Case{1000, 641, 264, true, kBf16, kF32, 5}),
     CaseName);
 
 TEST(Product, RefusesWhatItCannotStore) {
