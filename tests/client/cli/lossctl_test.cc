@@ -264,12 +264,13 @@ TEST_F(LossctlTest, WatchPrintsLinesWithoutATerminal) {
 }
 
 TEST_F(LossctlTest, WatchRestoresTheTerminal) {
-  // script(1) gives the command a terminal of its own.
+  // script(1) gives the command a terminal of its own, and says nothing of its kind.
   if (std::system("script -qec true /dev/null >/dev/null 2>&1 </dev/null") != 0) {
     GTEST_SKIP() << "no script(1), or no pseudo-terminal";
   }
-  const std::string command = absl::StrCat("timeout --foreground -s INT 2 " LOSSCTL_PATH " --server ",
-                                           server_.target(), " watch --interval 0.1");
+  const std::string command =
+      absl::StrCat("TERM=xterm timeout --foreground -s INT 2 " LOSSCTL_PATH " --server ", server_.target(),
+                   " watch --interval 0.1");
   ASSERT_NE(std::system(absl::StrCat("script -qec '", command, "' ", folder_.File("typescript"),
                                      " >/dev/null </dev/null")
                             .c_str()),
