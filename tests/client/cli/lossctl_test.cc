@@ -61,13 +61,6 @@ TEST_F(LossctlTest, WrongCommandLinesExitWith2) {
   }
 }
 
-TEST_F(LossctlTest, PlanNeedsNoServer) {
-  const std::string no_server = "--server 127.0.0.1:1 ";
-  EXPECT_EQ(Json(no_server + "plan --hidden 4096 --vocab 128256")["server"][0]["chunk_rows"], 8192);
-  EXPECT_EQ(Run(no_server + "plan").exit_code, 4);
-  EXPECT_THAT(Run(no_server + "plan --hidden 4096 --vocab 128256 --trainers 0").err, HasSubstr("trainers"));
-}
-
 TEST_F(LossctlTest, NoServerExitsWith3AndSaysWhatToDo) {
   const absl::Time start = absl::Now();
   const Outcome outcome = RunAt("127.0.0.1:1", "heads");
