@@ -5,6 +5,7 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/plan/config_number.h"
 #include "kernels/errors/field_error.h"
@@ -187,7 +188,7 @@ absl::StatusOr<int64_t> CountParameters(const Json& config, bool tied) {
 
 std::string CountedModelTypes() {
   return absl::StrJoin(kFamilies, ", ",
-                       [](std::string* out, const Family& family) { out->append(family.type); });
+                       [](std::string* out, const Family& family) { absl::StrAppend(out, family.type); });
 }
 
 bool TiedByDefault(absl::string_view model_type) {

@@ -35,8 +35,7 @@ absl::Status Check(const Model& model, const TrainerShape& shape) {
                                      Range("trainer_memory", shape.memory_bytes, 1, kMostMemory),
                                      Range("parameters", shape.parameters, 0, kMostParameters),
                                      Range("activation_bytes", shape.activation_bytes, 0, kMostActivations),
-                                     Range("logit_bytes", shape.logit_bytes, 1, kMostLogit),
-                                     Range("head_parameters", shape.head_parameters, 0, shape.parameters)}) {
+                                     Range("logit_bytes", shape.logit_bytes, 1, kMostLogit)}) {
     if (!status.ok()) return status;
   }
   if (const int64_t head = model.hidden * model.vocab; shape.parameters < head) {
@@ -46,6 +45,10 @@ absl::Status Check(const Model& model, const TrainerShape& shape) {
   if (!(shape.bytes_per_parameter > 0.0 && shape.bytes_per_parameter <= kMostPerParameter)) {
     return errors::FieldError("bytes_per_parameter", absl::StrCat("be > 0 and at most ", kMostPerParameter),
                               shape.bytes_per_parameter);
+  }
+  if (absl::Status status = Range("head_parameters", shape.head_parameters, 0, shape.parameters);
+      !status.ok()) {
+    return status;
   }
   if (shape.activation_bytes > 0) return absl::OkStatus();
   return Range("layers", model.layers, 1, kMostLayers);
