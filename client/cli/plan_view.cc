@@ -14,7 +14,6 @@ namespace lossd::cli {
 namespace {
 
 using kernels::MemoryKind;
-using plan::Basis;
 using plan::Estimate;
 
 // Numbers the sources as they are named, for people.

@@ -2,6 +2,8 @@
 #include "client/cli/trainer_memory_view.h"
 
 #include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -33,27 +35,33 @@ std::string RemarkText(const TrainerMemory& memory, const HeadMemory& head) {
 
 std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& model) {
   const plan::TrainerShape& shape = memory.shape;
-  Table table({{"HEAD"},
-               {"STATE", Align::kRight},
-               {"ACTIVATIONS", Align::kRight},
-               {"LOGITS", Align::kRight},
-               {"TOTAL", Align::kRight},
-               {"A GPU", Align::kRight},
-               {"LARGEST BATCH", Align::kRight},
-               {""}});
+  const bool several = shape.gpus > 1;
+  std::vector<Column> columns = {{"HEAD"},
+                                 {"STATE", Align::kRight},
+                                 {"ACTIVATIONS", Align::kRight},
+                                 {"LOGITS", Align::kRight},
+                                 {"TOTAL", Align::kRight}};
+  if (several) columns.push_back({"A GPU", Align::kRight});
+  columns.push_back({"LARGEST BATCH", Align::kRight});
+  columns.push_back({""});
+  Table table(columns);
   for (const HeadMemory& head : memory.heads) {
-    table.AddRow({head.head == plan::TrainerHead::kServer ? "on the server" : std::string(Name(head.head)),
-                  Bytes(head.state_bytes), Bytes(head.activation_bytes), Bytes(head.logit_bytes),
-                  Bytes(head.TotalBytes()), Bytes(head.TotalBytes() / shape.gpus),
-                  absl::StrCat(Count(head.largest_batch), " rows"), RemarkText(memory, head)});
+    std::vector<std::string> row = {
+        head.head == plan::TrainerHead::kServer ? "on the server" : std::string(Name(head.head)),
+        Bytes(head.state_bytes), Bytes(head.activation_bytes), Bytes(head.logit_bytes),
+        Bytes(head.TotalBytes())};
+    if (several) row.push_back(Bytes(head.TotalBytes() / shape.gpus));
+    row.push_back(absl::StrCat(Count(head.largest_batch), " rows"));
+    row.push_back(RemarkText(memory, head));
+    table.AddRow(std::move(row));
   }
   std::string text = absl::StrCat(
-      "Memory of a trainer with ", Count(shape.gpus), shape.gpus == 1 ? " GPU of " : " GPUs of ",
+      "Memory of a trainer with ", Count(shape.gpus), several ? " GPUs of " : " GPU of ",
       Bytes(shape.memory_bytes), " for a batch of ", Count(shape.rows), " rows\n", table.ToString(),
       "State: ", Count(shape.parameters), " parameters of ", absl::StrFormat("%g", shape.bytes_per_parameter),
       " bytes; activations: ", Count(shape.activation_bytes), " bytes a row; logits: ", shape.logit_bytes,
       " bytes each.\n");
-  if (shape.gpus > 1) text += "State and batch are divided evenly over the GPUs.\n";
+  if (several) text += "State and batch are divided evenly over the GPUs.\n";
   if (model.tied) {
     text += "The classifier is the embedding, whose state is counted as the trainer's with a server, too.\n";
   }

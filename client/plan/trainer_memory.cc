@@ -27,8 +27,8 @@ absl::Status Check(const Model& model, const TrainerShape& shape) {
   if (absl::Status status = Validate(model); !status.ok()) return status;
   if (shape.parameters == 0) {
     return errors::FieldError("parameters",
-                              absl::StrCat("be given where the model's configuration does not say them (of ",
-                                           CountedModelTypes(), ", with all sizes and unchanged, it does)"),
+                              absl::StrCat("be given (only a config.json of ", CountedModelTypes(),
+                                           ", with its own sizes, says them)"),
                               shape.parameters);
   }
   for (const absl::Status& status : {Range("trainer_gpus", shape.gpus, 1, kMostGpus),

@@ -45,6 +45,19 @@ TEST_F(LossctlTest, PlanOfATrainersMemory) {
   EXPECT_EQ(Json(asked + "--vocab 32000 --parameters 7.24B")["trainer_memory"]["parameters"], 7'240'000'000);
 }
 
+TEST_F(LossctlTest, PlanOfATrainersMemoryKeepsAnEmbeddingThatIsTheClassifier) {
+  std::ofstream(folder_.File("config.json"))
+      << R"({"model_type": "gemma2", "hidden_size": 2304, "vocab_size": 256000, "num_hidden_layers": 26,
+             "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256})";
+  const auto memory = Json("plan config.json --trainer-gpus 1")["trainer_memory"];
+  EXPECT_EQ(memory["heads"][2]["head"], "server");
+  EXPECT_EQ(memory["heads"][2]["state_bytes"], 16 * 2'614'341'888);
+  const std::string text = Run("plan config.json --trainer-gpus 1").out;
+  EXPECT_THAT(text, HasSubstr("Memory of a trainer with 1 GPU of 131 GiB for a batch of 65,536 rows\n"));
+  EXPECT_THAT(text, HasSubstr("The classifier is the embedding, whose state is counted"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("A GPU")));
+}
+
 TEST_F(LossctlTest, PlanOfATrainersMemoryNamesWhatIsWrong) {
   const auto refused = [&](const std::string& options, int exit_code, const std::string& says) {
     const Outcome outcome = Run("plan --hidden 4096 --vocab 128256 " + options);
