@@ -41,8 +41,8 @@ class HeadDirectory {
   // ---- Deletion ----
   // From now on the head is not found. Its number, for EndDelete. NOT_FOUND.
   absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
-  // Frees the name of the head of that number; returns its session. Null if its creation has failed meanwhile:
-  // then the name may be that of another head, which stays.
+  // Frees the name of the head of that number; returns its session. Null if its creation has failed
+  // meanwhile: then the name may be that of another head, which stays.
   SessionPtr EndDelete(absl::string_view name, uint64_t number);
   // Frees the name of a head that could not be created.
   void Remove(absl::string_view name);

@@ -240,7 +240,8 @@ TEST_F(ServerProcessTest, CallsGoOnOverTheConnectionsThatStand) {
   proxy.SetServer(absl::StartsWith(server_.target(), "unix:") ? "unix:/nowhere" : "127.0.0.1:1");
   proxy.Arm({.action = test::Fault::Action::kReset});
   for (uint64_t id = 2; id < 7; ++id) {
-    const auto result = client->ComputeLoss(batch.AsMicrobatch(id), {.grad_hidden = batch.dx.data()}, options);
+    const auto result =
+        client->ComputeLoss(batch.AsMicrobatch(id), {.grad_hidden = batch.dx.data()}, options);
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->streams, 2);
   }

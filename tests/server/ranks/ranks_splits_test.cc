@@ -100,7 +100,8 @@ struct Restorable {
 
 Restorable WhatACheckpointHas(client::Client& client) {
   Restorable all;
-  for (const v1::Param param : {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
+  for (const v1::Param param :
+       {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
     for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
       const auto tensor = client.ReadTensor("head", param, role);
       EXPECT_TRUE(tensor.ok()) << tensor.status();
@@ -143,7 +144,8 @@ TEST(RanksSplitsTest, CheckpointsKeepEveryBitBetweenAllNumbersOfRanksAndBothWays
     Layout& layout = layouts.emplace_back();
     layout.name = absl::StrCat(ranks, "-by-", split);
     layout.server = std::make_unique<RankServer>(
-        LOSSD_BINARY, test::RankServerOptions{.ranks = ranks, .flags = {"--deterministic", "--split=" + split}});
+        LOSSD_BINARY,
+        test::RankServerOptions{.ranks = ranks, .flags = {"--deterministic", "--split=" + split}});
     const auto client = Connect(layout.server->target());
     ASSERT_TRUE(client->CreateHead(create).ok());
     Trained trained;

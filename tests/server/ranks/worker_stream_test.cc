@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's end of a stream whose worker does what it must not: it is lost, and what is under way fails once.
+// The leader's end of a stream whose worker does what it must not: it is lost, and all that is under way
+// fails once.
 #include "server/ranks/worker_stream.h"
 
 #include <gmock/gmock.h>
