@@ -300,7 +300,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
           "rows on the server's GPU, and takes memory of that [auto]")
       ->check(CLI::IsMember({"auto", "grpc", "shared_memory", "cuda_ipc"}));
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
-           "Memory to share with the server; it may give less [64MiB; of a GPU: 256MiB]");
+           "Memory to share with the server; it may give less [256MiB]");
   CLI::Option* seconds =
       bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")
