@@ -37,8 +37,15 @@ const FORMATS = {
 function server(...lines) {
   return (samples) => lines.map(([name, series]) => [name, samples.server[series] || []]);
 }
+// Those with most rows in the window first, as many as there are colours, in the order of their names; then the others.
+function byRows(heads) {
+  const rows = ([, of]) => (of.rows_per_second || []).reduce((sum, value) => sum + (value || 0), 0);
+  const busiest = Object.entries(heads).sort((a, b) => rows(b) - rows(a));
+  return busiest.splice(0, MOST_LINES).sort(([a], [b]) => (a < b ? -1 : 1)).concat(busiest);
+}
 function everyHead(series) {
-  return (samples) => Object.entries(samples.heads).map(([name, of]) => [name, of[series]]);
+  const has = ([, values]) => values.some((value) => value !== null);
+  return (samples) => byRows(samples.heads).map(([name, of]) => [name, of[series]]).filter(has);
 }
 function thisHead(series) {
   return (samples) => HEAD in samples.heads ? [[HEAD, samples.heads[HEAD][series]]] : [];
