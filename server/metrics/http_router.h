@@ -44,8 +44,8 @@ struct HttpHandler {
 
   HttpHandler() = default;
   template <typename F, typename = std::enable_if_t<std::is_invocable_r_v<HttpResponse, F, const HttpCall&>>>
-  HttpHandler(F function, Effect effect = Effect::kNone)  // NOLINT(google-explicit-constructor)
-      : function(std::move(function)), effect(effect) {}
+  HttpHandler(F answers, Effect has_effect = Effect::kNone)  // NOLINT(google-explicit-constructor)
+      : function(std::move(answers)), effect(has_effect) {}
 
   HttpFunction function;
   Effect effect = Effect::kNone;
