@@ -208,6 +208,23 @@ def test_many_heads_with_long_names(site: Site) -> None:
                 client.delete_head(name)
 
 
+def test_a_head_that_diverges_does_not_flatten_the_others(site: Site) -> None:
+    rng = np.random.default_rng(3)
+    with lossd.Client(site.server.target) as client:
+        client.create_head("diverges", hidden_size=16, vocab_size=64)
+        try:
+            client.compute_loss("diverges", 1e25 * rng.standard_normal((4, 16), dtype=np.float32), rng.integers(0, 64, 4), step=0, id=0)
+            client.compute_loss("diverges", 1e25 * rng.standard_normal((4, 16), dtype=np.float32), rng.integers(0, 64, 4), step=0, id=1,
+                                accumulate=True)
+            client.apply_step("diverges", 0, lossd.SGD(lr=1e-30))
+            site.open()
+            site.browser.wait_for("the note", lambda: "above the chart: up to " in site.text("[data-chart=loss] .legend"))
+            axis = site.browser.evaluate("Array.from(document.querySelectorAll('[data-chart=loss] text'), (text) => text.textContent)")
+            assert not any("e+" in label for label in axis), axis
+        finally:
+            client.delete_head("diverges")
+
+
 def luminance(colour: str) -> float:
     red, green, blue = (int(part) / 255 for part in colour[colour.index("(") + 1:-1].split(",")[:3])
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
