@@ -140,6 +140,43 @@ def draw_convergence(path):
     return figure
 
 
+def draw_trainer_memory(published_path, planned_path):
+    """By model, what a batch takes on a trainer's GPUs with and without logits, and the largest batches."""
+    published, planned = read_json(published_path), read_json(planned_path)["models"]
+    rows, gib = published["setting"]["rows"], 2 ** 30
+    figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(12, 7.5), sharey=True, width_ratios=(3, 2),
+                                                    constrained_layout=True)
+    parts = {"state_bytes": ("weights, gradients, optimizer", "tab:gray"),
+             "activation_bytes": ("activations", "tab:blue"), "logit_bytes": ("logits", "tab:orange")}
+    for place, model in enumerate(planned):
+        stored, fused, _ = model["heads"]
+        for head, y in ((stored, place - 0.2), (fused, place + 0.2)):
+            begin = 0.0
+            for part, (label, color) in parts.items():
+                share = 100 * head[part] / stored["total_bytes"]
+                left.barh(y, share, 0.34, left=begin, color=color, label=label if y < 0 else None)
+                begin += share
+            left.text(begin + 0.8, y, f"{head['total_bytes'] / gib:.0f} GiB", va="center", fontsize=7)
+        before, after = stored["largest_batch"], fused["largest_batch"]
+        right.plot((before, after), (place, place), color="lightgray", linewidth=3, zorder=1)
+        for batch, color, label in ((before, "tab:orange", "stored logits"), (after, "tab:blue", "without logits")):
+            right.plot(batch, place, "o", color=color, markersize=7, label=label if place == 0 else None)
+        right.text(after * 1.2, place, f"{after / before:.1f} times", va="center", fontsize=8)
+        batches = published["models"][place]["largest_batch"]
+        right.plot(list(batches.values()), (place, place), "k|", markersize=12,
+                   label="published" if place == 0 else None)
+    left.set_yticks(range(len(planned)), [model["name"] for model in planned])
+    left.invert_yaxis()
+    left.set(xlim=(0, 112), xlabel=f"memory of a batch of {rows:,} rows, % of that with stored logits\n"
+             "(above with stored logits, below without)")
+    right.set(xscale="log", xlim=(2.5e5, 2.5e8), xlabel="largest batch, rows")
+    right.grid(axis="x", alpha=0.3)
+    for axes in (left, right):
+        figure.legend(*axes.get_legend_handles_labels(), loc=f"outside upper {'left' if axes is left else 'right'}",
+                      ncols=3)
+    return figure
+
+
 # Name in docs/figures: files in bench/results, and what draws them.
 FIGURES = {
     "convergence-h200.svg": (("h200/convergence.json",), draw_convergence),
@@ -147,6 +184,7 @@ FIGURES = {
     "loss-curves-h200.svg": (("h200/loss_curves.csv",), draw_curves),
     "pipeline-h200.svg": (("h200/pipeline.json",), draw_pipeline),
     "sweeps-h200.svg": (("h200/sweeps.csv",), draw_sweeps),
+    "trainer-memory.svg": (("published_memory.json", "trainer_memory.json"), draw_trainer_memory),
 }
 
 

@@ -117,7 +117,19 @@ def transport_entries(sources):
                         "kernels_rows_per_second": round(kernels[names[head], gradients]),
                         "gigabytes_per_second": round(result["rows_per_second"] * result["hidden_size"] * 2 / 1e9, 3),
                         "server_cores": round(run["server_cpu_seconds"] / run["wall_seconds"], 2), "source": source})
-    return entries + cuda_ipc_entries(sources)
+    return entries + shared_memory_entries(sources) + cuda_ipc_entries(sources)
+
+
+def shared_memory_entries(sources):
+    """Of the session in which the server's CPU time was measured, too."""
+    content = read("shared_memory.json")
+    source = sources.add("shared_memory.json", content)
+    hidden = {"phi3.5-mini": 3072, "llama3-8b": 4096}
+    return [{"transport": "shared_memory", "connections": 1, "shape": run["head"], "gradients": run["gradients"],
+             "rows_per_second": run["lossctl"], "kernels_rows_per_second": run["kernels"],
+             "gigabytes_per_second": round(run["lossctl"] * hidden[run["head"]] * 2 / 1e9, 3),
+             "server_cores": run["server_cores"], "source": source}
+            for run in content["runs"] if "server_cores" in run]
 
 
 def cuda_ipc_entries(sources):

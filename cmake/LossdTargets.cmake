@@ -50,7 +50,7 @@ function(lossd_library)
   target_include_directories(${ARG_NAME} PUBLIC ${PROJECT_SOURCE_DIR})
   target_link_libraries(${ARG_NAME} PUBLIC ${ARG_DEPS} PRIVATE lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
-  _lossd_reuse_rpc_headers(${ARG_NAME} library ${ARG_DEPS})
+  _lossd_reuse_headers(${ARG_NAME} library ${ARG_DEPS})
 endfunction()
 
 # The distribution's Abseil is not instrumented; see the file.
@@ -59,7 +59,7 @@ if(LOSSD_SANITIZE MATCHES thread)
   target_link_libraries(lossd_tsan PUBLIC absl::synchronization ${CMAKE_DL_LIBS})
 endif()
 
-function(lossd_executable)
+function(_lossd_program kind)
   cmake_parse_arguments(ARG "" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
   if(TARGET lossd_tsan)
@@ -67,7 +67,11 @@ function(lossd_executable)
   endif()
   target_link_libraries(${ARG_NAME} PRIVATE ${ARG_DEPS} lossd_warnings)
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
-  _lossd_reuse_rpc_headers(${ARG_NAME} program ${ARG_DEPS})
+  _lossd_reuse_headers(${ARG_NAME} ${kind} ${ARG_DEPS})
+endfunction()
+
+function(lossd_executable)
+  _lossd_program(program ${ARGN})
 endfunction()
 
 # The tests that continuous integration also runs under sanitizers (.ci/run): those of folders that set
@@ -84,11 +88,8 @@ function(lossd_test)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
-  lossd_executable(NAME ${ARG_NAME} LAYER outside SOURCES ${ARG_SOURCES} DEPS ${ARG_DEPS} GTest::gmock GTest::gtest_main)
-  # A test's own sources are compiled in a fifth less time so; what they test keeps its optimization. At -Og gcc takes more for
-  # uninitialised than there is.
-  target_compile_options(${ARG_NAME} PRIVATE
-    "$<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU>>:-Og;-Wno-maybe-uninitialized>")
+  _lossd_program(test NAME ${ARG_NAME} LAYER outside SOURCES ${ARG_SOURCES} DEPS ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  target_compile_options(${ARG_NAME} PRIVATE ${LOSSD_TEST_OPTIONS})
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME})
   if(LOSSD_TESTS_SANITIZED)
     list(APPEND ARG_LABELS sanitized)

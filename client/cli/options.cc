@@ -147,7 +147,7 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
   command->add_option("--grad-output", options->grad_output, "Multiplies every gradient [1]")
       ->group(kLossGroup);
   command
-      ->add_option("--streams", options->streams, "Concurrent streams per microbatch; 0: one per channel [0]")
+      ->add_option("--streams", options->streams, "Concurrent streams per microbatch; 0: as many as help [0]")
       ->check(WholeNumber(0, 1024))
       ->group("Transport");
   AddBytes(command, "--slice-bytes", &options->slice_bytes,

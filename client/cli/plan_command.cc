@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan
+#include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "client/cli/commands.h"
 #include "client/cli/options.h"
 #include "client/cli/plan_view.h"
+#include "client/cli/value_checks.h"
 #include "client/plan/measured.h"
 #include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"
@@ -25,6 +32,9 @@ struct PlanFlags {
   int64_t hidden = 0, vocab = 0, layers = 0;
   uint64_t workspace = 0, memory = 0, stage_memory = 0;
   plan::Request request;
+  int64_t trainer_gpus = 0;  // 0: the memory of a trainer is not asked for
+  std::optional<uint64_t> trainer_memory;
+  plan::TrainerShape trainer;
 };
 
 absl::StatusOr<plan::Measured> ReadMeasured(const std::string& path) {
@@ -45,10 +55,27 @@ absl::StatusOr<plan::Model> ModelOf(const PlanFlags& flags) {
     return absl::InvalidArgumentError(
         "give a model's config.json (or its folder), or --hidden and --vocab; lossctl plan --help says more");
   }
-  if (flags.hidden != 0) model.hidden = flags.hidden;
-  if (flags.vocab != 0) model.vocab = flags.vocab;
-  if (flags.layers != 0) model.layers = flags.layers;
+  // Parameters were counted of the file's sizes.
+  const auto replace = [&](int64_t given, int64_t& size) {
+    if (given == 0 || given == size) return;
+    size = given;
+    model.parameters = 0;
+  };
+  replace(flags.hidden, model.hidden);
+  replace(flags.vocab, model.vocab);
+  replace(flags.layers, model.layers);
   return model;
+}
+
+absl::StatusOr<plan::TrainerShape> TrainerOf(const PlanFlags& flags) {
+  plan::TrainerShape trainer = flags.trainer;
+  trainer.gpus = flags.trainer_gpus;
+  if (flags.trainer_memory.has_value()) {
+    if (*flags.trainer_memory == 0) return errors::FieldError("trainer_memory", "be > 0", 0);
+    trainer.memory_bytes =
+        static_cast<int64_t>(std::min<uint64_t>(*flags.trainer_memory, std::numeric_limits<int64_t>::max()));
+  }
+  return trainer;
 }
 
 absl::Status RunPlan(Context* context, const PlanFlags& flags) {
@@ -62,6 +89,11 @@ absl::Status RunPlan(Context* context, const PlanFlags& flags) {
   request.memory_bytes = static_cast<int64_t>(flags.memory);
   request.stage_bytes = static_cast<int64_t>(flags.stage_memory);
   request.microbatch = std::min(request.microbatch, request.rows);
+  if (flags.trainer_gpus != 0) {
+    absl::StatusOr<plan::TrainerShape> trainer = TrainerOf(flags);
+    if (!trainer.ok()) return trainer.status();
+    request.trainer = *std::move(trainer);
+  }
   const absl::StatusOr<plan::Plan> made = plan::MakePlan(request, *measured);
   if (!made.ok()) return made.status();
   if (context->json) {
@@ -88,6 +120,52 @@ const std::map<std::string, kernels::Norm>& PlanNorms() {
   return *norms;
 }
 
+// "8030261248", "8.03B" or "350M".
+bool ParseParameters(absl::string_view text, int64_t* parameters) {
+  if (absl::SimpleAtoi(text, parameters)) return *parameters > 0;
+  const double unit = absl::ConsumeSuffix(&text, "B") ? 1e9 : absl::ConsumeSuffix(&text, "M") ? 1e6 : 0.0;
+  double number;
+  constexpr double kMost = 9e15;  // exact in double
+  if (unit == 0.0 || !absl::SimpleAtod(text, &number)) return false;
+  number *= unit;
+  if (!(number >= 1.0 && number <= kMost)) return false;
+  *parameters = std::llround(number);
+  return true;
+}
+
+void AddTrainerOptions(CLI::App* command, PlanFlags* flags) {
+  constexpr char kGroup[] = "Memory of a trainer";
+  CLI::Option* const gpus =
+      command
+          ->add_option(
+              "--trainer-gpus", flags->trainer_gpus,
+              "Plan the memory of a trainer, too, whose state and rows are divided over so many GPUs")
+          ->check(NumberAboveZero())
+          ->group(kGroup);
+  const auto add = [&](CLI::Option* option) { option->needs(gpus)->group(kGroup); };
+  add(AddBytes(command, "--trainer-memory", &flags->trainer_memory,
+               "Of each of them, for state, activations and logits [--memory]"));
+  add(command
+          ->add_option("--trainer-rows", flags->trainer.rows,
+                       "Rows that are in memory at one time, on all of them together [--rows]")
+          ->check(NumberAboveZero()));
+  add(command
+          ->add_option(
+              "--parameters",
+              [flags](const CLI::results_t& results) {
+                return ParseParameters(results[0], &flags->trainer.parameters);
+              },
+              "Of the whole model, e.g. 8.03B [counted from MODEL]")
+          ->type_name("COUNT"));
+  add(command->add_option("--bytes-per-parameter", flags->trainer.bytes_per_parameter,
+                          "Of weight, gradient and optimizer; 8 if all are in 16 bits [16]"));
+  add(command
+          ->add_option("--activation-bytes", flags->trainer.activation_bytes,
+                       "Of a row [2 x layers x hidden size: one hidden state a layer in 16 bits]")
+          ->check(NumberAboveZero()));
+  add(command->add_option("--logit-bytes", flags->trainer.logit_bytes, "Of a logit that is stored [4]"));
+}
+
 }  // namespace
 
 void AddPlanCommand(CLI::App* app, Context* context) {
@@ -106,7 +184,7 @@ void AddPlanCommand(CLI::App* app, Context* context) {
                       "Of a trainer's step without the head: says how many trainers a server feeds");
   command->add_option("--gpus", request.gpus, "GPUs of the server [1]");
   command->add_option("--stages", request.stages, "Plan pipelines of so many stages; each trainer is one")
-      ->check(CLI::PositiveNumber);
+      ->check(NumberAboveZero());
   command->add_option("--layer-seconds", request.layer_seconds,
                       "Of one layer, forward and backward, for a microbatch: for --stages");
   command->add_option("--layers", flags->layers, "Layers of the model [the model's]");
@@ -122,6 +200,7 @@ void AddPlanCommand(CLI::App* app, Context* context) {
       ->add_option("--measured", flags->measured,
                    "Rates of another card, as bench/plan_data.py writes them [an H200's]")
       ->type_name("FILE");
+  AddTrainerOptions(command, flags.get());
   command->callback(
       [context, flags] { context->action = [context, flags] { return RunPlan(context, *flags); }; });
 }

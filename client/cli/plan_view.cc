@@ -8,12 +8,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/trainer_memory_view.h"
 
 namespace lossd::cli {
 namespace {
 
 using kernels::MemoryKind;
-using plan::Basis;
 using plan::Estimate;
 
 // Numbers the sources as they are named, for people.
@@ -268,7 +268,11 @@ nlohmann::ordered_json ToJson(const plan::ServerSpeed& speed) {
 
 std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   Footnotes notes(measured);
-  std::string text = absl::StrCat(Heading(plan, measured), "\n", MemoryText(plan), "\n");
+  std::string text = absl::StrCat(Heading(plan, measured), "\n");
+  if (plan.trainer_memory.has_value()) {
+    absl::StrAppend(&text, TrainerMemoryText(*plan.trainer_memory, plan.request.model), "\n");
+  }
+  absl::StrAppend(&text, MemoryText(plan), "\n");
   absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // sources are numbered in this order
   absl::StrAppend(&text, LinksText(plan, notes), "\n");
   absl::StrAppend(&text, LastStageText(plan, notes), "\n");
@@ -284,7 +288,8 @@ nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& me
                  {"hidden_size", r.model.hidden},
                  {"vocab_size", r.model.vocab},
                  {"layers", r.model.layers},
-                 {"tied", r.model.tied}}},
+                 {"tied", r.model.tied},
+                 {"parameters", r.model.parameters == 0 ? Json() : Json(r.model.parameters)}}},
                {"card", measured.card.name},
                {"memory_bytes", r.memory_bytes},
                {"gpus", r.gpus},
@@ -292,6 +297,7 @@ nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& me
                {"microbatch", r.microbatch},
                {"trainers", r.trainers},
                {"data", r.data}};
+  if (plan.trainer_memory.has_value()) json["trainer_memory"] = TrainerMemoryJson(*plan.trainer_memory);
   json["server"] = Json::array();
   for (const plan::DeviceMemory& device : plan.server) json["server"].push_back(ToJson(device));
   json["times"] = Json::array();

@@ -115,7 +115,9 @@ struct ComputeOptions {
   bool retain = false;
 
   // How rows travel.
-  int streams = 0;  // concurrent streams; 0: one per channel. Fewer if rows are few
+  // Concurrent streams; fewer if rows are few. 0: one per connection; in shared memory one for each 8 MiB of
+  // rows, up to four and to half of the machine's cores, unless the server is deterministic.
+  int streams = 0;
   // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB
   // in messages, 4 MiB in shared memory, and in memory of the GPU as much as a quarter of it holds.
   std::optional<uint64_t> slice_bytes;

@@ -18,9 +18,8 @@ namespace lossd::client {
 namespace internal {
 namespace {
 
-// Asked for: of the host's memory, and of the GPU's, where a share of it holds a whole microbatch.
-constexpr int64_t kHostBytes = int64_t{64} << 20;
-constexpr int64_t kDeviceBytes = int64_t{256} << 20;
+// Asked for, of the host's memory and of the GPU's: a share of it holds a whole microbatch.
+constexpr int64_t kRegionBytes = int64_t{256} << 20;
 
 grpc::ChannelArguments Arguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments;
@@ -99,7 +98,7 @@ std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1
                                           v1::ServerService::Stub* stub) {
   return std::make_unique<RegionSource>(
       options.transport == "cuda_ipc" ? "auto" : options.transport,
-      static_cast<uint64_t>(options.shared_memory_bytes.value_or(kHostBytes)), server.region_socket(),
+      static_cast<uint64_t>(options.shared_memory_bytes.value_or(kRegionBytes)), server.region_socket(),
       [stub] { return AskRegionSocket(stub, ""); });
 }
 
@@ -108,7 +107,7 @@ std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const 
   const std::string& device = server.region_device();
   if ((options.transport != "auto" && options.transport != "cuda_ipc") || device.empty()) return nullptr;
   return std::make_unique<RegionSource>(
-      options.transport, static_cast<uint64_t>(options.shared_memory_bytes.value_or(kDeviceBytes)),
+      options.transport, static_cast<uint64_t>(options.shared_memory_bytes.value_or(kRegionBytes)),
       server.region_socket(), [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(),
       device);
 }

@@ -2,6 +2,7 @@
 #include "client/cpp/loss_call.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -128,12 +129,21 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 
 void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
-  const int streams = options_.streams > 0 ? options_.streams : core_->connections().count();
+  const int streams = options_.streams > 0 ? options_.streams : StreamsWanted();
   const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
   parts_.resize(ranges.size());
   for (size_t i = 0; i < ranges.size(); ++i) parts_[i].rows = ranges[i];
   for (size_t i = 0; i < ranges.size() && !finishing_; ++i) StartPart(i);
+}
+
+int LossCall::StreamsWanted() const {
+  const int connections = core_->connections().count();
+  // Where rows have an order, a range of rows may only be answered after those before it.
+  const uint64_t bytes = work_->MovedRows() * work_->row_bytes();
+  if (bytes == 0 || work_->gpu().has_value() || facts_.limits.row_grid() > 0) return connections;
+  if (core_->connections().RegionFor(std::nullopt) == nullptr) return connections;
+  return std::max(connections, StreamsInRegion(bytes, std::thread::hardware_concurrency()));
 }
 
 void LossCall::StartPart(size_t index) {
@@ -145,7 +155,7 @@ void LossCall::StartPart(size_t index) {
   if (!meant.ok()) return Fail(meant.status());
   // Where rows have an order, those of other calls may have to come before a slice is answered.
   auto places = std::make_unique<SlicePlaces>(
-      work_->MovesRows() ? core_->connections().RegionFor(work_->gpu()) : nullptr,
+      work_->MovedRows() > 0 ? core_->connections().RegionFor(work_->gpu()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
   const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
   absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);

@@ -68,6 +68,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void StartDescribe();
   void FinishDescribe(const absl::Status& status);
   void Launch(const HeadInfo& facts);
+  // Unless the caller has said so.
+  int StreamsWanted() const;
   void StartPart(size_t index);
   void FinishPart(size_t index, const StreamEnd& end);
 

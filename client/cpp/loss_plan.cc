@@ -16,8 +16,11 @@ namespace {
 constexpr uint64_t kMessageBytes = 1 << 20;
 constexpr uint64_t kCallsPerRegion = 4;
 
-// Of rows that are copied into a region, while the server computes those before them.
+// Of rows that are copied into a region, while the server computes those before them; and of a stream that
+// copies them beside others: 48 MiB went 1.3 times as fast in four streams as in one, and not faster in more.
 constexpr uint64_t kHostSliceBytes = uint64_t{4} << 20;
+constexpr uint64_t kHostStreamBytes = uint64_t{8} << 20;
+constexpr uint64_t kMaxStreamsInRegion = 4;
 
 constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int kMaxStreams = 1024;
@@ -122,7 +125,8 @@ absl::Status ValidateTransport(const ComputeOptions& options) {
     return ArgumentError("options.streams", options.streams,
                          absl::StrCat("is ", options.streams, "; it must be in [0, ", kMaxStreams, "]"));
   }
-  if (options.slice_bytes == uint64_t{0}) return ArgumentError("options.slice_bytes", 0, "is 0; it must be above 0");
+  if (options.slice_bytes == uint64_t{0})
+    return ArgumentError("options.slice_bytes", 0, "is 0; it must be above 0");
   if (options.max_attempts < 0) {
     return ArgumentError("options.max_attempts", options.max_attempts,
                          absl::StrCat("is ", options.max_attempts));
@@ -255,6 +259,11 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 }
 
 uint64_t ShareOfRegion(uint64_t region_bytes) { return region_bytes / kCallsPerRegion; }
+
+int StreamsInRegion(uint64_t bytes, unsigned cores) {
+  const uint64_t most = std::min<uint64_t>(kMaxStreamsInRegion, cores / 2);
+  return static_cast<int>(std::clamp<uint64_t>(bytes / kHostStreamBytes, 1, std::max<uint64_t>(1, most)));
+}
 
 uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes) {
   const uint64_t share = ShareOfRegion(region_bytes);

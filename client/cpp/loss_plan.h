@@ -69,6 +69,10 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 // beside each other.
 uint64_t ShareOfRegion(uint64_t region_bytes);
 
+// How many streams copy so many bytes of rows into a region of the host's memory, and their gradients out of
+// it, on a machine with so many cores: gRPC runs the copies of each stream on one thread at a time.
+int StreamsInRegion(uint64_t bytes, unsigned cores);
+
 // How many rows of a slice are best in a region of so many bytes, of a GPU's memory or of the host's.
 uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes);
 

@@ -73,7 +73,7 @@ class ForwardWork : public LossWork {
     return status;
   }
 
-  bool MovesRows() const override { return valid_rows_ > 0; }
+  uint64_t MovedRows() const override { return valid_rows_; }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(targets_, ignore_index_, streams,
@@ -175,7 +175,7 @@ class BackwardWork : public LossWork {
     return status;
   }
 
-  bool MovesRows() const override { return outputs_.grad_hidden != nullptr; }
+  uint64_t MovedRows() const override { return outputs_.grad_hidden == nullptr ? 0 : grad_loss_.size(); }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     // No row is known to be ignored.

@@ -59,8 +59,8 @@ class LossWork {
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.
   virtual absl::Status Validate() const = 0;
-  // Whether hidden states or gradients travel.
-  virtual bool MovesRows() const = 0;
+  // How many rows' hidden states or gradients travel.
+  virtual uint64_t MovedRows() const = 0;
   // Splits the rows into ranges for about `streams` streams, whose first messages stay below
   // `max_message_bytes` and below 4 MiB.
   virtual std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const = 0;

@@ -4,10 +4,11 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "client/plan/config_number.h"
+#include "client/plan/parameters.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_config.h"
 
@@ -19,21 +20,8 @@ using Json = nlohmann::json;
 // Larger files are no model's configuration.
 constexpr std::streamsize kMostConfigBytes = 4 << 20;
 
-// The first of the names that the document has: a number >= 1, or 0 if it has none of them.
-absl::StatusOr<int64_t> Number(const Json& config, std::initializer_list<const char*> names) {
-  for (const char* name : names) {
-    const auto it = config.find(name);
-    if (it == config.end()) continue;
-    if (!it->is_number_integer() || it->get<int64_t>() < 1) {
-      return errors::FieldError(name, "be a whole number >= 1", it->dump());
-    }
-    return it->get<int64_t>();
-  }
-  return 0;
-}
-
 absl::StatusOr<int64_t> RequiredNumber(const Json& config, std::initializer_list<const char*> names) {
-  absl::StatusOr<int64_t> number = Number(config, names);
+  absl::StatusOr<int64_t> number = ConfigNumber(config, names);
   if (number.ok() && *number == 0) {
     return absl::InvalidArgumentError(absl::StrCat("the model's configuration has no ", *names.begin()));
   }
@@ -62,22 +50,27 @@ absl::StatusOr<Model> ParseModel(absl::string_view config_json) {
     model.name = type->get<std::string>();
   }
   const auto tied = config.find("tie_word_embeddings");
-  model.tied = tied != config.end() && tied->is_boolean() && tied->get<bool>();
-  // Of a model with images or sound beside text.
+  model.tied = tied != config.end() && tied->is_boolean() ? tied->get<bool>() : TiedByDefault(model.name);
+  bool has_other_parts = false;  // for images or sound, beside text
   if (const auto text = config.find("text_config"); text != config.end() && text->is_object()) {
     const Json inner = *text;
     config = inner;
+    has_other_parts = true;
   }
   const absl::StatusOr<int64_t> hidden = RequiredNumber(config, {"hidden_size", "n_embd", "d_model"});
   if (!hidden.ok()) return hidden.status();
   const absl::StatusOr<int64_t> vocab = RequiredNumber(config, {"vocab_size"});
   if (!vocab.ok()) return vocab.status();
-  const absl::StatusOr<int64_t> layers = Number(config, {"num_hidden_layers", "n_layer", "num_layers"});
+  const absl::StatusOr<int64_t> layers = ConfigNumber(config, {"num_hidden_layers", "n_layer", "num_layers"});
   if (!layers.ok()) return layers.status();
   model.hidden = *hidden;
   model.vocab = *vocab;
   model.layers = *layers;
   if (absl::Status status = Validate(model); !status.ok()) return status;
+  if (has_other_parts) return model;
+  const absl::StatusOr<int64_t> parameters = CountParameters(config, model.tied);
+  if (!parameters.ok()) return parameters.status();
+  model.parameters = *parameters;
   return model;
 }
 

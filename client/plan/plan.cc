@@ -250,6 +250,16 @@ std::vector<Pipeline> PipelinesOf(const Plan& plan) {
   return pipelines;
 }
 
+absl::StatusOr<TrainerMemory> TrainerMemoryOf(const Request& r) {
+  TrainerShape shape = *r.trainer;
+  if (shape.memory_bytes == 0) shape.memory_bytes = r.memory_bytes;
+  if (shape.rows == 0) shape.rows = r.rows;
+  if (shape.parameters == 0) shape.parameters = r.model.parameters;
+  // An embedding that is the classifier, too, stays with its trainer.
+  shape.head_parameters = r.model.tied ? 0 : r.model.hidden * r.model.vocab;
+  return MemoryOfTrainer(r.model, shape);
+}
+
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) {
@@ -284,6 +294,11 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
   plan.pipelines = PipelinesOf(plan);
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;
+  if (r.trainer.has_value()) {
+    absl::StatusOr<TrainerMemory> memory = TrainerMemoryOf(r);
+    if (!memory.ok()) return memory.status();
+    plan.trainer_memory = *std::move(memory);
+  }
   return plan;
 }
 

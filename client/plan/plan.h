@@ -18,6 +18,7 @@
 #include "client/plan/model.h"
 #include "client/plan/pipeline.h"
 #include "client/plan/rates.h"
+#include "client/plan/trainer_memory.h"
 #include "kernels/choice.h"
 #include "kernels/head_config.h"
 #include "kernels/memory.h"
@@ -44,6 +45,10 @@ struct Request {
   // Of pipelines; each trainer is one.
   int stages = 0;              // 0: no pipeline is planned
   double layer_seconds = 0.0;  // forward and backward of one layer, of one microbatch; > 0 with stages
+
+  // Whose memory is planned, too: one trainer with its whole model. A 0 in memory_bytes, rows or parameters
+  // is replaced by what the request or its model has of that name; head_parameters by those of the head.
+  std::optional<TrainerShape> trainer;
 };
 
 // One GPU of the server.
@@ -116,6 +121,7 @@ struct Plan {
   std::vector<Pipeline> pipelines;
   // Of the trainer: hidden states and gradients of a microbatch in bf16, instead of all of `last_stage`.
   int64_t trainer_bytes = 0;
+  std::optional<TrainerMemory> trainer_memory;  // if the request has a trainer
 };
 
 // INVALID_ARGUMENT naming the field of the request. `measured` is of the server's card.

@@ -60,7 +60,7 @@ struct ServerOptions {
   // Memory that clients of this host may open and put their slices into (docs/transport.md), of the host and
   // of the GPU, taken as they do; 0: none. Where they open it: a path, or "@" and a name in the abstract
   // namespace; empty: the server chooses.
-  int64_t shared_memory_bytes = int64_t{256} << 20;
+  int64_t shared_memory_bytes = int64_t{1} << 30;
   int64_t shared_device_memory_bytes = int64_t{1} << 30;
   std::string region_socket;
   int64_t max_streams = 256;  // open ComputeLoss calls

@@ -4,10 +4,12 @@
     plan_test.py PAGE LOSSCTL            # exit status 1 and the differences if something differs
     plan_test.py PAGE LOSSCTL --write    # writes what is printed into the page
 
-A block that begins with `$ cat > FILE <<EOF` makes the file first, in the folder that the commands run in.
+A block that begins with `$ cat > FILE <<EOF` makes the file first, in the folder that the commands run in. What a command prints may go
+through a pipe.
 """
 
 import difflib
+import os
 import pathlib
 import re
 import shlex
@@ -33,10 +35,10 @@ def run(line, rest, folder, lossctl):
         text, _, after = rest.partition("EOF\n")
         (folder / heredoc[1]).write_text(text, encoding="utf-8")
         return text + "EOF\n" + after
-    words = shlex.split(line)
-    if words[0] != "lossctl":
+    if shlex.split(line)[0] != "lossctl":
         raise SystemExit(f"not a command of this page: {line}")
-    done = subprocess.run([lossctl, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=60)
+    path = {"PATH": f"{pathlib.Path(lossctl).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=60)
     printed = done.stdout + done.stderr
     return printed + ("\n" if rest.endswith("\n\n") and not printed.endswith("\n\n") else "")
 

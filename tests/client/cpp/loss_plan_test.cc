@@ -92,6 +92,17 @@ TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
   }
 }
 
+TEST(LossPlanTest, LargeMicrobatchesAreCopiedByMoreStreamsThanSmallOnes) {
+  constexpr uint64_t kMiB = 1 << 20;
+  EXPECT_EQ(StreamsInRegion(0, 16), 1);
+  EXPECT_EQ(StreamsInRegion(15 * kMiB, 16), 1);
+  EXPECT_EQ(StreamsInRegion(16 * kMiB, 16), 2);
+  EXPECT_EQ(StreamsInRegion(48 * kMiB, 16), 4);
+  EXPECT_EQ(StreamsInRegion(uint64_t{1} << 50, 1024), 4);
+  EXPECT_EQ(StreamsInRegion(48 * kMiB, 6), 3);
+  for (const unsigned cores : {0, 1, 2, 3}) EXPECT_EQ(StreamsInRegion(48 * kMiB, cores), 1) << cores;
+}
+
 TEST(LossPlanTest, LongIgnoredRunsAreNotSent) {
   std::vector<int32_t> targets(1000, kIgnore);
   targets[10] = targets[11] = targets[900] = 3;

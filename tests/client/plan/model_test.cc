@@ -34,6 +34,32 @@ TEST(Model, IsReadFromTheNamesOfSeveralFamilies) {
   EXPECT_EQ(images->layers, 0);
 }
 
+TEST(Model, IsTiedAsItsConfigurationOrItsTypeSays) {
+  const auto tied = [](const std::string& fields) {
+    const auto model = ParseModel(R"({"hidden_size": 64, "vocab_size": 100)" + fields + "}");
+    EXPECT_TRUE(model.ok()) << model.status();
+    return model.ok() && model->tied;
+  };
+  EXPECT_FALSE(tied(""));
+  EXPECT_FALSE(tied(R"(, "model_type": "llama")"));
+  EXPECT_TRUE(tied(R"(, "model_type": "llama", "tie_word_embeddings": true)"));
+  EXPECT_TRUE(tied(R"(, "model_type": "gemma2")"));
+  EXPECT_FALSE(tied(R"(, "model_type": "gemma2", "tie_word_embeddings": false)"));
+}
+
+TEST(Model, HasParametersIfTheWholeConfigurationIsKnown) {
+  const std::string sizes =
+      R"("hidden_size": 8, "vocab_size": 10, "num_hidden_layers": 1, "intermediate_size": 16,
+                               "num_attention_heads": 2, "model_type": "llama")";
+  EXPECT_EQ(ParseModel("{" + sizes + "}")->parameters, 4 * 64 + 3 * 8 * 16 + 3 * 8 + 2 * 80);
+  EXPECT_EQ(ParseModel("{" + sizes + R"(, "tie_word_embeddings": true})")->parameters,
+            4 * 64 + 3 * 8 * 16 + 3 * 8 + 80);
+  EXPECT_EQ(ParseModel(R"({"text_config": {)" + sizes + "}}")->parameters, 0)
+      << "images have parameters, too";
+  EXPECT_THAT(ParseModel("{" + sizes + R"(, "num_key_value_heads": "two"})").status().message(),
+              testing::AllOf(HasSubstr("num_key_value_heads"), HasSubstr("two")));
+}
+
 TEST(Model, NamesTheFieldThatIsWrongOrMissing) {
   EXPECT_THAT(ParseModel(R"({"vocab_size": 10})").status().message(), HasSubstr("hidden_size"));
   EXPECT_THAT(ParseModel(R"({"hidden_size": 10})").status().message(), HasSubstr("vocab_size"));

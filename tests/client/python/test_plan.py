@@ -14,6 +14,7 @@ from lossd._plan import (
     make_slice_rule,
     split_ranges,
     unsent,
+    wanted_rows,
 )
 from lossd.v1 import loss_pb2
 
@@ -100,6 +101,15 @@ def test_slices_in_a_region_are_equal_and_as_large_as_wanted() -> None:
     assert rule.in_region(300, 7) == SliceRule(100), "no smaller than those in messages"
     assert rule.in_region(0, 200) == SliceRule(200)
     assert SliceRule(100).in_region(250, 200) == SliceRule(84)
+
+
+def test_slices_in_memory_of_the_host_are_larger_among_other_calls() -> None:
+    mib = 1 << 20
+    assert wanted_rows(256 * mib, of_gpu=False, row_bytes=mib) == 4
+    assert wanted_rows(256 * mib, of_gpu=False, row_bytes=mib, among_calls=True) == 16
+    assert wanted_rows(32 * mib, of_gpu=False, row_bytes=mib, among_calls=True) == 8, "a share of the region"
+    for among_calls in (False, True):
+        assert wanted_rows(256 * mib, of_gpu=True, row_bytes=mib, among_calls=among_calls) == 64
 
 
 def test_a_slice_without_room_is_cut_for_messages() -> None:

@@ -26,8 +26,7 @@ from lossd._regions import RegionSource, SharedRegion
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
-_HOST_BYTES = 64 << 20  # asked for: of the host's memory, and of the GPU's, where a share of it holds a whole microbatch
-_DEVICE_BYTES = 256 << 20
+_REGION_BYTES = 256 << 20  # asked for, of the host's memory and of the GPU's: a share of it holds a whole microbatch
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -154,13 +153,13 @@ class Connections:
         options = self.options
         size = options.shared_memory_bytes
         if options.transport != "grpc":
-            self.regions = RegionSource("auto", size or _HOST_BYTES, server.region_socket, lambda: self._ask().region_socket)
+            self.regions = RegionSource("auto", size or _REGION_BYTES, server.region_socket, lambda: self._ask().region_socket)
         if options.transport == "shared_memory":
             self.regions.check()
         if options.transport in ("auto", "cuda_ipc") and server.region_device:
             self.device = server.region_device
             self.device_regions = RegionSource(
-                "auto", size or _DEVICE_BYTES, server.region_socket, self._socket_of_device, self.device)
+                "auto", size or _REGION_BYTES, server.region_socket, self._socket_of_device, self.device)
         if options.transport == "cuda_ipc":
             if not self.device:
                 raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")

@@ -15,7 +15,8 @@ from lossd.v1 import loss_pb2
 MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
 _MESSAGE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 _CALLS_PER_REGION = 4
-_HOST_SLICE_BYTES = 4 << 20  # of rows that are copied into a region, while the server works on those before them
+_HOST_SLICE_BYTES = 4 << 20  # of rows that are copied into a region, while the server works on those before them;
+_HOST_SLICE_BYTES_AMONG_CALLS = 16 << 20  # or on those of other calls: then fewer messages matter more
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ def share_of_region(size: int) -> int:
     return size // _CALLS_PER_REGION
 
 
-def wanted_rows(size: int, of_gpu: bool, row_bytes: int) -> int:
+def wanted_rows(size: int, of_gpu: bool, row_bytes: int, among_calls: bool = False) -> int:
     """How many rows of a slice are best in a region of `size` bytes, of a GPU's memory or of the host's.
 
-    Copies between two places of a GPU take no time.
+    `among_calls`: other calls use the region too. Copies between two places of a GPU take no time.
     """
     share = share_of_region(size)
-    return (share if of_gpu else min(share, _HOST_SLICE_BYTES)) // row_bytes
+    host = _HOST_SLICE_BYTES_AMONG_CALLS if among_calls else _HOST_SLICE_BYTES
+    return (share if of_gpu else min(share, host)) // row_bytes
 
 
 def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) -> list[Rows]:

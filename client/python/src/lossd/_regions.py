@@ -131,8 +131,10 @@ class SharedRegion:
         return _plan.share_of_region(self.size)
 
     def wanted_rows(self, row_bytes: int) -> int:
-        """How many rows of a slice are best."""
-        return _plan.wanted_rows(self.size, self.mapping is not None, row_bytes)
+        """How many rows of a slice are best for a call that has entered."""
+        with self._lock:
+            among_calls = self._users > 1
+        return _plan.wanted_rows(self.size, self.mapping is not None, row_bytes, among_calls)
 
     def take(self, size: int, patience: float = 0.0) -> int | None:
         """The offset of a free range; None if there is none within `patience` seconds."""
