@@ -207,6 +207,10 @@ TransportChoice Connections::transport() const {
 
 std::shared_ptr<grpc::Channel> Connections::channel(size_t index) const {
   absl::MutexLock lock(&mu_);
+  for (size_t i = 0; i < channels_.size(); ++i) {
+    const auto& channel = channels_[(index + i) % channels_.size()];
+    if (channel->GetState(/*try_to_connect=*/false) != GRPC_CHANNEL_TRANSIENT_FAILURE) return channel;
+  }
   return channels_[index % channels_.size()];
 }
 

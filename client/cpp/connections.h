@@ -37,7 +37,8 @@ class Connections {
   // AwaitServer.
   static absl::StatusOr<std::unique_ptr<Connections>> Open(const ClientOptions& options);
 
-  // Each has a connection of its own. Any index >= 0; wraps around.
+  // Each has a connection of its own. Any index >= 0; wraps around. In place of one that is broken, and was
+  // not to be had again yet, the next one that is not.
   std::shared_ptr<grpc::Channel> channel(size_t index) const ABSL_LOCKS_EXCLUDED(mu_);
   // How many there are at the moment, and why.
   ConnectionChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);

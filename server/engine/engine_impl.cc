@@ -165,6 +165,7 @@ absl::Status EngineImpl::PublishHead(absl::string_view name) {
 }
 
 absl::Status EngineImpl::DeleteHead(absl::string_view name) {
+  uint64_t number = 0;
   SessionPtr busy;  // the head, if a chunk of it is under way
   {
     absl::MutexLock lock(&context_->mutex);
@@ -176,16 +177,18 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
       if (!(*session)->BeginDelete()) busy = *session;
       (*session)->schedule().EndTurns();
     }
-    if (auto status = heads_.BeginDelete(name); !status.ok()) return status;
+    const absl::StatusOr<uint64_t> begun = heads_.BeginDelete(name);
+    if (!begun.ok()) return begun.status();
+    number = *begun;
   }
   if (busy != nullptr) AwaitIdle(*busy, context_.get());
   return context_->loop.Run([&] {
     SessionPtr session;
     {
       absl::MutexLock lock(&context_->mutex);
-      context_->loop.Remove(name);
-      session = heads_.Remove(name);
+      session = heads_.EndDelete(name, number);
       if (session == nullptr) return;  // its creation failed
+      context_->loop.Remove(name);
       session->step().ForgetRows();
       for (Operation* operation : session->schedule().TakeOperations()) {
         operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));

@@ -31,7 +31,7 @@ absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
 
 absl::Status HeadDirectory::Reserve(absl::string_view name) {
   if (absl::Status status = CheckFree(name); !status.ok()) return status;
-  slots_.try_emplace(std::string(name));
+  slots_.try_emplace(std::string(name), Slot{.number = ++last_number_});
   return absl::OkStatus();
 }
 
@@ -47,18 +47,23 @@ absl::Status HeadDirectory::Publish(absl::string_view name) {
 
 // ---- Deletion ----
 
-absl::Status HeadDirectory::BeginDelete(absl::string_view name) {
+absl::StatusOr<uint64_t> HeadDirectory::BeginDelete(absl::string_view name) {
   if (auto found = FindSlot(name); !found.ok()) return found.status();
-  slots_.find(name)->second.deleting = true;
-  return absl::OkStatus();
+  Slot& slot = slots_.find(name)->second;
+  slot.deleting = true;
+  return slot.number;
 }
 
-HeadDirectory::SessionPtr HeadDirectory::Remove(absl::string_view name) {
+HeadDirectory::SessionPtr HeadDirectory::EndDelete(absl::string_view name, uint64_t number) {
   const auto it = slots_.find(name);
-  if (it == slots_.end()) return nullptr;
+  if (it == slots_.end() || it->second.number != number) return nullptr;
   SessionPtr session = std::move(it->second.session);
   slots_.erase(it);
   return session;
+}
+
+void HeadDirectory::Remove(absl::string_view name) {
+  if (const auto it = slots_.find(name); it != slots_.end()) slots_.erase(it);
 }
 
 std::vector<HeadDirectory::SessionPtr> HeadDirectory::RemoveAll() {

@@ -39,10 +39,13 @@ class HeadDirectory {
   absl::Status Publish(absl::string_view name);
 
   // ---- Deletion ----
-  // From now on the head is not found. NOT_FOUND.
-  absl::Status BeginDelete(absl::string_view name);
-  // Frees a name; returns the session that had it, or null if it had none.
-  SessionPtr Remove(absl::string_view name);
+  // From now on the head is not found. Its number, for EndDelete. NOT_FOUND.
+  absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
+  // Frees the name of the head of that number; returns its session. Null if its creation has failed
+  // meanwhile: then the name may be that of another head, which stays.
+  SessionPtr EndDelete(absl::string_view name, uint64_t number);
+  // Frees the name of a head that could not be created.
+  void Remove(absl::string_view name);
   std::vector<SessionPtr> RemoveAll();
 
   // ---- Look-up ----
@@ -57,7 +60,8 @@ class HeadDirectory {
 
  private:
   struct Slot {
-    SessionPtr session;  // null while the head is being created
+    uint64_t number = 0;  // no two heads have the same
+    SessionPtr session;   // null while the head is being created
     bool published = false;
     bool deleting = false;
   };
@@ -65,6 +69,7 @@ class HeadDirectory {
   absl::StatusOr<const Slot*> FindSlot(absl::string_view name) const;
 
   const int64_t max_heads_;
+  uint64_t last_number_ = 0;
   std::map<std::string, Slot, std::less<>> slots_;
 };
 

@@ -183,7 +183,7 @@ class StreamObserver {
   // The results of one slice, in order of completion.
   virtual void OnSlice(SliceOutput output) = 0;
   // The last call, exactly once: OK with the summary when every valid row of the range is computed and
-  // accumulated, else why the stream ended. No memory of the stream is in use any more.
+  // booked (its weight gradient may be on its way), else why the stream ended. None of its memory is in use.
   virtual void OnFinished(absl::Status status, const StreamSummary& summary) = 0;
 };
 

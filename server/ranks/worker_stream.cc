@@ -143,15 +143,23 @@ void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks
 }
 
 void WorkerStream::SendChunk(uint64_t id, const RemoteHeadId& head, const Chunk& chunk, size_t row_bytes) {
+  const absl::Span<const kernels::Slice> slices = chunk.slices;
   v1::ToWorker message;
   *message.mutable_chunk() = StartOf(chunk, id, head.id);
+  if (slices.empty()) NoteRead(id);
   if (!Send(message)) return;
-  for (const kernels::Slice& slice : chunk.slices) {
-    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slice, row_bytes);
+  for (size_t i = 0; i < slices.size(); ++i) {
+    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slices[i], row_bytes);
     if (!of_slice.ok()) return GiveUp(of_slice.status());
     *message.mutable_slice() = *std::move(of_slice);
+    if (i + 1 == slices.size()) NoteRead(id);
     if (!Send(message)) return;
   }
+}
+
+void WorkerStream::NoteRead(uint64_t chunk) {
+  absl::MutexLock lock(&mutex_);
+  flights_.at(chunk)->is_read = true;
 }
 
 // ---- Reading ----
@@ -208,8 +216,10 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
       return OnResults(message.results());
     case v1::FromWorker::kDone:
       return OnDone(message.done());
-    case v1::FromWorker::kLost:
-      return FromProto(message.lost().status());
+    case v1::FromWorker::kLost: {
+      const absl::Status status = FromProto(message.lost().status());
+      return status.ok() ? absl::InternalError("its device is lost, and it does not say why") : status;
+    }
     default:
       return absl::InternalError(absl::StrCat("it sent message ", message.message_case()));
   }
@@ -237,14 +247,16 @@ absl::Status WorkerStream::OnAnswer(v1::Answer& answer) {
 WorkerStream::Flight* WorkerStream::FindFlight(uint64_t chunk) {
   absl::MutexLock lock(&mutex_);
   const auto found = flights_.find(chunk);
-  return found == flights_.end() ? nullptr : found->second.get();
+  return found == flights_.end() || !found->second->is_read ? nullptr : found->second.get();
 }
 
 absl::Status WorkerStream::OnSlice(const v1::SliceResults& results) {
   Flight* const flight = FindFlight(results.chunk());
-  if (flight == nullptr || flight->has_results || results.slice() >= flight->chunk->slices.size()) {
-    return absl::InternalError("it sent results of a slice that it has not");
+  if (flight == nullptr || flight->has_results || flight->slices >= flight->chunk->slices.size() ||
+      results.slice() != flight->slices) {
+    return absl::InternalError("it sent results of a slice that it has not, or not now");
   }
+  ++flight->slices;
   kernels::Slice& slice = flight->chunk->slices[results.slice()];
   if (!flight->is_part) return TakeResults(results, flight->row_bytes, slice);
   TakePartResults(results, slice);
@@ -256,13 +268,18 @@ absl::Status WorkerStream::OnResults(const v1::ChunkResults& results) {
   if (flight == nullptr || flight->has_results) {
     return absl::InternalError("it sent results of a chunk that it has not");
   }
+  const absl::Status status = FromProto(results.status());
+  if (status.ok() && flight->slices < flight->chunk->slices.size()) {
+    return absl::InternalError(absl::StrCat("it sent results of ", flight->slices, " of ",
+                                            flight->chunk->slices.size(), " slices of a chunk"));
+  }
   const auto gradients = GradientsOf(results.gradients());
   if (!gradients.ok()) return gradients.status();
   flight->chunk->choices = ChoicesOf(results.choices());
   flight->chunk->gradients = *gradients;
   flight->chunk->sample_threshold = results.sample_threshold();
   flight->has_results = true;
-  flight->callbacks.on_results(FromProto(results.status()));
+  flight->callbacks.on_results(status);
   return absl::OkStatus();
 }
 

@@ -95,7 +95,9 @@ class WorkerStream {
     kernels::ChunkCallbacks callbacks;
     size_t row_bytes = 0;  // of hidden states
     bool is_part = false;
-    bool has_results = false;
+    bool is_read = false;      // for sending: only then may there be results
+    size_t slices = 0;         // that have results
+    bool has_results = false;  // of the chunk
   };
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
@@ -103,6 +105,7 @@ class WorkerStream {
   uint64_t NewRequest();
   void SendChunk(uint64_t id, const RemoteHeadId& head, const kernels::Chunk& chunk, size_t row_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+  void NoteRead(uint64_t chunk) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Of the reading thread: an error if the worker has said what it must not.
   absl::Status OnMessage(v1::FromWorker& message);
@@ -111,6 +114,7 @@ class WorkerStream {
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);
   absl::Status OnDone(const v1::ChunkDone& done);
+  // One that the worker may have results of; null: there is none.
   Flight* FindFlight(uint64_t chunk);
   void FailAll(const absl::Status& status);
 

@@ -44,7 +44,8 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
     if (to != from.data()) region->memory().CopyToHost(from, to).IgnoreError();
   };
   absl::MutexLock lock(&mutex_);
-  in_region_[rows.begin] = bytes->data();
+  // A slice that repeats rows is refused later, maybe while the first one's gradients are on their way.
+  in_region_.try_emplace(rows.begin, *bytes);
   return slice;
 }
 
@@ -57,7 +58,9 @@ uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
   }
   absl::MutexLock lock(&mutex_);
   const auto place = in_region_.find(output.rows.begin);
-  return place == in_region_.end() ? nullptr : place->second;
+  if (place == in_region_.end() || static_cast<int64_t>(place->second.size()) < output.grad_bytes)
+    return nullptr;
+  return place->second.data();
 }
 
 grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {

@@ -54,7 +54,7 @@ class SlicePlaces {
   absl::Span<uint8_t> gradients_;            // of first_row_ and those behind it
   int64_t first_row_ = 0;
   absl::Mutex mutex_;
-  std::map<int64_t, uint8_t*> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
+  std::map<int64_t, absl::Span<uint8_t>> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
 };
 
 }  // namespace lossd::rpc

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/kernels/chunk_run.h"
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/synchronization/notification.h"
@@ -14,12 +16,28 @@ const T* DataOrNull(const std::vector<T>& values) {
   return values.empty() ? nullptr : values.data();
 }
 
-// Output buffers of a chunk and the Slices that point into them.
+// Inputs and outputs of a chunk, and the Slices that point to them.
 struct ChunkBuffers {
+  std::vector<SliceData> inputs;
   std::vector<std::vector<uint8_t>> hidden;
   std::vector<std::vector<uint8_t>> grad_hidden;
   std::vector<Slice> slices;
 };
+
+// A backend that looked at the inputs after its results were there would find these.
+void SpoilInputs(ChunkBuffers& buffers) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (SliceData& data : buffers.inputs) {
+    std::fill(data.targets.begin(), data.targets.end(), std::numeric_limits<int32_t>::max());
+    std::fill(data.accumulate.begin(), data.accumulate.end(), uint8_t{1});
+    for (auto* values : {&data.row_weights, &data.grad_loss, &data.grad_lse, &data.grad_entropy}) {
+      std::fill(values->begin(), values->end(), kNan);
+    }
+  }
+  for (auto* all : {&buffers.hidden, &buffers.grad_hidden}) {
+    for (std::vector<uint8_t>& bytes : *all) std::fill(bytes.begin(), bytes.end(), uint8_t{0xff});
+  }
+}
 
 void PointOutputs(SliceOutputs& outputs, size_t rows, Slice& slice) {
   constexpr float kUnset = -12345.0f;
@@ -33,10 +51,11 @@ void PointOutputs(SliceOutputs& outputs, size_t rows, Slice& slice) {
 
 ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, ChunkRun& run) {
   ChunkBuffers buffers;
+  buffers.inputs = problem.slices;
   run.slices.resize(problem.slices.size());
   buffers.grad_hidden.resize(problem.slices.size());
   for (size_t i = 0; i < problem.slices.size(); ++i) {
-    const SliceData& data = problem.slices[i];
+    const SliceData& data = buffers.inputs[i];
     buffers.hidden.push_back(Encode(problem.hidden_dtype, data.hidden));
     Slice slice;
     slice.rows = data.rows();
@@ -60,6 +79,15 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     buffers.slices.push_back(slice);
   }
   return buffers;
+}
+
+void TakeGradients(const Problem& problem, const RunOptions& options, const ChunkBuffers& buffers,
+                   ChunkRun& run) {
+  for (size_t i = 0; i < run.slices.size(); ++i) {
+    if (buffers.slices[i].grad_hidden == nullptr) continue;
+    run.slices[i].grad_hidden = Decode(
+        problem.hidden_dtype, options.grad_hidden_in_place ? buffers.hidden[i] : buffers.grad_hidden[i]);
+  }
 }
 
 // Bytes of a slice's hidden states.
@@ -119,6 +147,8 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   callbacks.on_results = [&](absl::Status status) {
     run.results = std::move(status);
     EXPECT_FALSE(done.HasBeenNotified()) << "on_done ran before on_results";
+    TakeGradients(problem, options, buffers, run);
+    SpoilInputs(buffers);
     have_results.Notify();
   };
   callbacks.on_done = [&](absl::Status status) {
@@ -135,9 +165,6 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
     const Slice& slice = buffers.slices[i];
     run.slices[i].sums = slice.sums;
     run.slices[i].first_nonfinite_row = slice.first_nonfinite_row;
-    if (slice.grad_hidden == nullptr) continue;
-    run.slices[i].grad_hidden = Decode(
-        problem.hidden_dtype, options.grad_hidden_in_place ? buffers.hidden[i] : buffers.grad_hidden[i]);
   }
   return run;
 }

@@ -47,7 +47,8 @@ struct RunOptions {
 int64_t RetainedBytes(const Problem& problem);
 
 // Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
-// and in order.
+// and in order. The chunk's inputs are spoilt as soon as there are results, from when on no backend may look
+// at them.
 ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
 
 // The whole gradient tensor of each parameter, read as fp32.

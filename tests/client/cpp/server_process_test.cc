@@ -9,6 +9,7 @@
 #include <cmath>
 #include <random>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "kernels/backend.h"
@@ -223,6 +224,28 @@ TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
   EXPECT_LT(RelativeError(client_->ReadTensor("head", v1::PARAM_WEIGHT, v1::ROLE_GRADIENT)->values,
                           gradients.weight.value),
             kTolerance);
+}
+
+// One of several has broken and is not to be had again, as where a limit has been reached meanwhile.
+TEST_F(ServerProcessTest, CallsGoOnOverTheConnectionsThatStand) {
+  test::FaultProxy proxy(server_.target(), seed_);
+  auto client = Client::Connect({.target = proxy.target(),
+                                 .channels = 2,
+                                 .retry = {.initial_backoff = absl::Milliseconds(10)},
+                                 .transport = "grpc"})
+                    .value();
+  Batch batch(random_, 600);
+  const ComputeOptions options{.streams = 2};
+  ASSERT_TRUE(client->ComputeLoss(batch.AsMicrobatch(1), {}, options).ok());
+  proxy.SetServer(absl::StartsWith(server_.target(), "unix:") ? "unix:/nowhere" : "127.0.0.1:1");
+  proxy.Arm({.action = test::Fault::Action::kReset});
+  for (uint64_t id = 2; id < 7; ++id) {
+    const auto result =
+        client->ComputeLoss(batch.AsMicrobatch(id), {.grad_hidden = batch.dx.data()}, options);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->streams, 2);
+  }
+  EXPECT_EQ(proxy.cuts(), 1);
 }
 
 TEST_F(ServerProcessTest, KilledServerIsNoticedUntilTheHeadIsBack) {

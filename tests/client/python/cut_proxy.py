@@ -56,6 +56,14 @@ class CutProxy:
         for each in open_now:
             _shut(each)
 
+    def cut_one(self, number: int) -> None:
+        """Cuts one of the connections that there are, in the order of their coming, and lets no further ones through."""
+        self._server = "127.0.0.1:1"
+        with self._lock:
+            cut = self._sockets[2 * number:2 * number + 2]
+        for each in cut:
+            _shut(each)
+
     def _accept(self) -> None:
         while True:
             try:

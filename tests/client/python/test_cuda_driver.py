@@ -217,6 +217,11 @@ def test_says_why_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatc
     library.fail("cuInit")
     with pytest.raises(lossd.Unavailable, match="^cuInit failed: an illegal memory access"):
         _cuda.Driver()
+    for name in ("cuInit", "cuMemHostRegister_v2"):  # as of a driver that is older than the function
+        monkeypatch.setattr(_cuda, "_LIBRARY", "libm.so.6")
+        monkeypatch.setattr(_cuda, "_FUNCTIONS", ("cos", name))
+        with pytest.raises(lossd.Unavailable, match=f"^no CUDA driver: libm.so.6 lacks {name}$"):
+            _cuda.Driver()
     monkeypatch.setattr(_cuda, "_LIBRARY", "libnowhere.so.1")
     with pytest.raises(lossd.Unavailable, match="^no CUDA driver: libnowhere.so.1"):
         _cuda.Driver()

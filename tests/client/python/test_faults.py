@@ -9,7 +9,7 @@ from cut_proxy import CutProxy
 from server_process import ServerProcess
 
 import lossd
-from lossd import _connection_chooser, _tensors
+from lossd import _connection_chooser, _stream, _tensors
 
 D, V, N = 64, 200, 3000
 
@@ -70,6 +70,35 @@ def test_every_row_counts_once_over_connections_that_come_and_go(server, client,
     client.apply_step(plain, 0, lossd.SGD(lr=1.0), expected_microbatches=range(id))
     proxy.close()
     np.testing.assert_allclose(client.read_tensor(cut), client.read_tensor(plain), atol=1e-3)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_goes_on_over_the_connections_that_stand(server, client, make_head, problem, seed, broken):
+    """One of several has broken and is not to be had again, as where a limit has been reached meanwhile."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    expected = client.compute_loss(head, *problem, grad_hidden=True)
+    proxy = CutProxy(server.target, mean_bytes=0, seed=seed)
+    with lossd.Client(proxy.target, channels=2, transport="grpc", retry=lossd.RetryOptions(initial_backoff=0.01)) as shaky:
+        shaky.compute_loss(head, *problem, streams=2)
+        proxy.cut_one(broken)
+        for _ in range(5):
+            result = shaky.compute_loss(head, *problem, streams=2, grad_hidden=True)
+            np.testing.assert_allclose(result.grad_hidden, expected.grad_hidden, atol=1e-7)
+            assert result.streams == 2
+    proxy.close()
+
+
+def test_what_keeps_rows_from_being_read_is_what_the_caller_gets(server, client, make_head, problem, monkeypatch):
+    """Not what gRPC makes of an exception in the iterator that it reads."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    with monkeypatch.context() as patched, lossd.Client(server.target, transport="grpc") as other:
+        def fail(*arguments):
+            raise MemoryError("no room for a slice")
+
+        patched.setattr(_stream, "encode_slice", fail)
+        with pytest.raises(MemoryError, match="no room for a slice"):
+            other.compute_loss(head, *problem)
+    client.compute_loss(head, *problem)
 
 
 def test_retries_end(server, client, make_head, problem, seed):

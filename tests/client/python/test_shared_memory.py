@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -244,6 +245,62 @@ def test_tries_again_after_a_failed_attempt(server: ServerProcess, monkeypatch: 
     assert source.choice()[0] == "shared_memory"
     source.close()
     assert source.get() is None
+
+
+def test_an_interrupt_while_a_region_is_opened_leaves_the_next_call_to_open_one(server: ServerProcess,
+                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    with lossd.Client(server.target) as client:
+        name = client.get_server().region_socket
+    source = _regions.RegionSource("auto", 4096, name, lambda: name)
+
+    def interrupt(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_regions, "SharedRegion", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            source.get()
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(source.get()), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3 and found[0] is not None and set(found) == {found[0]}
+    source.close()
+
+
+def test_memory_that_a_server_could_shrink_is_not_taken(tmp_path: Path) -> None:
+    """An access to what is gone would end the process."""
+    path = str(tmp_path / "regions")
+
+    def answer(listener: socket.socket, descriptor: int, size: int) -> None:
+        session, _ = listener.accept()
+        with session:
+            session.recv(4096)
+            opened = region_pb2.RegionAnswer(opened={"id": b"0123456789abcdef", "bytes": size})
+            socket.send_fds(session, [opened.SerializeToString()], [descriptor])
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(tmp_path / "file", "w+b") as file:
+        listener.bind(path)
+        listener.listen()
+        memory = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+        sealed = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+        for each in (memory, sealed, file.fileno()):
+            os.ftruncate(each, 8192)
+        fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        for descriptor, size, is_taken in ((memory, 8192, False), (file.fileno(), 8192, False), (sealed, 8193, False),
+                                           (sealed, 1 << 63, False), (sealed, 8192, True)):
+            server = threading.Thread(target=answer, args=(listener, descriptor, size), daemon=True)
+            server.start()
+            if is_taken:
+                assert _regions.SharedRegion(path, size).size == size
+            else:
+                with pytest.raises(lossd.Unavailable, match="not sealed memory of the size it says"):
+                    _regions.SharedRegion(path, 8192)
+            server.join(60)
+        os.close(memory)
+        os.close(sealed)
 
 
 def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,15 +37,31 @@ TEST_F(HeadDirectoryTest, AHeadComesAndGoes) {
   EXPECT_THAT(heads.Published(), ElementsAre(session_));
   EXPECT_EQ(heads.published(), 1);
 
-  ASSERT_TRUE(heads.BeginDelete("head").ok());
-  EXPECT_EQ(heads.BeginDelete("head").code(), absl::StatusCode::kNotFound);
+  const absl::StatusOr<uint64_t> number = heads.BeginDelete("head");
+  ASSERT_TRUE(number.ok());
+  EXPECT_EQ(heads.BeginDelete("head").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(heads.Find("head").status().code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(heads.Published(), IsEmpty());
   EXPECT_THAT(heads.Sessions(), ElementsAre(session_));
   EXPECT_EQ(heads.Reserve("head").code(), absl::StatusCode::kAlreadyExists) << "its memory is not free yet";
-  EXPECT_EQ(heads.Remove("head"), session_);
-  EXPECT_EQ(heads.Remove("head"), nullptr);
+  EXPECT_EQ(heads.EndDelete("head", *number), session_);
+  EXPECT_EQ(heads.EndDelete("head", *number), nullptr);
   EXPECT_TRUE(heads.Reserve("head").ok());
+}
+
+TEST_F(HeadDirectoryTest, ADeletionTakesNoOtherHeadOfTheName) {
+  Start();
+  HeadDirectory heads(/*max_heads=*/2);
+  ASSERT_TRUE(heads.Reserve("head").ok());
+  const absl::StatusOr<uint64_t> first = heads.BeginDelete("head");
+  ASSERT_TRUE(first.ok());
+  heads.Remove("head");  // it could not be created
+  ASSERT_TRUE(heads.Reserve("head").ok());
+  const absl::StatusOr<uint64_t> second = heads.BeginDelete("head");
+  ASSERT_TRUE(second.ok());
+  EXPECT_EQ(heads.EndDelete("head", *first), nullptr);
+  heads.Fill("head", session_);
+  EXPECT_EQ(heads.EndDelete("head", *second), session_);
 }
 
 TEST_F(HeadDirectoryTest, HeadsAreLimited) {
@@ -54,7 +70,7 @@ TEST_F(HeadDirectoryTest, HeadsAreLimited) {
   ASSERT_TRUE(heads.Reserve("b").ok());
   EXPECT_EQ(heads.Reserve("c").code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(heads.Reserve("a").code(), absl::StatusCode::kAlreadyExists);
-  EXPECT_EQ(heads.Remove("a"), nullptr) << "its creation failed";
+  heads.Remove("a");
   EXPECT_TRUE(heads.Reserve("c").ok());
 }
 

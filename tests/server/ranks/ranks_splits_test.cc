@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <memory>
 #include <random>
@@ -89,6 +90,97 @@ TEST_P(RanksCheckpointTest, LoadIntoRanksAndIntoOneProcess) {
 
 INSTANTIATE_TEST_SUITE_P(Splits, RanksCheckpointTest, ::testing::Values(v1::SPLIT_ROWS, v1::SPLIT_VOCABULARY),
                          [](const auto& split) { return v1::Split_Name(split.param); });
+
+// Every tensor that a checkpoint has, and how far the head is.
+struct Restorable {
+  std::vector<std::vector<float>> tensors;
+  uint64_t step = 0;
+  friend bool operator==(const Restorable&, const Restorable&) = default;
+};
+
+Restorable WhatACheckpointHas(client::Client& client) {
+  Restorable all;
+  for (const v1::Param param :
+       {v1::PARAM_WEIGHT, v1::PARAM_BIAS, v1::PARAM_NORM_GAIN, v1::PARAM_NORM_SHIFT}) {
+    for (const v1::Role role : {v1::ROLE_VALUE, v1::ROLE_MOMENT1, v1::ROLE_MOMENT2}) {
+      const auto tensor = client.ReadTensor("head", param, role);
+      EXPECT_TRUE(tensor.ok()) << tensor.status();
+      all.tensors.push_back(tensor.ok() ? tensor->values : std::vector<float>());
+    }
+  }
+  const auto head = client.DescribeHead("head");
+  EXPECT_TRUE(head.ok()) << head.status();
+  if (head.ok()) all.step = head->state().step();
+  return all;
+}
+
+// Relative to the largest value: sums in another order.
+double Difference(const std::vector<float>& a, const std::vector<float>& b) {
+  double largest = 1e-30, difference = a.size() == b.size() ? 0.0 : 1e30;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    largest = std::max(largest, std::fabs(double{a[i]}));
+    difference = std::max(difference, std::fabs(double{a[i]} - double{b[i]}));
+  }
+  return difference / largest;
+}
+
+// Saved by any number of ranks in either way, loaded into any other, and gone on from there.
+TEST(RanksSplitsTest, CheckpointsKeepEveryBitBetweenAllNumbersOfRanksAndBothWays) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  v1::CreateHeadRequest create = SmallHead();
+  create.mutable_spec()->set_bias(true);
+  create.mutable_spec()->set_norm(v1::NORM_LAYERNORM);
+  struct Layout {
+    std::string name;
+    std::unique_ptr<RankServer> server;
+    Restorable saved, next;  // what was saved, and what one more step makes of it
+  };
+  std::vector<Layout> layouts;
+  for (const auto& [ranks, split] : std::vector<std::pair<int, std::string>>{
+           {1, "any"}, {2, "rows"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}}) {
+    Layout& layout = layouts.emplace_back();
+    layout.name = absl::StrCat(ranks, "-by-", split);
+    layout.server = std::make_unique<RankServer>(
+        LOSSD_BINARY,
+        test::RankServerOptions{.ranks = ranks, .flags = {"--deterministic", "--split=" + split}});
+    const auto client = Connect(layout.server->target());
+    ASSERT_TRUE(client->CreateHead(create).ok());
+    Trained trained;
+    Train(*client, data, 0, 2, rng, trained);
+    layout.saved = WhatACheckpointHas(*client);
+    EXPECT_EQ(layout.saved.step, 2u);
+    ASSERT_TRUE(client->SaveCheckpoint("head", layout.name).ok());
+    Train(*client, data, 2, 3, rng, trained);
+    layout.next = WhatACheckpointHas(*client);
+  }
+  for (const Layout& from : layouts) {
+    const std::filesystem::path checkpoint = std::filesystem::path("head") / from.name;
+    for (const Layout& into : layouts) {
+      SCOPED_TRACE(absl::StrCat("from ", from.name, " into ", into.name));
+      if (&from != &into) {
+        std::filesystem::copy(std::filesystem::path(from.server->checkpoint_folder()) / checkpoint,
+                              std::filesystem::path(into.server->checkpoint_folder()) / checkpoint,
+                              std::filesystem::copy_options::recursive);
+      }
+      const auto client = Connect(into.server->target());
+      const auto head = client->LoadCheckpoint(absl::StrCat("head/", from.name), "head");
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_EQ(WhatACheckpointHas(*client), from.saved) << "bit for bit";
+      Trained trained;
+      Train(*client, data, 2, 3, rng, trained);
+      const Restorable next = WhatACheckpointHas(*client);
+      if (&from == &into) {
+        EXPECT_EQ(next, from.next) << "bit for bit, as if it had never been away";
+      }
+      for (size_t i = 0; i < next.tensors.size(); ++i) {
+        EXPECT_LT(Difference(from.next.tensors[i], next.tensors[i]), 1e-3) << i;
+      }
+    }
+  }
+}
 
 // One process writes a checkpoint, and ranks that divide the vocabulary go on from it.
 TEST(RanksSplitsTest, RanksByVocabularyGoOnFromACheckpointOfOneProcess) {

@@ -28,6 +28,8 @@ from lossd.v1 import server_pb2
 
 _REGION_BYTES = 256 << 20  # asked for, of the host's memory and of the GPU's: a share of it holds a whole microbatch
 
+_SHUNNED_SECONDS = 5.0  # so long others are preferred to a connection that broke
+
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
@@ -102,6 +104,10 @@ class Deadline:
 class Connection:
     channel: grpc.Channel
     lent: int = 0  # to so many streams
+    broke: float = -_SHUNNED_SECONDS  # when a stream last ended without an answer of the server
+
+    def is_shunned(self) -> bool:
+        return time.monotonic() < self.broke + _SHUNNED_SECONDS
 
 
 class Connections:
@@ -273,14 +279,19 @@ class Connections:
 
     @contextmanager
     def lend(self) -> Iterator[Connection]:
-        """The connection that is lent to the fewest, for a stream of a loss computation."""
+        """The connection that is lent to the fewest, for a stream of a loss computation; one that has just broken only if
+        all have."""
         with self._lock:
             self._look_at_next()
             self._chooser.begin(time.monotonic())
-            connection = min(self._all, key=lambda each: each.lent)
+            connection = min(self._all, key=lambda each: (each.is_shunned(), each.lent))
             connection.lent += 1
         try:
             yield connection
+        except errors.Unavailable as error:
+            if not error.incarnation:
+                connection.broke = time.monotonic()
+            raise
         finally:
             with self._lock:
                 connection.lent -= 1

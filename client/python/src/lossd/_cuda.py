@@ -28,6 +28,12 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default strea
 _FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _SLEEPING = 3  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING: who waits for the event takes no CPU time
+_FUNCTIONS = (
+    "cuInit", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGetUuid_v2", "cuPointerGetAttribute",
+    "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemImportFromShareableHandle",
+    "cuMemRelease", "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap", "cuMemSetAccess",
+    "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamCreate",
+    "cuStreamSynchronize", "cuStreamDestroy_v2", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuEventDestroy_v2")
 
 
 class _Location(ctypes.Structure):
@@ -55,6 +61,8 @@ class Driver:
             self._library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise errors.Unavailable(f"no CUDA driver: {error}") from None
+        if missing := next((name for name in _FUNCTIONS if not hasattr(self._library, name)), None):
+            raise errors.Unavailable(f"no CUDA driver: {_LIBRARY} lacks {missing}")
         self._lock = threading.Lock()  # guards what follows
         self._contexts: dict[int, ctypes.c_void_p] = {}  # by device
         self._lanes: dict[int, list[_Lane]] = {}  # those that nothing uses, by device

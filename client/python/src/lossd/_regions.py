@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import socket
@@ -204,12 +205,22 @@ def _number_of(device: str) -> int:
 
 
 def _map(descriptor: int, size: int) -> NDArray[Any]:
-    if os.fstat(descriptor).st_size < size:
-        raise ValueError("the server's memory is smaller than it says")
+    if not _is_sealed(descriptor) or os.fstat(descriptor).st_size < size:
+        raise ValueError("what the server sent is not sealed memory of the size it says")
     mapping = mmap.mmap(descriptor, size)
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(mapping, np.uint8)
+
+
+def _is_sealed(descriptor: int) -> bool:
+    """Whether the memory has its size for good, so that no access can fail."""
+    if not hasattr(fcntl, "F_GET_SEALS"):
+        return True  # nor has the system such memory
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # no memory of that kind
+        return False
 
 
 def _cannot_connect(name: str, error: OSError) -> errors.Unavailable:
@@ -314,7 +325,13 @@ class RegionSource:
             if not self._is_time():
                 return None
             self._opening = True
-        region, problem = self._open()
+        try:
+            region, problem = self._open()
+        except BaseException:  # an interrupt: the next call is to try
+            with self._changed:
+                self._opening = False
+                self._changed.notify_all()
+            raise
         with self._changed:
             self._opening, self._tried = False, True
             self._changed.notify_all()

@@ -11,7 +11,6 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lossd import errors
 from lossd._cancellation import Cancellation
 from lossd._connections import Connection, Connections, Deadline
 from lossd._plan import SliceRule
@@ -37,7 +36,7 @@ class LossStream:
         self._answers = StreamAnswers(plan, work.outputs, work.row_bytes, accept, places)
         self._call: Any = None
         self._cancelled = False
-        self._unread: errors.LossdError | None = None  # what kept rows from being read
+        self._unread: Exception | None = None  # what kept rows from being read
         self.sent_bytes = 0
 
     @property
@@ -77,7 +76,7 @@ class LossStream:
         """What gRPC sends. It takes an exception for its caller's mistake, so the call is ended instead."""
         try:
             yield from self._read()
-        except errors.LossdError as error:
+        except Exception as error:
             self._unread = error
             self.cancel()
 
