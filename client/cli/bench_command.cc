@@ -20,6 +20,7 @@
 #include "client/cli/random_rows.h"
 #include "client/cli/real_rows.h"
 #include "client/cli/row_buffer.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -37,6 +38,12 @@ enum class Data { kRandom, kReal };
 const std::map<std::string, Data>& DataKinds() {
   static const auto* words =
       new std::map<std::string, Data>{{"random", Data::kRandom}, {"real", Data::kReal}};
+  return *words;
+}
+
+const std::map<std::string, std::string>& Transports() {
+  static const auto* words = new std::map<std::string, std::string>{
+      {"auto", "auto"}, {"cuda_ipc", "cuda_ipc"}, {"grpc", "grpc"}, {"shared_memory", "shared_memory"}};
   return *words;
 }
 
@@ -247,6 +254,10 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
   if (absl::Status status = CheckHead(flags, *head); !status.ok()) return status;
+  // The rows, and a gradient for each thread.
+  const int copies = flags.what == What::kLoss ? 1 : 1 + flags.in_flight;
+  absl::Status room = CheckRoom("--rows", flags.rows, head->spec().hidden_size(), flags.dtype, copies);
+  if (!room.ok()) return room;
   const absl::StatusOr<HiddenRows> rows = MakeRows(flags, head->spec(), **client);
   if (!rows.ok()) return rows.status();
 
@@ -287,24 +298,23 @@ void AddBenchCommand(CLI::App* app, Context* context) {
           "Rows: random, or real, with the softmax of a trained model (needs --overwrite-weight) [random]");
   bench->add_flag("--overwrite-weight", flags->overwrite_weight,
                   "Replace the head's weight by the one that real rows need");
-  bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(CLI::PositiveNumber);
+  bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(WholeNumber(1));
   AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
-  bench->add_option("--in-flight", flags->in_flight, "Microbatches under way at once; 1: closed loop [1]")
-      ->check(CLI::Range(1, 1024));
-  bench->add_option("--channels", flags->connection.channels, "Connections [as many as help]")
-      ->check(CLI::Range(1, 64));
   bench
-      ->add_option(
-          "--transport", flags->connection.transport,
+      ->add_option("--in-flight", flags->in_flight,
+                   "Microbatches under way at once, 1 to 1024; 1: closed loop [1]")
+      ->check(WholeNumber(1, 1024));
+  bench->add_option("--channels", flags->connection.channels, "Connections, 1 to 64 [as many as help]")
+      ->check(WholeNumber(1, 64));
+  AddWord(bench, "--transport", &flags->connection.transport, Transports(),
           "How rows travel: auto takes shared memory if the server is on this host; cuda_ipc has the "
-          "rows on the server's GPU, and takes memory of that [auto]")
-      ->check(CLI::IsMember({"auto", "grpc", "shared_memory", "cuda_ipc"}));
+          "rows on the server's GPU, and takes memory of that [auto]");
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
            "Memory to share with the server; it may give less [256MiB]");
   CLI::Option* seconds =
-      bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(CLI::PositiveNumber);
+      bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(NumberAboveZero());
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")
-      ->check(CLI::PositiveNumber)
+      ->check(WholeNumber(1))
       ->excludes(seconds);
   bench->add_option("--warmup", flags->warmup, "Microbatches before the clock starts [2]");
   bench->add_option("--seed", flags->seed, "Of the rows [0]");

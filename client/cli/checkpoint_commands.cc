@@ -8,11 +8,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
 #include "client/cli/options.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -99,6 +101,11 @@ absl::Status RunList(Context* context, const std::string& head, client::Client& 
     context->PrintJson({{"checkpoints", checkpoints}, {"left_out", list->left_out()}});
     return absl::OkStatus();
   }
+  if (list->checkpoints().empty() && list->left_out() == 0) {
+    context->Print(head.empty() ? "no checkpoints on this server\n"
+                                : absl::StrCat("no checkpoints of head \"", head, "\"\n"));
+    return absl::OkStatus();
+  }
   const Style style = context->style();
   std::vector<Column> columns = {
       {"CHECKPOINT"}, {"STEP", Align::kRight}, {"SIZE", Align::kRight}, {"SAVED"}, {"NAMED BY"}};
@@ -139,7 +146,7 @@ void AddCheckpointCommands(CLI::App* app, Context* context) {
   auto flags = std::make_shared<SaveFlags>();
   CLI::App* save = app->add_subcommand("save", "Write a checkpoint on the server");
   AddHead(save, &flags->head);
-  save->add_option("--name", flags->name, "Name of the checkpoint [step-<number>]");
+  save->add_option("--name", flags->name, "Name of the checkpoint [step-<number>]")->check(NotEmpty());
   save->add_option("--keep", flags->keep,
                    "Afterwards keep so many checkpoints that the server named, 0: all [the server's "
                    "--keep_checkpoints]");
@@ -150,8 +157,15 @@ void AddCheckpointCommands(CLI::App* app, Context* context) {
   auto head = std::make_shared<std::string>();
   auto name = std::make_shared<std::string>();
   CLI::App* load = app->add_subcommand("load", "Restore a head from a checkpoint");
-  load->add_option("CHECKPOINT", *name, "As printed by save: <head>/<name>")->required()->type_name("");
-  load->add_option("--head", *head, "The head to restore into or to make [the checkpoint's own]");
+  load->add_option("CHECKPOINT", *name, "As printed by save: HEAD/NAME")
+      ->required()
+      ->type_name("")
+      ->check(Rule("be HEAD/NAME, as `lossctl checkpoints` prints it", [](const std::string& text) {
+        const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('/', 1));
+        return !parts.first.empty() && !parts.second.empty();
+      }));
+  load->add_option("--head", *head, "The head to restore into or to make [the checkpoint's own]")
+      ->check(NotEmpty());
   SetClientAction(load, context,
                   [=](client::Client& client) { return RunLoad(context, *name, *head, client); });
 

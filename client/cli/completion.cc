@@ -7,7 +7,9 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace lossd::cli {
 namespace {
@@ -15,8 +17,10 @@ namespace {
 bool IsOption(absl::string_view word) { return word.size() > 1 && word[0] == '-'; }
 
 // Options may follow any command below the one that has them.
+// A short one may have its value behind it: "-ojson".
 const CLI::Option* FindOption(const CLI::App* app, absl::string_view word) {
-  const std::string name(word.substr(0, word.find('=')));
+  const bool is_short = word.size() > 2 && word[1] != '-';
+  const std::string name(is_short ? word.substr(0, 2) : word.substr(0, word.find('=')));
   for (; app != nullptr; app = app->get_parent()) {
     if (const CLI::Option* option = app->get_option_no_throw(name); option != nullptr) return option;
   }
@@ -24,6 +28,14 @@ const CLI::Option* FindOption(const CLI::App* app, absl::string_view word) {
 }
 
 bool TakesValue(const CLI::Option& option) { return option.get_items_expected_max() > 0; }
+
+bool TakesMany(const CLI::Option& option) { return option.get_items_expected_max() > 1; }
+
+// Its value is the next word.
+bool Waits(const CLI::Option& option, absl::string_view word) {
+  const bool has_value = absl::StrContains(word, '=') || (word.size() > 2 && word[1] != '-');
+  return TakesValue(option) && !has_value;
+}
 
 std::vector<const CLI::App*> Commands(const CLI::App& app) {
   return app.get_subcommands([](const CLI::App* command) { return !command->get_group().empty(); });
@@ -45,6 +57,7 @@ struct Place {
   const CLI::App* app = nullptr;
   const CLI::Option* waits = nullptr;  // an option whose value comes next
   size_t positionals = 0;              // that the command has got
+  bool many = false;                   // the next words may be further values of an option
 };
 
 Place After(const CLI::App& app, absl::Span<const std::string> words) {
@@ -54,7 +67,8 @@ Place After(const CLI::App& app, absl::Span<const std::string> words) {
       place.waits = nullptr;
     } else if (IsOption(word)) {
       const CLI::Option* option = FindOption(place.app, word);
-      if (option != nullptr && TakesValue(*option) && !absl::StrContains(word, '=')) place.waits = option;
+      if (option != nullptr && Waits(*option, word)) place.waits = option;
+      place.many = option != nullptr && TakesMany(*option);
     } else if (const CLI::App* command = FindCommand(*place.app, word); command != nullptr) {
       place.app = command;
       place.positionals = 0;
@@ -120,7 +134,8 @@ size_t Distance(absl::string_view a, absl::string_view b) {
   return cost[a.size()][b.size()];
 }
 
-// A third of a word's letters may be wrong.
+// A third of a word's letters may be wrong. Where no word is that near, the first of which `word` is a part:
+// "--compute" and "--dtype" of "--compute-dtype".
 std::string Nearest(absl::string_view word, const std::vector<Word>& words) {
   std::string nearest;
   size_t least = std::max<size_t>(1, word.size() / 3) + 1;
@@ -130,7 +145,30 @@ std::string Nearest(absl::string_view word, const std::vector<Word>& words) {
     least = distance;
     nearest = each.text;
   }
-  return nearest;
+  if (!nearest.empty()) return nearest;
+  const absl::string_view part = absl::StripPrefix(word, "--");
+  for (const Word& each : words) {
+    const std::vector<absl::string_view> parts = absl::StrSplit(absl::StripPrefix(each.text, "--"), '-');
+    if (parts.size() > 1 && std::find(parts.begin(), parts.end(), part) != parts.end()) return each.text;
+  }
+  return "";
+}
+
+// "context add"; without the program's own name.
+std::string PathOf(const CLI::App* app) {
+  std::string path;
+  for (; app != nullptr && app->get_parent() != nullptr; app = app->get_parent()) {
+    path = path.empty() ? app->get_name() : absl::StrCat(app->get_name(), " ", path);
+  }
+  return path;
+}
+
+size_t MostPositionals(const CLI::App& app) {
+  size_t most = 0;
+  for (const CLI::Option* option : Options(app)) {
+    if (option->get_positional()) most += static_cast<size_t>(option->get_items_expected_max());
+  }
+  return most;
 }
 
 std::vector<Word> CommandWords(const CLI::App& app) {
@@ -201,18 +239,33 @@ Completions Complete(const CLI::App& app, absl::Span<const std::string> words) {
   return OptionsFrom(place.app, "--");
 }
 
-std::string ProbablyMeant(const CLI::App& app, absl::Span<const std::string> words) {
+std::optional<Misplaced> FindMisplaced(const CLI::App& app, absl::Span<const std::string> words) {
+  using Kind = Misplaced::Kind;
   for (size_t i = 0; i < words.size(); ++i) {
     const Place place = After(app, words.subspan(0, i));
     if (place.waits != nullptr) continue;
     if (IsOption(words[i])) {
       if (FindOption(place.app, words[i]) != nullptr) continue;
-      return Nearest(words[i].substr(0, words[i].find('=')), OptionsFrom(place.app, "--").words);
+      const std::string word = words[i].substr(0, words[i].find('='));
+      return Misplaced{Kind::kOption, word, PathOf(place.app),
+                       Nearest(word, OptionsFrom(place.app, "--").words), ""};
     }
-    if (Commands(*place.app).empty()) continue;
-    if (FindCommand(*place.app, words[i]) == nullptr) return Nearest(words[i], CommandWords(*place.app));
+    if (Commands(*place.app).empty()) {
+      if (place.many || place.positionals < MostPositionals(*place.app)) continue;
+      return Misplaced{Kind::kSurplus, words[i], PathOf(place.app), "", ""};
+    }
+    if (FindCommand(*place.app, words[i]) == nullptr) {
+      return Misplaced{Kind::kCommand, words[i], PathOf(place.app),
+                       Nearest(words[i], CommandWords(*place.app)), ""};
+    }
   }
-  return "";
+  const Place end = After(app, words);
+  if (end.waits == nullptr) return std::nullopt;
+  return Misplaced{Kind::kValue, words.back(), PathOf(end.app), "", end.waits->get_type_name()};
+}
+
+std::string CommandOf(const CLI::App& app, absl::Span<const std::string> words) {
+  return PathOf(After(app, words).app);
 }
 
 absl::string_view CompletionScript(absl::string_view shell) {

@@ -7,6 +7,8 @@
 #define LOSSD_CLIENT_CLI_COMPLETION_H_
 
 #include <CLI/App.hpp>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,8 +39,24 @@ struct Completions {
 // `words`: what follows "lossctl", the last one unfinished (it may be empty).
 Completions Complete(const CLI::App& app, absl::Span<const std::string> words);
 
-// The command or the option that was probably meant by the first word that is neither, or "" if none is near.
-std::string ProbablyMeant(const CLI::App& app, absl::Span<const std::string> words);
+// The first word of a command line that cannot stand where it stands.
+struct Misplaced {
+  enum class Kind : uint8_t {
+    kCommand,  // there is no such command
+    kOption,   // the command has no such option
+    kSurplus,  // the command takes fewer arguments
+    kValue,    // the last word is an option that wants a value
+  };
+  Kind kind = Kind::kCommand;
+  std::string word;     // without "=VALUE"
+  std::string command;  // where it stands, e.g. "context add"; empty: before any command
+  std::string meant;    // the command or option that was probably meant, or empty if none is near
+  std::string takes;    // of kValue: the value's type, e.g. "SECONDS" or "loss|dx|all"
+};
+std::optional<Misplaced> FindMisplaced(const CLI::App& app, absl::Span<const std::string> words);
+
+// The command that the words name, e.g. "context add"; empty if they name none.
+std::string CommandOf(const CLI::App& app, absl::Span<const std::string> words);
 
 // The script that makes a shell ("bash", "zsh", "fish") complete lossctl's words; "" for any other shell.
 absl::string_view CompletionScript(absl::string_view shell);

@@ -8,6 +8,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/completion.h"
 #include "client/cli/contexts.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -47,11 +48,8 @@ void AddCompletionCommand(CLI::App* app, Context* context) {
   completion->add_option("SHELL", *shell, "In bash and zsh: source <(lossctl completion bash)")
       ->required()
       ->type_name("bash|fish|zsh")
-      ->check(CLI::Validator(
-          [](const std::string& name) {
-            return CompletionScript(name).empty() ? name + " is none of bash, fish, zsh" : std::string();
-          },
-          ""));
+      ->check(Rule("be one of bash, fish, zsh",
+                   [](const std::string& name) { return !CompletionScript(name).empty(); }));
   completion->callback([=] {
     context->action = [=] {
       context->Print(CompletionScript(*shell));

@@ -3,9 +3,11 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -137,8 +139,14 @@ absl::StatusOr<std::string> Context::ProbeAddress(const std::string& given) {
 }
 
 void Context::Print(absl::string_view text) const {
-  std::fwrite(text.data(), 1, text.size(), stdout);
-  std::fflush(stdout);
+  const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
+  if ((std::fflush(stdout) != 0 || !written) && write_error_ == 0) write_error_ = errno;
+}
+
+absl::Status Context::Printed() const {
+  if (write_error_ == 0) return absl::OkStatus();
+  return absl::InternalError(
+      absl::StrCat("cannot write to the standard output: ", std::generic_category().message(write_error_)));
 }
 
 void Context::PrintJson(const Json& document) const {

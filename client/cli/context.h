@@ -75,6 +75,8 @@ struct Context {
   bool ColorsOn(int descriptor) const { return HasColor(color, descriptor); }
 
   void Print(absl::string_view text) const;  // to stdout
+  // INTERNAL once something could not be printed: the disk is full, stdout is closed.
+  absl::Status Printed() const;
   // To stdout, indented; as YAML if that was asked for.
   void PrintJson(const nlohmann::ordered_json& document) const;
   // One of several documents: on one line, or as one of a stream of YAML documents.
@@ -84,6 +86,7 @@ struct Context {
   absl::Status UseContext(const std::string& path, const std::string& name);
 
   bool settled_ = false;
+  mutable int write_error_ = 0;  // errno
 };
 
 // True if stderr is a terminal: then long work may show its progress there.

@@ -10,6 +10,7 @@
 #include "client/cli/contexts.h"
 #include "client/cli/format.h"
 #include "client/cli/options.h"
+#include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
@@ -183,6 +184,11 @@ absl::Status RunAdd(const Context& context, const Flags& flags) {
   if (context.flags.server.empty()) {
     return errors::FieldError("--server", "be given: the address that the context stands for", "nothing");
   }
+  if (const std::string problem = client::internal::TargetProblem(context.flags.server); !problem.empty()) {
+    return errors::WithViolation(
+        absl::InvalidArgumentError(absl::StrCat("--server is '", context.flags.server, "'; ", problem)),
+        {"--server", "must be the address of a server", context.flags.server});
+  }
   const absl::StatusOr<NamedServer> server = MakeServer(context, flags);
   if (!server.ok()) return server.status();
   const absl::Status status = ChangeContexts(*path, [&](Contexts* contexts) {
@@ -239,8 +245,7 @@ void AddContextCommand(CLI::App* app, Context* context) {
   add->add_option("--token-file", flags->token_file,
                   "A file whose one line is the token; only its owner may read it")
       ->type_name("FILE");
-  add->add_option("--http", flags->http, "The server's HTTP address [where the server says]")
-      ->type_name("HOST:PORT");
+  AddHttp(add, &flags->http, "The server's HTTP address [where the server says]");
   add->add_flag("--use", flags->use, "Make it the current one");
   add->add_flag("--replace", flags->replace, "Take the place of one of that name");
   SetAction(add, context, [=] { return RunAdd(*context, *flags); });

@@ -3,16 +3,21 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "client/cli/format.h"
 #include "client/cli/http_fetch.h"
 #include "client/cpp/client.h"
 
 namespace lossd::cli {
 namespace {
+
+constexpr absl::string_view kUsagePayload = "lossctl/usage";
 
 std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
   switch (status.code()) {
@@ -29,6 +34,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
     case absl::StatusCode::kNotFound:
       if (detail.has_value() && absl::EndsWith(detail->field(), "head"))
         return "`lossctl heads` lists the heads";
+      if (detail.has_value() && absl::EndsWith(detail->field(), "checkpoint"))
+        return "`lossctl checkpoints` lists the checkpoints";
       return "";
     case absl::StatusCode::kAborted:
       if (client::RestartOf(status).has_value() || client::IsStepDiscarded(status)) return "";
@@ -38,6 +45,13 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
     default:
       return "";
   }
+}
+
+// "workspace_bytes must be >= 0, got 99999999" with the unit that the field's name says.
+std::string WithUnitOfField(std::string message, const std::optional<v1::ErrorDetail>& detail) {
+  if (!detail.has_value() || !absl::EndsWith(detail->field(), "_bytes")) return message;
+  if (!absl::EndsWith(message, absl::StrCat("got ", detail->value()))) return message;
+  return WithUnits(absl::StrCat(message, " bytes"));
 }
 
 nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
@@ -64,7 +78,14 @@ nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional
 
 }  // namespace
 
+absl::Status UsageError(absl::string_view message, absl::string_view help) {
+  absl::Status status = absl::InvalidArgumentError(message);
+  status.SetPayload(kUsagePayload, absl::Cord(help));
+  return status;
+}
+
 ExitCode ExitCodeOf(const absl::Status& status) {
+  if (status.GetPayload(kUsagePayload).has_value()) return kExitUsage;
   if (client::RestartOf(status).has_value()) return kExitRestarted;
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -102,6 +123,24 @@ std::string WithUnits(absl::string_view message) {
   return absl::StrCat(text, message);
 }
 
+std::string InTermsOfOptions(absl::string_view message) {
+  constexpr std::pair<absl::string_view, absl::string_view> kNames[] = {
+      {"options.target ", "the server's address "},
+      {"options.credentials.ca ", "--ca (LOSSD_CA) "},
+      {"options.credentials.cert ", "--cert (LOSSD_CERT) "},
+      {"options.credentials.key ", "--key (LOSSD_KEY) "},
+      {"options.credentials.token ", "the token (LOSSD_TOKEN) "},
+      {"options.slice_bytes ", "--slice-bytes "},
+      {"options.streams ", "--streams "},
+      {"options.normalizer ", "--normalizer "},
+      {"options.grad_output ", "--grad-output "},
+      {"options.shared_memory_bytes ", "--shared-memory-bytes "}};
+  for (const auto& [field, option] : kNames) {
+    if (absl::ConsumePrefix(&message, field)) return absl::StrCat(option, message);
+  }
+  return std::string(message);
+}
+
 std::string ErrorText(const absl::Status& status, bool json, const Style& style) {
   const std::optional<v1::ErrorDetail> detail = client::ErrorDetailOf(status);
   if (json) {
@@ -109,10 +148,14 @@ std::string ErrorText(const absl::Status& status, bool json, const Style& style)
     return absl::StrCat(ErrorJson(status, detail).dump(-1, ' ', false, Json::error_handler_t::replace), "\n");
   }
   std::string text =
-      absl::StrCat(style.Paint(Tone::kBad, "lossctl:"), " ", WithUnits(PrintableLines(status.message())));
+      absl::StrCat(style.Paint(Tone::kBad, "lossctl:"), " ",
+                   WithUnits(PrintableLines(WithUnitOfField(InTermsOfOptions(status.message()), detail))));
   const std::string advice = Advice(status, detail);
   if (!advice.empty()) absl::StrAppend(&text, absl::EndsWith(text, "?") ? " " : "; ", advice);
   absl::StrAppend(&text, "\n");
+  if (const auto help = status.GetPayload(kUsagePayload); help.has_value()) {
+    absl::StrAppend(&text, "`", std::string(*help), "` describes it.\n");
+  }
   if (!detail.has_value()) return text;
   if (detail->has_current_step()) absl::StrAppend(&text, "  open step: ", detail->current_step(), "\n");
   for (const std::string& missing : detail->missing()) absl::StrAppend(&text, "  missing: ", missing, "\n");

@@ -22,6 +22,9 @@ enum ExitCode : int {
 
 ExitCode ExitCodeOf(const absl::Status& status);
 
+// INVALID_ARGUMENT of a command line, with kExitUsage. `help` is the command that describes what is right.
+absl::Status UsageError(absl::string_view message, absl::string_view help);
+
 // For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there
 // in larger units, too. With `json` one JSON object on one line, which is YAML as well.
 std::string ErrorText(const absl::Status& status, bool json, const Style& style = {});
@@ -29,6 +32,10 @@ std::string ErrorText(const absl::Status& status, bool json, const Style& style 
 // "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592
 // bytes (8.00 GiB)".
 std::string WithUnits(absl::string_view message);
+
+// With the command line's names for what the client library calls "options.target" and
+// "options.credentials.ca", at the beginning of a message.
+std::string InTermsOfOptions(absl::string_view message);
 
 }  // namespace lossd::cli
 

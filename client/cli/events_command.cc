@@ -59,7 +59,7 @@ absl::Status RunEvents(Context* context, const Flags& flags) {
   uint64_t seen = events->last_id;
   while (true) {
     interrupt.Sleep(kPause);
-    if (interrupt.received()) return absl::OkStatus();
+    if (interrupt.received() || !context->Printed().ok()) return absl::OkStatus();
     events = Fetch(*context, *address, seen);
     // Another server counts from 1 again.
     if (events.ok() && events->incarnation != incarnation) {
@@ -81,10 +81,7 @@ void AddEventsCommand(CLI::App* app, Context* context) {
   auto flags = std::make_shared<Flags>();
   events->add_flag("--follow", flags->follow, "Go on with what happens, until Ctrl-C");
   events->add_option("--after", flags->after, "Only events whose id is larger [0]");
-  events
-      ->add_option("--http", flags->http,
-                   "The server's HTTP address [the context's, else where the server says]")
-      ->type_name("HOST:PORT");
+  AddHttp(events, &flags->http);
   events->callback([=] { context->action = [=] { return RunEvents(context, *flags); }; });
 }
 

@@ -125,6 +125,17 @@ size_t DisplayWidth(absl::string_view text) {
   return width;
 }
 
+std::string TruncatedName(absl::string_view name, size_t width) {
+  if (DisplayWidth(name) <= width || width < 3) return Truncated(name, width);
+  const size_t behind = (width - 1) / 2;
+  size_t at = name.size();
+  for (size_t shown = 0; shown < behind;) {
+    --at;
+    if ((name[at] & 0xc0) != 0x80) ++shown;
+  }
+  return absl::StrCat(Truncated(name, width - behind), name.substr(at));
+}
+
 std::string Truncated(absl::string_view line, size_t width) {
   if (DisplayWidth(line) <= width) return std::string(line);
   if (width == 0) return "";

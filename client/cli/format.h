@@ -36,6 +36,9 @@ std::string Bar(double share, size_t width);
 size_t DisplayWidth(absl::string_view text);
 // The beginning of a line, at most `width` columns; its last one is "…" if something is missing.
 std::string Truncated(absl::string_view line, size_t width);
+// A name, at most `width` columns: where it is longer, its beginning and its end with "…" between them, since
+// names of a series differ at the end.
+std::string TruncatedName(absl::string_view name, size_t width);
 // Text that a server sent, for a terminal: without control characters, so it cannot move the cursor.
 std::string Printable(absl::string_view text);
 std::string PrintableLines(absl::string_view text);  // the same, but for the ends of lines

@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "client/cli/options.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -28,9 +29,7 @@ const std::map<std::string, ColorMode>& ColorModes() {
 
 CLI::Option* AddText(CLI::App* app, const std::string& name, std::string* value, const std::string& type,
                      const std::string& description) {
-  return app->add_option(name, *value, description)->type_name(type)->check([](const std::string& text) {
-    return text.empty() ? std::string("must not be empty") : std::string();
-  });
+  return app->add_option(name, *value, description)->type_name(type)->check(NotEmpty());
 }
 
 // The variables that stand for these options are read by Context::Settle, since a context comes in between.
@@ -74,16 +73,20 @@ void AddGlobalOptions(CLI::App* app, Context* context) {
   AddOutputOptions(app, context);
   app->add_option("--timeout", context->timeout_seconds, "Seconds for connecting and for each call")
       ->type_name("SECONDS")
-      ->check(CLI::PositiveNumber);
+      ->check(NumberAboveZero());
   app->add_option("--attempts", context->attempts,
                   "Of a call whose connection breaks and that may be repeated [3]")
-      ->check(CLI::PositiveNumber);
+      ->check(WholeNumber(1, 1000));
   const auto parse_incarnation = [context](const CLI::results_t& results) {
     return absl::SimpleHexAtoi(results[0], &context->incarnation);
   };
   app->add_option("--incarnation", parse_incarnation,
                   "Fail with exit code 5 if the server is another process than the one that printed this")
-      ->type_name("HEX");
+      ->type_name("HEX")
+      ->check(Rule("be up to 16 hexadecimal digits, as `lossctl server` prints them", [](const auto& text) {
+        uint64_t unused = 0;
+        return absl::SimpleHexAtoi(text, &unused);
+      }));
 }
 
 void ReadGlobalOptions(std::vector<std::string> words, Context* context) {

@@ -3,6 +3,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
@@ -26,6 +27,13 @@ absl::Status NoHttp(const std::string& message, const std::string& value) {
 }
 
 }  // namespace
+
+bool IsHttpAddress(absl::string_view text) {
+  const bool url = absl::ConsumePrefix(&text, "http://") || absl::ConsumePrefix(&text, "https://");
+  const bool has_port = text.find(':', text.find(']') == text.npos ? 0 : text.find(']')) != text.npos;
+  return client::internal::TargetProblem(url && !has_port ? absl::StrCat(text, ":1") : text).empty() &&
+         !client::internal::HostAndPortOf(url && !has_port ? absl::StrCat(text, ":1") : text).host.empty();
+}
 
 std::string DefaultHttpAddress(const std::string& target) {
   return absl::StrCat("http://", HostOf(target, false), ":", kDefaultPort);

@@ -6,9 +6,14 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "lossd/v1/server.pb.h"
 
 namespace lossd::cli {
+
+// Whether `text` is "HOST:PORT", "http://HOST:PORT" or "https://HOST:PORT". Behind a scheme the port may be
+// left out.
+bool IsHttpAddress(absl::string_view text);
 
 // Where a server that is reached at `target` answers HTTP unless its --http says otherwise: port 7071 of the
 // host, without TLS.

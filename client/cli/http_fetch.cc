@@ -43,16 +43,38 @@ absl::Status NoAddress(const std::string& address) {
                                {std::string(kHttpField), "must be HOST:PORT", address});
 }
 
+// Why there is no answer; httplib's own words are those of its enumeration.
+std::string Cause(httplib::Error error, bool tls) {
+  switch (error) {
+    case httplib::Error::Connection:
+      return "the connection was refused, or the host is not known";
+    case httplib::Error::ConnectionTimeout:
+      return "connecting took too long";
+    case httplib::Error::Read:
+      return tls ? "no answer came" : "no answer came; a server with --http_tls wants https://";
+    case httplib::Error::SSLConnection:
+      return "it does not speak TLS";
+    case httplib::Error::SSLLoadingCerts:
+      return "the certificates of --ca cannot be read";
+    case httplib::Error::SSLServerVerification:
+      return "its certificate is not trusted, or is for another name";
+    default:
+      return httplib::to_string(error);
+  }
+}
+
+enum class Method { kGet, kPost };
+
 // `client` is at `address`.
-absl::StatusOr<HttpAnswer> Get(httplib::Client* client, const std::string& address, const std::string& path,
-                               absl::Duration timeout) {
+absl::StatusOr<HttpAnswer> Ask(httplib::Client* client, Method method, const std::string& address,
+                               const std::string& path, absl::Duration timeout) {
   client->set_connection_timeout(absl::ToChronoMilliseconds(timeout));
   client->set_read_timeout(absl::ToChronoMilliseconds(timeout));
-  const httplib::Result result = client->Get(path);
+  const httplib::Result result = method == Method::kGet ? client->Get(path) : client->Post(path);
   if (!result) {
     return errors::WithViolation(
         absl::UnavailableError(absl::StrCat("nothing answers at ", UrlOf(address), path, " (",
-                                            httplib::to_string(result.error()),
+                                            Cause(result.error(), absl::StartsWith(address, kHttps)),
                                             "); name the address with --http")),
         {std::string(kHttpField), "must be the address where a server answers HTTP", address});
   }
@@ -61,10 +83,8 @@ absl::StatusOr<HttpAnswer> Get(httplib::Client* client, const std::string& addre
                     .body = result->body};
 }
 
-}  // namespace
-
-absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
-                                      const client::CredentialOptions& credentials, absl::Duration timeout) {
+absl::StatusOr<std::string> Body(Method method, const std::string& address, const std::string& path,
+                                 const client::CredentialOptions& credentials, absl::Duration timeout) {
   const bool tls = absl::StartsWith(address, kHttps);
   const std::string url = UrlOf(address);
   httplib::Client client(url);
@@ -73,7 +93,7 @@ absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::str
   if (!credentials.token.empty() && (tls || client::IsLocalTarget(absl::StripPrefix(url, "http://")))) {
     client.set_bearer_token_auth(credentials.token);
   }
-  absl::StatusOr<HttpAnswer> answer = Get(&client, address, path, timeout);
+  absl::StatusOr<HttpAnswer> answer = Ask(&client, method, address, path, timeout);
   if (!answer.ok()) return answer.status();
   if (answer->status == 401) {
     return absl::UnauthenticatedError(absl::StrCat(url, path, " wants a token that it knows (LOSSD_TOKEN)"));
@@ -85,12 +105,24 @@ absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::str
   return std::move(answer->body);
 }
 
+}  // namespace
+
+absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
+                                      const client::CredentialOptions& credentials, absl::Duration timeout) {
+  return Body(Method::kGet, address, path, credentials, timeout);
+}
+
+absl::StatusOr<std::string> HttpPost(const std::string& address, const std::string& path,
+                                     const client::CredentialOptions& credentials, absl::Duration timeout) {
+  return Body(Method::kPost, address, path, credentials, timeout);
+}
+
 absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path,
                                      absl::Duration timeout) {
   httplib::Client client(UrlOf(address));
   if (!client.is_valid()) return NoAddress(address);
   client.enable_server_certificate_verification(false);
-  return Get(&client, address, path, timeout);
+  return Ask(&client, Method::kGet, address, path, timeout);
 }
 
 }  // namespace lossd::cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fetches a page over HTTP.
+// Fetches a page over HTTP, or asks for something to be done.
 #ifndef LOSSD_CLIENT_CLI_HTTP_FETCH_H_
 #define LOSSD_CLIENT_CLI_HTTP_FETCH_H_
 
@@ -21,6 +21,9 @@ inline constexpr absl::string_view kHttpField = "--http";
 // credentials.ca. A token is sent over TLS or to a loopback address only.
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
                                       const client::CredentialOptions& credentials, absl::Duration timeout);
+// The same of what a server does when it is asked with POST.
+absl::StatusOr<std::string> HttpPost(const std::string& address, const std::string& path,
+                                     const client::CredentialOptions& credentials, absl::Duration timeout);
 
 struct HttpAnswer {
   int status = 0;

@@ -12,13 +12,14 @@
 namespace lossd::cli {
 namespace {
 
-absl::Status PrintAll(const LiveFlags& flags, LiveView* view) {
+absl::Status PrintAll(const Context& context, const LiveFlags& flags, LiveView* view) {
   Interrupt interrupt;
   for (uint64_t shown = 0; !interrupt.received();) {
     view->Look();
     if (absl::Status status = view->Take(); !status.ok()) return status;
     if (view->ready()) {
       view->Print();
+      if (absl::Status status = context.Printed(); !status.ok()) return status;
       if (++shown == flags.count) break;
     }
     interrupt.Sleep(absl::Seconds(flags.interval_seconds));
@@ -94,11 +95,11 @@ class Screen {
 }  // namespace
 
 absl::Status RunLive(const Context& context, const LiveFlags& flags, LiveView* view) {
-  if (context.json || !Terminal::Available()) return PrintAll(flags, view);
+  if (context.json || !Terminal::Available()) return PrintAll(context, flags, view);
   view->Look();
   if (absl::Status status = view->Take(); !status.ok()) return status;
   std::unique_ptr<Terminal> terminal = Terminal::Open();
-  if (terminal == nullptr) return PrintAll(flags, view);
+  if (terminal == nullptr) return PrintAll(context, flags, view);
   return Screen(context, flags, view, std::move(terminal)).Run();
 }
 

@@ -16,6 +16,7 @@
 #include "client/cli/options.h"
 #include "client/cli/random_rows.h"
 #include "client/cli/tensor_io.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -183,6 +184,9 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
 absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec) {
   if (!flags.hidden.empty()) return LoadRows(flags);
   const v1::DType dtype = flags.dtype != v1::DTYPE_UNSPECIFIED ? flags.dtype : v1::DTYPE_BF16;
+  const int copies = flags.grad_out.empty() ? 1 : 2;
+  absl::Status room = CheckRoom("--random", flags.random_rows, spec.hidden_size(), dtype, copies);
+  if (!room.ok()) return room;
   return RandomRows(flags.random_rows, spec.hidden_size(), spec.vocab_size(), dtype, flags.seed);
 }
 
@@ -253,7 +257,7 @@ void AddLossCommand(CLI::App* app, Context* context) {
   targets->needs(hidden);
   CLI::Option* random = loss->add_option("--random", flags->random_rows, "Instead: so many random rows")
                             ->type_name("ROWS")
-                            ->check(CLI::PositiveNumber)
+                            ->check(WholeNumber(1))
                             ->excludes(hidden)
                             ->group(rows);
   loss->add_option("--seed", flags->seed, "Of the random rows [0]")->needs(random)->group(rows);

@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // lossctl: lossd from a terminal. `lossctl --help` is its manual.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
 #include "client/cli/completion.h"
 #include "client/cli/context.h"
 #include "client/cli/errors.h"
 #include "client/cli/global_options.h"
+#include "client/cli/usage.h"
 
 namespace lossd::cli {
 namespace {
@@ -30,16 +34,47 @@ constexpr char kFooter[] =
 // For completion scripts, so not among the commands of --help.
 constexpr char kCompleteCommand[] = "__complete";
 
-int Refuse(const CLI::App& app, absl::Span<const std::string> words, const CLI::ParseError& error) {
-  const int code = app.exit(error);
-  if (code == 0) return kExitOk;
-  if (const std::string meant = ProbablyMeant(app, words); !meant.empty()) {
-    std::fputs(absl::StrCat("Did you mean ", meant, "?\n").c_str(), stderr);
+// Descriptors that are closed would be those of the first files and connections, into which lossctl would
+// then print. What is printed to these fails instead.
+void OccupyStandardStreams() {
+  for (int descriptor = 0; descriptor <= 2; ++descriptor) {
+    if (fcntl(descriptor, F_GETFD) == -1) static_cast<void>(open("/dev/null", O_RDONLY));
   }
-  return kExitUsage;
+}
+
+int Fail(const absl::Status& status, const Context& context) {
+  const Style style{.color = context.ColorsOn(STDERR_FILENO)};
+  std::fputs(ErrorText(status, context.json, style).c_str(), stderr);
+  return ExitCodeOf(status);
+}
+
+int Refuse(const CLI::App& app, absl::Span<const std::string> words, const CLI::ParseError& error) {
+  if (error.get_exit_code() == 0) {  // --help, --version
+    app.exit(error);
+    return std::fflush(stdout) == 0 ? kExitOk : kExitFailed;
+  }
+  Context context;  // as far as the words say how to print
+  ReadGlobalOptions({words.begin(), words.end()}, &context);
+  return Fail(WhyRefused(app, words, error), context);
+}
+
+// Memory that rows, tensors or answers do not get is an error like others.
+absl::Status Act(const Context& context) {
+  try {
+    absl::Status status = context.action();
+    status.Update(context.Printed());
+    return status;
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("this machine has not enough memory for that");
+  } catch (const std::length_error&) {
+    return absl::ResourceExhaustedError("that is more than the memory of any machine");
+  }
 }
 
 int Main(int argc, char** argv) {
+  OccupyStandardStreams();
+  // gRPC's log lines of failed handshakes say less than lossctl's own errors, and would stand before them.
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   const std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
   Context context;
   CLI::App app("Talks to lossd, the loss head server.", "lossctl");
@@ -63,6 +98,7 @@ int Main(int argc, char** argv) {
   AddTraceCommand(&app, &context);
   AddPlanCommand(&app, &context);
   AddCompletionCommand(&app, &context);
+  CheckNumbers(&app);
   if (!words.empty() && words.front() == kCompleteCommand) {
     const std::vector<std::string> unfinished(words.begin() + 1, words.end());
     ReadGlobalOptions(unfinished, &context);
@@ -74,11 +110,9 @@ int Main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return Refuse(app, words, error);
   }
-  const absl::Status status = context.action();
+  const absl::Status status = Act(context);
   if (status.ok()) return context.bad_news ? kExitFailed : kExitOk;
-  const Style style{.color = context.ColorsOn(STDERR_FILENO)};
-  std::fputs(ErrorText(status, context.json, style).c_str(), stderr);
-  return ExitCodeOf(status);
+  return Fail(status, context);
 }
 
 }  // namespace

@@ -7,23 +7,12 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "client/cli/http_address.h"
 #include "client/cli/names.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
-
-std::optional<uint64_t> ParseBytes(absl::string_view text) {
-  uint64_t unit = 1;
-  text = absl::StripTrailingAsciiWhitespace(text);
-  if (absl::ConsumeSuffix(&text, "iB") || absl::ConsumeSuffix(&text, "B")) {
-  }
-  if (absl::ConsumeSuffix(&text, "K")) unit = uint64_t{1} << 10;
-  if (absl::ConsumeSuffix(&text, "M")) unit = uint64_t{1} << 20;
-  if (absl::ConsumeSuffix(&text, "G")) unit = uint64_t{1} << 30;
-  uint64_t number;
-  if (!absl::SimpleAtoi(text, &number) || number > ~uint64_t{0} / unit) return std::nullopt;
-  return number * unit;
-}
 
 bool ParseBound(absl::string_view text, std::optional<uint64_t>* bound) {
   bound->reset();
@@ -32,6 +21,11 @@ bool ParseBound(absl::string_view text, std::optional<uint64_t>* bound) {
   if (!absl::SimpleAtoi(text, &number)) return false;
   *bound = number;
   return true;
+}
+
+bool ParseRows(absl::string_view text, RowsOption* rows) {
+  const std::vector<std::string> bounds = absl::StrSplit(text, ':');
+  return bounds.size() == 2 && ParseBound(bounds[0], &rows->begin) && ParseBound(bounds[1], &rows->end);
 }
 
 constexpr char kLossGroup[] = "Loss";
@@ -81,7 +75,7 @@ CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,
     if (bytes.has_value()) *value = *bytes;
     return bytes.has_value();
   };
-  return command->add_option(name, parse, description)->type_name("BYTES");
+  return command->add_option(name, parse, description)->type_name("BYTES")->check(NumberOfBytes());
 }
 
 }  // namespace
@@ -97,16 +91,24 @@ CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<
 }
 
 CLI::Option* AddRows(CLI::App* command, RowsOption* rows) {
-  const auto parse = [rows](const CLI::results_t& results) {
-    const std::vector<std::string> bounds = absl::StrSplit(results[0], ':');
-    return bounds.size() == 2 && ParseBound(bounds[0], &rows->begin) && ParseBound(bounds[1], &rows->end);
-  };
+  const auto parse = [rows](const CLI::results_t& results) { return ParseRows(results[0], rows); };
   return command->add_option("--rows", parse, "Rows of the tensor, half-open; default: all")
-      ->type_name("BEGIN:END");
+      ->type_name("BEGIN:END")
+      ->check(Rule("be BEGIN:END, such as 0:16 or 16:", [](const std::string& text) {
+        RowsOption unused;
+        return ParseRows(text, &unused);
+      }));
 }
 
 CLI::Option* AddHead(CLI::App* command, std::string* head) {
   return command->add_option("HEAD", *head, "Name of the head")->required()->type_name("");
+}
+
+CLI::Option* AddHttp(CLI::App* command, std::string* http, const std::string& description) {
+  return command->add_option("--http", *http, description)
+      ->type_name("HOST:PORT")
+      ->check(Rule("be HOST:PORT, http://HOST:PORT or https://HOST:PORT",
+                   [](const std::string& text) { return text.empty() || IsHttpAddress(text); }));
 }
 
 absl::Status WithClient(Context* context, const std::function<absl::Status(client::Client&)>& action) {
@@ -116,8 +118,8 @@ absl::Status WithClient(Context* context, const std::function<absl::Status(clien
 }
 
 void AddLiveOptions(CLI::App* command, LiveFlags* flags) {
-  command->add_option("--interval", flags->interval_seconds, "Seconds between looks [1]")
-      ->check(CLI::Range(0.05, 3600.0));
+  command->add_option("--interval", flags->interval_seconds, "Seconds between looks, 0.05 to 3600 [1]")
+      ->check(NumberFromTo(0.05, 3600));
   command->add_option("--count", flags->count, "Leave after so many looks; 0: never [0]");
 }
 
@@ -146,7 +148,7 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
       ->group(kLossGroup);
   command
       ->add_option("--streams", options->streams, "Concurrent streams per microbatch; 0: as many as help [0]")
-      ->check(CLI::NonNegativeNumber)
+      ->check(WholeNumber(0, 1024))
       ->group("Transport");
   AddBytes(command, "--slice-bytes", &options->slice_bytes,
            "Hidden states sent at once, at most [1MiB; 4MiB in shared memory]")

@@ -39,7 +39,8 @@ CLI::Option* AddWordFunction(CLI::App* command, const std::string& name, Set set
   return command->add_option(name, parse, description)
       ->type_name(choices)
       ->check([choices, &words](const std::string& word) {
-        return words.count(word) > 0 ? std::string() : absl::StrCat("\"", word, "\" is not one of ", choices);
+        return words.count(word) > 0 ? std::string()
+                                     : absl::StrCat("must be one of ", choices, ", got \"", word, "\"");
       });
 }
 
@@ -51,7 +52,7 @@ CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
       command, name, [value](E word) { *value = word; }, words, description);
 }
 
-// A number of bytes: plain, or with KiB, MiB or GiB (K, M, G).
+// A number of bytes with or without a unit, as ParseBytes (value_checks.h) takes it.
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
                       const std::string& description);
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<uint64_t>* value,
@@ -68,6 +69,11 @@ CLI::Option* AddRows(CLI::App* command, RowsOption* rows);
 
 // The name of the head, as first positional argument.
 CLI::Option* AddHead(CLI::App* command, std::string* head);
+
+// --http, whose description may begin with what the address is for. Empty: not given.
+CLI::Option* AddHttp(
+    CLI::App* command, std::string* http,
+    const std::string& description = "The server's HTTP address [the context's, else where the server says]");
 
 // How often live views look, and how many times.
 void AddLiveOptions(CLI::App* command, LiveFlags* flags);

@@ -17,6 +17,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/options.h"
 #include "client/cli/plan_view.h"
+#include "client/cli/value_checks.h"
 #include "client/plan/measured.h"
 #include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"
@@ -139,7 +140,7 @@ void AddTrainerOptions(CLI::App* command, PlanFlags* flags) {
           ->add_option(
               "--trainer-gpus", flags->trainer_gpus,
               "Plan the memory of a trainer, too, whose state and rows are divided over so many GPUs")
-          ->check(CLI::PositiveNumber)
+          ->check(NumberAboveZero())
           ->group(kGroup);
   const auto add = [&](CLI::Option* option) { option->needs(gpus)->group(kGroup); };
   add(AddBytes(command, "--trainer-memory", &flags->trainer_memory,
@@ -147,7 +148,7 @@ void AddTrainerOptions(CLI::App* command, PlanFlags* flags) {
   add(command
           ->add_option("--trainer-rows", flags->trainer.rows,
                        "Rows that are in memory at one time, on all of them together [--rows]")
-          ->check(CLI::PositiveNumber));
+          ->check(NumberAboveZero()));
   add(command
           ->add_option(
               "--parameters",
@@ -161,7 +162,7 @@ void AddTrainerOptions(CLI::App* command, PlanFlags* flags) {
   add(command
           ->add_option("--activation-bytes", flags->trainer.activation_bytes,
                        "Of a row [2 x layers x hidden size: one hidden state a layer in 16 bits]")
-          ->check(CLI::PositiveNumber));
+          ->check(NumberAboveZero()));
   add(command->add_option("--logit-bytes", flags->trainer.logit_bytes, "Of a logit that is stored [4]"));
 }
 
@@ -183,7 +184,7 @@ void AddPlanCommand(CLI::App* app, Context* context) {
                       "Of a trainer's step without the head: says how many trainers a server feeds");
   command->add_option("--gpus", request.gpus, "GPUs of the server [1]");
   command->add_option("--stages", request.stages, "Plan pipelines of so many stages; each trainer is one")
-      ->check(CLI::PositiveNumber);
+      ->check(NumberAboveZero());
   command->add_option("--layer-seconds", request.layer_seconds,
                       "Of one layer, forward and backward, for a microbatch: for --stages");
   command->add_option("--layers", flags->layers, "Layers of the model [the model's]");

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::cli {
@@ -22,6 +24,11 @@ struct HiddenRows {
 // Hidden states uniform with mean 0 and variance 1, targets uniform in [0, vocab_size). Thread-safe.
 absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint64_t vocab_size,
                                       v1::DType dtype, uint64_t seed);
+
+// RESOURCE_EXHAUSTED, naming `option`, if this machine has no memory for `rows` rows of hidden states, while
+// they are made and then `copies` times (with their gradients, say).
+absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_size, v1::DType dtype,
+                       int copies);
 
 }  // namespace lossd::cli
 

@@ -13,6 +13,7 @@
 #include "client/cli/http_fetch.h"
 #include "client/cli/metrics_text.h"
 #include "client/cli/options.h"
+#include "client/cli/value_checks.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
@@ -122,13 +123,11 @@ void AddServerCommands(CLI::App* app, Context* context) {
   auto probe = std::make_shared<std::string>();
   auto probed = std::make_shared<std::string>();
   health->add_option("--probe", *probe, "Ask /livez or /readyz over HTTP instead, as probes of containers do")
-      ->check(CLI::IsMember({"live", "ready"}))
       ->type_name("live|ready")
+      ->check(Rule("be live or ready", [](const auto& text) { return text == "live" || text == "ready"; }))
       ->excludes("SERVICE");
-  health
-      ->add_option("--http", *probed,
-                   "The HTTP address for --probe [the context's, else the server's host, port 7071]")
-      ->type_name("HOST:PORT")
+  AddHttp(health, probed.get(),
+          "The HTTP address for --probe [the context's, else the server's host, port 7071]")
       ->envname("LOSSD_PROBE");
   const auto ask = [=](client::Client& client) { return RunHealth(context, *service, client); };
   health->callback([=] {
@@ -143,9 +142,7 @@ void AddServerCommands(CLI::App* app, Context* context) {
   CLI::App* metrics = app->add_subcommand("metrics", "Print the server's metrics");
   auto http = std::make_shared<std::string>();
   auto filter = std::make_shared<std::string>();
-  metrics
-      ->add_option("--http", *http, "The server's HTTP address [the context's, else where the server says]")
-      ->type_name("HOST:PORT");
+  AddHttp(metrics, http.get());
   metrics->add_option("--filter", *filter, "Only lines (with --json: metrics) that match")
       ->type_name("REGEX");
   metrics->callback([=] { context->action = [=] { return RunMetrics(context, *http, *filter); }; });

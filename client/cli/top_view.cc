@@ -58,7 +58,7 @@ std::string Counted(uint64_t count, absl::string_view what) {
 }
 
 std::string NameOfPeer(const std::string& peer, const Frame& frame) {
-  return Truncated(peer.empty() ? "(this process)" : Printable(peer), frame.columns < 60 ? 16 : 40);
+  return TruncatedName(peer.empty() ? "(this process)" : Printable(peer), frame.columns < 60 ? 16 : 40);
 }
 
 Json StreamJson(const v1::StreamDescription& stream) {

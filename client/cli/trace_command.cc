@@ -10,6 +10,7 @@
 #include "client/cli/http_fetch.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/options.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {
@@ -24,7 +25,7 @@ absl::Status RunTrace(Context* context, const Flags& flags) {
   const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
   if (!address.ok()) return address.status();
   const absl::StatusOr<std::string> started =
-      HttpFetch(*address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
+      HttpPost(*address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
   if (!started.ok()) return started.status();
   const auto answer = nlohmann::json::parse(*started, nullptr, /*allow_exceptions=*/false);
   if (!answer.is_object() || !answer.contains("recording") || !answer["recording"].is_number_unsigned()) {
@@ -34,8 +35,8 @@ absl::Status RunTrace(Context* context, const Flags& flags) {
   interrupt.Sleep(absl::Seconds(flags.seconds) + absl::Milliseconds(50));
   if (interrupt.received()) return absl::CancelledError("interrupted; the server drops the trace by itself");
   const absl::StatusOr<std::string> trace =
-      HttpFetch(*address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
-                context->credentials, timeout);
+      HttpPost(*address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
+               context->credentials, timeout);
   if (!trace.ok()) return trace.status();
   context->Print(*trace);
   return absl::OkStatus();
@@ -49,11 +50,9 @@ void AddTraceCommand(CLI::App* app, Context* context) {
       "Prints Chrome's Trace Event Format: lossctl trace --seconds 2 > trace.json, then open it in "
       "https://ui.perfetto.dev or chrome://tracing. Needs the role admin on a server that asks.");
   auto flags = std::make_shared<Flags>();
-  trace->add_option("--seconds", flags->seconds, "How long to record [2]")->check(CLI::Range(0.01, 30.0));
-  trace
-      ->add_option("--http", flags->http,
-                   "The server's HTTP address [the context's, else where the server says]")
-      ->type_name("HOST:PORT");
+  trace->add_option("--seconds", flags->seconds, "How long to record, 0.01 to 30 [2]")
+      ->check(NumberFromTo(0.01, 30));
+  AddHttp(trace, &flags->http);
   trace->callback([=] { context->action = [=] { return RunTrace(context, *flags); }; });
 }
 

@@ -74,12 +74,9 @@ void AddWatchCommand(CLI::App* app, Context* context) {
   auto flags = std::make_shared<LiveFlags>();
   auto http = std::make_shared<std::string>();
   AddLiveOptions(watch, flags.get());
-  watch
-      ->add_option(
-          "--http", *http,
+  AddHttp(watch, http.get(),
           "The server's HTTP address, for losses, latencies and the device [the context's, else where the "
-          "server says]")
-      ->type_name("HOST:PORT");
+          "server says]");
   SetClientAction(watch, context, [=](client::Client& client) {
     Watch view(context, *http, client);
     return RunLive(*context, *flags, &view);

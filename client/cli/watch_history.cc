@@ -75,6 +75,7 @@ void WatchHistory::AddRates() {
     if (it == before.end() || it->second > rows || Seconds() <= 0) continue;
     head.rows_per_second = static_cast<double>(rows - it->second) / Seconds();
     total += head.rows_per_second;
+    if (rows > it->second) head.active = good_->time;
   }
   Push(total, length_, &rows_per_second_);
   if (const auto share = DeviceShare(); share.has_value()) Push(*share, length_, &device_share_);

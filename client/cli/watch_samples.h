@@ -22,6 +22,7 @@ inline constexpr char kBusySeconds[] = "lossd_device_busy_seconds_total";
 inline constexpr char kHeadDeviceSeconds[] = "lossd_head_device_seconds_total";
 inline constexpr char kHeadLoss[] = "lossd_head_loss";
 inline constexpr char kHeadStep[] = "lossd_head_step";
+inline constexpr char kDeviceLost[] = "lossd_device_lost";
 inline constexpr char kStaging[] = "lossd_staging_bytes";
 inline constexpr char kStagingUsed[] = "lossd_staging_used_bytes";
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -114,8 +115,26 @@ std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const 
   return fields;
 }
 
+std::vector<const v1::HeadDescription*> WatchHistory::Busiest(size_t count) const {
+  std::vector<const v1::HeadDescription*> heads;
+  heads.reserve(good_->heads.size());
+  for (const v1::HeadDescription& head : good_->heads) heads.push_back(&head);
+  if (heads.size() <= count) return heads;
+  const auto key = [this](const v1::HeadDescription* head) {
+    const auto found = heads_.find(head->spec().name());
+    return std::make_pair(found == heads_.end() ? absl::InfinitePast() : found->second.active,
+                          head->total_rows());
+  };
+  std::stable_sort(heads.begin(), heads.end(), [&](const auto* a, const auto* b) { return key(a) > key(b); });
+  heads.resize(count);
+  // As they stand in good_->heads.
+  std::sort(heads.begin(), heads.end(), std::less<>());
+  return heads;
+}
+
 // With a line of `trend` columns for the losses of each head.
-Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) const {
+Table WatchHistory::HeadsTable(const Frame& frame, const std::vector<const v1::HeadDescription*>& heads,
+                               size_t trend) const {
   const bool has_losses =
       std::any_of(heads_.begin(), heads_.end(), [](const auto& each) { return !each.second.losses.empty(); });
   std::vector<Column> columns = {{"HEAD"}};
@@ -129,7 +148,7 @@ Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) c
                                  {"MEMORY", Align::kRight, 4},
                                  {"HIDDEN x VOCAB", Align::kLeft, 7}});
   Table table(std::move(columns));
-  const size_t name_width = frame.columns < 60 ? 12 : 32;
+  const size_t name_width = frame.columns < 60 ? 12 : frame.columns < 120 ? 32 : 64;
   const auto history_of = [this](const v1::HeadDescription& head) {
     const auto found = heads_.find(head.spec().name());
     return found == heads_.end() ? HeadHistory() : found->second;
@@ -138,13 +157,13 @@ Table WatchHistory::HeadsTable(const Frame& frame, size_t heads, size_t trend) c
     return history.losses.empty() ? "" : absl::StrFormat("%.4g", history.losses.back());
   };
   size_t loss_width = 6;  // the lines of all heads begin in one column, and seldom move
-  for (size_t i = 0; i < heads; ++i) {
-    loss_width = std::max(loss_width, loss_of(history_of(good_->heads[i])).size());
+  for (const v1::HeadDescription* head : heads) {
+    loss_width = std::max(loss_width, loss_of(history_of(*head)).size());
   }
-  for (size_t i = 0; i < heads; ++i) {
-    const v1::HeadDescription& head = good_->heads[i];
+  for (const v1::HeadDescription* each : heads) {
+    const v1::HeadDescription& head = *each;
     const HeadHistory history = history_of(head);
-    std::vector<std::string> cells = {Truncated(Printable(head.spec().name()), name_width)};
+    std::vector<std::string> cells = {TruncatedName(Printable(head.spec().name()), name_width)};
     if (has_losses) {
       std::string loss;
       if (!history.losses.empty()) {
@@ -173,9 +192,10 @@ std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
   size_t shown = good_->heads.size();
   if (shown + 1 > lines)
     shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
-  const size_t used = HeadsTable(frame, shown, kLeastTrend).Width(frame.columns);
+  const std::vector<const v1::HeadDescription*> heads = Busiest(shown);
+  const size_t used = HeadsTable(frame, heads, kLeastTrend).Width(frame.columns);
   const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
-  std::string text = HeadsTable(frame, shown, trend).ToString(frame.style, frame.columns);
+  std::string text = HeadsTable(frame, heads, trend).ToString(frame.style, frame.columns);
   if (shown < good_->heads.size())
     absl::StrAppend(&text,
                     Truncated(absl::StrCat("and ", HumanCount(good_->heads.size() - shown), " more heads"),
@@ -200,6 +220,8 @@ std::string WatchHistory::Render(const std::string& server, const Frame& frame) 
   add(absl::StrCat(title, "  up ", HumanSeconds(now.uptime_seconds()), "  ", Printable(now.backend()), "  ",
                    Printable(now.device())),
       Tone::kTitle);
+  if (good_->metrics.has_value() && ValueOf(*good_->metrics, kDeviceLost).value_or(0) > 0)
+    add("the device is lost: the server has to be started again", Tone::kBad);
   if (now.draining()) add("draining: it ends what is under way and takes nothing new", Tone::kWarning);
   if (!last_->status.ok()) add(absl::StrCat("no answer: ", Printable(last_->status.message())), Tone::kBad);
   add("");
@@ -228,9 +250,10 @@ std::string WatchHistory::Line() const {
   if (!last_->status.ok()) return absl::StrCat(time, "  no answer: ", last_->status.message(), "\n");
   const std::string latency = LatencyText();
   const std::optional<double> share = DeviceShare();
-  return absl::StrCat(time, "  ", HumanRate(RowsPerSecond()), " rows/s  ", good_->heads.size(), " heads  ",
-                      good_->server.open_streams(), " streams  ", QueuedSlices(*good_), " queued  ",
-                      HumanBytes(static_cast<double>(TotalBytes(good_->server.memory()))),
+  return absl::StrCat(time, "  ", HumanRate(RowsPerSecond()), " rows/s  ", good_->heads.size(),
+                      good_->heads.size() == 1 ? " head  " : " heads  ", good_->server.open_streams(),
+                      good_->server.open_streams() == 1 ? " stream  " : " streams  ", QueuedSlices(*good_),
+                      " queued  ", HumanBytes(static_cast<double>(TotalBytes(good_->server.memory()))),
                       share.has_value() ? absl::StrCat("  device ", Percent(*share)) : "",
                       latency.empty() ? "" : "  microbatch " + latency, "\n");
 }

@@ -59,6 +59,7 @@ class WatchHistory {
     std::optional<double> device_share;
     std::optional<double> step;  // that the last of the losses is of
     std::deque<double> losses;
+    absl::Time active = absl::InfinitePast();  // when it last was seen to compute rows
   };
   struct Field;
 
@@ -72,7 +73,11 @@ class WatchHistory {
   double Seconds() const;  // between the last two good samples
   std::vector<Field> Fields(const Frame& frame) const;
   std::string HeadsPicture(const Frame& frame, size_t lines) const;
-  Table HeadsTable(const Frame& frame, size_t heads, size_t trend) const;
+  // `count` of them, in the server's order: those that computed rows most recently, then those with most
+  // rows.
+  std::vector<const v1::HeadDescription*> Busiest(size_t count) const;
+  Table HeadsTable(const Frame& frame, const std::vector<const v1::HeadDescription*>& heads,
+                   size_t trend) const;
   std::string LatencyText() const;
   std::string TransferText() const;
   std::string ChunksText() const;  // by their gradients, over the last interval

@@ -35,7 +35,7 @@ absl::Status ValidateShape(absl::string_view what, const std::string& head, uint
                            uint64_t hidden_size, v1::DType dtype) {
   const auto field = [what](absl::string_view name) { return absl::StrCat(what, ".", name); };
   if (head.empty()) return ArgumentError(field("head"), head, "is empty");
-  if (hidden_size == 0) return ArgumentError(field("hidden_size"), hidden_size, "is 0");
+  if (hidden_size == 0) return ArgumentError(field("hidden_size"), hidden_size, "is 0; it must be above 0");
   if (ElementSize(dtype) == 0) {
     return ArgumentError(field("hidden_dtype"), static_cast<int>(dtype),
                          absl::StrCat("is ", static_cast<int>(dtype), ", not a dtype"));
@@ -125,7 +125,8 @@ absl::Status ValidateTransport(const ComputeOptions& options) {
     return ArgumentError("options.streams", options.streams,
                          absl::StrCat("is ", options.streams, "; it must be in [0, ", kMaxStreams, "]"));
   }
-  if (options.slice_bytes == uint64_t{0}) return ArgumentError("options.slice_bytes", 0, "is 0");
+  if (options.slice_bytes == uint64_t{0})
+    return ArgumentError("options.slice_bytes", 0, "is 0; it must be above 0");
   if (options.max_attempts < 0) {
     return ArgumentError("options.max_attempts", options.max_attempts,
                          absl::StrCat("is ", options.max_attempts));

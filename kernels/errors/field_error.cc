@@ -25,9 +25,9 @@ absl::Status FieldProblem(absl::string_view field, absl::string_view problem, co
   const FieldViolation violation{.field = Shortened(field, kMaxFieldBytes),
                                  .rule = std::string(problem),
                                  .value = Shortened(value.Piece(), kMaxValueBytes)};
-  return WithViolation(
-      absl::Status(code, absl::StrCat(violation.field, " ", violation.rule, ", got ", violation.value)),
-      violation);
+  return WithViolation(absl::Status(code, absl::StrCat(violation.field, " ", violation.rule, ", got ",
+                                                       violation.value.empty() ? "\"\"" : violation.value)),
+                       violation);
 }
 
 absl::Status WithViolation(absl::Status status, const FieldViolation& violation) {

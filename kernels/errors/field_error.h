@@ -37,7 +37,7 @@ struct FieldViolation {
   friend bool operator==(const FieldViolation&, const FieldViolation&) = default;
 };
 
-// "<field> must <rule>, got <value>".
+// "<field> must <rule>, got <value>"; an empty value is shown as "".
 absl::Status FieldError(absl::string_view field, absl::string_view rule, const absl::AlphaNum& value,
                         absl::StatusCode code = absl::StatusCode::kInvalidArgument);
 

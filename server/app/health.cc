@@ -32,4 +32,9 @@ metrics::HttpResponse Readiness(const Health& health) {
   return {.body = "ok\n"};
 }
 
+std::string Trouble(const Health& health, absl::Duration timeout) {
+  if (const absl::Status live = Live(health, timeout); !live.ok()) return std::string(live.message());
+  return health.draining ? "draining" : "";
+}
+
 }  // namespace lossd::app

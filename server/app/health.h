@@ -6,6 +6,8 @@
 #ifndef LOSSD_SERVER_APP_HEALTH_H_
 #define LOSSD_SERVER_APP_HEALTH_H_
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/metrics/http_router.h"
@@ -27,6 +29,10 @@ metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout);
 
 // 503 if the device is lost or the server drains.
 metrics::HttpResponse Readiness(const Health& health);
+
+// In a few words for people what keeps the server from work: "device lost", "no progress on the device for
+// 11m", "draining"; "" if it is live and ready.
+std::string Trouble(const Health& health, absl::Duration timeout);
 
 }  // namespace lossd::app
 

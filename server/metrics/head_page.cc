@@ -25,6 +25,14 @@ std::string ErrorText(const HeadMetrics::Step& step) {
                                               : std::string("-");
 }
 
+// Of the last gradients: predicted if they were sampled, what was left out if they were filtered.
+std::string GradientError(const engine::HeadSnapshot& head, const std::vector<HeadMetrics::Step>& steps) {
+  if (head.gradient_error > 0) return absl::StrCat(FormatNumber(head.gradient_error * 100), " %");
+  const std::string of_step = steps.empty() ? "-" : ErrorText(steps.front());
+  if (of_step != "-") return of_step;
+  return head.config.gradients == kernels::Gradients::kExact ? "exact" : "-";
+}
+
 std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
   if (steps.empty()) return "<p>None since the server started.</p>\n";
   const absl::Time now = absl::Now();
@@ -107,9 +115,8 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           fact("rows in step", head->step_rows), fact("rows", head->total_rows),
           fact("open streams", head->open_streams), fact("queued slices", head->queued_slices),
           fact("rows a chunk", head->chunk_rows),
-          Fact("gradient error", head->gradient_error > 0
-                                     ? absl::StrCat(FormatNumber(head->gradient_error * 100), " %")
-                                     : "exact"),
+          Fact("gradient norm", steps.empty() ? "-" : FormatNumber(steps.front().grad_norm)),
+          Fact("gradient error", GradientError(*head, steps)),
           Fact("memory", FormatBytes(static_cast<double>(head->memory.Total()))), "</div>\n",
           head->waits_for.empty() ? ""
                                   : absl::StrCat("<p>Waits for ", EscapeHtml(head->waits_for), ".</p>\n"),

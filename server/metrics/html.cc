@@ -34,6 +34,14 @@ std::string FormatSeconds(double seconds) {
   return absl::StrFormat("%.1f s", seconds);
 }
 
+std::string FormatUptime(absl::Duration uptime) {
+  const int64_t seconds = std::max<int64_t>(absl::ToInt64Seconds(uptime), 0);
+  const int64_t minutes = seconds / 60, hours = minutes / 60, days = hours / 24;
+  if (days > 0) return absl::StrCat(Grouped(days), " d ", hours % 24, " h");
+  if (hours > 0) return absl::StrCat(hours, " h ", minutes % 60, " min");
+  return minutes > 0 ? absl::StrCat(minutes, " min ", seconds % 60, " s") : absl::StrCat(seconds, " s");
+}
+
 std::string Grouped(int64_t number) {
   const std::string digits = absl::StrCat(number);
   std::string text;

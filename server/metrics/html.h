@@ -20,6 +20,8 @@ std::string EscapeHtml(absl::string_view text);
 // "0 B", "512 B", "1.5 KiB", "3.2 GiB".
 std::string FormatBytes(double bytes);
 // "0", "35 us", "1.2 ms", "3.4 s"; "-" for NaN.
+// "3 d 4 h", "4 h 12 min", "12 min 5 s": of a time since a start, the two largest units.
+std::string FormatUptime(absl::Duration uptime);
 std::string FormatSeconds(double seconds);
 // 1234567 as "1,234,567".
 std::string Grouped(int64_t number);

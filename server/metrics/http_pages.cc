@@ -120,7 +120,7 @@ HttpResponse HeadAnswer(const PageSources& sources, const HttpCall& call) {
   return Page(sources.page->RenderNoHead(call.rest), 404);
 }
 
-HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
+HttpFunction Asset(absl::string_view content_type, absl::string_view body) {
   return [=](const HttpCall&) {
     return HttpResponse{.content_type = std::string(content_type), .body = std::string(body)};
   };
@@ -129,19 +129,21 @@ HttpHandler Asset(absl::string_view content_type, absl::string_view body) {
 }  // namespace
 
 void AddPages(const PageSources& sources, HttpHandlers* handlers) {
-  (*handlers)["/"] = [sources](const HttpCall&) { return Page(sources.page->Render(sources.draining())); };
+  (*handlers)["/"] = [sources](const HttpCall&) { return Page(sources.page->Render(sources.trouble())); };
   (*handlers)["/heads/"] = [sources](const HttpCall& call) { return HeadAnswer(sources, call); };
   (*handlers)["/history.json"] = [sources](const HttpCall& call) { return HistoryAnswer(sources, call); };
   (*handlers)["/events.json"] = [sources](const HttpCall& call) { return EventsAnswer(sources, call); };
-  (*handlers)["/trace"] = [sources](const HttpCall& call) { return TraceStart(sources, call); };
-  (*handlers)["/trace.json"] = [sources](const HttpCall& call) { return TraceAnswer(sources, call); };
+  (*handlers)["/trace"] = {[sources](const HttpCall& call) { return TraceStart(sources, call); },
+                           HttpHandler::Effect::kChanges};
+  (*handlers)["/trace.json"] = {[sources](const HttpCall& call) { return TraceAnswer(sources, call); },
+                                HttpHandler::Effect::kChanges};
   (*handlers)["/page/page.js"] = Asset("text/javascript; charset=utf-8", PageScript());
   (*handlers)["/page/page.css"] = Asset("text/css; charset=utf-8", PageStyle());
   (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
 }
 
 HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* engine,
-                     const kernels::Backend* backend, Metrics* metrics, std::function<bool()> draining)
+                     const kernels::Backend* backend, Metrics* metrics, std::function<std::string()> trouble)
     : sampler_(engine, backend, metrics, &history_),
       page_(options, engine, backend, metrics, &history_),
       sources_({.page = &page_,
@@ -149,7 +151,7 @@ HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* eng
                 .events = &metrics->events(),
                 .trace = &metrics->trace(),
                 .incarnation = engine->incarnation(),
-                .draining = std::move(draining)}) {
+                .trouble = std::move(trouble)}) {
   sampler_.Start();
 }
 

@@ -6,9 +6,9 @@
 //   /heads/NAME    the page of a head
 //   /history.json  samples; ?after=NUMBER: only later ones; ?head=NAME: of the heads only this one
 //   /events.json   events; ?after=ID: only later ones
-//   /trace         begins a trace of ?seconds=SECONDS, and says its number
-//   /trace.json    the trace of this number, ?recording=NUMBER, once it is over
-//   /page/...      script, style and icon of the pages
+//   /trace         POST: begins a trace of ?seconds=SECONDS, and says its number
+//   /trace.json    POST: hands out the trace of this number, ?recording=NUMBER, once it is over, and only
+//   once /page/...      script, style and icon of the pages
 //
 // A parameter that is malformed, or none of the path's, is answered with 400; a trace that there is not with
 // 404, one that is not over, or in the way of another, with 409.
@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "server/metrics/event_log.h"
 #include "server/metrics/history.h"
@@ -38,7 +39,7 @@ struct PageSources {
   const EventLog* events = nullptr;
   TraceRecorder* trace = nullptr;
   uint64_t incarnation = 0;
-  std::function<bool()> draining;
+  std::function<std::string()> trouble;  // as StatusPage::Render takes it
 };
 void AddPages(const PageSources& sources, HttpHandlers* handlers);
 
@@ -47,9 +48,9 @@ void AddPages(const PageSources& sources, HttpHandlers* handlers);
 // Thread-safe.
 class HttpPages {
  public:
-  // All outlive this. `draining` is asked with each request.
+  // All outlive this. `trouble` is asked with each request.
   HttpPages(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
-            Metrics* metrics, std::function<bool()> draining);
+            Metrics* metrics, std::function<std::string()> trouble);
 
   // This outlives the handlers.
   void AddTo(HttpHandlers* handlers) const { AddPages(sources_, handlers); }

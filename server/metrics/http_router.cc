@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 
 namespace lossd::metrics {
@@ -57,7 +58,25 @@ bool IsLoopbackIpv6(absl::string_view host) {
   return inet_pton(AF_INET6, std::string(host).c_str(), &address) == 1 && IN6_IS_ADDR_LOOPBACK(&address);
 }
 
+// "127.0.0.1:7071" of "http://127.0.0.1:7071"; nothing of "null", which sandboxed pages and files have.
+std::optional<absl::string_view> HostOfOrigin(absl::string_view origin) {
+  const bool url = absl::ConsumePrefix(&origin, "http://") || absl::ConsumePrefix(&origin, "https://");
+  return url ? std::make_optional(origin) : std::nullopt;
+}
+
 }  // namespace
+
+bool IsOfAnotherPage(const HttpRequest& request) {
+  if (!request.fetch_sites.empty()) {
+    return !std::all_of(request.fetch_sites.begin(), request.fetch_sites.end(),
+                        [](absl::string_view site) { return site == "same-origin" || site == "none"; });
+  }
+  return std::any_of(request.origins.begin(), request.origins.end(), [&](absl::string_view origin) {
+    const std::optional<absl::string_view> host = HostOfOrigin(origin);
+    return !host.has_value() || request.hosts.empty() ||
+           !absl::EqualsIgnoreCase(*host, request.hosts.front());
+  });
+}
 
 bool NamesLoopback(absl::string_view host) {
   const size_t name_end = absl::StartsWith(host, "[") ? host.find(']') : 0;
@@ -84,16 +103,21 @@ HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, Htt
     return {.status = 403,
             .body = "this server listens on the loopback and answers for loopback hosts only\n"};
   }
-  if (request.method != "GET" && request.method != "HEAD") {
-    return {.status = 405, .body = "only GET and HEAD\n"};
+  const auto [found, rest] = FindHandler(handlers, target.path);
+  const bool changes = found != handlers.end() && found->second.effect == HttpHandler::Effect::kChanges;
+  if (changes ? request.method != "POST" : request.method != "GET" && request.method != "HEAD") {
+    const std::string methods = changes ? "POST" : "GET, HEAD";
+    return {.status = 405, .body = absl::StrCat("only ", methods, "\n"), .allow = methods};
   }
-  const auto [handler, rest] = FindHandler(handlers, target.path);
-  if (handler == handlers.end()) return {.status = 404, .body = "not found\n"};
+  if (found == handlers.end()) return {.status = 404, .body = "not found\n"};
+  if (changes && IsOfAnotherPage(request)) {
+    return {.status = 403, .body = absl::StrCat(target.path, " is not for pages of other web sites\n")};
+  }
   if (guard != nullptr) {
     if (std::optional<HttpResponse> refusal = guard(request, target.path); refusal.has_value())
       return *std::move(refusal);
   }
-  return handler->second({.rest = rest, .parameters = request.parameters});
+  return found->second.function({.rest = rest, .parameters = request.parameters});
 }
 
 }  // namespace lossd::metrics

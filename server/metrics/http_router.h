@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the HTTP server answers to a request, apart from any network: GET and HEAD of the paths that have a
-// handler, and an error for everything else.
+// handler, POST of those whose handler changes something, and an error for everything else.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HTTP_ROUTER_H_
@@ -11,6 +11,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct HttpResponse {
   int status = 200;
   std::string content_type = "text/plain; charset=utf-8";
   std::string body;
+  std::string allow;  // with 405: the methods that are answered
 };
 
 // Names and values of a query, "?name=value&...", in the order in which they were sent. %-escapes are not
@@ -33,7 +35,21 @@ struct HttpCall {
   absl::string_view rest;  // "lm" of "/heads/lm" for the handler of "/heads/"; else empty
   HttpParameters parameters;
 };
-using HttpHandler = std::function<HttpResponse(const HttpCall&)>;
+using HttpFunction = std::function<HttpResponse(const HttpCall&)>;
+
+// What answers for a path. One that changes something is asked with POST, all others with GET or HEAD:
+// browsers send GET for whatever page names an address, and caches and crawlers repeat it.
+struct HttpHandler {
+  enum class Effect : uint8_t { kNone, kChanges };
+
+  HttpHandler() = default;
+  template <typename F, typename = std::enable_if_t<std::is_invocable_r_v<HttpResponse, F, const HttpCall&>>>
+  HttpHandler(F answers, Effect has_effect = Effect::kNone)  // NOLINT(google-explicit-constructor)
+      : function(std::move(answers)), effect(has_effect) {}
+
+  HttpFunction function;
+  Effect effect = Effect::kNone;
+};
 
 // By exact path, e.g. "/metrics". A longer path that ends with "/", e.g. "/heads/", stands for all paths that
 // have one more name behind it: neither nothing nor another "/".
@@ -52,6 +68,8 @@ struct HttpRequest {
   HttpParameters parameters;             // of the query
   std::vector<absl::string_view> hosts;  // the values of all Host fields
   std::vector<absl::string_view> authorizations;  // and of all Authorization fields
+  std::vector<absl::string_view> origins;         // of all Origin fields
+  std::vector<absl::string_view> fetch_sites;     // of all Sec-Fetch-Site fields
   std::string peer;                               // the client's address, without the port
 };
 
@@ -69,12 +87,19 @@ enum class HttpAudience : uint8_t {
 // Calls the handler of the path. Errors, the first that applies:
 //   400  several Host fields, or none in HTTP/1.1; HTTP/1.0 does not need one, and some health checkers send
 //   none. 403  the host is not of the audience. (Not 421, which invites the client to try again elsewhere.)
-//   405  the method is neither GET nor HEAD, whatever the path.
+//   405  the method is not POST and the handler changes something, or it is neither GET nor HEAD, whatever
+//        the path, and no such handler has it.
 //   404  the path has no handler. Paths are compared as sent: %-escapes are not decoded.
+//   403  the handler changes something and the request is of another web page (IsOfAnotherPage).
 //   then what the guard answers, if there is a guard.
 // The host of a target in absolute form takes the place of the Host field, as RFC 9112 has it.
 HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience,
                    const HttpGuard& guard = nullptr);
+
+// Whether a browser sent the request for a page of another origin than this server. Browsers say so in
+// Sec-Fetch-Site, which scripts cannot set; those that do not know it name the page's origin with POST. What
+// is no browser sends neither, and is no way around what a browser keeps its pages from.
+bool IsOfAnotherPage(const HttpRequest& request);
 
 // True for "localhost", addresses in 127.0.0.0/8 and "[::1]", each with or without a port.
 bool NamesLoopback(absl::string_view host);

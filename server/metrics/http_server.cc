@@ -51,6 +51,8 @@ MHD_Result CollectField(void* into, MHD_ValueKind, const char* name, const char*
   const absl::string_view text = value == nullptr ? "" : value;
   if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_HOST)) request->hosts.push_back(text);
   if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_AUTHORIZATION)) request->authorizations.push_back(text);
+  if (absl::EqualsIgnoreCase(name, MHD_HTTP_HEADER_ORIGIN)) request->origins.push_back(text);
+  if (absl::EqualsIgnoreCase(name, "Sec-Fetch-Site")) request->fetch_sites.push_back(text);
   return MHD_YES;
 }
 
@@ -74,7 +76,7 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
   MHD_add_response_header(answer, MHD_HTTP_HEADER_CONTENT_TYPE, response.content_type.c_str());
   for (const auto& [name, value] : kFields) MHD_add_response_header(answer, name, value);
   if (response.status == MHD_HTTP_METHOD_NOT_ALLOWED) {
-    MHD_add_response_header(answer, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+    MHD_add_response_header(answer, MHD_HTTP_HEADER_ALLOW, response.allow.c_str());
   }
   if (response.status == MHD_HTTP_UNAUTHORIZED) {
     MHD_add_response_header(answer, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");

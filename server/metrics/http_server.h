@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A small HTTP server for metrics, health and the status page: GET and HEAD of the paths that have a handler,
-// nothing else. It reads no files and no request bodies, and it switches to no other protocol.
+// POST of those that change something, nothing else. It reads no files and no request bodies, and it switches
+// to no other protocol.
 //
 // Thread-safe. Handlers run on the server's one thread, one at a time, and every client waits for the one
 // that runs: a handler must not wait for the device, a disk or another client. An answer is copied before it

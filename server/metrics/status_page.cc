@@ -29,10 +29,10 @@ StatusPage::StatusPage(const StatusPageOptions& options, const engine::Engine* e
                        const kernels::Backend* backend, Metrics* metrics, const History* history)
     : options_(options), engine_(engine), backend_(backend), metrics_(metrics), history_(history) {}
 
-std::string StatusPage::Render(bool draining) const {
+std::string StatusPage::Render(absl::string_view trouble) const {
   return Document(
       "lossd", "",
-      absl::StrCat(Summary(draining), "<section id=\"charts\">\n", Chart("rows", "Rows per second"),
+      absl::StrCat(Summary(trouble), "<section id=\"charts\">\n", Chart("rows", "Rows per second"),
                    Chart("loss", "Loss of the last step, by head"), Chart("latency", "Time of a microbatch"),
                    Chart("phases", "Time of a slice in each phase, median"),
                    Chart("busy", "Time in which the device is busy"),
@@ -47,7 +47,7 @@ std::string StatusPage::Render(bool draining) const {
                    "<a href=\"/events.json\">Events</a></footer>\n"));
 }
 
-std::string StatusPage::Summary(bool draining) const {
+std::string StatusPage::Summary(absl::string_view trouble) const {
   const engine::EngineStats stats = engine_->stats();
   const kernels::BackendInfo info = backend_->info();
   const Totals totals = metrics_->totals();
@@ -55,12 +55,12 @@ std::string StatusPage::Summary(bool draining) const {
   const auto rate = [&](Series series) {
     return last.has_value() ? (*last)[static_cast<size_t>(series)] : 0.0f;
   };
-  const absl::Duration uptime = absl::Trunc(absl::Now() - options_.started, absl::Seconds(1));
+  const absl::string_view level = trouble.empty() ? "good" : trouble == "draining" ? "warning" : "error";
   return absl::StrCat(
-      "<header id=\"summary\"><h1>lossd <span class=\"state ",
-      draining ? "warning\">draining" : "good\">serving", "</span></h1>\n<p>", EscapeHtml(options_.version),
+      "<header id=\"summary\"><h1>lossd <span class=\"state ", level, "\">",
+      EscapeHtml(trouble.empty() ? "serving" : trouble), "</span></h1>\n<p>", EscapeHtml(options_.version),
       " &middot; ", EscapeHtml(info.name), " backend, ", EscapeHtml(info.device), " &middot; gRPC on ",
-      EscapeHtml(options_.grpc_address), " &middot; up ", EscapeHtml(absl::FormatDuration(uptime)),
+      EscapeHtml(options_.grpc_address), " &middot; up ", FormatUptime(absl::Now() - options_.started),
       " &middot; incarnation ", absl::Hex(engine_->incarnation(), absl::kZeroPad16),
       "</p>\n<div class=\"facts\">\n", Fact("rows/s", Rate(rate(Series::kRows))),
       Fact("device busy", absl::StrFormat("%.0f %%", 100 * rate(Series::kDeviceBusy))),
@@ -88,15 +88,18 @@ std::string StatusPage::HeadsTable() const {
         summary->second.last->loss.has_value()) {
       loss = FormatNumber(*summary->second.last->loss);
     }
-    rows += TableRow({LinkTo(head.name), Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
-                      EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
-                      Grouped(static_cast<int64_t>(head.state.step)), loss, Grouped(head.step_rows),
-                      Grouped(head.total_rows), Grouped(head.open_streams),
-                      FormatBytes(static_cast<double>(head.memory.Total()))});
+    const absl::string_view state =
+        head.tensors_status.ok() ? "" : " <span class=\"state error\">not usable</span>";
+    rows +=
+        TableRow({absl::StrCat(LinkTo(head.name), state), Grouped(head.config.vocab_size),
+                  Grouped(head.config.hidden_size), EscapeHtml(kernels::Name(head.compute_dtype)),
+                  head.config.trainable ? "yes" : "frozen", Grouped(static_cast<int64_t>(head.state.step)),
+                  loss, Grouped(head.step_rows), Grouped(head.total_rows), Grouped(head.open_streams),
+                  FormatBytes(static_cast<double>(head.memory.Total()))});
   }
-  std::string html = Table(
-      {"Head", "V", "D", "Compute", "Trained", "Step", "Loss", "Rows in step", "Rows", "Streams", "Memory"},
-      rows);
+  std::string html = Table({"Head", "Vocabulary", "Hidden size", "Compute", "Trained", "Step", "Loss",
+                            "Rows in step", "Rows", "Streams", "Memory"},
+                           rows);
   if (heads.size() > kMostRows) absl::StrAppend(&html, "<p>and ", heads.size() - kMostRows, " more</p>\n");
   return html;
 }

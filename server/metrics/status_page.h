@@ -38,15 +38,16 @@ class StatusPage {
   StatusPage(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
              Metrics* metrics, const History* history);
 
-  // `draining` as of now. Rates and latencies are those of the last sample.
-  std::string Render(bool draining) const;
+  // `trouble`: what keeps the server from work now, e.g. "draining"; "" if nothing does. Rates and latencies
+  // are those of the last sample.
+  std::string Render(absl::string_view trouble) const;
   // nullopt: there is no such head.
   std::optional<std::string> RenderHead(absl::string_view name) const;
   // What stands in its place.
   std::string RenderNoHead(absl::string_view name) const;
 
  private:
-  std::string Summary(bool draining) const;
+  std::string Summary(absl::string_view trouble) const;
   std::string HeadsTable() const;
   std::string MemoryTable() const;
   std::string LatencyTable() const;

@@ -232,9 +232,12 @@ def test_every_family_that_is_asked_for_is_documented() -> None:
 def test_each_alert_is_tested() -> None:
     names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
     assert len(names) == len(set(names)) >= 20
-    silent, firing = yaml.safe_load((Path(__file__).with_name("alerts_test.yml")).read_text())["tests"]
+    silent, firing, recorded = yaml.safe_load((Path(__file__).with_name("alerts_test.yml")).read_text())["tests"]
     assert {case["alertname"] for case in silent["alert_rule_test"]} == set(names)
     assert {case["alertname"] for case in firing["alert_rule_test"] if case["exp_alerts"]} == set(names)
+    asked = " ".join(case["expr"] for case in recorded["promql_expr_test"])
+    for record in ("lossd:rows:rate1m", "lossd:device_busy:ratio1m", "lossd:device_seconds_per_row:rate5m", "lossd:joules_per_row:rate5m"):
+        assert record in asked
 
 
 def test_alerts_fire_when_they_should() -> None:

@@ -44,6 +44,9 @@ void CheckRoute(const metrics::HttpRequest& request) {
          FUZZ_CHECK(!call.rest.empty() && !absl::StrContains(call.rest, "/"), call.rest);
          return ran = absl::StrCat("/heads/", call.rest), metrics::HttpResponse{};
        }},
+      {"/begin",
+       {[&](const auto&) { return ran = "/begin", metrics::HttpResponse{}; },
+        metrics::HttpHandler::Effect::kChanges}},
       {"/metrics", [&](const auto&) { return ran = "/metrics", metrics::HttpResponse{}; }},
       {"/healthz", [&](const auto&) { return ran = "/healthz", metrics::HttpResponse{}; }}};
   const metrics::HttpResponse response =
@@ -53,7 +56,14 @@ void CheckRoute(const metrics::HttpRequest& request) {
   FUZZ_CHECK(response.status == 403 || response.status == anywhere.status,
              "the audience changes more than 403");
   if (response.status != 200) return;
-  FUZZ_CHECK(request.method == "GET" || request.method == "HEAD", request.method);
+  if (ran == "/begin") {
+    FUZZ_CHECK(request.method == "POST", request.method);
+    for (absl::string_view site : request.fetch_sites) FUZZ_CHECK(!absl::StrContains(site, "cross"), site);
+    if (request.fetch_sites.empty() && !request.origins.empty())
+      FUZZ_CHECK(absl::EndsWithIgnoreCase(request.origins.back(), request.hosts.front()), "another origin");
+  } else {
+    FUZZ_CHECK(request.method == "GET" || request.method == "HEAD", request.method);
+  }
   FUZZ_CHECK(request.hosts.size() <= 1, "several hosts");
   FUZZ_CHECK(MayNameLoopback(HostOf(request)), HostOf(request));
   FUZZ_CHECK(absl::EndsWith(request.target, ran) || ran == "/", request.target);
@@ -67,7 +77,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::vector<absl::string_view> parts = absl::StrSplit(fuzz::AsText(data, size), '\0');
   if (parts.size() < 3) return 0;
   metrics::HttpRequest request = {.method = parts[0], .target = parts[1], .version = parts[2]};
-  for (size_t i = 3; i < parts.size(); ++i) request.hosts.push_back(parts[i]);
+  for (absl::string_view part : absl::MakeConstSpan(parts).subspan(3)) {
+    if (absl::ConsumePrefix(&part, "Origin: ")) {
+      request.origins.push_back(part);
+    } else if (absl::ConsumePrefix(&part, "Sec-Fetch-Site: ")) {
+      request.fetch_sites.push_back(part);
+    } else {
+      request.hosts.push_back(part);
+    }
+  }
   fuzz::CheckRoute(request);
   return 0;
 }

@@ -37,25 +37,32 @@ const FORMATS = {
 function server(...lines) {
   return (samples) => lines.map(([name, series]) => [name, samples.server[series] || []]);
 }
+// Those with most rows in the window first, as many as there are colours, in the order of their names; then the others.
+function byRows(heads) {
+  const rows = ([, of]) => (of.rows_per_second || []).reduce((sum, value) => sum + (value || 0), 0);
+  const busiest = Object.entries(heads).sort((a, b) => rows(b) - rows(a));
+  return busiest.splice(0, MOST_LINES).sort(([a], [b]) => (a < b ? -1 : 1)).concat(busiest);
+}
 function everyHead(series) {
-  return (samples) => Object.entries(samples.heads).map(([name, of]) => [name, of[series]]);
+  const has = ([, values]) => values.some((value) => value !== null);
+  return (samples) => byRows(samples.heads).map(([name, of]) => [name, of[series]]).filter(has);
 }
 function thisHead(series) {
-  return (samples) => HEAD in samples.heads ? [[HEAD, samples.heads[HEAD][series]]] : [];
+  return (samples) => HEAD in samples.heads ? [["", samples.heads[HEAD][series]]] : [];
 }
 const CHARTS = {
   rows: { lines: (samples) => [["all heads", samples.server.rows_per_second || []]], format: "count", zero: true },
-  loss: { lines: everyHead("loss"), format: "number" },
+  loss: { lines: everyHead("loss"), format: "number", fence: true },
   latency: { lines: server(["median", "microbatch_seconds_p50"], ["95 %", "microbatch_seconds_p95"], ["99 %", "microbatch_seconds_p99"]), format: "seconds", zero: true },
   phases: { lines: server(["receive", "receive_seconds_p50"], ["queue", "queue_seconds_p50"], ["compute", "compute_seconds_p50"], ["send", "send_seconds_p50"]), format: "seconds", zero: true },
   busy: { lines: server(["device", "device_busy_ratio"]), format: "share", range: [0, 1] },
-  bytes: { lines: server(["received", "bytes_in_per_second"], ["sent", "bytes_out_per_second"]), format: "bytes", zero: true },
-  norm: { lines: everyHead("gradient_norm"), format: "number", zero: true },
+  bytes: { lines: server(["received", "bytes_in_per_second"], ["sent", "bytes_out_per_second"]), format: "bytes", zero: true, whole: true },
+  norm: { lines: everyHead("gradient_norm"), format: "number", zero: true, fence: true },
   memory: { lines: server(["planned", "planned_bytes"], ["staging used", "staging_used_bytes"], ["process", "resident_bytes"]), format: "bytes", zero: true },
-  queue: { lines: server(["queued slices", "queued_slices"], ["open streams", "open_streams"]), format: "count", zero: true },
+  queue: { lines: server(["queued slices", "queued_slices"], ["open streams", "open_streams"]), format: "count", zero: true, whole: true },
   "head-rows": { lines: thisHead("rows_per_second"), format: "count", zero: true },
-  "head-loss": { lines: thisHead("loss"), format: "number" },
-  "head-norm": { lines: thisHead("gradient_norm"), format: "number", zero: true },
+  "head-loss": { lines: thisHead("loss"), format: "number", fence: true },
+  "head-norm": { lines: thisHead("gradient_norm"), format: "number", zero: true, fence: true },
   "head-rate": { lines: thisHead("learning_rate"), format: "number", zero: true },
 };
 
@@ -104,9 +111,9 @@ function element(name, attributes, text) {
   return created;
 }
 
-// Some round numbers from low to high, of bytes in powers of two.
-function ticks(low, high, binary) {
-  const raw = (high - low) / 6;
+// Some round numbers from low to high, of bytes in powers of two; whole ones if that is asked for.
+function ticks(low, high, binary, whole) {
+  const raw = Math.max((high - low) / 6, whole ? 1 : 0);
   const power = binary ? 2 ** Math.floor(Math.log2(raw)) : 10 ** Math.floor(Math.log10(raw));
   const step = (binary ? [1, 2] : [1, 2, 5, 10]).map((factor) => factor * power).find((candidate) => candidate >= raw);
   const found = [];
@@ -114,8 +121,20 @@ function ticks(low, high, binary) {
   return found;
 }
 
-function rangeOf(lines, zero) {
-  const values = lines.flatMap(([, values]) => values).filter((value) => value !== null);
+// What lies far above the rest: a head that diverges must not flatten the lines of all others. Such values leave the chart at
+// its top, and the legend names the largest. Infinity where there are none.
+function fenceOf(values) {
+  const sorted = values.slice().sort((a, b) => a - b);
+  const fence = 20 * Math.abs(sorted[Math.floor(0.75 * (sorted.length - 1))]);
+  return fence > 0 && sorted[sorted.length - 1] > fence ? fence : Infinity;
+}
+
+function valuesOf(lines) {
+  return lines.flatMap(([, values]) => values).filter((value) => value !== null);
+}
+
+function rangeOf(all, zero, fence) {
+  const values = all.filter((value) => value <= fence);
   if (values.length === 0) return null;
   let low = values.reduce((a, b) => Math.min(a, b));
   let high = values.reduce((a, b) => Math.max(a, b));
@@ -146,7 +165,12 @@ function valueAt(values, at) {
   return at === null ? values[values.length - 1] : values[at];
 }
 
-function drawLegend(figure, lines, format, at, hidden) {
+// The beginning and the end of a name, since those of a series differ at the end.
+function shortened(name) {
+  return name.length <= 28 ? name : `${name.slice(0, 14)}\u2026${name.slice(-13)}`;
+}
+
+function drawLegend(figure, lines, format, at, hidden, beyond) {
   const legend = document.createElement("div");
   legend.className = "legend";
   lines.forEach(([name, values], i) => {
@@ -154,11 +178,16 @@ function drawLegend(figure, lines, format, at, hidden) {
     const mark = document.createElement("i");
     mark.className = `c${i}`;
     const value = valueAt(values, at);
-    entry.append(mark, value === null || value === undefined ? name : `${name} ${format(value)}`);
+    const shown = document.createElement("b");
+    shown.textContent = value === null || value === undefined ? "" : format(value);
+    entry.title = name;
+    entry.append(mark, shortened(name), name === "" ? "" : " ", shown);
     legend.append(entry);
   });
-  if (at !== null) legend.append(new Date(samples.times[at] * 1000).toLocaleTimeString());
-  if (hidden > 0) legend.append(`and ${hidden} more`);
+  const note = (text) => legend.append(Object.assign(document.createElement("span"), { textContent: text }));
+  if (beyond !== null) note(`above the chart: up to ${format(beyond)}`);
+  if (at !== null) note(new Date(samples.times[at] * 1000).toLocaleTimeString());
+  if (hidden > 0) note(`and ${hidden} more`);
   figure.append(legend);
 }
 
@@ -174,11 +203,13 @@ function draw(figure) {
   figure.querySelectorAll("svg, .legend").forEach((old) => old.remove());
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
   figure.append(svg);
-  const found = rangeOf(lines, chart.zero);
+  const values = valuesOf(lines);
+  const fence = chart.fence ? fenceOf(values) : Infinity;
+  const found = rangeOf(values, chart.zero, fence);
   const range = found && (chart.range || found);
   if (range === null) {
     svg.append(element("text", { x: width / 2, y: height / 2, class: "empty" }, "nothing yet"));
-    drawLegend(figure, [], format, null, 0);
+    drawLegend(figure, [], format, null, 0, null);
     return;
   }
   const [low, high] = range;
@@ -186,8 +217,8 @@ function draw(figure) {
   const shown = Math.min(WINDOW_SECONDS, Math.max(LEAST_SECONDS, now - samples.times[0]));
   const xAt = (ago) => right - (right - left) * ago / shown;
   const x = (i) => xAt(now - samples.times[i]);
-  const y = (value) => bottom - (bottom - top) * (value - low) / (high - low);
-  for (const tick of ticks(low, high, chart.format === "bytes")) {
+  const y = (value) => Math.max(bottom - (bottom - top) * (value - low) / (high - low), -height);  // above it: not seen
+  for (const tick of ticks(low, high, chart.format === "bytes", chart.whole)) {
     svg.append(element("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
     svg.append(element("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
   }
@@ -203,7 +234,8 @@ function draw(figure) {
   });
   const at = pointers.has(figure) ? sampleAt(pointers.get(figure) * width, x) : null;
   if (at !== null) svg.append(element("line", { class: "cursor", x1: x(at), x2: x(at), y1: top, y2: bottom }));
-  drawLegend(figure, lines, format, at, all.length - lines.length);
+  const beyond = fence === Infinity ? null : values.reduce((a, b) => Math.max(a, b));
+  drawLegend(figure, lines, format, at, all.length - lines.length, beyond);
 }
 
 // Where the pointer is in each chart, as a share of the width.

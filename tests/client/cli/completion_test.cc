@@ -114,7 +114,8 @@ TEST_F(CompletionTest, BashCompletes) {
   for (const char* shell : {"bash", "zsh", "fish"}) {
     EXPECT_THAT(Shell(absl::StrCat("lossctl completion ", shell)), HasSubstr("lossctl __complete"));
   }
-  EXPECT_THAT(Shell("lossctl completion csh"), HasSubstr("csh is none of bash, fish, zsh"));
+  EXPECT_THAT(Shell("lossctl completion csh"),
+              HasSubstr("SHELL must be one of bash, fish, zsh, got \"csh\""));
   EXPECT_EQ(exit_code_, 2);
 }
 
@@ -123,6 +124,8 @@ TEST_F(CompletionTest, AMisspeltWord) {
   EXPECT_EQ(exit_code_, 2);
   EXPECT_THAT(Shell("lossctl bench lm_head --chanels 3"), HasSubstr("Did you mean --channels?"));
   EXPECT_THAT(Shell("lossctl --timout=3 heads"), HasSubstr("Did you mean --timeout?"));
+  EXPECT_THAT(Shell("lossctl create x --dtype fp32"), HasSubstr("Did you mean --compute-dtype?"));
+  EXPECT_THAT(Shell("lossctl context ad"), HasSubstr("Did you mean add?"));
   EXPECT_THAT(Shell("lossctl xyzzy"), Not(HasSubstr("Did you mean")));
   EXPECT_THAT(Shell("lossctl bench lm_head --rows"), Not(HasSubstr("Did you mean")));  // a value is missing
 }

@@ -8,6 +8,14 @@
 namespace lossd::cli {
 namespace {
 
+TEST(FormatTest, NamesOfASeriesStayDifferent) {
+  EXPECT_EQ(TruncatedName("short", 5), "short");
+  EXPECT_EQ(TruncatedName("experiment-with-seed-17", 12), "experi…ed-17");
+  EXPECT_EQ(TruncatedName("äöüäöüäöü", 5), "äö…öü");
+  EXPECT_EQ(TruncatedName("abcdef", 2), "a…");
+  EXPECT_EQ(TruncatedName("abcdef", 0), "");
+}
+
 TEST(FormatTest, Bytes) {
   EXPECT_EQ(HumanBytes(0), "0 B");
   EXPECT_EQ(HumanBytes(1023), "1023 B");

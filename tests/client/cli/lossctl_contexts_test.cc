@@ -76,6 +76,7 @@ TEST_F(LossctlContextsTest, MistakesChangeNothing) {
   for (const auto& [arguments, says] :
        {std::pair("context add lab --server x:1", "already, for gpu-7:7070; --replace"),
         {"context add other", "--server must be given"},
+        {"context add other --server foo", "--server is 'foo'; it has no port"},
         {"context add .x --server x:1", "context must have 1 to 64 characters"},
         {"context add other --server http://x", "write the address without"},
         {"context add other --server x:1 --ca none.pem", "none.pem"},

@@ -131,7 +131,8 @@ TEST_F(LossctlServerTest, ProbesSayWhatTheServerSaysOverHttp) {
   thread.join();
   EXPECT_THAT(Run("health --probe live --http 127.0.0.1:1", 3), HasSubstr("nothing answers"));
   EXPECT_THAT(Run("health --probe dead", 2), HasSubstr("--probe"));
-  EXPECT_THAT(Run("health --probe live some.Service", 2), HasSubstr("excludes"));
+  EXPECT_THAT(Run("health --probe live some.Service", 2),
+              HasSubstr("SERVICE cannot be given together with --probe"));
   Start("--http=127.0.0.1:0");
   EXPECT_EQ(Run(absl::StrCat("health --probe ready --http ", http_)), absl::StrCat(http_, ": ready\n"));
 }

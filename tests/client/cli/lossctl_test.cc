@@ -80,7 +80,7 @@ TEST_F(LossctlTest, NoServerExitsWith3AndSaysWhatToDo) {
 TEST_F(LossctlTest, AnAddressThatCannotBeMeantExitsWith4) {
   const Outcome outcome = RunAt(absl::StrCat("http://", server_.target()), "heads");
   EXPECT_EQ(outcome.exit_code, 4);
-  EXPECT_EQ(outcome.err, absl::StrCat("lossctl: options.target is 'http://", server_.target(),
+  EXPECT_EQ(outcome.err, absl::StrCat("lossctl: the server's address is 'http://", server_.target(),
                                       "'; write the address without 'http://': '", server_.target(),
                                       "'; --server or LOSSD_SERVER names it\n"));
   const Outcome host = RunAt("no-such-host.invalid:7070", "heads");
@@ -249,7 +249,7 @@ TEST_F(LossctlTest, WatchPrintsLinesWithoutATerminal) {
   EXPECT_EQ(outcome.exit_code, 0);
   const std::vector<std::string> lines = absl::StrSplit(outcome.out, '\n', absl::SkipEmpty());
   ASSERT_EQ(lines.size(), 3u);
-  EXPECT_THAT(lines, testing::Each(HasSubstr(" rows/s  1 heads  0 streams  0 queued")));
+  EXPECT_THAT(lines, testing::Each(HasSubstr(" rows/s  1 head  0 streams  0 queued")));
   const Outcome json = Run("--json watch --count 2 --interval 0.05");
   for (const absl::string_view line : absl::StrSplit(json.out, '\n', absl::SkipEmpty())) {
     EXPECT_EQ(nlohmann::json::parse(line)["heads"].size(), 1u);

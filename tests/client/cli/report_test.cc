@@ -9,6 +9,7 @@
 #include "client/cli/describe.h"
 #include "client/cli/errors.h"
 #include "client/cli/http_fetch.h"
+#include "client/cli/value_checks.h"
 #include "client/cpp/client.h"
 #include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"
@@ -144,6 +145,34 @@ TEST(ReportTest, ErrorsHaveUnits) {
             "lossctl: took 104857600 bytes (100 MiB)?[2J\n");
   EXPECT_THAT(ErrorText(absl::InternalError("took 104857600 bytes"), true),
               HasSubstr("took 104857600 bytes\""));
+}
+
+TEST(ReportTest, BytesOfAFieldHaveTheirUnit) {
+  EXPECT_EQ(ErrorText(errors::FieldError("spec.workspace_bytes", "be at most x", 8388608), false),
+            "lossctl: spec.workspace_bytes must be at most x, got 8388608 bytes (8.00 MiB)\n");
+  EXPECT_EQ(ErrorText(errors::FieldError("rows", "be at most x", 8388608), false),
+            "lossctl: rows must be at most x, got 8388608\n");
+}
+
+TEST(ReportTest, ErrorsOfTheLibraryNameTheOption) {
+  EXPECT_EQ(InTermsOfOptions("options.credentials.ca is \"x\", which has no certificate"),
+            "--ca (LOSSD_CA) is \"x\", which has no certificate");
+  EXPECT_EQ(InTermsOfOptions("options.target is 'x'; it has no port"),
+            "the server's address is 'x'; it has no port");
+  EXPECT_EQ(InTermsOfOptions("open.options.softcap must be x"), "open.options.softcap must be x");
+}
+
+TEST(ReportTest, NumbersOfBytesAreReadAsTheServerReadsThem) {
+  EXPECT_EQ(ParseBytes("4096"), 4096u);
+  EXPECT_EQ(ParseBytes("3MB"), 3'000'000u);
+  EXPECT_EQ(ParseBytes("3MiB"), 3u << 20);
+  EXPECT_EQ(ParseBytes("3m"), 3u << 20);
+  EXPECT_EQ(ParseBytes("1.5 GiB"), uint64_t{3} << 29);
+  EXPECT_EQ(ParseBytes("0"), 0u);
+  for (const char* text : {"", "lots", "-1", "1e3", "0x10", "5PiB", "1 2", "GiB", "99999999TiB", "nan", "inf",
+                           "1..2", "1iB", "+5"}) {
+    EXPECT_EQ(ParseBytes(text), std::nullopt) << text;
+  }
 }
 
 TEST(ReportTest, ErrorsSayWhatToDo) {

@@ -67,6 +67,36 @@ TEST(WatchViewTest, RatesComeFromTwoSamples) {
   EXPECT_DOUBLE_EQ(history.RowsPerSecond(), 20);
 }
 
+// The one that trains must not be among "and 9 more heads".
+TEST(WatchViewTest, WhereNotAllHeadsHaveRoomThoseThatComputeAreShown) {
+  WatchHistory history;
+  for (int second = 0; second < 3; ++second) {
+    WatchSample sample = Sample(second, 1000);
+    sample.heads.clear();
+    for (int i = 0; i < 30; ++i) {
+      v1::HeadDescription head;
+      head.mutable_spec()->set_name(absl::StrCat("head-", i));
+      head.set_total_rows(i == 27 || i == 3 ? 10 * static_cast<uint64_t>(second) : i == 20 ? 1'000'000 : 1);
+      sample.heads.push_back(head);
+    }
+    history.Add(sample);
+  }
+  const std::string picture = Picture(history, 80, 14);
+  EXPECT_THAT(picture, testing::ContainsRegex("\nhead-3 [^\n]*\n(head[^\n]*\n)*head-27 ")) << picture;
+  EXPECT_THAT(picture, HasSubstr("more heads\n"));
+  EXPECT_THAT(Picture(history, 80, 16), HasSubstr("\nhead-20 ")) << "then those with most rows";
+}
+
+TEST(WatchViewTest, ALostDeviceIsSaid) {
+  WatchHistory history;
+  history.Add(Trained(1, 2.0));
+  EXPECT_THAT(Picture(history), Not(HasSubstr("device is lost")));
+  WatchSample lost = Trained(2, 2.0);
+  lost.metrics->push_back({.name = "lossd_device_lost", .labels = {}, .value = 1});
+  history.Add(lost);
+  EXPECT_THAT(Picture(history), HasSubstr("\nthe device is lost: the server has to be started again\n"));
+}
+
 TEST(WatchViewTest, RecreatedHeadHasNoNegativeRate) {
   WatchHistory history;
   history.Add(Sample(0, 1000));

@@ -21,6 +21,12 @@ TEST(FieldErrorTest, SaysTheSameInMessageAndPayload) {
   EXPECT_EQ(GetFieldViolation(status), (FieldViolation{"open.x", "must be small", "12"}));
 }
 
+TEST(FieldErrorTest, AnEmptyValueIsSeen) {
+  const absl::Status status = FieldError("head", "name a head", "");
+  EXPECT_EQ(status.message(), "head must name a head, got \"\"");
+  EXPECT_EQ(GetFieldViolation(status)->value, "");
+}
+
 TEST(FieldErrorTest, OtherCodesAndWordings) {
   const absl::Status status = FieldProblem("rows", "repeats row 3", "[3, 6)", absl::StatusCode::kNotFound);
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);

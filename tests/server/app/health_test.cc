@@ -36,5 +36,13 @@ TEST(HealthTest, ASilentDevice) {
   EXPECT_EQ(Readiness(health).status, 200);
 }
 
+TEST(HealthTest, TroubleIsWhatAPersonHasToKnowFirst) {
+  EXPECT_EQ(Trouble({}, kTimeout), "");
+  EXPECT_EQ(Trouble({.draining = true}, kTimeout), "draining");
+  EXPECT_EQ(Trouble({.draining = true, .device_lost = true}, kTimeout), "device lost");
+  EXPECT_EQ(Trouble({.draining = true, .device_silence = absl::Seconds(12)}, kTimeout),
+            "no progress on the device for 12s");
+}
+
 }  // namespace
 }  // namespace lossd::app

@@ -21,8 +21,15 @@ class HttpSecurityTest : public SecurityFixture {
     return cli::HttpFetch(absl::StrCat("https://", server.http()), path, credentials, absl::Seconds(60));
   }
   static std::string Raw(const test::ServerProcess& server, const char* path, const std::string& field) {
-    return test::HttpExchange(server.http(),
-                              absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: localhost\r\n", field, "\r\n"));
+    return Ask(server, "GET", path, field);
+  }
+  static std::string Post(const test::ServerProcess& server, const char* path, const std::string& field) {
+    return Ask(server, "POST", path, field);
+  }
+  static std::string Ask(const test::ServerProcess& server, const char* method, const char* path,
+                         const std::string& field) {
+    return test::HttpExchange(
+        server.http(), absl::StrCat(method, " ", path, " HTTP/1.1\r\nHost: localhost\r\n", field, "\r\n"));
   }
 };
 
@@ -61,10 +68,29 @@ TEST_F(HttpSecurityTest, AServerThatAsksTracesForKnownOperatorsOnly) {
   EXPECT_EQ(test::HttpStatus(Raw(*server, "/metrics", "")), 200);
   const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
   for (const std::string& who : {std::string(), admin}) {
-    const std::string answer = Raw(*server, "/trace", who);
+    const std::string answer = Post(*server, "/trace", who);
     EXPECT_EQ(test::HttpStatus(answer), 403);
     EXPECT_THAT(answer, HasSubstr("--http_token"));
   }
+}
+
+// Without tokens everything on the machine may record a trace, but not every web page that its users look at.
+TEST_F(HttpSecurityTest, PagesOfOtherSitesRecordNoTraces) {
+  const auto server = Serve({"--http=127.0.0.1:0"});
+  for (const char* path : {"/trace?seconds=30", "/trace.json?recording=1"}) {
+    for (const char* field :
+         {"Sec-Fetch-Site: cross-site\r\n", "sec-fetch-site: same-site\r\nOrigin: http://localhost\r\n",
+          "Origin: https://example.com\r\n", "Origin: null\r\n",
+          "Origin: https://example.com\r\nContent-Type: text/plain\r\nContent-Length: 0\r\n"}) {
+      const std::string answer = Post(*server, path, field);
+      EXPECT_EQ(test::HttpStatus(answer), 403) << path << " " << field;
+      EXPECT_THAT(answer, HasSubstr("is not for pages of other web sites"));
+    }
+    // What an image, a link or a script of such a page asks for.
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 405);
+    EXPECT_THAT(Raw(*server, path, "Sec-Fetch-Site: cross-site\r\n"), HasSubstr("Allow: POST\r\n"));
+  }
+  EXPECT_THAT(Post(*server, "/trace?seconds=0.05", ""), HasSubstr("{\"recording\":1,")) << "the first one";
 }
 
 TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
@@ -85,12 +111,12 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
   }
   const std::string reader = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
   for (const char* path : {"/trace", "/trace.json"}) {  // for operators
-    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 401) << path;
-    const std::string answer = Raw(*server, path, reader);
+    EXPECT_EQ(test::HttpStatus(Post(*server, path, "")), 401) << path;
+    const std::string answer = Post(*server, path, reader);
     EXPECT_EQ(test::HttpStatus(answer), 403) << path;
     EXPECT_THAT(answer, HasSubstr("needs the role admin"));
     const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
-    EXPECT_THAT(test::HttpStatus(Raw(*server, path, admin)), testing::AnyOf(400, 404))
+    EXPECT_THAT(test::HttpStatus(Post(*server, path, admin)), testing::AnyOf(400, 404))
         << "it lacks a parameter";
   }
   EXPECT_EQ(test::HttpStatus(Raw(*server, "/none", "")), 404);

@@ -17,6 +17,8 @@ const HttpHandlers& Handlers() {
   static const auto* handlers = new HttpHandlers{
       {"/", [](const HttpCall&) { return HttpResponse{.body = "page"}; }},
       {"/down", [](const HttpCall&) { return HttpResponse{.status = 503}; }},
+      {"/begin",
+       {[](const HttpCall&) { return HttpResponse{.body = "begun"}; }, HttpHandler::Effect::kChanges}},
       {"/heads/", [](const HttpCall& call) { return HttpResponse{.body = std::string(call.rest)}; }},
       {"/echo", [](const HttpCall& call) {
          std::string body;
@@ -76,6 +78,52 @@ TEST(HttpRouterTest, OtherMethodsOnAnyPath) {
   HttpRequest head = Get("/");
   head.method = "HEAD";
   EXPECT_EQ(RouteOnLoopback(head).status, 200);
+}
+
+TEST(HttpRouterTest, WhatChangesSomethingIsAskedWithPost) {
+  HttpRequest request = Get("/begin");
+  EXPECT_EQ(RouteOnLoopback(request).status, 405);
+  EXPECT_EQ(RouteOnLoopback(request).allow, "POST");
+  request.method = "HEAD";
+  EXPECT_EQ(RouteOnLoopback(request).status, 405);
+  request.method = "POST";
+  EXPECT_EQ(RouteOnLoopback(request).body, "begun");
+  request.target = "/";
+  EXPECT_EQ(RouteOnLoopback(request).allow, "GET, HEAD");
+}
+
+TEST(HttpRouterTest, PagesOfOtherSitesChangeNothing) {
+  HttpRequest request = Get("/begin");
+  request.method = "POST";
+  request.hosts = {"localhost:7071"};
+  const auto status = [&](std::vector<absl::string_view> sites, std::vector<absl::string_view> origins) {
+    request.fetch_sites = std::move(sites);
+    request.origins = std::move(origins);
+    return RouteOnLoopback(request).status;
+  };
+  EXPECT_EQ(status({}, {}), 200) << "lossctl and curl";
+  EXPECT_EQ(status({"same-origin"}, {"http://localhost:7071"}), 200);
+  EXPECT_EQ(status({"none"}, {}), 200) << "typed by a person";
+  EXPECT_EQ(status({}, {"http://localhost:7071"}), 200);
+  EXPECT_EQ(status({}, {"https://LOCALHOST:7071"}), 200) << "behind a proxy that speaks TLS";
+  for (const char* site : {"cross-site", "same-site", "", "SAME-ORIGIN", "anything"}) {
+    EXPECT_EQ(status({site}, {}), 403) << site;
+    EXPECT_EQ(status({site}, {"http://localhost:7071"}), 403) << site;
+    EXPECT_EQ(status({"same-origin", site}, {}), 403) << site;
+  }
+  for (const char* origin : {"https://example.com", "http://localhost", "http://localhost:7072", "null", "",
+                             "http://127.0.0.1:7071", "localhost:7071", "http://localhost:7071/"}) {
+    EXPECT_EQ(status({}, {origin}), 403) << origin;
+    EXPECT_EQ(status({}, {"http://localhost:7071", origin}), 403) << origin;
+  }
+  EXPECT_THAT(RouteOnLoopback(request).body, HasSubstr("other web sites"));
+  request.hosts = {};
+  request.version = "HTTP/1.0";
+  EXPECT_EQ(status({}, {"http://localhost:7071"}), 403) << "whose origin that is cannot be said";
+  EXPECT_EQ(status({}, {}), 200);
+  // Reading is kept from other pages by browsers themselves.
+  request = Get("/");
+  EXPECT_EQ(status({"cross-site"}, {"https://example.com"}), 200);
 }
 
 TEST(HttpRouterTest, ExactlyOneHost) {
@@ -154,6 +202,9 @@ TEST(HttpRouterTest, AGuardRefusesForWhoSentIt) {
   EXPECT_EQ(route(request), 404);
   request.method = "POST";
   EXPECT_EQ(route(request), 405);
+  request.target = "/begin";
+  request.origins = {"https://example.com"};
+  EXPECT_EQ(route(request), 403);
   EXPECT_EQ(asked.size(), 3u);
 }
 

@@ -37,6 +37,14 @@ TEST(HtmlTest, FormatsForPeople) {
   EXPECT_EQ(FormatSeconds(3.42), "3.4 s");
 }
 
+TEST(HtmlTest, UptimesOfMonthsCanBeRead) {
+  EXPECT_EQ(FormatUptime(absl::Seconds(-1)), "0 s");
+  EXPECT_EQ(FormatUptime(absl::Seconds(59.9)), "59 s");
+  EXPECT_EQ(FormatUptime(absl::Seconds(3599)), "59 min 59 s");
+  EXPECT_EQ(FormatUptime(absl::Hours(23) + absl::Minutes(5)), "23 h 5 min");
+  EXPECT_EQ(FormatUptime(absl::Hours(24 * 1000 + 3)), "1,000 d 3 h");
+}
+
 class StatusPageTest : public testing::Test {
  protected:
   StatusPageTest() {
@@ -45,15 +53,21 @@ class StatusPageTest : public testing::Test {
     EXPECT_TRUE(engine_->PublishHead("<b>main</b>").ok());
   }
   HttpResponse Get(absl::string_view path, HttpParameters parameters = {}) const {
+    return Ask("GET", path, std::move(parameters));
+  }
+  HttpResponse Post(absl::string_view path, HttpParameters parameters = {}) const {
+    return Ask("POST", path, std::move(parameters));
+  }
+  HttpResponse Ask(absl::string_view method, absl::string_view path, HttpParameters parameters) const {
     HttpHandlers handlers;
     AddPages({.page = &page_,
               .history = &history_,
               .events = &metrics_.events(),
               .trace = &metrics_.trace(),
               .incarnation = 42,
-              .draining = [] { return false; }},
+              .trouble = [] { return ""; }},
              &handlers);
-    return Route({.method = "GET",
+    return Route({.method = method,
                   .target = path,
                   .version = "HTTP/1.1",
                   .parameters = std::move(parameters),
@@ -75,7 +89,7 @@ class StatusPageTest : public testing::Test {
 };
 
 TEST_F(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
-  const std::string first = page_.Render(false);
+  const std::string first = page_.Render("");
   EXPECT_THAT(first, HasSubstr("&lt;b&gt;main&lt;/b&gt;"));
   EXPECT_THAT(first, Not(HasSubstr("<b>main</b>")));
   EXPECT_THAT(first, HasSubstr("9.9 &lt;x&gt;"));
@@ -84,14 +98,16 @@ TEST_F(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   EXPECT_THAT(first, HasSubstr("href=\"/metrics\""));
   EXPECT_THAT(first, HasSubstr(">serving<"));
   metrics_.OnChunk({.head = "<b>main</b>", .rows = 1000});
-  const std::string second = page_.Render(true);
+  const std::string second = page_.Render("draining");
   EXPECT_THAT(second, HasSubstr("<b>1,000</b><span>rows computed"));
-  EXPECT_THAT(second, HasSubstr(">draining<"));
+  EXPECT_THAT(second, HasSubstr("<span class=\"state warning\">draining<"));
+  EXPECT_THAT(first, HasSubstr("<span class=\"state good\">serving<"));
+  EXPECT_THAT(page_.Render("device lost"), HasSubstr("<span class=\"state error\">device lost<"));
 }
 
 TEST_F(StatusPageTest, LoadsNothingFromElsewhereAndHasNothingInline) {
   for (const std::string& html :
-       {page_.Render(false), *page_.RenderHead("<b>main</b>"), page_.RenderNoHead("x")}) {
+       {page_.Render(""), *page_.RenderHead("<b>main</b>"), page_.RenderNoHead("x")}) {
     EXPECT_THAT(html, Not(HasSubstr("://")));
     EXPECT_THAT(html, Not(HasSubstr("<style")));
     EXPECT_THAT(html, Not(HasSubstr("style=")));
@@ -107,7 +123,7 @@ TEST_F(StatusPageTest, RatesAreOfTheServerAndNotOfTheViewer) {
   metrics_.OnChunk({.head = "<b>main</b>", .rows = 24690});
   sampler_.Sample(now + absl::Seconds(2));
   for (int viewer = 0; viewer < 3; ++viewer) {
-    EXPECT_THAT(page_.Render(false), HasSubstr("<b>12,345</b><span>rows/s"));
+    EXPECT_THAT(page_.Render(""), HasSubstr("<b>12,345</b><span>rows/s"));
   }
 }
 
@@ -147,13 +163,13 @@ TEST_F(StatusPageTest, AHeadHasAPage) {
 }
 
 TEST_F(StatusPageTest, EventsAndErrorsAreShown) {
-  EXPECT_THAT(page_.Render(false), HasSubstr("None since the start"));
+  EXPECT_THAT(page_.Render(""), HasSubstr("None since the start"));
   metrics_.CountError("ApplyStep", "NOT_FOUND");
   metrics_.CountError("ApplyStep", "NOT_FOUND");
   metrics_.CountLimit("max_streams");
   metrics_.OnDeviceError(absl::InternalError("<i>bad</i>"));
   metrics_.OnDeviceError(absl::UnavailableError("gone"));
-  const std::string html = page_.Render(false);
+  const std::string html = page_.Render("");
   EXPECT_THAT(html, HasSubstr("ApplyStep ended with NOT_FOUND</span></td><td></td><td>2</td>"));
   EXPECT_THAT(html, HasSubstr("--max_streams was reached"));
   EXPECT_THAT(html, HasSubstr("&lt;i&gt;bad&lt;/i&gt;"));
@@ -178,16 +194,18 @@ TEST_F(StatusPageTest, AnswersOfThePaths) {
 }
 
 TEST_F(StatusPageTest, ATraceIsBegunAndTaken) {
-  EXPECT_EQ(Get("/trace", {{"seconds", "30"}}).body, "{\"recording\":1,\"seconds\":30}\n");
-  EXPECT_EQ(Get("/trace", {{"seconds", "1"}}).status, 409);
-  EXPECT_EQ(Get("/trace.json", {{"recording", "1"}}).status, 409);
-  EXPECT_EQ(Get("/trace.json", {{"recording", "2"}}).status, 404);
-  EXPECT_EQ(Get("/trace.json").status, 404);
+  EXPECT_EQ(Post("/trace", {{"seconds", "30"}}).body, "{\"recording\":1,\"seconds\":30}\n");
+  EXPECT_EQ(Post("/trace", {{"seconds", "1"}}).status, 409);
+  EXPECT_EQ(Post("/trace.json", {{"recording", "1"}}).status, 409);
+  EXPECT_EQ(Post("/trace.json", {{"recording", "2"}}).status, 404);
+  EXPECT_EQ(Post("/trace.json").status, 404);
+  for (const char* path : {"/trace", "/trace.json"}) EXPECT_EQ(Get(path).status, 405) << path;
 }
 
 TEST_F(StatusPageTest, BadParametersAreNamed) {
   const auto error = [&](absl::string_view path, HttpParameters parameters) {
-    const HttpResponse response = Get(path, std::move(parameters));
+    const char* const method = path == "/trace" ? "POST" : "GET";
+    const HttpResponse response = Ask(method, path, std::move(parameters));
     EXPECT_EQ(response.status, 400) << path;
     return response.body;
   };
@@ -195,7 +213,7 @@ TEST_F(StatusPageTest, BadParametersAreNamed) {
   EXPECT_THAT(error("/events.json", {{"after", ""}}), HasSubstr("after must be a number"));
   EXPECT_THAT(error("/history.json", {{"after", "99999999999999999999"}}), HasSubstr("after must be"));
   EXPECT_THAT(error("/history.json", {{"after", "1"}, {"after", "2"}}), HasSubstr("is given twice"));
-  EXPECT_EQ(error("/trace", {}), "seconds must be a number, got \n");
+  EXPECT_EQ(error("/trace", {}), "seconds must be a number, got \"\"\n");
   EXPECT_EQ(error("/trace", {{"seconds", "nan"}}), "seconds must be a number, got nan\n");
   EXPECT_EQ(error("/trace", {{"seconds", "31"}}), "seconds must be above 0 and at most 30, got 31\n");
   EXPECT_THAT(error("/history.json", {{"since", "1"}}), HasSubstr("must be one of after, head"));

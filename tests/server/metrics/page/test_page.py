@@ -184,6 +184,47 @@ def test_a_phone_needs_no_sideways_scrolling(site: Site, path: str) -> None:
     site.browser.console()  # of a page that is not there the browser says so
 
 
+def test_many_heads_with_long_names(site: Site) -> None:
+    """The charts have eight colours: the heads that compute get them, and a phone shows the rest of the page."""
+    names = [f"a-head-of-an-experiment-with-a-name-as-long-as-they-may-be-of-{i:02}" for i in range(15)]
+    rng = np.random.default_rng(2)
+    with lossd.Client(site.server.target) as client:
+        client.create_head("untrained", hidden_size=8, vocab_size=8)
+        for name in names:
+            client.create_head(name, hidden_size=8, vocab_size=8)
+            client.compute_loss(name, rng.standard_normal((4, 8), dtype=np.float32), rng.integers(0, 8, 4), step=0, id=0, accumulate=True)
+            client.apply_step(name, 0, lossd.SGD(lr=0.125))
+        try:
+            site.browser.look(390, 844)
+            site.open()
+            site.browser.wait_for("all heads", lambda: f"and {len(names) + len(HEADS) - 8} more" in site.text("[data-chart=loss] .legend"))
+            for head in HEADS:
+                assert head in site.text("[data-chart=loss] .legend")
+            assert names[-1] in site.text("#heads")
+            assert "untrained" in site.text("#heads") and "untrained" not in site.text("[data-chart=loss]")
+            assert site.browser.evaluate("document.documentElement.scrollWidth") <= 390
+        finally:
+            for name in ["untrained", *names]:
+                client.delete_head(name)
+
+
+def test_a_head_that_diverges_does_not_flatten_the_others(site: Site) -> None:
+    rng = np.random.default_rng(3)
+    with lossd.Client(site.server.target) as client:
+        client.create_head("diverges", hidden_size=16, vocab_size=64)
+        try:
+            client.compute_loss("diverges", 1e25 * rng.standard_normal((4, 16), dtype=np.float32), rng.integers(0, 64, 4), step=0, id=0)
+            client.compute_loss("diverges", 1e25 * rng.standard_normal((4, 16), dtype=np.float32), rng.integers(0, 64, 4), step=0, id=1,
+                                accumulate=True)
+            client.apply_step("diverges", 0, lossd.SGD(lr=1e-30))
+            site.open()
+            site.browser.wait_for("the note", lambda: "above the chart: up to " in site.text("[data-chart=loss] .legend"))
+            axis = site.browser.evaluate("Array.from(document.querySelectorAll('[data-chart=loss] text'), (text) => text.textContent)")
+            assert not any("e+" in label for label in axis), axis
+        finally:
+            client.delete_head("diverges")
+
+
 def luminance(colour: str) -> float:
     red, green, blue = (int(part) / 255 for part in colour[colour.index("(") + 1:-1].split(",")[:3])
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
