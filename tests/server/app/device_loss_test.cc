@@ -110,6 +110,8 @@ TEST_F(DeviceLossTest, TheFlagKeepsItRunning) {
   EXPECT_EQ(test::HttpStatus(test::HttpGet(server_->http(), "/readyz")), 503);
   EXPECT_THAT(test::HttpGet(server_->http(), "/livez"), HasSubstr("device lost"));
   EXPECT_THAT(test::HttpGet(server_->http(), "/metrics"), HasSubstr("\nlossd_device_lost 1\n"));
+  EXPECT_THAT(test::HttpGet(server_->http(), "/"),
+              HasSubstr("<span class=\"state error\">device lost</span>"));
   EXPECT_TRUE(client_->DescribeHead("head").ok()) << "what needs no device works";
   EXPECT_TRUE(server_->Running());
 }
