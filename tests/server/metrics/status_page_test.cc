@@ -87,6 +87,9 @@ TEST_F(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   const std::string second = page_.Render(true);
   EXPECT_THAT(second, HasSubstr("<b>1,000</b><span>rows computed"));
   EXPECT_THAT(second, HasSubstr(">draining<"));
+  EXPECT_THAT(second, Not(HasSubstr("collectives"))) << "it has one device";
+  const StatusPage several({.collectives = "gl<oo"}, engine_.get(), backend_.get(), &metrics_, &history_);
+  EXPECT_THAT(several.Render(false), HasSubstr(" &middot; collectives gl&lt;oo"));
 }
 
 TEST_F(StatusPageTest, LoadsNothingFromElsewhereAndHasNothingInline) {
