@@ -1,10 +1,11 @@
 # The front door. `make` lists what there is; the work is in scripts/ and CMake.
 #
-# Variables: PRESET (CMake preset: release, cpu-only, debug, asan-ubsan, tsan, clang), JOBS, PREFIX (install),
+# Variables: PRESET (CMake preset: release, cpu-only, debug, asan-ubsan, tsan, clang), JOBS, TEST_JOBS, PREFIX (install),
 # FUZZ_SECONDS, ARGS (passed to the demo trainer, the tests, the fuzzers or the benchmarks).
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
+TEST_JOBS ?= $(shell expr $(JOBS) + 2)  # many tests mostly wait
 PREFIX ?= /usr/local
 ARGS ?=
 FUZZ_SECONDS ?= 300
@@ -38,7 +39,7 @@ build: ## configure and compile everything
 
 test: build ## build, then run all tests; without a GPU, tests of the GPU are skipped
 	@scripts/install-deps demo browser
-	@ctest --preset $(PRESET) --output-on-failure -j $(JOBS) $(ARGS)
+	@ctest --preset $(PRESET) --output-on-failure -j $(TEST_JOBS) $(ARGS)
 
 test-sanitized: ## tests of engine, protocol, service and clients under address + undefined-behaviour sanitizers (clang)
 	@scripts/install-deps build test check
