@@ -165,6 +165,7 @@ Json ToJson(const v1::ServerDescription& server) {
   json["memory_peak"] = ToJson(server.memory_peak());
   json["memory_limit"] = server.memory_limit();
   if (server.has_http()) json["http"] = server.http();
+  if (!server.collectives().empty()) json["collectives"] = server.collectives();
   for (const v1::RankDescription& rank : server.ranks()) {
     json["ranks"].push_back({{"rank", rank.rank()},
                              {"host", rank.host()},
@@ -297,6 +298,7 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
         absl::StrCat("rank ", rank.rank()),
         absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
   }
+  if (!server.collectives().empty()) fields.Add("collectives", server.collectives());
   fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining")
                                         : style.Paint(Tone::kGood, "serving"));
   fields.Add("up", HumanSeconds(server.uptime_seconds()));

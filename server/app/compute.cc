@@ -127,11 +127,25 @@ absl::StatusOr<kernels::CreatedBackend> CreateOwnBackend(const ServerOptions& op
   return own;
 }
 
+namespace {
+
+// Of a process alone. GPUs take NCCL; CPU devices are threads with one memory.
+std::string CollectivesOf(const ServerOptions& options, const kernels::BackendInfo& backend) {
+  if (backend.uuids.size() > 1) return kernels::kNccl;
+  return backend.name == "cpu" && options.cpu_devices > 1 ? "threads" : "";
+}
+
+}  // namespace
+
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials) {
   absl::StatusOr<kernels::CreatedBackend> own = CreateOwnBackend(options);
   if (!own.ok()) return own.status();
-  if (!options.ranks.several()) return Compute{.leader = nullptr, .backend = std::move(own->backend)};
+  if (!options.ranks.several()) {
+    std::string collectives = CollectivesOf(options, own->backend->info());
+    return Compute{
+        .leader = nullptr, .backend = std::move(own->backend), .collectives = std::move(collectives)};
+  }
   const absl::StatusOr<Address> listen = RankAddress(options.ranks);
   if (!listen.ok()) return listen.status();
   const absl::StatusOr<kernels::Split> split = kernels::SplitOf(BackendOf(options));
@@ -154,7 +168,9 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
            {{"ranks", options.ranks.launch.ranks}, {"port", (*leader)->port()}});
   absl::StatusOr<std::unique_ptr<kernels::Backend>> backend = (*leader)->Form(*std::move(own));
   if (!backend.ok()) return backend.status();
-  return Compute{.leader = *std::move(leader), .backend = *std::move(backend)};
+  std::string collectives = (*leader)->collectives();
+  return Compute{
+      .leader = *std::move(leader), .backend = *std::move(backend), .collectives = std::move(collectives)};
 }
 
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -27,6 +28,7 @@ absl::StatusOr<kernels::CreatedBackend> CreateOwnBackend(const ServerOptions& op
 struct Compute {
   std::unique_ptr<ranks::Leader> leader;  // null: one rank. Outlives the backend
   std::unique_ptr<kernels::Backend> backend;
+  std::string collectives;  // as ServerDescription.collectives
 };
 
 // Of rank 0: waits for the other ranks. `credentials`: of their service. Errors as Leader::Form.

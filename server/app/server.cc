@@ -91,6 +91,7 @@ class ServerImpl final : public Server {
   // In order of dependence: each uses those above it.
   std::unique_ptr<Security> security_;
   std::unique_ptr<ranks::Leader> leader_;  // null: one rank
+  std::string collectives_;                // as ServerDescription.collectives
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<SharedMemory> shared_memory_;  // null: none
   std::unique_ptr<metrics::Metrics> metrics_;
@@ -168,6 +169,7 @@ absl::Status ServerImpl::CreateEngine() {
   if (!compute.ok()) return compute.status();
   leader_ = std::move(compute->leader);
   backend_ = std::move(compute->backend);
+  collectives_ = std::move(compute->collectives);
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
@@ -211,6 +213,7 @@ void ServerImpl::CreateServices() {
                                 .max_message_bytes = MaxMessageBytes(options_),
                                 .max_streams = options_.max_streams,
                                 .ranks = [this] { return RanksOf(leader_.get()); },
+                                .collectives = collectives_,
                                 .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
                                 .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device(),
                                 .http = [this] { return http_url_.Get(); }},
@@ -266,11 +269,13 @@ void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
 }
 
 absl::Status ServerImpl::StartHttp() {
-  pages_ = std::make_unique<metrics::HttpPages>(
-      metrics::StatusPageOptions{
-          .version = options_.version, .grpc_address = grpc_address(), .started = started_},
-      engine_.get(), backend_.get(), metrics_.get(),
-      [this] { return Trouble(health(), options_.liveness_timeout); });
+  pages_ = std::make_unique<metrics::HttpPages>(metrics::StatusPageOptions{.version = options_.version,
+                                                                           .grpc_address = grpc_address(),
+                                                                           .started = started_,
+                                                                           .collectives = collectives_},
+                                                engine_.get(), backend_.get(), metrics_.get(), [this] {
+                                                  return Trouble(health(), options_.liveness_timeout);
+                                                });
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =

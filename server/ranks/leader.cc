@@ -37,6 +37,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 
   absl::Status Listen();
   int port() const override { return port_; }
+  const std::string& collectives() const override { return collectives_; }
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
   void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
@@ -67,8 +68,8 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 
   const LeaderOptions options_;
   int port_ = 0;
-  Settings settings_;  // written before the service starts to admit; then const
-  std::string gpu_;
+  Settings settings_;              // written before the service starts to admit; then const
+  std::string gpu_, collectives_;  // written by Form
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
   std::unique_ptr<kernels::RankLink> link_;
@@ -156,7 +157,6 @@ absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
 void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
   std::function<void(const absl::Status&)> on_lost;
   Workers others;
-  kernels::RankLink* link = nullptr;
   {
     absl::MutexLock lock(&mutex_);
     if (forming_) {  // it may come again
@@ -167,14 +167,13 @@ void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::
     lost_ = status;
     on_lost = std::move(on_lost_);
     others = workers_;
-    link = link_.get();
   }
   log::Log(log::LogLevel::kError, "rank is lost", {{"rank", worker->rank()}, {"error", status.message()}});
   if (on_lost) on_lost(status);
   for (const auto& [rank, other] : others) {
     if (other != worker) other->GiveUp(status);
   }
-  link->Abort(status);
+  link_->Abort(status);
 }
 
 // What a lost worker's stream says comes first: it is the cause, and the exchange only waited in vain. Else a
@@ -266,6 +265,7 @@ absl::Status LeaderImpl::Connect() {
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
   const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
   if (!collectives.ok()) return collectives.status();
+  collectives_ = *collectives;
   std::vector<std::string> addresses;
   for (const auto& [rank, worker] : workers) worker->Prepare(*collectives);
   absl::StatusOr<std::string> own = link_->Address();

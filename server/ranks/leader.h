@@ -62,6 +62,9 @@ class Leader {
   // not come; CANCELLED; UNAVAILABLE if they cannot be connected. The workers are told, and end.
   virtual absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) = 0;
 
+  // What carries the sums and exchanges of the ranks (kernels/rank_link.h), after Form.
+  virtual const std::string& collectives() const = 0;
+
   // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
   virtual void WatchLoss(std::function<void(const absl::Status&)> on_lost) = 0;
   // `on_leaving` is called when a worker has been asked to stop, likewise.

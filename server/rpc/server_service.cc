@@ -67,6 +67,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   if (options_.http) description.set_http(options_.http());
   description.set_region_device(options_.region_device);
   AddRanks(options_.ranks, &description);
+  description.set_collectives(options_.collectives);
   return description;
 }
 

@@ -31,6 +31,7 @@ struct ServerServiceOptions {
   int64_t max_message_bytes = 0;
   int64_t max_streams = 0;
   metrics::ReadRanks ranks;
+  std::string collectives;    // as ServerDescription.collectives
   std::string region_socket;  // empty: none
   std::string region_device;  // whose memory regions may be of; empty: none
   // ServerDescription.http: "" until HTTP is there.

@@ -39,6 +39,15 @@ v1::HeadDescription Head() {
   return head;
 }
 
+TEST(ReportTest, AServerOfSeveralDevicesSaysWhatCarriesTheirSums) {
+  v1::ServerDescription server;
+  EXPECT_FALSE(nlohmann::ordered_json::parse(ToJson(server).dump()).contains("collectives"));
+  EXPECT_THAT(ServerText(server, "here:1", {}), testing::Not(HasSubstr("collectives")));
+  server.set_collectives("gloo");
+  EXPECT_EQ(nlohmann::ordered_json::parse(ToJson(server).dump())["collectives"], "gloo");
+  EXPECT_THAT(ServerText(server, "here:1", {}), testing::ContainsRegex("collectives +gloo\n"));
+}
+
 TEST(ReportTest, HeadsTable) {
   v1::HeadDescription small;
   small.mutable_spec()->set_name("a");

@@ -103,6 +103,9 @@ TEST_F(StatusPageTest, ShowsHeadsMemoryAndThroughput) {
   EXPECT_THAT(second, HasSubstr("<span class=\"state warning\">draining<"));
   EXPECT_THAT(first, HasSubstr("<span class=\"state good\">serving<"));
   EXPECT_THAT(page_.Render("device lost"), HasSubstr("<span class=\"state error\">device lost<"));
+  EXPECT_THAT(second, Not(HasSubstr("collectives"))) << "it has one device";
+  const StatusPage several({.collectives = "gl<oo"}, engine_.get(), backend_.get(), &metrics_, &history_);
+  EXPECT_THAT(several.Render(""), HasSubstr(" &middot; collectives gl&lt;oo"));
 }
 
 TEST_F(StatusPageTest, LoadsNothingFromElsewhereAndHasNothingInline) {

@@ -20,6 +20,7 @@ namespace {
 
 using test::RankServer;
 using test::RankServerOptions;
+using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
@@ -277,6 +278,9 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   const auto server = client->GetServer();
   ASSERT_TRUE(server.ok()) << server.status();
   ASSERT_EQ(server->ranks_size(), 2);
+  EXPECT_THAT(server->collectives(), AnyOf("gloo", "nccl")) << "LOSSD_RANK_FLAGS may say which";
+  EXPECT_THAT(test::HttpGet(ranks.http(), "/"),
+              HasSubstr(absl::StrCat("collectives ", server->collectives())));
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_EQ(server->ranks(rank).rank(), static_cast<uint32_t>(rank));
     EXPECT_FALSE(server->ranks(rank).lost());

@@ -129,6 +129,16 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
   }
 }
 
+TEST(DevicesServiceTest, GetServerSaysWhatCarriesTheSums) {
+  for (const auto& [devices, collectives] :
+       std::vector<std::pair<int, std::string>>{{1, ""}, {2, "threads"}}) {
+    TestServer server(WithDevices(devices));
+    const auto description = Connect(server.target())->GetServer();
+    ASSERT_TRUE(description.ok()) << description.status();
+    EXPECT_EQ(description->collectives(), collectives);
+  }
+}
+
 TEST(DevicesServiceTest, EachDeviceHasAllWeightsAndItsPartOfTheMoments) {
   TestServer one(WithDevices(1));
   TestServer three(WithDevices(3));
