@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import lossd
 from lossd.quickstart.__main__ import main
 from lossd.quickstart.chart import draw
 from lossd.quickstart.model import CONTEXT, Trunk
@@ -44,6 +46,35 @@ def test_a_program_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_program_that_ends_at_once() -> None:
     with pytest.raises(NoServer, match="/bin/false did not start: it wrote nothing"), OwnServer("/bin/false"):
         pass
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--seconds=-1"], "argument --seconds: must be a number above 0, got '-1'"),
+    (["--seconds=nan"], "must be a number above 0, got 'nan'"),
+    (["--steps=0"], "argument --steps: must be a whole number from 1 on, got '0'"),
+    (["--steps=1.5"], "must be a whole number from 1 on, got '1.5'"),
+    (["--seed=-1"], "argument --seed: must be a whole number from 0 on, got '-1'"),
+])
+def test_numbers_that_make_no_sense(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_drawn_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["--program=/no/such", f"--plot={tmp_path}/curve.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_server_that_is_used_by_others_keeps_no_head_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with OwnServer(os.environ["LOSSD_BINARY"]) as server, lossd.Client(server.target) as client:
+        client.create_head("quickstart", hidden_size=8, vocab_size=8)  # as somebody left it
+        assert main([f"--server={server.target}", "--steps=2"]) == 1
+        assert [head.spec.name for head in client.list_heads()] == ["quickstart"]
+    assert "the model has learnt: no" in capsys.readouterr().out
 
 
 def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:

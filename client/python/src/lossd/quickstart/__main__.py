@@ -13,9 +13,12 @@ Exit status: 0 if the model learnt, 1 if it did not, 2 if it could not run.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,10 +28,28 @@ from lossd.quickstart.model import CONTEXT, Trunk
 from lossd.quickstart.server import NoServer, OwnServer
 from lossd.quickstart.text import CLASSES, Text
 
-HEAD = "quickstart"
 HIDDEN = 128
 ROWS = 1024  # of a step
 LEARNT = 0.7  # of the first losses: a model that has learnt is below
+
+
+class NoPlot(Exception):
+    """The curve cannot be drawn where it was asked for."""
+
+
+def seconds_above_zero(text: str) -> float:
+    seconds = float(text) if text.strip() else math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return seconds
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
+        return int(text)
+    return parse
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,19 +57,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="HOST:PORT of a server that runs already; default: one is started")
     parser.add_argument("--program", help="the lossd program; default: of the package lossd-server, or on the PATH")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of training at most; default 30")
-    parser.add_argument("--steps", type=int, help="of training at most; default: as many as the seconds allow")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=seconds_above_zero, default=30.0, help="of training at most; default 30")
+    parser.add_argument("--steps", type=whole_number(1), help="of training at most; default: as many as the seconds allow")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the first weights and of the order of the text; default 0")
     parser.add_argument("--plot", type=Path, help="file for the curve (.png, .svg, ...); needs matplotlib")
     return parser.parse_args(arguments)
 
 
 def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) -> list[float]:
-    """The loss of every step, in nats."""
+    """The loss of every step, in nats. Makes a head and removes it."""
+    head = f"quickstart-{secrets.token_hex(4)}"  # others may try the same server
+    client.create_head(head, hidden_size=HIDDEN, vocab_size=CLASSES, seed=seed)
+    try:
+        return train_head(client, head, seconds, steps, seed)
+    finally:
+        client.delete_head(head)
+
+
+def train_head(client: lossd.Client, head: str, seconds: float, steps: int | None, seed: int) -> list[float]:
     text = Text.of_the_standard_library()
     trunk = Trunk(CLASSES, HIDDEN, seed)
-    description = client.create_head(HEAD, hidden_size=HIDDEN, vocab_size=CLASSES, seed=seed)
-    step = description.state.step
+    step = 0
     batches = text.batches(CONTEXT, ROWS, seed)
     losses: list[float] = []
     told = begin = time.monotonic()
@@ -56,9 +85,9 @@ def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) ->
     while time.monotonic() - begin < seconds and (steps is None or len(losses) < steps):
         contexts, targets = next(batches)
         hidden = trunk.forward(contexts)
-        result = client.compute_loss(HEAD, hidden, targets, step=step, accumulate=True, grad_hidden=True)
+        result = client.compute_loss(head, hidden, targets, step=step, accumulate=True, grad_hidden=True)
         assert result.grad_hidden is not None
-        step = client.apply_step(HEAD, step, lossd.AdamW(lr=3e-3)).state.step
+        step = client.apply_step(head, step, lossd.AdamW(lr=3e-3)).state.step
         trunk.backward(result.grad_hidden)
         losses.append(result.loss)
         if time.monotonic() - told > 5.0:
@@ -66,8 +95,7 @@ def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) ->
             print(f"  {told - begin:5.1f} s  step {len(losses):6,}  loss {mean_of_last(losses):.3f} nats")
     elapsed = time.monotonic() - begin
     print(f"{len(losses):,} steps, {len(losses) * ROWS / elapsed:,.0f} rows per second")
-    print(f"\nwhat it writes: {text.shown(sample(client, trunk, text, seed))}\n")
-    client.delete_head(HEAD)
+    print(f"\nwhat it writes: {text.shown(sample(client, head, trunk, text, seed))}\n")
     return losses
 
 
@@ -76,9 +104,9 @@ def mean_of_last(losses: list[float], count: int = 50) -> float:
     return sum(last) / len(last)
 
 
-def sample(client: lossd.Client, trunk: Trunk, text: Text, seed: int, length: int = 160) -> list[int]:
+def sample(client: lossd.Client, head: str, trunk: Trunk, text: Text, seed: int, length: int = 160) -> list[int]:
     """Characters that the model writes, drawn by the weights that the server has."""
-    weight = client.read_tensor(HEAD, "weight")
+    weight = client.read_tensor(head, "weight")
     return trunk.write(weight, text.beginning(CONTEXT), length, seed)
 
 
@@ -86,13 +114,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     with ExitStack() as stack:
         try:
+            if options.plot is not None:
+                check_plot(options.plot)  # before half a minute of training
             target = options.server or stack.enter_context(OwnServer(options.program)).target
             client = stack.enter_context(lossd.Client(target))
-            print(client.get_server())
-        except (NoServer, lossd.LossdError) as error:
+            server = client.get_server()
+            print(f"lossd {server.version} at {target}, {server.backend} backend: {server.device}")
+            losses = train(client, options.seconds, options.steps, options.seed)
+        except (NoPlot, NoServer, lossd.LossdError) as error:
             print(f"quickstart: {error}", file=sys.stderr)
             return 2
-        losses = train(client, options.seconds, options.steps, options.seed)
     print(draw(losses, width=min(100, os.get_terminal_size().columns if sys.stdout.isatty() else 80)))
     if options.plot is not None:
         plot(losses, options.plot)
@@ -101,8 +132,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if learnt else 1
 
 
+def check_plot(file: Path) -> None:
+    try:
+        from matplotlib import figure  # not a dependency of the package
+    except ImportError:
+        raise NoPlot("--plot needs matplotlib: `pip install matplotlib`; without --plot the curve is drawn in the terminal") from None
+    kinds = figure.Figure().canvas.get_supported_filetypes()
+    if file.suffix.lstrip(".").lower() not in kinds:
+        raise NoPlot(f"--plot must end in one of {', '.join('.' + kind for kind in sorted(kinds))}, got {str(file)!r}")
+    if not file.parent.is_dir():
+        raise NoPlot(f"--plot must be in a folder that exists, got {str(file)!r}")
+
+
 def plot(losses: list[float], file: Path) -> None:
-    from matplotlib import figure  # not a dependency of the package
+    from matplotlib import figure
 
     drawing = figure.Figure(figsize=(7, 4), layout="constrained")
     axes = drawing.subplots()
