@@ -152,6 +152,7 @@ class Bench {
     totals_.sent_bytes += result->sent_bytes;
     totals_.received_bytes += result->received_bytes;
     totals_.repeats += result->repeats;
+    totals_.streams = result->streams;
     totals_.queue_seconds += result->queue_seconds;
     totals_.compute_seconds += result->compute_seconds;
     totals_.sampling_variance += result->sampling_variance;
@@ -226,7 +227,6 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::Con
           rows.rows,
           flags.in_flight,
           connections.connections,
-          flags.loss.streams > 0 ? flags.loss.streams : connections.connections,
           flags.loss.slice_bytes};
 }
 

@@ -55,7 +55,7 @@ nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& tot
       {"in_flight", setup.in_flight},
       {"channels", setup.channels},
       {"channels_reason", setup.channels_reason},
-      {"streams", setup.streams},
+      {"streams", totals.streams},
       {"slice_bytes", setup.slice_bytes.has_value() ? nlohmann::ordered_json(*setup.slice_bytes) : nullptr},
       {"transport", setup.transport},
       {"transport_reason", setup.transport_reason},
@@ -87,7 +87,7 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
   fields.Add(
       "load",
       absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data, " rows in flight, ",
-                   setup.streams, " streams over ", setup.channels, " channels",
+                   totals.streams, " streams over ", setup.channels, " channels",
                    setup.slice_bytes.has_value()
                        ? absl::StrCat(", slices of ", HumanBytes(static_cast<double>(*setup.slice_bytes)))
                        : ""));

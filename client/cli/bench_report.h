@@ -25,7 +25,6 @@ struct BenchSetup {
   uint64_t rows = 0;  // per microbatch
   int in_flight = 1;
   int channels = 0;
-  int streams = 0;                      // per microbatch; of the last ones, if the client chose
   std::optional<uint64_t> slice_bytes;  // as asked for
   std::string transport = "grpc";       // client::TransportChoice
   std::string transport_reason = "";
@@ -37,6 +36,7 @@ struct BenchTotals {
   uint64_t rows = 0;
   uint64_t sent_bytes = 0;
   uint64_t received_bytes = 0;
+  int streams = 0;  // of the last microbatch
   uint64_t repeats = 0;
   double queue_seconds = 0;      // on the server, summed over slices
   double compute_seconds = 0;    // on the server, summed over slices

@@ -89,21 +89,12 @@ TEST(ReportTest, QuantilesOfSamples) {
 }
 
 TEST(ReportTest, Bench) {
-  const BenchSetup setup{"lm",
-                         "real",
-                         "all",
-                         "bf16",
-                         4096,
-                         2048,
-                         4,
-                         2,
-                         2,
-                         1 << 20,
-                         "shared_memory",
-                         "the server is on this host"};
+  const BenchSetup setup{
+      "lm", "real", "all", "bf16", 4096, 2048, 4, 2, 1 << 20, "shared_memory", "the server is on this host"};
   BenchTotals totals;
   totals.seconds = 2;
   totals.rows = 8192;
+  totals.streams = 3;
   totals.sent_bytes = 4000000000;
   totals.received_bytes = 2000000000;
   totals.queue_seconds = 0.4;
@@ -112,7 +103,7 @@ TEST(ReportTest, Bench) {
   EXPECT_EQ(BenchText(setup, totals),
             "head        lm, D = 4,096, bf16\n"
             "computed    loss, dL/dx and dL/dW\n"
-            "load        4 x 2,048 real rows in flight, 2 streams over 2 channels, slices of 1.00 MiB\n"
+            "load        4 x 2,048 real rows in flight, 3 streams over 2 channels, slices of 1.00 MiB\n"
             "transport   shared_memory (the server is on this host)\n"
             "ran         2.00 s, 4 microbatches\n"
             "throughput  4.10 k rows/s\n"

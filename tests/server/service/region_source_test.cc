@@ -10,9 +10,12 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
+#include "client/cpp/loss_plan.h"
 #include "kernels/errors/field_error.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -102,6 +105,36 @@ TEST(RegionSourceTest, ARegionThatWasGivenUpGoesBackAtOnce) {
   const absl::Time end = absl::Now() + absl::Seconds(60);
   while (staging() + (1 << 20) > with_region && absl::Now() < end) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_LE(staging() + (1 << 20), with_region);
+}
+
+// On a machine with fewer than four cores one stream is best in any case.
+TEST(RegionStreamsTest, ALargeMicrobatchIsCopiedByAsManyStreamsAsHelp) {
+  constexpr uint64_t kRowBytes = kSmallHidden * sizeof(float);
+  std::mt19937_64 rng(11);
+  const SmallRows rows = MakeSmallRows((uint64_t{18} << 20) / kRowBytes, rng);
+  const int several =
+      client::internal::StreamsInRegion(rows.targets.size() * kRowBytes, std::thread::hardware_concurrency());
+  for (const bool deterministic : {false, true}) {
+    ServerOptions options = SmallServer();
+    options.deterministic = deterministic;
+    const TestServer server(options);
+    const auto compute = [&](const std::string& transport, int streams) {
+      const auto client =
+          client::Client::Connect({.target = server.target(), .channels = 1, .transport = transport});
+      EXPECT_TRUE(client.ok()) << client.status();
+      client->get()->CreateHead(SmallHead()).status().IgnoreError();  // the second client finds it
+      std::vector<float> grads(rows.hidden.size());
+      const auto result =
+          (*client)->ComputeLoss(SmallMicrobatch(rows, 0, 0), {.grad_hidden = grads.data()}, {});
+      EXPECT_TRUE(result.ok()) << result.status();
+      if (result.ok())
+        EXPECT_EQ(result->streams, streams) << transport << ", deterministic " << deterministic;
+      return grads;
+    };
+    const std::vector<float> in_messages = compute("grpc", 1);
+    const std::vector<float> shared = compute("shared_memory", deterministic ? 1 : several);
+    for (size_t i = 0; i < shared.size(); ++i) ASSERT_NEAR(shared[i], in_messages[i], 1e-4) << i;
+  }
 }
 
 }  // namespace

@@ -15,7 +15,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
-#include "client/cpp/loss_plan.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -23,7 +22,6 @@
 namespace lossd::app::testing {
 namespace {
 
-using client::internal::StreamsInRegion;
 using ::testing::HasSubstr;
 
 constexpr uint64_t kRowBytes = kSmallHidden * sizeof(float);
@@ -352,30 +350,6 @@ TEST(SharedMemoryClientTest, TensorsThatChangeAreOfOneVersion) {
   }
   EXPECT_GE(read_whole, 1);
   writer.join();
-}
-
-// On a machine with fewer than four cores one stream is best in any case.
-TEST_P(EveryOrderTest, ALargeMicrobatchIsCopiedByAsManyStreamsAsHelp) {
-  const TestServer server(Options());
-  std::mt19937_64 rng(11);
-  const SmallRows rows = MakeSmallRows((uint64_t{18} << 20) / kRowBytes, rng);
-  const uint64_t bytes = rows.targets.size() * kRowBytes;
-  std::vector<float> grads[2];
-  for (const bool shared : {false, true}) {
-    const auto client = client::Client::Connect(
-        {.target = server.target(), .channels = 1, .transport = shared ? "shared_memory" : "grpc"});
-    ASSERT_TRUE(client.ok()) << client.status();
-    if (!shared) {
-      ASSERT_TRUE((*client)->CreateHead(SmallHead()).ok());
-    }
-    grads[shared].resize(rows.hidden.size());
-    const auto result =
-        (*client)->ComputeLoss(SmallMicrobatch(rows, 0, shared), {.grad_hidden = grads[shared].data()}, {});
-    ASSERT_TRUE(result.ok()) << result.status();
-    const bool several = shared && !GetParam();
-    EXPECT_EQ(result->streams, several ? StreamsInRegion(bytes, std::thread::hardware_concurrency()) : 1);
-  }
-  for (size_t i = 0; i < grads[0].size(); ++i) ASSERT_NEAR(grads[0][i], grads[1][i], 1e-4) << i;
 }
 
 TEST(SharedMemoryClientTest, SaysWhatItTookAndWhy) {
