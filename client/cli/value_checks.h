@@ -35,8 +35,8 @@ ValueCheck NotEmpty();
 ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
 
 // A number, possibly with a fraction, and one of the units B, KiB, MiB, GiB, TiB (1024 each; the "iB" may be
-// left out) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. As lossd's flags take it.
-// Nullopt for anything else, a negative number, or one from 2^62 on.
+// left out) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. lossd's flags take the same,
+// but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
 std::optional<uint64_t> ParseBytes(absl::string_view text);
 
 }  // namespace lossd::cli
