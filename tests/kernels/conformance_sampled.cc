@@ -45,10 +45,13 @@ TEST_P(GradientsConformance, SampledWithEachOption) {
   for (const ProblemSpec& spec : specs) RunAndCompare(backend(), {MakeProblem(spec, rng())});
 }
 
-// With all thresholds: the least keeps every class, at the greatest only the target is certain.
+// With all thresholds: the least keeps every class, at the greatest only the target is certain. Where logits
+// are recomputed, blocks of rows raise the threshold each for itself, and the chunk says the highest: the
+// reference cannot follow if some have to and others need not, as happens with 1031 classes at 2^-10.
 TEST_P(GradientsConformance, SampledShapesThatNoTileDivides) {
+  const float usual = recomputes_logits() ? 0x1p-8f : 0x1p-10f;
   for (const auto& [rows, hidden, vocab] : kOddShapes) {
-    for (const float threshold : {1e-30f, 0x1p-10f, 0.03f, 1.0f}) {
+    for (const float threshold : {1e-30f, usual, 0.03f, 1.0f}) {
       RunAndCompare(backend(), {MakeProblem(Sampled(Plain({rows}, hidden, vocab), threshold), rng())});
     }
   }
