@@ -68,7 +68,7 @@ void RunReadTensor(const json& c) {
       c, [&](const grpc::ByteBuffer& buffer) { return reader.Handle(buffer); },
       [&] { return reader.End().status(); });
   if (read) {
-    EXPECT_EQ(ToHex(out), c["gives"]);
+    EXPECT_EQ(json(ToHex(out)), c["gives"]);
   }
 }
 
@@ -124,7 +124,7 @@ void RunStatuses(const json& c) {
   const absl::Status status =
       internal::CallStatus(sent, {c["target"], filled_in(c.value("server_version", ""))});
   const json& gives = c["gives"];
-  EXPECT_EQ(ErrorName(status), gives["error"]);
+  EXPECT_EQ(json(ErrorName(status)), gives["error"]);
   EXPECT_EQ(std::string(status.message()), filled_in(gives["message"]));
   const auto detail = ErrorDetailOf(status);
   ASSERT_EQ(detail.has_value(), !gives["detail"].is_null());

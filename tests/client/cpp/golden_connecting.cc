@@ -51,9 +51,9 @@ void RunTargets(const json& c) {
   }
   CheckMembers(c, {"target", "host", "port", "socket", "local"});
   EXPECT_EQ(internal::TargetProblem(target), "");
-  EXPECT_EQ(internal::HostAndPortOf(target).host, c["host"]);
-  EXPECT_EQ(internal::HostAndPortOf(target).port, c["port"]);
-  EXPECT_EQ(internal::SocketPathOf(target), c["socket"]);
+  EXPECT_EQ(json(internal::HostAndPortOf(target).host), c["host"]);
+  EXPECT_EQ(json(internal::HostAndPortOf(target).port), c["port"]);
+  EXPECT_EQ(json(internal::SocketPathOf(target)), c["socket"]);
   EXPECT_EQ(IsLocalTarget(target), c["local"]);
 }
 

@@ -161,7 +161,7 @@ void RunConnections(const json& c) {
         const auto next = chooser.End(moved, now);
         if (next != ConnectionChooser::Advice::kStay) advice = next;
       }
-      EXPECT_EQ(names.at(advice), round["advice"]) << round << " " << i;
+      EXPECT_EQ(json(names.at(advice)), round["advice"]) << round << " " << i;
       if (round.contains("opens")) round["opens"] ? chooser.Added(moved) : chooser.Refused("full", moved);
       EXPECT_EQ(chooser.count(), round["connections"]) << round << " " << i;
     }
