@@ -77,6 +77,14 @@ def test_what_grows_is_found_over_restarts():
     assert failed(leak, latencies()) == {"steady memory"}
 
 
+def test_a_leak_is_found_in_a_short_run():
+    """30 s, in which hundreds of MiB come and go beside a leak: the parts of the time are too short to show a slope."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        short = [Sample(t / 10, 0, int((700 + t + rng.uniform(0, 300)) * MEBIBYTE), 40, 30) for t in range(300)]
+        assert "steady memory" in {finding.what for finding in judge(short, latencies(), 30) if not finding.passed}
+
+
 def test_growth_in_the_first_third_does_not_count():
     assert failed(samples(memory=lambda t: (100 + min(t, 320)) * MEBIBYTE), latencies()) == set()
 

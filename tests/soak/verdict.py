@@ -9,8 +9,8 @@ once, for which it needs some minutes. Over the rest,
 - memory also in two ways of which one has to be below STEADY_MEMORY, because what grows with traffic grows by both. The line alone
   cannot be held so low. One is the median of the slopes of SLICES equal parts of that time: when many large messages are under way
   at once, resident memory rises by some MiB and stays there, which is bounded by what is planned, and which no slope within a part
-  sees. What is under way at the moment comes and goes, so a slope is that of the lowest samples of BINS pieces of its part. The
-  other is the median of the slopes between the lowest samples of any two parts: memory that rises until the allocator gives it
+  sees. What is under way at the moment comes and goes, so a slope is that of the lowest samples of BINS pieces of its part, and a
+  part shorter than LEAST_PART says nothing: its lowest samples are still those of a call or two. The other is the median of the slopes between the lowest samples of any two parts: memory that rises until the allocator gives it
   back, again and again, does not lift them;
 - latency, divided by what a fixed piece of work took another process at the same moment (control.py): the medians of the first
   and the last third of that time. More than LATENCY_FACTOR times as long fails.
@@ -31,6 +31,7 @@ MEBIBYTE = 1 << 20
 LIMITS = {"memory": 64 * MEBIBYTE, "descriptors": 8.0, "threads": 4.0}  # growth over the time that counts
 SLICES = 20
 BINS = 10
+LEAST_PART = 10.0  # seconds
 STEADY_MEMORY = 8 * MEBIBYTE
 LATENCY_FACTOR = 3.0
 LEAST_SAMPLES = 20
@@ -112,7 +113,8 @@ def _slope_between(slices: Sequence[Sequence[tuple[int, float, float]]]) -> floa
 
 def _steady_memory(samples: Sequence[Sample], begin: float, end: float) -> Finding:
     slices = _lowest_memory(samples, begin, end)
-    within = (end - begin) * statistics.median(map(slope, slices))
+    long = end - begin >= SLICES * LEAST_PART
+    within = (end - begin) * statistics.median(map(slope, slices)) if long else math.inf
     between = (end - begin) * _slope_between(slices)
     grown = min(within, between)
     figures = (f"grows steadily by {grown / MEBIBYTE:.2f} MiB in {end - begin:.0f} s (at most {STEADY_MEMORY / MEBIBYTE:g} MiB; "
