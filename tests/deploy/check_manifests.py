@@ -4,11 +4,11 @@
   check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
 Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
-with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and a
-ServiceMonitor with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
+with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and the
+objects of the Prometheus operator with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
-names has to lie in a volume of the pod. Exit status 1 if something is wrong.
+names has to lie in a volume of the pod. The rules and the dashboard for operators are those of deploy/prometheus and deploy/grafana. Exit status 1 if something is wrong.
 """
 
 import json
@@ -24,7 +24,8 @@ import kustomize
 import yaml
 
 KUBERNETES = "1.30"
-SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "ServiceMonitor": "servicemonitor.schema.json"}
+SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
+           "ServiceMonitor": "servicemonitor.schema.json"}
 DRAIN_SECONDS = 30  # --drain_timeout's default
 DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.
@@ -151,6 +152,19 @@ def check_kustomization(folder, ask_kubectl=True):
     return f"{len(manifests)} objects{'' if theirs is None else ', as by kubectl'}"
 
 
+def check_monitoring(folder):
+    """What scripts/monitoring-manifests makes is made of the present files."""
+    deploy = folder.parents[2]
+    made, = kustomize.documents(folder / "prometheusrule.yaml")
+    groups = [group for name in ("lossd-recording.yml", "lossd-alerts.yml")
+              for group in kustomize.documents(deploy / "prometheus" / name)[0]["groups"]]
+    if made["spec"] != {"groups": groups}:
+        raise ValueError("the rules are not those of deploy/prometheus: run scripts/monitoring-manifests")
+    if (folder / "lossd.json").read_bytes() != (deploy / "grafana" / "lossd.json").read_bytes():
+        raise ValueError("the dashboard is not that of deploy/grafana: run scripts/monitoring-manifests")
+    return f"{sum(len(group['rules']) for group in groups)} rules"
+
+
 def check_compose(path):
     folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -198,6 +212,7 @@ def main():
     else:
         for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
             check(path, check_kustomization)
+    check(deploy / "kubernetes/components/monitoring", check_monitoring)
     for path in sorted(deploy.glob("compose/docker-compose*.yml")):
         check(path, check_compose)
     for path in sorted(path for pattern in ("*", "kubernetes/**/*", "compose/**/*") for path in deploy.glob(pattern) if path.is_file()):
