@@ -6,7 +6,7 @@
 Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
 with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and the
 objects of the Prometheus operator with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
-check-jsonschema, and what they mount has to be there. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
+check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
 names has to lie in a volume of the pod. The rules and the dashboard for operators are those of deploy/prometheus and deploy/grafana. Exit status 1 if something is wrong.
 """
@@ -18,6 +18,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import grafana_foundation_sdk.cog.encoder
+import grafana_foundation_sdk.cog.plugins
+import grafana_foundation_sdk.models.dashboard
 import jsonschema
 import kubernetes_validate
 import kustomize
@@ -165,6 +168,32 @@ def check_monitoring(folder):
     return f"{sum(len(group['rules']) for group in groups)} rules"
 
 
+# Grafana reads these, and its types leave them out.
+UNTYPED = re.compile(r"/templating/list/\d+/definition|/annotations/list/\d+/(titleFormat|textFormat)")
+
+
+def lost(there, back, path=""):
+    """What of `there` is not in `back`, place by place."""
+    if isinstance(there, dict) and isinstance(back, dict):
+        return [place for name in there
+                for place in (lost(there[name], back[name], f"{path}/{name}") if name in back else [f"{path}/{name}"])]
+    if isinstance(there, list) and isinstance(back, list) and len(there) == len(back):
+        return [place for index, (one, other) in enumerate(zip(there, back)) for place in lost(one, other, f"{path}/{index}")]
+    return [] if there == back else [path]
+
+
+def check_dashboard(path):
+    """Read by Grafana's types and written again, it is the same: a misspelt name would be gone."""
+    there = json.loads(path.read_text(encoding="utf-8"))
+    grafana_foundation_sdk.cog.plugins.register_default_plugins()
+    read = grafana_foundation_sdk.models.dashboard.Dashboard.from_json(there)
+    back = json.loads(grafana_foundation_sdk.cog.encoder.JSONEncoder().encode(read))
+    unknown = [place for place in lost(there, back) if not UNTYPED.fullmatch(place)]
+    if unknown:
+        raise ValueError(f"Grafana knows no {', '.join(unknown)}")
+    return f"{len(there['panels'])} panels"
+
+
 def check_compose(path):
     folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -213,6 +242,7 @@ def main():
         for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
             check(path, check_kustomization)
     check(deploy / "kubernetes/components/monitoring", check_monitoring)
+    check(deploy / "grafana/lossd.json", check_dashboard)
     for path in sorted(deploy.glob("compose/docker-compose*.yml")):
         check(path, check_compose)
     for path in sorted(path for pattern in ("*", "kubernetes/**/*", "compose/**/*") for path in deploy.glob(pattern) if path.is_file()):
