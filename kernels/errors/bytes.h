@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Numbers of bytes in errors and other text for people: in a unit that can be read, and exactly where
-// somebody may have to calculate with them. Units are binary. FieldError (field_error.h) shows the value of a field
-// "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
+// somebody may have to calculate with them. Units are binary. FieldError (field_error.h) shows the value of a
+// field "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_ERRORS_BYTES_H_
