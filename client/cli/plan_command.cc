@@ -13,11 +13,13 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "client/cli/commands.h"
 #include "client/cli/options.h"
 #include "client/cli/plan_view.h"
 #include "client/cli/value_checks.h"
+#include "client/plan/cards.h"
 #include "client/plan/measured.h"
 #include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"
@@ -29,6 +31,7 @@ namespace {
 struct PlanFlags {
   std::string model;     // a config.json or its folder
   std::string measured;  // a file as bench/plan_data.py writes it
+  std::string card;      // a name of plan::CardNames
   int64_t hidden = 0, vocab = 0, layers = 0;
   uint64_t workspace = 0, memory = 0, stage_memory = 0;
   plan::Request request;
@@ -79,7 +82,8 @@ absl::StatusOr<plan::TrainerShape> TrainerOf(const PlanFlags& flags) {
 }
 
 absl::Status RunPlan(Context* context, const PlanFlags& flags) {
-  const absl::StatusOr<plan::Measured> measured = ReadMeasured(flags.measured);
+  absl::StatusOr<plan::Measured> measured = ReadMeasured(flags.measured);
+  if (measured.ok() && !flags.card.empty()) measured = plan::OnCard(*std::move(measured), flags.card);
   if (!measured.ok()) return measured.status();
   absl::StatusOr<plan::Model> model = ModelOf(flags);
   if (!model.ok()) return model.status();
@@ -200,6 +204,10 @@ void AddPlanCommand(CLI::App* app, Context* context) {
       ->add_option("--measured", flags->measured,
                    "Rates of another card, as bench/plan_data.py writes them [an H200's]")
       ->type_name("FILE");
+  command
+      ->add_option("--card", flags->card,
+                   "The server's GPU; of one that was not measured, times are bounds by data sheets [h200]")
+      ->type_name(absl::StrJoin(plan::CardNames(), "|"));
   AddTrainerOptions(command, flags.get());
   command->callback(
       [context, flags] { context->action = [context, flags] { return RunPlan(context, *flags); }; });

@@ -70,8 +70,11 @@ std::string Heading(const plan::Plan& plan, const plan::Measured& measured) {
       " and vocabulary ", HumanCount(r.model.vocab), ", bf16\n", HumanCount(r.trainers),
       r.trainers == 1 ? " trainer" : " trainers", " with ", HumanCount(r.rows),
       " rows a step, in microbatches of ", HumanCount(r.microbatch), " rows\nServer: ", r.gpus, " ",
-      measured.card.name, " with ", HumanBytes(static_cast<double>(r.memory_bytes)), "; times of ", r.data,
-      " rows (bench/results/README.md)\n");
+      measured.card.name, " with ", HumanBytes(static_cast<double>(r.memory_bytes)), "; ",
+      measured.bounds.has_value() ? absl::StrCat("not measured: bounds by data sheets, from times on an ",
+                                                 measured.bounds->measured_on, " of ")
+                                  : std::string("times of "),
+      r.data, " rows (bench/results/README.md)\n");
   if (r.model.tied) {
     absl::StrAppend(
         &text,
@@ -297,6 +300,7 @@ nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& me
                {"microbatch", r.microbatch},
                {"trainers", r.trainers},
                {"data", r.data}};
+  if (measured.bounds.has_value()) json["measured_on"] = measured.bounds->measured_on;
   if (plan.trainer_memory.has_value()) json["trainer_memory"] = TrainerMemoryJson(*plan.trainer_memory);
   json["server"] = Json::array();
   for (const plan::DeviceMemory& device : plan.server) json["server"].push_back(ToJson(device));

@@ -5,6 +5,7 @@
 #define LOSSD_CLIENT_PLAN_MEASURED_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,8 +94,16 @@ struct PipelineRun {
   size_t source = 0;
 };
 
+// Of a card whose times were not measured (cards.h): they lie between these factors of those of another card.
+struct CardBounds {
+  std::string measured_on;  // the other card's name
+  double least = 1.0;
+  double most = 1.0;
+};
+
 struct Measured {
   Card card;
+  std::optional<CardBounds> bounds;  // none: the times are of `card`
   std::vector<Source> sources;
   std::vector<LossTiming> loss;
   std::vector<LastStageTiming> last_stage;

@@ -140,8 +140,9 @@ ServerSpeed SpeedOf(const Plan& plan, const Measured& measured, Logits logits, G
   ServerSpeed speed;
   speed.logits = logits;
   speed.gradients = gradients;
-  speed.microbatch = EstimateTime(TimingsOf(measured, logits, gradients, r.data), r.model.hidden,
-                                  r.model.vocab, r.microbatch);
+  speed.microbatch = Bounded(EstimateTime(TimingsOf(measured, logits, gradients, r.data), r.model.hidden,
+                                          r.model.vocab, r.microbatch),
+                             measured.bounds);
   // What one of several GPUs has to itself differs by split; the slower of the two counts.
   double speedup = 1.0;
   if (r.gpus > 1) {
@@ -202,8 +203,9 @@ std::vector<Link> LinksOf(const Request& r, const Measured& measured) {
 LastStage LastStageOf(const Request& r, const Measured& measured, LocalMethod method) {
   LastStage stage;
   stage.method = method;
-  stage.microbatch =
-      EstimateTime(TimingsOf(measured, Name(method), r.data), r.model.hidden, r.model.vocab, r.microbatch);
+  stage.microbatch = Bounded(
+      EstimateTime(TimingsOf(measured, Name(method), r.data), r.model.hidden, r.model.vocab, r.microbatch),
+      measured.bounds);
   stage.peak_bytes = PeakBytes(method, r.model.hidden, r.model.vocab, r.microbatch);
   stage.state_bytes = StateBytes(r.model.hidden, r.model.vocab);
   stage.largest_microbatch = LargestMicrobatch(method, r.model.hidden, r.model.vocab,

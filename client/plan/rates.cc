@@ -91,6 +91,8 @@ absl::string_view Name(Basis basis) {
       return "from other shapes";
     case Basis::kBetween:
       return "between other shapes";
+    case Basis::kDataSheets:
+      return "bounds by data sheets";
     case Basis::kNone:
       break;
   }
@@ -133,6 +135,14 @@ Estimate EstimateTime(absl::Span<const Timing> measured, int64_t hidden, int64_t
   estimate.basis = Basis::kBetween;
   estimate.low_seconds = UnitSeconds(*fast) * units;
   estimate.high_seconds = UnitSeconds(*slow) * units;
+  return estimate;
+}
+
+Estimate Bounded(Estimate estimate, const std::optional<CardBounds>& bounds) {
+  if (!bounds.has_value() || !estimate.known()) return estimate;
+  estimate.basis = Basis::kDataSheets;
+  estimate.low_seconds *= bounds->least;
+  estimate.high_seconds *= bounds->most;
   return estimate;
 }
 

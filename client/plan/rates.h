@@ -12,6 +12,7 @@
 #define LOSSD_CLIENT_PLAN_RATES_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,11 @@ enum class Basis : uint8_t {
   kMeasured,
   kLikeShapes,  // predicted by other shapes, which predict each other
   kBetween,     // bounds
+  kDataSheets,  // bounds of another card than the one that was measured
   kNone,        // not known
 };
-absl::string_view Name(
-    Basis basis);  // "measured", "from other shapes", "between other shapes", "not measured"
+absl::string_view Name(Basis basis);  // "measured", "from other shapes", "between other shapes", "bounds by
+                                      // data sheets", "not measured"
 
 struct Estimate {
   Basis basis = Basis::kNone;
@@ -50,6 +52,9 @@ inline constexpr double kNearFactor = 2.0;
 
 // Of `rows` rows of such a shape. rows, hidden and vocab > 0.
 Estimate EstimateTime(absl::Span<const Timing> measured, int64_t hidden, int64_t vocab, int64_t rows);
+
+// The same on a card that was not measured. What is not known stays so.
+Estimate Bounded(Estimate estimate, const std::optional<CardBounds>& bounds);
 
 // Those of a kind, to estimate with.
 std::vector<Timing> TimingsOf(const Measured& measured, kernels::Logits logits, kernels::Gradients gradients,

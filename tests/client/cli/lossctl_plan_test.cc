@@ -23,6 +23,19 @@ TEST_F(LossctlTest, PlanNeedsNoServer) {
   EXPECT_THAT(Run(no_server + "plan --hidden 4096 --vocab 128256 --trainers 0").err, HasSubstr("trainers"));
 }
 
+TEST_F(LossctlTest, PlanOfACardThatWasNotMeasuredSaysSo) {
+  const std::string asked = "plan --hidden 4096 --vocab 128256 ";
+  EXPECT_THAT(
+      Run(asked + "--card h100-sxm").out,
+      HasSubstr("Server: 1 NVIDIA H100 SXM with 74.5 GiB; not measured: bounds by data sheets, from times "
+                "on an NVIDIA H200 of real rows"));
+  const auto json = Json(asked + "--card h100-sxm");
+  EXPECT_EQ(json["measured_on"], "NVIDIA H200");
+  EXPECT_EQ(json["times"][0]["microbatch"]["basis"], "bounds by data sheets");
+  EXPECT_FALSE(Json(asked).contains("measured_on"));
+  EXPECT_THAT(Run(asked + "--card a100").err, HasSubstr("card must be one of h100-nvl, h100-sxm, h200"));
+}
+
 TEST_F(LossctlTest, PlanOfATrainersMemory) {
   std::ofstream(folder_.File("config.json"))
       << R"({"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "num_hidden_layers": 32,
