@@ -140,9 +140,9 @@ void LossCall::Launch(const HeadInfo& facts) {
 int LossCall::StreamsWanted() const {
   const int connections = core_->connections().count();
   // Where rows have an order, a range of rows may only be answered after those before it.
-  const uint64_t bytes = work_->MovedRows() * work_->row_bytes();
+  const uint64_t bytes = MovedBytes();
   if (bytes == 0 || work_->gpu().has_value() || facts_.limits.row_grid() > 0) return connections;
-  if (core_->connections().RegionFor(std::nullopt) == nullptr) return connections;
+  if (core_->connections().RegionFor(std::nullopt, bytes) == nullptr) return connections;
   return std::max(connections, StreamsInRegion(bytes, std::thread::hardware_concurrency()));
 }
 
@@ -155,7 +155,7 @@ void LossCall::StartPart(size_t index) {
   if (!meant.ok()) return Fail(meant.status());
   // Where rows have an order, those of other calls may have to come before a slice is answered.
   auto places = std::make_unique<SlicePlaces>(
-      work_->MovedRows() > 0 ? core_->connections().RegionFor(work_->gpu()) : nullptr,
+      MovedBytes() > 0 ? core_->connections().RegionFor(work_->gpu(), MovedBytes()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
   const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
   absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);
