@@ -41,7 +41,7 @@ LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallO
 
 void LossCall::Start() {
   core_->Add(shared_from_this());
-  core_->executor().Post([self = shared_from_this()] { self->Begin(); });
+  core_->executor().RunOrPost([self = shared_from_this()] { self->Begin(); });
 }
 
 void LossCall::Cancel() {
@@ -174,7 +174,10 @@ void LossCall::StartPart(size_t index) {
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
-        self->core_->executor().Post([self, index, end = std::move(end)] { self->FinishPart(index, end); });
+        auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
+        // After an error another attempt may begin, which may open a region.
+        if (end.status.ok()) return self->core_->executor().RunOrPost(std::move(finish));
+        self->core_->executor().Post(std::move(finish));
       });
   ++part.attempts;
   ++under_way_;
@@ -330,6 +333,7 @@ void LossCall::MaybeFinish() {
   const bool complete = std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; });
   if (!finishing_ && !complete) return;  // a part waits for its repetition
   finishing_ = true;
+  if (callback_ == nullptr && holds_->free()) return Finish();
   // At most one task waits on the holds; Finish may still be posted twice.
   holds_->WhenFree([self = shared_from_this()] { self->core_->executor().Post([self] { self->Finish(); }); });
 }
