@@ -116,7 +116,16 @@ def lossctl(arguments: argparse.Namespace, server: Server, *words: str) -> dict[
 class Runs:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self.found: list[dict[str, Any]] = []
+        path = arguments.json
+        self._found: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path is not None and path.exists() else []
+
+    def _add(self, result: dict[str, Any]) -> None:
+        """Writes the file with every run, so that one that is cut short leaves those before it."""
+        arguments = self._arguments
+        self._found.append(result)
+        if arguments.json is not None:
+            content = {"date": str(date.today()), "commit": arguments.commit, "cores": os.cpu_count(), "runs": self._found}
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
     def _bench(self, server: Server, shape: str, gradients: str, *words: str) -> dict[str, Any]:
         arguments = self._arguments
@@ -124,7 +133,7 @@ class Runs:
         result = lossctl(arguments, server, "bench", HEAD, "--gradients", gradients, *real,
                          "--seconds", str(arguments.seconds), *words)
         result |= {"shape": shape, "gradients": gradients, "label": arguments.label}
-        self.found.append(result)
+        self._add(result)
         return result
 
     def throughput(self, server: Server, shape: str, gradients: str, way: str) -> None:
@@ -156,7 +165,7 @@ class Runs:
                 milliseconds = result["loss_and_gradients"]["median_ms"]
                 iterations = max(10, int(arguments.seconds * 1e3 / milliseconds))
         rate = arguments.rows / milliseconds * 1e3
-        self.found.append({"shape": shape, "gradients": gradients, "label": "kernels", "rows_per_second": rate})
+        self._add({"shape": shape, "gradients": gradients, "label": "kernels", "rows_per_second": rate})
         print(f"{shape:12} {gradients:8} kernels        {rate:12,.0f} rows/s", flush=True)
 
 
@@ -176,10 +185,6 @@ def main() -> None:
         if arguments.kernels:
             for gradients in arguments.gradients.split(","):
                 runs.kernels(shape, gradients)
-    if arguments.json is not None:
-        before = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
-        content = {"date": str(date.today()), "commit": arguments.commit, "cores": os.cpu_count(), "runs": before + runs.found}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
