@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the packages once and installs each. LOSSD_BUILD: the build folder. Needs PyPI, for the tools that make wheels."""
+"""Makes the packages once and installs each, also with the lines of the pages. LOSSD_BUILD: the build folder. Needs PyPI, for the tools that
+make wheels and for what the client depends on."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
+
+from page_commands import all_commands, without_comment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
@@ -89,6 +94,39 @@ def test_the_wheel_of_the_programs_has_all_libraries(installed: Path) -> None:
     for library in (folder / "lib").iterdir():
         needed, _ = dynamic(library)
         assert set(needed) - brought <= FROM_HOST | {name for name in needed if name.startswith("ld-linux")}, library
+
+
+def lines_to_install(page: str) -> list[str]:
+    """From the making of a virtual environment on; all are of Python's, and none needs root."""
+    lines = [without_comment(command.text) for command in all_commands() if command.page == page]
+    begin = lines.index("python3 -m venv venv && . venv/bin/activate")
+    return [line for line in lines[begin:] if line.split()[0] in ("python3", "pip", "python") and "./client/python" not in line]
+
+
+# A page, and the folder of the packages as seen from where its lines are run.
+@pytest.mark.parametrize(("page", "folder"), [("README.md", "dist/packages"), ("docs/operations.md", "dist/packages"),
+                                              ("deploy/wheel/README.md", ".")])
+def test_the_lines_of_the_pages_install(page: str, folder: str, packages: Path, tmp_path: Path) -> None:
+    """In one shell, as they stand, but that extras do not bring cuBLAS and that training is short."""
+    for package in packages.iterdir():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / package.name).symlink_to(package)
+    lines = lines_to_install(page)
+    assert lines[-1] == "python -m lossd.quickstart" and any(line.startswith("pip install ") for line in lines)
+    lines = [line.replace("pip install", "pip install --no-deps") if "[cuda" in line else line for line in lines]
+    lines[-1] += " --steps=120 --seconds=600"
+    # Without what makes pip and python there: the system's python3 alone.
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    told = run("bash", "-euc", "\n".join([*lines, "lossd --version", "lossctl --version"]), cwd=tmp_path,
+               env={**kept, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    assert "the model has learnt: yes" in told
+    assert told.split()[-1] == VERSION
+
+
+def test_the_extras_bring_the_libraries_of_nvidia(installed: Path) -> None:
+    told = run(installed / "bin/python", "-c", "from importlib import metadata; print(*metadata.requires('lossd-server'), sep='\\n')")
+    wanted = {(extra, re.split(r"[<>=;, ]", line)[0]) for line in told.splitlines() for extra in re.findall(r'extra == "(.*?)"', line.replace("'", '"'))}
+    assert wanted == {("cuda", "nvidia-cublas"), ("cuda-devices", "nvidia-cublas"), ("cuda-devices", "nvidia-nccl-cu13")}
 
 
 def test_programs_run_as_themselves(installed: Path, tmp_path: Path) -> None:
