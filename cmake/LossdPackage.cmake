@@ -13,6 +13,11 @@ set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_STRIP_FILES ON)
 set(CPACK_VERBATIM_VARIABLES ON)
 
+# The same version on two distributions is two packages: the revision names the distribution, as in 0.1.0-1debian12.
+file(STRINGS /etc/os-release _os REGEX "^(ID|VERSION_ID)=")
+list(SORT _os)  # ID comes first
+string(REGEX REPLACE "(VERSION_)?ID=|[\";]" "" _os "${_os}")
+set(CPACK_DEBIAN_PACKAGE_RELEASE 1${_os})
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -20,8 +21,11 @@ from page_commands import all_commands, without_comment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()
-# What every system has: the C library, and the loader.
-FROM_HOST = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libresolv.so.2", "libutil.so.1"}
+OS = platform.freedesktop_os_release()
+DISTRIBUTION = OS["ID"] + OS.get("VERSION_ID", "")
+# What every system has: the C library, the loader, and the C++ runtime (scripts/bundle says why that is not brought).
+FROM_HOST = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libresolv.so.2", "libutil.so.1", "libstdc++.so.6",
+             "libgcc_s.so.1"}
 
 
 def run(*command: str | Path, **options: object) -> str:
@@ -65,7 +69,7 @@ def test_every_package_has_the_version(packages: Path) -> None:
     assert {f"lossd-{VERSION}-py3-none-any.whl", f"lossd-{VERSION}.tar.gz", "SHA256SUMS"} <= names
     assert re.fullmatch(rf"lossd_server-{re.escape(VERSION)}-py3-none-manylinux_2_\d+_\w+\.whl",
                         only(packages, "lossd_server-*.whl").name)
-    assert only(packages, "*.deb").name.startswith(f"lossd_{VERSION}_")
+    assert only(packages, "*.deb").name.startswith(f"lossd_{VERSION}-1{DISTRIBUTION}_")
     assert len(names) == 5
 
 
@@ -94,6 +98,19 @@ def test_the_wheel_of_the_programs_has_all_libraries(installed: Path) -> None:
     for library in (folder / "lib").iterdir():
         needed, _ = dynamic(library)
         assert set(needed) - brought <= FROM_HOST | {name for name in needed if name.startswith("ld-linux")}, library
+    assert not brought & FROM_HOST
+
+
+def test_the_wheel_of_the_programs_is_for_older_systems_too(installed: Path, packages: Path) -> None:
+    """Its name says the oldest C library that all of its files run with, and Ubuntu 22.04's is among them where Debian 12 made it."""
+    folder = only(installed, "lib/python3*/site-packages/lossd_server")
+    needed = max(tuple(int(number) for number in version.split("."))
+                 for file in [*(folder / "bin").iterdir(), *(folder / "lib").iterdir()]
+                 for version in re.findall(r"\(GLIBC_([\d.]+)\)", run("objdump", "-T", file)))
+    tag = re.search(r"manylinux_(\d+)_(\d+)_", only(packages, "lossd_server-*.whl").name)
+    assert tag is not None and (int(tag[1]), int(tag[2])) >= needed
+    if DISTRIBUTION == "debian12":
+        assert (int(tag[1]), int(tag[2])) == (2, 35)
 
 
 def lines_to_install(page: str) -> list[str]:
@@ -121,6 +138,21 @@ def test_the_lines_of_the_pages_install(page: str, folder: str, packages: Path, 
                env={**kept, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
     assert "the model has learnt: yes" in told
     assert told.split()[-1] == VERSION
+
+
+@pytest.mark.parametrize(("limit", "status"), [("3600", 0), ("0", 1)])
+def test_the_packages_can_be_tried(limit: str, status: int, packages: Path) -> None:
+    """scripts/try-packages, which scripts/check-fresh runs on a bare system, has a time limit that counts."""
+    done = subprocess.run([ROOT / "scripts/try-packages", "--seconds", limit, packages, "--steps=120", "--seconds=600"], capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == status, done
+    assert "the model has learnt: yes" in done.stdout and f"lossd {VERSION}, lossctl {VERSION}: installed in" in done.stdout
+    assert ("are more than 0 s" in done.stderr) == (status == 1)
+
+
+def test_no_packages_are_said(tmp_path: Path) -> None:
+    done = subprocess.run([ROOT / "scripts/try-packages", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"there are 0 wheels in {tmp_path}" in done.stderr
 
 
 def test_the_extras_bring_the_libraries_of_nvidia(installed: Path) -> None:
@@ -162,7 +194,7 @@ def test_the_debian_package(packages: Path, tmp_path: Path) -> None:
         program = tmp_path / "usr/bin" / name
         assert run(program, "--version", env={}).split()[-1] == VERSION
         assert "" not in dynamic(program)[1]
-    assert run("dpkg-deb", "--field", package, "Version").strip() == VERSION
+    assert run("dpkg-deb", "--field", package, "Version").strip() == f"{VERSION}-1{DISTRIBUTION}"
     depends = run("dpkg-deb", "--field", package, "Depends")
     for library in ("libgrpc++", "libprotobuf", "libmicrohttpd", "libopenblas", "libc6"):
         assert library in depends, depends
