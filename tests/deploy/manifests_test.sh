@@ -31,6 +31,14 @@ plant $base/statefulset.yaml 's/name: access, mountPath/name: acces, mountPath/'
 plant $base/statefulset.yaml 's/scheme: HTTPS/scheme: HTTP/' $overlays/one-gpu
 plant $base/lossd.flags 's/--listen=0.0.0.0:7070/--listen=0.0.0.0:7000/' $overlays/one-gpu
 plant $base/lossd.flags 's/access\/server.key/secret\/server.key/' $overlays/one-gpu
+plant $base/lossd.flags 's/access\/tokens/access\/token/' $overlays/one-gpu
+plant $base/servicemonitor.yaml 's/key: prometheus-token/key: prometheus/' $overlays/one-gpu
+plant $overlays/leaderworkerset/lossd.yaml 's/lossd\/ranks/lossd\/rank/' $overlays/leaderworkerset
+# A page that forgets a file of the secret.
+mkdir "$folder/docs"
+sed 's/ --from-file=roles / /' docs/operations.md >"$folder/docs/operations.md"
+plant $overlays/mtls/lossd.flags 's/--keep_checkpoints=3/--keep_checkpoints=4/' $overlays/mtls
+rm -r "$folder/docs"
 plant $base/networkpolicy.yaml 's/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
 plant $base/poddisruptionbudget.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
 plant $base/servicemonitor.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu

@@ -30,7 +30,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class RunBy:
-    """This program or test of ctest runs it."""
+    """This test of ctest runs it, as it stands but for folders, versions and how long it trains."""
 
     name: str
 
@@ -85,16 +85,20 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"pip install dist/packages/lossd-.*\[cuda\]\"", CUBLAS),
     (r"docs/operations\.md", r"make install PREFIX=/usr/local",
      Run(instead=(("make install PREFIX=/usr/local", 'cmake --install "$LOSSD_BUILD" --prefix here && here/bin/lossd --version'),), says="lossd")),
-    (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb", RunBy("packages_test")),
+    (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb",
+     Known("needs root; packages_test has apt resolve it and dpkg install and purge it in a folder, scripts/check-fresh has apt do both")),
     (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
     (r"docs/operations\.md", r"lossctl trace --seconds 2 > trace\.json", RunBy("lossctl_server_test")),
     (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
     (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
     (r"docs/operations\.md", r"docker .*", Known("needs Docker; scripts/check-image runs the steps of the image by hand")),
     (r"docs/operations\.md", r"scripts/check-image", Known("needs root, buildah and 20 minutes; run by hand")),
-    (r"docs/operations\.md", r"kubectl .*", RunBy("manifests_test")),
+    (r"docs/operations\.md", r"kubectl apply .*",
+     Known("needs a cluster; manifests_test renders what it applies and compares it with the schemas of Kubernetes")),
+    (r"docs/operations\.md", r"kubectl create secret .*",
+     Known("needs a cluster; manifests_test compares the files with those that the pods and the ServiceMonitor ask for")),
     (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
-    (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("python_package_test")),
+    (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("packages_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),
     (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
     (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2", Serve()),

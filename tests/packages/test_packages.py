@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -155,6 +156,16 @@ def test_no_packages_are_said(tmp_path: Path) -> None:
     assert done.returncode == 1 and f"there are 0 wheels in {tmp_path}" in done.stderr
 
 
+def test_the_client_is_installed_from_its_sources(tmp_path: Path) -> None:
+    """`pip install ./client/python` of README.md, with what builds it and what it needs from PyPI. From a copy: it leaves files behind."""
+    for name in ("client/python", "proto"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copy(ROOT / "VERSION", tmp_path)
+    run("bash", "-euc", "python3 -m venv venv && . venv/bin/activate && pip install --quiet ./client/python && "
+        "python -c 'import lossd, lossd.v1.loss_pb2; print(lossd.__version__)' | grep -Fx " + VERSION, cwd=tmp_path,
+        env={**{name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}, "PATH": "/usr/bin:/bin"})
+
+
 def test_the_extras_bring_the_libraries_of_nvidia(installed: Path) -> None:
     told = run(installed / "bin/python", "-c", "from importlib import metadata; print(*metadata.requires('lossd-server'), sep='\\n')")
     wanted = {(extra, re.split(r"[<>=;, ]", line)[0]) for line in told.splitlines() for extra in re.findall(r'extra == "(.*?)"', line.replace("'", '"'))}
@@ -210,3 +221,102 @@ def test_the_debian_package(packages: Path, tmp_path: Path) -> None:
     run("dpkg-deb", "--control", package, tmp_path / "control")
     assert (tmp_path / "control/conffiles").read_text() == "/etc/lossd/lossd.flags\n"
     assert not list(tmp_path.glob("usr/local/**/*"))
+
+
+def dpkg(root: Path, *words: str | Path, path: str | None = None) -> None:
+    """dpkg in a folder of its own, so that nothing of this machine changes. Scripts of packages run, and are told where by DPKG_ROOT."""
+    for folder in ("info", "updates", "triggers"):
+        (root / "var/lib/dpkg" / folder).mkdir(parents=True, exist_ok=True)
+    (root / "var/lib/dpkg/status").touch()
+    run("dpkg", f"--root={root}", "--force-not-root", "--force-script-chrootless", "--force-depends", f"--log={root}/var/log", *words,
+        env={"PATH": ":".join(filter(None, (path, "/usr/sbin:/usr/bin:/sbin:/bin")))})
+
+
+def test_the_debian_package_comes_and_goes(packages: Path, tmp_path: Path) -> None:
+    """Installed, upgraded, removed and purged; scripts/check-fresh does so with apt on a bare system."""
+    package, root = only(packages, "*.deb"), tmp_path / "root"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/systemctl").write_text(f"#!/bin/sh\necho $* >>{tmp_path}/told\n")
+    (tmp_path / "bin/systemctl").chmod(0o755)
+    dpkg(root, "--install", package, path=str(tmp_path / "bin"))
+    flags = root / "etc/lossd/lossd.flags"
+    assert run(root / "usr/bin/lossd", f"--flagfile={flags}", "--version").split()[-1] == VERSION
+    assert run(root / "usr/bin/lossctl", "--version").split()[-1] == VERSION
+    flags.write_text("--keep_checkpoints=7\n")
+    dpkg(root, "--install", package, path=str(tmp_path / "bin"))
+    assert flags.read_text() == "--keep_checkpoints=7\n"  # the operator's
+    dpkg(root, "--remove", "lossd", path=str(tmp_path / "bin"))
+    assert not (root / "usr/bin/lossd").exists() and flags.exists()
+    dpkg(root, "--purge", "lossd", path=str(tmp_path / "bin"))
+    assert [path for path in root.rglob("*") if not path.is_dir() and "var" not in path.relative_to(root).parts] == []
+    assert not (tmp_path / "told").exists()  # systemd of this machine is not that of the folder
+
+
+@pytest.mark.parametrize(("script", "word", "told"), [
+    ("postinst", "configure", "daemon-reload\n"), ("postinst", "abort-remove", ""), ("prerm", "remove", "disable --now lossd.service\n"),
+    ("prerm", "upgrade", ""), ("postrm", "remove", "daemon-reload\n"), ("postrm", "purge", "")])
+def test_systemd_is_told(script: str, word: str, told: str, packages: Path, tmp_path: Path) -> None:
+    """An upgrade leaves the server running; a removal stops it for good."""
+    run("dpkg-deb", "--control", only(packages, "*.deb"), tmp_path / "control")
+    text = (tmp_path / "control" / script).read_text()
+    assert "/run/systemd/system" in text
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/systemctl").write_text(f"#!/bin/sh\necho $* >>{tmp_path}/told\nexit 1\n")
+    (tmp_path / "bin/systemctl").chmod(0o755)
+    (tmp_path / "told").touch()
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    run("sh", "-c", text.replace("/run/systemd/system", str(tmp_path)), script, word, env={"PATH": path})  # where systemd runs
+    assert (tmp_path / "told").read_text() == told
+    run("sh", "-c", text.replace("/run/systemd/system", "/no/systemd"), script, word, env={"PATH": path})
+    assert (tmp_path / "told").read_text() == told
+
+
+def test_apt_finds_what_the_debian_package_needs(packages: Path) -> None:
+    """Libraries by the names of this distribution; those of the build are installed here."""
+    told = run("apt-get", "--simulate", "--no-install-recommends", "install", only(packages, "*.deb"))
+    assert re.search(rf"^Inst lossd \({re.escape(VERSION)}-1{DISTRIBUTION} ", told, re.MULTILINE), told
+
+
+def test_lintian_has_nothing_to_say(packages: Path) -> None:
+    told = run("lintian", "--fail-on=error", only(packages, "*.deb"))
+    if DISTRIBUTION == "debian12":  # other versions know other warnings
+        assert told == ""
+
+
+LOADER = r"""
+#include <dlfcn.h>
+#include <stdio.h>
+/* Loaded into lossd, so that the search is that of lossd's own dlopen: by the RPATH of the program. */
+__attribute__((constructor)) static void load(void) {
+  const char* const names[] = {"libcublasLt.so.13", "libnccl.so.2"};
+  for (int i = 0; i < 2; ++i) {
+    void* const file = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+    const char* (*where)(void) = file ? (const char* (*)(void))dlsym(file, "where") : NULL;
+    fprintf(stderr, "%s: %s\n", names[i], where ? where() : "not the stub");
+  }
+}
+"""
+
+
+def test_the_programs_find_the_libraries_of_nvidia(installed: Path, tmp_path: Path) -> None:
+    """Where the wheels nvidia-cublas and nvidia-nccl-cu13 put theirs, stubs lie; no variable of the environment names a folder."""
+    packages = only(installed, "lib/python3*/site-packages")
+    nvidia = packages / "nvidia"
+    assert not nvidia.exists()
+    (tmp_path / "loader.c").write_text(LOADER)
+    run("cc", "-shared", "-fPIC", "-o", tmp_path / "loader.so", tmp_path / "loader.c")
+    try:
+        for name in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2"):
+            (nvidia / name).parent.mkdir(parents=True)
+            (tmp_path / "stub.c").write_text(f'const char* where(void) {{ return "{name}"; }}\n')
+            run("cc", "-shared", "-fPIC", "-o", nvidia / name, tmp_path / "stub.c")
+        done = subprocess.run([packages / "lossd_server/bin/lossd", "--version"], capture_output=True, text=True, check=False, cwd=tmp_path,
+                              env={"LD_PRELOAD": str(tmp_path / "loader.so"), "LD_DEBUG": "libs"})
+    finally:
+        shutil.rmtree(nvidia)
+    assert done.stdout.split()[-1] == VERSION
+    assert "libcublasLt.so.13: cu13/lib/libcublasLt.so.13\n" in done.stderr, done.stderr
+    assert "libnccl.so.2: nccl/lib/libnccl.so.2\n" in done.stderr, done.stderr
+    # Searched for before the system's, which a host may have in another version.
+    tried = re.findall(r"trying file=(\S*/libcublasLt\.so\.13)", done.stderr)
+    assert tried and all(Path(path).resolve().is_relative_to(packages.resolve()) for path in tried), tried
