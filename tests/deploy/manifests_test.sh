@@ -59,7 +59,7 @@ plant torchrun.sh 's/--launcher=/--starter=/'
 plant_ci() {
   rm -rf "$folder/tree"
   mkdir "$folder/tree"
-  cp -r .ci .github .gitlab-ci.yml "$folder/tree/"
+  cp -r .ci .github .gitlab-ci.yml Makefile scripts "$folder/tree/"
   sed -i "$2" "$folder/tree/$1"
   if cmp -s "$1" "$folder/tree/$1"; then
     echo "'$2' changes nothing in $1" >&2
@@ -75,6 +75,13 @@ plant_ci .github/workflows/ci.yml 's/runs-on/run-on/'
 plant_ci .github/workflows/ci.yml 's/step: layers/step: layer/'
 plant_ci .github/workflows/release.yml 's/needs: packages/need: packages/'
 plant_ci .gitlab-ci.yml 's/format, //'
+plant_ci .github/workflows/nightly.yml 's/cron:/corn:/'
+plant_ci .github/workflows/nightly.yml 's/test-threads, /test-thread, /'
+plant_ci .github/workflows/nightly.yml 's/try-packages/try-package/'
+plant_ci .github/workflows/docs.yml 's/make docs/make doc/'
+plant_ci .gitlab-ci.yml 's/test-threads, /test-thread, /'
+plant_ci .gitlab-ci.yml 's/- make docs/- make doc/'
+plant_ci .github/ISSUE_TEMPLATE/feature.yml 's/label: What do/labels: What do/'
 plant_ci .gitlab-ci.yml 's/interruptible: true/interruptible: perhaps/'
 plant_ci .github/ISSUE_TEMPLATE/bug.yml 's/type: textarea/type: area/'
 plant_ci .ci/run 's/^docs_step/document_step/' gitlab-ci

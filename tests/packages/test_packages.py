@@ -72,6 +72,7 @@ def test_every_package_has_the_version(packages: Path) -> None:
                         only(packages, "lossd_server-*.whl").name)
     assert only(packages, "*.deb").name.startswith(f"lossd_{VERSION}-1{DISTRIBUTION}_")
     assert len(names) == 5
+    assert f"\nARG LOSSD_VERSION={VERSION}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_checksums(packages: Path) -> None:

@@ -9,7 +9,7 @@ mkdir "$folder/scripts"
 cp "$1/scripts/release" "$folder/scripts/"
 cd "$folder"
 printf '1.2.3\n' >VERSION
-printf 'FROM scratch\n' >Dockerfile
+printf 'ARG LOSSD_VERSION=1.2.3\nFROM scratch\n' >Dockerfile
 printf '# Changes\n\n## Unreleased\n\n- later\n\n## 1.2.3 (2026-11-23)\n\n- this\n- and that\n\n## 1.2.2\n\n- before\n' >CHANGELOG.md
 mkdir -p proto/lossd/v1 tests/proto/previous
 printf 'syntax = "proto3";\npackage lossd.v1;\nmessage Released {}\n' >proto/lossd/v1/types.proto
@@ -37,6 +37,9 @@ scripts/release v1.2.3 >/dev/null
 [ "$(git tag)" = v1.2.3 ]
 printf '1.3.0\n' >VERSION
 git commit --quiet --all --message second
+refuses 'LOSSD_VERSION in Dockerfile is not 1.3.0' --check v1.3.0
+sed -i 's/1.2.3/1.3.0/' Dockerfile
+git commit --quiet --all --message third
 refuses "CHANGELOG.md has nothing under '## 1.3.0'" --check v1.3.0
 
 printf 'message Later {}\n' >>proto/lossd/v1/types.proto
@@ -59,7 +62,7 @@ scripts/release --collect from to
 (cd to && sha256sum --check --quiet SHA256SUMS)
 [ "$(wc -l <to/SHA256SUMS)" = 5 ]
 # Docker looks for the Dockerfile at the root of what it is given.
-[ "$(tar --extract --to-stdout --file to/lossd-1.3.0-image.tar.gz Dockerfile)" = 'FROM scratch' ]
+[ "$(tar --extract --to-stdout --file to/lossd-1.3.0-image.tar.gz Dockerfile)" = $'ARG LOSSD_VERSION=1.3.0\nFROM scratch' ]
 if tar --list --file to/lossd-1.3.0-image.tar.gz | grep -q not-of-the-commit; then echo "the recipe is not of the commit" >&2; exit 1; fi
 scripts/release --collect from again
 cmp to/SHA256SUMS again/SHA256SUMS
