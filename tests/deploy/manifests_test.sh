@@ -53,6 +53,7 @@ plant $overlays/leaderworkerset/lossd.yaml 's/leaderTemplate:/leader:/' $overlay
 plant compose/docker-compose.yml 's/restart: unless-stopped/restrat: unless-stopped/'
 plant compose/docker-compose.yml 's/\.\.\/grafana\/lossd.json/..\/grafana\/losd.json/'
 plant slurm.sbatch 's/--launcher=/--launch=/'
+plant slurm-trainer.sbatch 's/--port_file=/--ports_file=/'
 plant torchrun.sh 's/--launcher=/--starter=/'
 
 # plant_ci FILE SED: the same of the files of CI services.
