@@ -9,10 +9,10 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::kernels {
 namespace {
@@ -20,6 +20,8 @@ namespace {
 using Bound = HostMemory::Bound;
 
 constexpr int64_t kNoLimit = int64_t{1} << 60;  // what is more means that there is none
+
+std::string Human(int64_t bytes) { return errors::HumanBytes(static_cast<double>(bytes)); }
 
 std::vector<std::string> Lines(const std::string& path) {
   constexpr size_t kMost = 10'000;
@@ -96,8 +98,8 @@ std::optional<Bound> OfGroup(const std::string& folder, const std::string& group
     used -= Figure(absl::StrCat(folder, "/memory.stat"), figure).value_or(0);
   }
   used = std::max<int64_t>(used, 0);
-  return Bound{*limit - used, absl::StrCat("the control group ", group, " may have ", GibText(*limit),
-                                           " and uses ", GibText(used))};
+  return Bound{*limit - used, absl::StrCat("the control group ", group, " may have ", Human(*limit),
+                                           " and uses ", Human(used))};
 }
 
 // The group at `path` and those around it.
@@ -170,22 +172,18 @@ std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view l
     const std::vector<absl::string_view> words = Words(rest);
     int64_t bytes = 0;
     if (words.empty() || !absl::SimpleAtoi(words[0], &bytes)) continue;  // unlimited
-    return Bound{bytes - *used, absl::StrCat("\"", limit, "\" of the process is ", GibText(bytes), " and ",
-                                             GibText(*used), " are in use")};
+    return Bound{bytes - *used, absl::StrCat("\"", limit, "\" of the process is ", Human(bytes), " and ",
+                                             Human(*used), " are in use")};
   }
   return std::nullopt;
 }
 
 }  // namespace
 
-std::string GibText(int64_t bytes) {
-  return absl::StrFormat("%.2f GiB", static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30));
-}
-
 std::optional<Bound> HostMemory::Available() const {
   std::optional<Bound> least;
   if (const auto bytes = FigureKib(root_ + "/proc/meminfo", "MemAvailable:"); bytes.has_value()) {
-    least = Bound{*bytes, absl::StrCat("the system has ", GibText(*bytes), " available")};
+    least = Bound{*bytes, absl::StrCat("the system has ", Human(*bytes), " available")};
   }
   TakeLess(OfControlGroups(root_), &least);
   TakeLess(OfProcessLimit(root_, "Max address space", "VmSize"), &least);

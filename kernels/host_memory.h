@@ -13,9 +13,6 @@
 
 namespace lossd::kernels {
 
-// "15.26 GiB".
-std::string GibText(int64_t bytes);
-
 class HostMemory {
  public:
   // What bounds the process most.

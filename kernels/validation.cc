@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/shard_rows.h"
 
@@ -34,8 +35,8 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
     return absl::OkStatus();
   }
   return errors::FieldError(Of(index, "retained_offset"),
-                            absl::StrCat("be a multiple of ", element, " with ", bytes,
-                                         " bytes behind it within the ", size, " retained"),
+                            absl::StrCat("be a multiple of ", element, " with ", errors::ExactBytes(bytes),
+                                         " behind it within the ", errors::ExactBytes(size), " retained"),
                             offset);
 }
 
@@ -108,10 +109,10 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
   }
   const size_t want = static_cast<size_t>(rows * shape.cols) * SizeOf(dtype);
   if (bytes != want) {
-    return errors::WithViolation(
-        absl::InvalidArgumentError(absl::StrCat(rows, " rows of ", Name(id.param), " in ", Name(dtype),
-                                                " are ", want, " bytes, got ", bytes)),
-        {"bytes", absl::StrCat("must be ", want), absl::StrCat(bytes)});
+    return errors::WithViolation(absl::InvalidArgumentError(absl::StrCat(
+                                     rows, " rows of ", Name(id.param), " in ", Name(dtype), " are ",
+                                     errors::ExactBytes(want), ", got ", errors::ExactBytes(bytes))),
+                                 {"bytes", absl::StrCat("must be ", want), absl::StrCat(bytes)});
   }
   return absl::OkStatus();
 }

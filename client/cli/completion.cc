@@ -192,20 +192,20 @@ _lossctl() {
 complete -F _lossctl lossctl
 )";
 
-constexpr absl::string_view kZsh = R"(#compdef lossctl
+constexpr absl::string_view kZsh = R"zsh(#compdef lossctl
 # lossctl's words for zsh: source <(lossctl completion zsh)
 _lossctl() {
-  local -a words described
-  words=("${(@f)$(lossctl __complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-  if [[ "${words[1]}" == :file ]]; then
+  local -a found described
+  found=(${(f)"$(lossctl __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+  if [[ "${found[1]}" == :file ]]; then
     _files
     return
   fi
-  described=("${(@)${(@)words//:/\\:}//$'\t'/:}")
+  described=("${(@)${(@)found//:/\\:}//$'\t'/:}")
   _describe lossctl described
 }
 compdef _lossctl lossctl
-)";
+)zsh";
 
 constexpr absl::string_view kFish = R"(# lossctl's words for fish: lossctl completion fish | source
 function __lossctl

@@ -13,6 +13,7 @@
 #include "client/cli/format.h"
 #include "client/cli/http_fetch.h"
 #include "client/cpp/client.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::cli {
 namespace {
@@ -47,7 +48,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
   }
 }
 
-// "workspace_bytes must be >= 0, got 99999999" with the unit that the field's name says.
+// "workspace_bytes must be >= 0, got 99999999" of a server that leaves it at that, with the unit that the
+// field's name says.
 std::string WithUnitOfField(std::string message, const std::optional<v1::ErrorDetail>& detail) {
   if (!detail.has_value() || !absl::EndsWith(detail->field(), "_bytes")) return message;
   if (!absl::EndsWith(message, absl::StrCat("got ", detail->value()))) return message;
@@ -108,14 +110,13 @@ ExitCode ExitCodeOf(const absl::Status& status) {
 
 std::string WithUnits(absl::string_view message) {
   constexpr absl::string_view kBytes = " bytes";
-  constexpr double kLarge = 10'000;  // below, the number says as much
   std::string text;
   for (size_t at = message.find(kBytes); at != absl::string_view::npos; at = message.find(kBytes)) {
     const absl::string_view before = message.substr(0, at);
     const size_t begin = before.find_last_not_of("0123456789") + 1;  // 0 if it is all digits
     double bytes = 0;
-    const bool is_count = begin < at && absl::SimpleAtod(before.substr(begin), &bytes) && bytes >= kLarge &&
-                          (begin == 0 || before[begin - 1] != '.');
+    const bool is_count = begin < at && absl::SimpleAtod(before.substr(begin), &bytes) &&
+                          bytes >= errors::kManyBytes && (begin == 0 || before[begin - 1] != '.');
     absl::StrAppend(&text, before, kBytes);
     message.remove_prefix(at + kBytes.size());
     if (is_count && !absl::StartsWith(message, " (")) absl::StrAppend(&text, " (", HumanBytes(bytes), ")");

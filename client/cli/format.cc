@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::cli {
 namespace {
@@ -32,16 +33,7 @@ std::string Pad(absl::string_view text, size_t width, Align align) {
 
 }  // namespace
 
-std::string HumanBytes(double bytes) {
-  constexpr std::array<const char*, 7> kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  size_t unit = 0;
-  while (bytes >= 1024 && unit + 1 < kUnits.size()) {
-    bytes /= 1024;
-    ++unit;
-  }
-  if (unit == 0) return absl::StrFormat("%.0f B", bytes);
-  return absl::StrCat(ThreeDigits(bytes), " ", kUnits[unit]);
-}
+std::string HumanBytes(double bytes) { return errors::HumanBytes(bytes); }
 
 std::string HumanCount(uint64_t count) {
   const std::string digits = absl::StrCat(count);

@@ -18,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::cli {
 namespace {
@@ -66,7 +67,7 @@ absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy pri
     size += static_cast<size_t>(got);
   }
   if (size > most_bytes)
-    return absl::InvalidArgumentError(absl::StrCat(path, " has more than ", most_bytes, " bytes"));
+    return absl::InvalidArgumentError(absl::StrCat(path, " has more than ", errors::ExactBytes(most_bytes)));
   content.resize(size);
   return content;
 }

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::client::internal {
@@ -244,11 +245,11 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
   if (limits.max_bytes() > 0) {
     if (row_bytes > limits.max_bytes()) {
       return errors::WithViolation(
-          absl::InvalidArgumentError(absl::StrCat("microbatch.hidden_size: a row has ", row_bytes,
-                                                  " bytes, but the server takes slices of ",
-                                                  limits.max_bytes(), " bytes at most")),
+          absl::InvalidArgumentError(absl::StrCat(
+              "microbatch.hidden_size: a row has ", errors::ExactBytes(row_bytes),
+              ", but the server takes slices of ", errors::ExactBytes(limits.max_bytes()), " at most")),
           {"microbatch.hidden_size", "must let a row fit into a slice",
-           absl::StrCat("a row of ", row_bytes, " bytes")});
+           absl::StrCat("a row of ", errors::ExactBytes(row_bytes))});
     }
     rows = std::min<uint64_t>(rows, limits.max_bytes() / row_bytes);
   }

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/cuda_driver.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -120,8 +121,8 @@ absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gra
                                        uint64_t rows) const {
   const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
   if (gradient_bytes != expected) {
-    return ServerSent(gradient_bytes, " bytes of gradients for ", Text(result.rows()), "; ", expected,
-                      " were expected");
+    return ServerSent(errors::ExactBytes(gradient_bytes), " of gradients for ", Text(result.rows()), "; ",
+                      expected, " were expected");
   }
   const LossOutputs& outputs = work_.outputs;
   absl::Status status =

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -53,7 +54,7 @@ absl::Status TensorReader::Handle(const grpc::ByteBuffer& message, absl::Span<co
     }
     std::memcpy(to, from, bytes);
   } else if (payload->size() != bytes) {
-    return ServerSent(payload->size(), " bytes of tensor; ", bytes, " were expected");
+    return ServerSent(errors::ExactBytes(payload->size()), " of tensor; ", bytes, " were expected");
   } else {
     payload->CopyTo(to);
   }
@@ -72,7 +73,7 @@ const uint8_t* TensorReader::Find(const v1::TensorSlice& slice, absl::Span<const
 absl::StatusOr<TensorShape> TensorReader::End() const {
   if (!begun_) {
     if (out_.empty()) return TensorShape{};
-    return ServerSent("no tensor rows; ", out_.size(), " bytes were expected");
+    return ServerSent("no tensor rows; ", errors::ExactBytes(out_.size()), " were expected");
   }
   if (next_row_ != end_row_) {
     return ServerSent("tensor rows up to ", next_row_, "; rows up to ", end_row_, " were expected");
@@ -92,8 +93,8 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
   // Divides rather than multiplies: the numbers are the server's and may overflow.
   if (out_.size() / element_size_ / cols_ != rows || out_.size() % (element_size_ * cols_) != 0) {
     return ArgumentError("out", out_.size(),
-                         absl::StrCat("has ", out_.size(), " bytes; the rows have ", rows, " x ", cols_,
-                                      " elements of ", element_size_, " bytes"));
+                         absl::StrCat("has ", errors::ExactBytes(out_.size()), "; the rows have ", rows,
+                                      " x ", cols_, " elements of ", element_size_, " bytes"));
   }
   begun_ = true;
   state_ = slice.state();

@@ -13,6 +13,7 @@
 #include "client/cpp/payload_holds.h"
 #include "client/cpp/shared_region.h"
 #include "client/cpp/tensor_messages.h"
+#include "kernels/errors/bytes.h"
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
@@ -63,8 +64,8 @@ absl::StatusOr<uint64_t> RowBytes(v1::DType dtype, uint64_t cols, uint64_t rows,
   }
   if (row_bytes == 0 || payload.size() % row_bytes != 0 || payload.size() / row_bytes != rows) {
     return ArgumentError("payload", payload.size(),
-                         absl::StrCat("has ", payload.size(), " bytes; ", rows, " rows of ", row_bytes,
-                                      " bytes were expected"));
+                         absl::StrCat("has ", errors::ExactBytes(payload.size()), "; ", rows, " rows of ",
+                                      errors::ExactBytes(row_bytes), " were expected"));
   }
   return row_bytes;
 }

@@ -9,16 +9,21 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::kernels {
 namespace {
 
-// "weights 128, workspace 4096".
+using errors::ExactBytes;
+using errors::HumanBytes;
+
+// "weights 128 B, workspace 4.00 KiB".
 std::string ByKind(const MemoryBytes& bytes) {
   std::vector<std::string> parts;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
     if (bytes.by_kind[i] == 0) continue;
-    parts.push_back(absl::StrCat(Name(static_cast<MemoryKind>(i)), " ", bytes.by_kind[i]));
+    parts.push_back(absl::StrCat(Name(static_cast<MemoryKind>(i)), " ",
+                                 HumanBytes(static_cast<double>(bytes.by_kind[i]))));
   }
   return absl::StrJoin(parts, ", ");
 }
@@ -71,9 +76,9 @@ absl::Status MemoryAccounting::CheckLocked(absl::string_view what, const MemoryB
                                            int64_t beside) const {
   const int64_t used = stats_.current.Total() + beside;
   if (stats_.limit > 0 && bytes.Total() > stats_.limit - used) {
-    return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", bytes.Total(), " bytes (",
-                                                     ByKind(bytes), "); ", used, " of the limit of ",
-                                                     stats_.limit, " bytes are in use"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat(what, " needs ", ExactBytes(bytes.Total()), ": ", ByKind(bytes), "; ", ExactBytes(used),
+                     " of the limit of ", ExactBytes(stats_.limit), " are in use"));
   }
   return CheckHost(what, bytes, beside);
 }
@@ -86,10 +91,11 @@ absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryByt
   const int64_t promised =
       std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}}) + beside;
   if (bytes.Total() <= host->bytes - promised - reserve_bytes_) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      what, " needs ", GibText(bytes.Total()), " (", bytes.Total(), " bytes: ", ByKind(bytes), "); ",
-      host->what, ", ", GibText(promised),
-      " are promised and not yet in use, and memory_reserve_bytes keeps ", GibText(reserve_bytes_), " free"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(what, " needs ", ExactBytes(bytes.Total()), ": ", ByKind(bytes), "; ", host->what, ", ",
+                   HumanBytes(static_cast<double>(promised)),
+                   " are promised and not yet in use, and memory_reserve_bytes keeps ",
+                   HumanBytes(static_cast<double>(reserve_bytes_)), " free"));
 }
 
 MemoryStats MemoryAccounting::stats() const {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::kernels {
 
@@ -13,7 +14,8 @@ absl::StatusOr<AlignedBytes> AllocateAligned(int64_t bytes) {
   const auto size = static_cast<size_t>(RoundUpToAlignment(std::max<int64_t>(bytes, 1)));
   AlignedBytes memory(static_cast<uint8_t*>(std::aligned_alloc(kMemoryAlignment, size)));
   if (memory == nullptr) {
-    return absl::ResourceExhaustedError(absl::StrCat("the system has no ", bytes, " bytes of memory left"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the system has no ", errors::ExactBytes(bytes), " of memory left"));
   }
   return memory;
 }

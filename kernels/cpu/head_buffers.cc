@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
@@ -85,9 +86,10 @@ absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes) {
   const int64_t least = WorkspaceBytes(config, replicas, 1);
   if (least > workspace_bytes) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "one row of hidden_size ", config.hidden_size, " and vocab_size ", config.vocab_size, " needs ",
-        least, " bytes of workspace, workspace_bytes is ", workspace_bytes, " bytes"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("one row of hidden_size ", config.hidden_size, " and vocab_size ", config.vocab_size,
+                     " needs ", errors::ExactBytes(least), " of workspace, workspace_bytes is ",
+                     errors::ExactBytes(workspace_bytes)));
   }
   int64_t fits = 1;
   for (int64_t step = kMostChunkRows; step > 0; step /= 2) {

@@ -14,6 +14,7 @@
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_plan.h"
 #include "kernels/device_memory_sharer.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
@@ -40,7 +41,7 @@ class AdoptedStaging : public StagingMemory {
     const cudaError_t error = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       cudaGetLastError();
-      return ToStatus(error, absl::StrCat("cudaHostRegister of ", memory.size(), " bytes"));
+      return ToStatus(error, absl::StrCat("cudaHostRegister of ", errors::ExactBytes(memory.size())));
     }
     return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory));
   }
@@ -66,7 +67,8 @@ class AdoptedStaging : public StagingMemory {
 std::string DescribePlan(const MemoryBytes& plan) {
   std::string text;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : ", ", Name(static_cast<MemoryKind>(i)), " ", plan.by_kind[i]);
+    absl::StrAppend(&text, i == 0 ? "" : ", ", Name(static_cast<MemoryKind>(i)), " ",
+                    errors::HumanBytes(static_cast<double>(plan.by_kind[i])));
   }
   return text;
 }
@@ -113,7 +115,7 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), config);
     if (absl::IsResourceExhausted(head.status())) {
       return absl::ResourceExhaustedError(
-          absl::StrCat(head.status().message(), "; the head's plan in bytes: ", DescribePlan(*plan)));
+          absl::StrCat(head.status().message(), "; the head's plan: ", DescribePlan(*plan)));
     }
     return head;
   }
@@ -170,17 +172,17 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     const int64_t limit = device_->options().memory_limit_bytes;
     const int64_t used = device_->ledger().device_bytes() + beside;
     if (limit > 0 && used + needed > limit) {
-      return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", needed, " bytes of device memory (",
-                                                       DescribePlan(plan), "), ", used, " of the limit of ",
-                                                       limit, " are in use"));
+      return absl::ResourceExhaustedError(absl::StrCat(
+          what, " needs ", errors::ExactBytes(needed), " of device memory: ", DescribePlan(plan), "; ",
+          errors::ExactBytes(used), " of the limit of ", errors::ExactBytes(limit), " are in use"));
     }
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     if (needed + beside > static_cast<int64_t>(free_bytes)) {
-      return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", needed, " bytes of device memory (",
-                                                       DescribePlan(plan), "), ", free_bytes, " of ",
-                                                       total_bytes, " are free"));
+      return absl::ResourceExhaustedError(absl::StrCat(
+          what, " needs ", errors::ExactBytes(needed), " of device memory: ", DescribePlan(plan), "; ",
+          errors::ExactBytes(free_bytes), " of ", errors::ExactBytes(total_bytes), " are free"));
     }
     return absl::OkStatus();
   }

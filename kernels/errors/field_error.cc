@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/payload.h"
 #include "kernels/errors/text.h"
 
@@ -12,6 +14,15 @@ namespace lossd::errors {
 namespace {
 
 constexpr absl::string_view kPayloadType = "lossd/field-violation";
+
+// The value of a field as the message shows it: many bytes in a larger unit, too.
+std::string Shown(const FieldViolation& violation) {
+  if (violation.value.empty()) return "\"\"";
+  int64_t bytes = 0;
+  const bool many = absl::EndsWith(violation.field, "_bytes") && absl::SimpleAtoi(violation.value, &bytes) &&
+                    bytes >= kManyBytes;
+  return many ? ExactBytes(bytes) : violation.value;
+}
 
 }  // namespace
 
@@ -25,9 +36,9 @@ absl::Status FieldProblem(absl::string_view field, absl::string_view problem, co
   const FieldViolation violation{.field = Shortened(field, kMaxFieldBytes),
                                  .rule = std::string(problem),
                                  .value = Shortened(value.Piece(), kMaxValueBytes)};
-  return WithViolation(absl::Status(code, absl::StrCat(violation.field, " ", violation.rule, ", got ",
-                                                       violation.value.empty() ? "\"\"" : violation.value)),
-                       violation);
+  return WithViolation(
+      absl::Status(code, absl::StrCat(violation.field, " ", violation.rule, ", got ", Shown(violation))),
+      violation);
 }
 
 absl::Status WithViolation(absl::Status status, const FieldViolation& violation) {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::formats {
 namespace {
@@ -45,9 +46,9 @@ bool IsWhole(DType dtype, size_t bytes) {
 absl::Status Convert(DType from, absl::Span<const uint8_t> in, DType to, absl::Span<uint8_t> out) {
   if (!IsWhole(from, in.size()) || !IsWhole(to, out.size()) ||
       in.size() / static_cast<size_t>(SizeOf(from)) != out.size() / static_cast<size_t>(SizeOf(to))) {
-    return absl::InvalidArgumentError(absl::StrCat("cannot convert ", in.size(), " bytes of type ",
-                                                   static_cast<int>(from), " to ", out.size(),
-                                                   " bytes of type ", static_cast<int>(to)));
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot convert ", errors::ExactBytes(in.size()), " of type ", static_cast<int>(from),
+                     " to ", errors::ExactBytes(out.size()), " of type ", static_cast<int>(to)));
   }
   switch (from) {
     case DType::kFloat64:

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::formats {
 namespace {
@@ -45,7 +46,7 @@ class DirectFile final : public OutputFile {
   absl::Status Sync() override {
     if (absl::Status status = WriteRest(); !status.ok()) return status;
     if (fsync(descriptor_) == 0) return absl::OkStatus();
-    return FileError(path_, absl::StrCat("fsync ", written_, " bytes"), errno);
+    return FileError(path_, absl::StrCat("fsync ", errors::ExactBytes(written_)), errno);
   }
 
   absl::Status Close() override {
@@ -97,7 +98,8 @@ class DirectFile final : public OutputFile {
         continue;
       }
       if (count < 0) {
-        return FileError(path_, absl::StrCat("write ", bytes.size(), " bytes at ", written_), errno);
+        return FileError(path_, absl::StrCat("write ", errors::ExactBytes(bytes.size()), " at ", written_),
+                         errno);
       }
       if (count % kDirectAlignment != 0) BecomeIndirect();  // a full disk took a part; the next write says so
       bytes.remove_prefix(static_cast<size_t>(count));

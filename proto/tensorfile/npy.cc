@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::formats {
 namespace {
@@ -180,7 +181,7 @@ absl::StatusOr<std::unique_ptr<NpyReader>> NpyReader::Open(const std::string& pa
   const int64_t data_bytes = (*file)->size() - reader->data_begin_;
   if (!elements.has_value() || *elements * SizeOf(header->dtype) != data_bytes) {
     return Invalid(path, absl::StrCat("shape (", absl::StrJoin(header->shape, ", "), ") does not take ",
-                                      data_bytes, " bytes"));
+                                      errors::ExactBytes(data_bytes)));
   }
   reader->file_ = *std::move(file);
   reader->dtype_ = header->dtype;
@@ -196,7 +197,8 @@ absl::Status NpyReader::Read(int64_t begin, int64_t count, absl::Span<uint8_t> o
   }
   if (static_cast<int64_t>(out.size()) != count * SizeOf(dtype_)) {
     return absl::InvalidArgumentError(absl::StrCat(file_->name(), ": ", count, " elements take ",
-                                                   count * SizeOf(dtype_), " bytes, not ", out.size()));
+                                                   errors::ExactBytes(count * SizeOf(dtype_)), ", not ",
+                                                   errors::ExactBytes(out.size())));
   }
   return file_->ReadAt(data_begin_ + begin * SizeOf(dtype_), out);
 }

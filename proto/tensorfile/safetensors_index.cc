@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "proto/tensorfile/json_entries.h"
 
 namespace lossd::formats {
@@ -38,8 +39,8 @@ std::string Shortened(const nlohmann::json& value) {
 absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
                                                         absl::Span<const std::string> tensors) {
   if (file.size() > kMaxSafetensorsIndexBytes) {
-    return Invalid(file.name(), absl::StrCat("its ", file.size(), " bytes are more than the ",
-                                             kMaxSafetensorsIndexBytes, " allowed"));
+    return Invalid(file.name(), absl::StrCat("its ", errors::ExactBytes(file.size()), " are more than the ",
+                                             errors::ExactBytes(kMaxSafetensorsIndexBytes), " allowed"));
   }
   SafetensorsIndex index(file.name());
   const JsonEntryRules rules = {.max_depth = kMaxDepth,

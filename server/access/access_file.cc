@@ -11,6 +11,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::access {
@@ -64,7 +65,7 @@ absl::StatusOr<std::string> ReadAccessFile(const AccessFile& file, Secrecy secre
   }
   const auto size = static_cast<size_t>(info.st_size);
   if (size > kMaxAccessFileBytes)
-    return AccessFileError(file, absl::StrCat("have at most ", kMaxAccessFileBytes, " bytes"));
+    return AccessFileError(file, absl::StrCat("have at most ", errors::ExactBytes(kMaxAccessFileBytes)));
   return ReadAll(file, descriptor, size);
 }
 

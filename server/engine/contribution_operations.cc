@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/errors/bytes.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -116,7 +117,7 @@ absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Sp
     return InvalidField("payload", absl::StrCat("must have rows in ", Text(contribution.rows)), Text(rows));
   }
   if (static_cast<int64_t>(values.size()) != rows.size() * row_bytes) {
-    return InvalidField("payload", absl::StrCat("must have ", rows.size() * row_bytes, " bytes"),
+    return InvalidField("payload", absl::StrCat("must have ", errors::ExactBytes(rows.size() * row_bytes)),
                         absl::StrCat(values.size()));
   }
   return CheckFinite(contribution, rows, values);

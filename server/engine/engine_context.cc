@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -17,9 +18,10 @@ absl::StatusOr<std::unique_ptr<EngineContext>> EngineContext::Create(const Engin
   if (options.slice_bytes <= 0)
     return InvalidField("slice_bytes", "must be positive", absl::StrCat(options.slice_bytes));
   if (options.staging_bytes / options.slice_bytes < 2) {
-    return InvalidField("staging_bytes",
-                        absl::StrCat("must hold at least two slices of ", options.slice_bytes, " bytes"),
-                        absl::StrCat(options.staging_bytes));
+    return InvalidField(
+        "staging_bytes",
+        absl::StrCat("must hold at least two slices of ", errors::ExactBytes(options.slice_bytes)),
+        absl::StrCat(options.staging_bytes));
   }
   if (options.ledger_bytes <= 0)
     return InvalidField("ledger_bytes", "must be positive", absl::StrCat(options.ledger_bytes));

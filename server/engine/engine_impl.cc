@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_planner.h"
 #include "kernels/validation.h"
@@ -22,9 +23,10 @@ absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig
   if (auto status = kernels::Validate(config); !status.ok()) return status;
   const int64_t slice_bytes = options.slice_bytes;
   if (config.hidden_size <= slice_bytes / 4) return absl::OkStatus();
-  return InvalidField("hidden_size",
-                      absl::StrCat("must let one fp32 row fit into a slice of ", slice_bytes, " bytes"),
-                      absl::StrCat(config.hidden_size));
+  return InvalidField(
+      "hidden_size",
+      absl::StrCat("must let one fp32 row fit into a slice of ", errors::ExactBytes(slice_bytes)),
+      absl::StrCat(config.hidden_size));
 }
 
 // Checks the number of expected ids and puts them in order, which is much work for many.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::engine {
 namespace {
@@ -39,8 +40,8 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backen
                                                                  double holder_share) {
   if (max_buffer_bytes <= 0 || max_buffer_bytes > bytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("staging needs bytes for one buffer of at least one byte, got ", bytes,
-                     " bytes for buffers of ", max_buffer_bytes));
+        absl::StrCat("staging needs bytes for one buffer of at least one byte, got ",
+                     errors::ExactBytes(bytes), " for buffers of ", errors::ExactBytes(max_buffer_bytes)));
   }
   constexpr int64_t kGrains = 64;  // of the largest buffer
   const int64_t grain = RoundUp((max_buffer_bytes + kGrains - 1) / kGrains, RangeAllocator::kAlignment);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "server/engine/backward.h"
 #include "server/engine/errors.h"
 #include "server/engine/fair_share.h"
@@ -86,7 +87,8 @@ absl::Status StreamAdmission::ReserveRetained(StreamState& stream) {
   if (block == nullptr) {
     return FieldError(
         absl::StatusCode::kResourceExhausted, "open.retain",
-        absl::StrCat("needs ", bytes, " bytes; ", ranges.used(), " of ", ranges.size(),
+        absl::StrCat("needs ", errors::ExactBytes(bytes), "; ", errors::ExactBytes(ranges.used()), " of ",
+                     errors::ExactBytes(ranges.size()),
                      " are in use (release microbatches, or start the server with more retained_bytes)"),
         "true");
   }

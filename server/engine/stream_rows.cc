@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
@@ -242,7 +243,7 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
   const int64_t most = in_place ? limits_.max_bytes_in_place : limits_.max_bytes;
   if (bytes > most) {
     return InvalidField(in_place ? "slice.in_region" : "payload",
-                        absl::StrCat("must have at most ", most, " bytes"), absl::StrCat(bytes));
+                        absl::StrCat("must have at most ", errors::ExactBytes(most)), absl::StrCat(bytes));
   }
   if (rows.begin >= rows.end || !Inside(rows, spec_.rows.begin, spec_.rows.end)) {
     return InvalidField("slice.rows", absl::StrCat("must be a non-empty range in ", Text(spec_.rows)),
@@ -253,10 +254,11 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
                         Text(rows));
   }
   if (bytes != RowBytes(rows.size())) {
-    return InvalidField("payload",
-                        absl::StrCat("must have ", RowBytes(rows.size()), " bytes for rows ", Text(rows),
-                                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values"),
-                        absl::StrCat(bytes));
+    return InvalidField(
+        "payload",
+        absl::StrCat("must have ", errors::ExactBytes(RowBytes(rows.size())), " for rows ", Text(rows),
+                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values"),
+        absl::StrCat(bytes));
   }
   return absl::OkStatus();
 }

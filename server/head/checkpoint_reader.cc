@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/head/checkpoint.h"
 #include "server/head/checkpoint_layout.h"
@@ -73,8 +74,8 @@ absl::Status CheckpointReader::OpenShard(const std::string& directory, const Man
   if (!opened.ok()) return OfCheckpoint(opened.status(), name_);
   const int64_t file_bytes = (*opened)->size();
   if (file_bytes != shard.file_bytes) {
-    return DataLoss(shard,
-                    absl::StrCat("the tensor file has ", file_bytes, " bytes, not ", shard.file_bytes));
+    return DataLoss(shard, absl::StrCat("the tensor file has ", errors::ExactBytes(file_bytes), ", not ",
+                                        errors::ExactBytes(shard.file_bytes)));
   }
   auto file = formats::SafetensorsReader::Open(*std::move(opened));
   if (absl::IsInvalidArgument(file.status())) return DataLoss(shard, file.status().message());

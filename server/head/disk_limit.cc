@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "proto/tensorfile/file.h"
 
@@ -32,8 +33,9 @@ absl::Status CheckRoom(const std::string& directory, int64_t bytes, int64_t limi
   if (bytes <= limit_bytes - *used) return absl::OkStatus();
   return errors::FieldError(
       "checkpoint_limit_bytes",
-      absl::StrCat("leave room for the ", bytes, " bytes of the checkpoint beside the ", *used,
-                   " bytes below the checkpoint directory (remove checkpoints, or raise the limit)"),
+      absl::StrCat("leave room for the ", errors::ExactBytes(bytes), " of the checkpoint beside the ",
+                   errors::ExactBytes(*used),
+                   " below the checkpoint directory (remove checkpoints, or raise the limit)"),
       limit_bytes, absl::StatusCode::kResourceExhausted);
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::head {
 
@@ -39,7 +40,8 @@ absl::Status Head::CheckRows(kernels::TensorId id, int64_t row_begin, int64_t ro
   }
   const auto expected = static_cast<size_t>(rows * shape.cols) * kernels::SizeOf(dtype);
   if (bytes == expected) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(rows, " rows take ", expected, " bytes, not ", bytes));
+  return absl::InvalidArgumentError(
+      absl::StrCat(rows, " rows take ", errors::ExactBytes(expected), ", not ", errors::ExactBytes(bytes)));
 }
 
 absl::Status Head::Named(kernels::TensorId id, const absl::Status& status) const {

@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kernels/errors/bytes.h"
 #include "proto/tensorfile/strict_json.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
@@ -218,7 +219,7 @@ absl::Status DecodeShard(const Json& line, const ClassRange& classes, const std:
   }
   if (shard->file_bytes >= 0 && shard->file_bytes <= kMostFileBytes) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat("the manifest says that ", file, ", ", classes.Text(), ", has ",
-                                          shard->file_bytes, " bytes"));
+                                          errors::ExactBytes(shard->file_bytes)));
 }
 
 // DATA_LOSS naming the file and its range if the shards do not have all classes once, in order.

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/host_bytes.h"
 #include "server/ranks/messages.h"
 
@@ -21,7 +22,8 @@ void Put(const T* values, int64_t rows, std::string* bytes) {
 }
 
 absl::Status WrongLength(const char* what, size_t want, size_t got) {
-  return absl::InternalError(absl::StrCat("it sent ", got, " bytes of ", what, " instead of ", want));
+  return absl::InternalError(
+      absl::StrCat("it sent ", errors::ExactBytes(got), " of ", what, " instead of ", want));
 }
 
 // An array of the message, or null.

@@ -10,13 +10,14 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::regions {
 namespace {
 
 absl::Status Failed(absl::string_view what, int64_t bytes) {
   return absl::ResourceExhaustedError(
-      absl::StrCat(what, " of ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+      absl::StrCat(what, " of ", errors::ExactBytes(bytes), " of shared memory: ", std::strerror(errno)));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
 #include "server/messages/errors.h"
@@ -104,7 +105,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   const absl::Time now = absl::Now();
   if (stream() != nullptr) return errors::FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
-    return errors::FieldError("payload", "be empty with open", absl::StrCat(payload_bytes, " bytes"));
+    return errors::FieldError("payload", "be empty with open", errors::ExactBytes(payload_bytes));
   if (open.has_incarnation()) {
     const absl::Status meant = messages::CheckIncarnation("open.incarnation", open.incarnation(),
                                                           environment_->engine->incarnation());
@@ -136,7 +137,7 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   if (stream() != nullptr)
     return errors::FieldError("backward", "be the first message", "one after open or backward");
   if (payload_bytes > 0) {
-    return errors::FieldError("payload", "be empty with backward", absl::StrCat(payload_bytes, " bytes"));
+    return errors::FieldError("payload", "be empty with backward", errors::ExactBytes(payload_bytes));
   }
   if (backward.has_incarnation()) {
     const absl::Status meant = messages::CheckIncarnation("backward.incarnation", backward.incarnation(),

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
 #include "server/rpc/region_ranges.h"
@@ -31,7 +32,7 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
   }
   if (!payload.empty()) {
     return errors::FieldError("payload", "be empty for a slice in a region",
-                              absl::StrCat(payload.size(), " bytes"));
+                              errors::ExactBytes(payload.size()));
   }
   if (region_ == nullptr)
     return errors::FieldError("slice.in_region", "come with open.region", "a slice without a region");

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
 #include "server/messages/enums.h"
@@ -135,7 +136,8 @@ absl::Status ReceiveRowsCall::TakeRows() {
   const auto bytes = static_cast<int64_t>(payload.size());
   if (bytes % extent_.row_bytes != 0) {
     return errors::FieldError(
-        "payload", absl::StrCat("have a multiple of ", extent_.row_bytes, " bytes, whole rows"), bytes);
+        "payload", absl::StrCat("have a multiple of ", errors::ExactBytes(extent_.row_bytes), ", whole rows"),
+        bytes);
   }
   const engine::RowRange rows{next_row_, next_row_ + bytes / extent_.row_bytes};
   if (rows.end > extent_.rows.end) {

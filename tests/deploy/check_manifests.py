@@ -4,12 +4,13 @@
   check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
 Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
-with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and a
-ServiceMonitor with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
-check-jsonschema, and what they mount has to be there. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
+with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and the
+objects of the Prometheus operator with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
+check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
 names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
-has to have the files that an overlay asks of it, and no others. Exit status 1 if something is wrong.
+has to have the files that an overlay asks of it, and no others. The rules and the dashboard for operators are those of deploy/prometheus and
+deploy/grafana. Exit status 1 if something is wrong.
 """
 
 import json
@@ -19,13 +20,17 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import grafana_foundation_sdk.cog.encoder
+import grafana_foundation_sdk.cog.plugins
+import grafana_foundation_sdk.models.dashboard
 import jsonschema
 import kubernetes_validate
 import kustomize
 import yaml
 
 KUBERNETES = "1.30"
-SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "ServiceMonitor": "servicemonitor.schema.json"}
+SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
+           "ServiceMonitor": "servicemonitor.schema.json"}
 DRAIN_SECONDS = 30  # --drain_timeout's default
 DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.
@@ -199,6 +204,45 @@ def check_kustomization(folder, ask_kubectl=True):
     return f"{len(manifests)} objects{'' if theirs is None else ', as by kubectl'}"
 
 
+def check_monitoring(folder):
+    """What scripts/monitoring-manifests makes is made of the present files."""
+    deploy = folder.parents[2]
+    made, = kustomize.documents(folder / "prometheusrule.yaml")
+    groups = [group for name in ("lossd-recording.yml", "lossd-alerts.yml")
+              for group in kustomize.documents(deploy / "prometheus" / name)[0]["groups"]]
+    if made["spec"] != {"groups": groups}:
+        raise ValueError("the rules are not those of deploy/prometheus: run scripts/monitoring-manifests")
+    if (folder / "lossd.json").read_bytes() != (deploy / "grafana" / "lossd.json").read_bytes():
+        raise ValueError("the dashboard is not that of deploy/grafana: run scripts/monitoring-manifests")
+    return f"{sum(len(group['rules']) for group in groups)} rules"
+
+
+# Grafana reads these, and its types leave them out.
+UNTYPED = re.compile(r"/templating/list/\d+/definition|/annotations/list/\d+/(titleFormat|textFormat)")
+
+
+def lost(there, back, path=""):
+    """What of `there` is not in `back`, place by place."""
+    if isinstance(there, dict) and isinstance(back, dict):
+        return [place for name in there
+                for place in (lost(there[name], back[name], f"{path}/{name}") if name in back else [f"{path}/{name}"])]
+    if isinstance(there, list) and isinstance(back, list) and len(there) == len(back):
+        return [place for index, (one, other) in enumerate(zip(there, back)) for place in lost(one, other, f"{path}/{index}")]
+    return [] if there == back else [path]
+
+
+def check_dashboard(path):
+    """Read by Grafana's types and written again, it is the same: a misspelt name would be gone."""
+    there = json.loads(path.read_text(encoding="utf-8"))
+    grafana_foundation_sdk.cog.plugins.register_default_plugins()
+    read = grafana_foundation_sdk.models.dashboard.Dashboard.from_json(there)
+    back = json.loads(grafana_foundation_sdk.cog.encoder.JSONEncoder().encode(read))
+    unknown = [place for place in lost(there, back) if not UNTYPED.fullmatch(place)]
+    if unknown:
+        raise ValueError(f"Grafana knows no {', '.join(unknown)}")
+    return f"{len(there['panels'])} panels"
+
+
 def check_compose(path):
     folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -246,6 +290,8 @@ def main():
     else:
         for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
             check(path, check_kustomization)
+    check(deploy / "kubernetes/components/monitoring", check_monitoring)
+    check(deploy / "grafana/lossd.json", check_dashboard)
     for path in sorted(deploy.glob("compose/docker-compose*.yml")):
         check(path, check_compose)
     for path in sorted(path for pattern in ("*", "kubernetes/**/*", "compose/**/*") for path in deploy.glob(pattern) if path.is_file()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
 
-Only what deploy/kubernetes uses is known, and anything else refused: resources, images, configMapGenerator with files and without
-suffixes, patches of JSON (RFC 6902) with a target. check_manifests.py compares both where kubectl is there.
+Only what deploy/kubernetes uses is known, and anything else refused: resources, components, images, configMapGenerator with files and
+labels and without suffixes, patches of JSON (RFC 6902) with a target. check_manifests.py compares both where kubectl is there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ def documents(path: Path) -> list[Object]:
 def render(folder: Path) -> list[Object]:
     path = folder / "kustomization.yaml"
     (kustomization,) = documents(path)
-    known(str(path), kustomization, "apiVersion", "kind", "resources", "images", "configMapGenerator", "generatorOptions", "patches")
+    if kustomization["kind"] == "Component" and kustomization.keys() & {"images", "patches", "components"}:
+        raise ValueError(f"{path}: a component that changes what others have made")
+    known(str(path), kustomization, "apiVersion", "kind", "resources", "components", "images", "configMapGenerator", "generatorOptions",
+          "patches")
     objects: list[Object] = []
     for resource in kustomization["resources"]:
         target = folder / resource
         objects += render(target) if target.is_dir() else documents(target)
+    for component in kustomization.get("components", []):
+        objects += render(folder / component)  # as a resource, as long as it changes no object of others
     for generator in kustomization.get("configMapGenerator", []):
         generate(folder, kustomization, generator, objects)
     for patch in kustomization.get("patches", []):
@@ -53,11 +58,14 @@ def render(folder: Path) -> list[Object]:
 
 
 def generate(folder: Path, kustomization: Object, generator: Object, objects: list[Object]) -> None:
-    known("a generator", generator, "name", "behavior", "files")
+    known("a generator", generator, "name", "behavior", "files", "options")
     if kustomization.get("generatorOptions") != {"disableNameSuffixHash": True}:
         raise ValueError(f"{folder}: generated names have suffixes")
-    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]},
+    made: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]},
             "data": {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}}
+    if "options" in generator:
+        known("the options of a generator", generator["options"], "labels")
+        made["metadata"]["labels"] = generator["options"]["labels"]
     before = [each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] == generator["name"]]
     if (generator.get("behavior", "create"), len(before)) not in (("create", 0), ("replace", 1)):
         raise ValueError(f"{folder}: {generator['name']} is there {len(before)} times")

@@ -50,6 +50,13 @@ plant $overlays/ranks/lossd.yaml 's/selector: {app: lossd}$/selector: {app: othe
 plant $overlays/leaderworkerset/lossd.yaml 's/RecreateGroupOnPodRestart/RecreateGroup/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/fsGroup: 7070/fsGroup: group/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/leaderTemplate:/leader:/' $overlays/leaderworkerset
+plant kubernetes/components/monitoring/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored
+plant kubernetes/components/monitoring/prometheusrule.yaml 's/for: 15m/for: 15 minutes/' $overlays/monitored
+plant kubernetes/components/monitoring/kustomization.yaml 's/grafana_dashboard: "1"/grafana_dashboard: [1]/' $overlays/monitored
+plant prometheus/lossd-alerts.yml 's/> 0.95/> 0.96/' kubernetes/components/monitoring
+plant grafana/lossd.json 's/Rows per second/Rows a second/' kubernetes/components/monitoring
+plant grafana/lossd.json 's/"legendFormat"/"legend_format"/' grafana/lossd.json
+plant grafana/lossd.json 's/"overrides"/"override"/' grafana/lossd.json
 plant compose/docker-compose.yml 's/restart: unless-stopped/restrat: unless-stopped/'
 plant compose/docker-compose.yml 's/\.\.\/grafana\/lossd.json/..\/grafana\/losd.json/'
 plant slurm.sbatch 's/--launcher=/--launch=/'

@@ -11,12 +11,10 @@ import json
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,17 @@ import numpy as np
 import pytest
 import yaml
 
+import board
+import dashboard
 import lossd
+from dashboard import DASHBOARD
+from prometheus_process import PATIENCE, RULES, Prometheus
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from server_process import ServerProcess  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-RULES = [DEPLOY / "prometheus" / name for name in ("lossd-recording.yml", "lossd-alerts.yml")]
-DASHBOARD = json.loads((DEPLOY / "grafana" / "lossd.json").read_text())
-PATIENCE = 240.0  # seconds
 CONNECTIONS = 16
 
 if shutil.which("prometheus") is None:
@@ -46,80 +44,8 @@ def groups() -> list[dict[str, Any]]:
     return [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
 
 
-def dashboard_queries() -> list[str]:
-    variables = {"$job": ".*", "$instance": ".*", "$head": ".*"}
-    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
-    for variable, value in variables.items():
-        queries = [query.replace(variable, value) for query in queries]
-    assert not any("$" in query for query in queries)
-    return queries
-
-
 def needs_a_gpu(query: str) -> bool:
     return "lossd_gpu_" in query or "joules" in query or "gpu_utilization" in query
-
-
-class Prometheus:
-    """One of its own, on a port that it chooses."""
-
-    def __init__(self, folder: Path, scraped: str) -> None:
-        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-        for path in RULES:
-            quick = yaml.safe_load(path.read_text())
-            for group in quick["groups"]:
-                group["interval"] = "1s"
-            (folder / path.name).write_text(yaml.safe_dump(quick))
-        config["global"] = {"evaluation_interval": "1s"}
-        for job in config["scrape_configs"]:
-            job["scrape_interval"] = "1s"
-            job["static_configs"] = [{"targets": [scraped]}]
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self._log = open(folder / "log", "wb")
-        self._process = subprocess.Popen(
-            ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-             "--web.listen-address=127.0.0.1:0"], stderr=self._log, stdout=self._log)
-        self.address = self._await_address(folder / "log")
-
-    def _await_address(self, log: Path) -> str:
-        # With port 0 it says "Listening on address=127.0.0.1:0"; the kernel knows better.
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            assert self._process.poll() is None, log.read_text()
-            for port in self._listening_ports():
-                return f"127.0.0.1:{port}"
-            time.sleep(0.2)
-        raise AssertionError("prometheus does not listen:\n" + log.read_text())
-
-    def _listening_ports(self) -> Iterator[int]:
-        sockets = set()
-        for descriptor in Path(f"/proc/{self._process.pid}/fd").iterdir():
-            try:
-                match = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
-            except FileNotFoundError:
-                continue
-            if match:
-                sockets.add(match.group(1))
-        for line in Path(f"/proc/{self._process.pid}/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:  # listens
-                yield int(fields[1].split(":")[1], 16)
-
-    def get(self, path: str, **parameters: str) -> Any:
-        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                return json.load(answer)["data"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
-        return found
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
 
 
 class Training:
@@ -178,7 +104,7 @@ def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Pro
     # A limit is reached. Not closed before it is counted: the server accepts them when it comes to it.
     idle = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]
     recorded = [rule["record"] for group in groups() for rule in group["rules"] if "record" in rule]
-    wanted = {query for query in [*dashboard_queries(), *recorded] if not needs_a_gpu(query)}
+    wanted = {query for query in [*dashboard.queries(), *recorded] if not needs_a_gpu(query)}
     assert len(wanted) > 40
     deadline = time.monotonic() + PATIENCE
     while wanted and time.monotonic() < deadline:
@@ -187,7 +113,7 @@ def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Pro
     for connection in idle:
         connection.close()
     assert not wanted, "no answer to " + "\n".join(sorted(wanted))
-    for query in dashboard_queries():  # also those of a GPU can be read
+    for query in dashboard.queries():  # also those of a GPU can be read
         prometheus.query(query)
 
 
@@ -212,6 +138,41 @@ def test_the_figures_are_those_of_the_trainer(monitored: tuple[ServerProcess, Tr
     assert 0 < busy < time.monotonic() - training.started
 
 
+def test_the_picture_is_drawn_from_every_query(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
+    _, training, prometheus = monitored
+    training.step()
+    panels = board.collect(prometheus.address, 60)
+    assert [panel.title for panel in panels] == [panel["title"] for panel in dashboard.panels()]
+    empty = {panel.title for panel in panels if not panel.series and panel.row != "GPUs"}
+    assert not empty
+    for panel in panels:
+        for name, times, values in panel.series:
+            assert name and "{" not in name and len(times) == len(values) > 0, panel.title
+    named = {panel.title: [name for name, _, _ in panel.series] for panel in panels}
+    assert named["Loss by head"] == ["lm"]
+    assert set(named["Chunks per second by gradients"]) == {"exact", "filtered", "sampled"}
+
+
+def test_the_picture_in_the_manual_is_of_this_dashboard() -> None:
+    """It is drawn anew, by scripts/screenshots, when panels or queries change."""
+    picture = (ROOT / "docs" / "figures" / "grafana-board.png").read_bytes()
+    texts, at = {}, 8  # the chunks of PNG: length, kind, data, checksum
+    while at < len(picture):
+        length, kind = struct.unpack(">I4s", picture[at:at + 8])
+        if kind == b"tEXt":
+            keyword, _, text = picture[at + 8:at + 8 + length].partition(b"\0")
+            texts[keyword.decode()] = text.decode()
+        at += 12 + length
+    assert texts[board.DIGEST] == dashboard.digest()
+
+
+@pytest.mark.parametrize(("value", "unit", "text"), [
+    (0.5, "percentunit", "50%"), (0.0123, "s", "12.3 ms"), (4.2e-5, "s", "42 µs"), (90.0, "s", "90 s"), (1536.0, "bytes", "1.5 KiB"),
+    (2e6, "Bps", "2 MB/s"), (12345.0, "short", "12.3 K"), (0.0, "bool_yes_no", "No"), (float("nan"), "short", "-")])
+def test_the_picture_has_units(value: float, unit: str, text: str) -> None:
+    assert board.shown(value, unit) == text
+
+
 def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
     _, training, prometheus = monitored
     training.step()
@@ -224,7 +185,7 @@ def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProc
 def test_every_family_that_is_asked_for_is_documented() -> None:
     """A misspelt family of a rule or a panel would be silent on a GPU, where no test looks."""
     documented = set(re.findall(r"`((?:lossd|process)_\w+)`", (ROOT / "docs" / "operations.md").read_text()))
-    texts = [rule["expr"] for group in groups() for rule in group["rules"]] + dashboard_queries()
+    texts = [rule["expr"] for group in groups() for rule in group["rules"]] + dashboard.queries()
     asked = {re.sub(r"_(bucket|sum|count)$", "", name) for text in texts for name in re.findall(r"\b(?:lossd|process)_\w+\b", text)}
     assert asked - documented - {"lossd_rows", "lossd_chunk_rows"} == set()
 
@@ -232,12 +193,19 @@ def test_every_family_that_is_asked_for_is_documented() -> None:
 def test_each_alert_is_tested() -> None:
     names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
     assert len(names) == len(set(names)) >= 20
-    silent, firing, recorded = yaml.safe_load((Path(__file__).with_name("alerts_test.yml")).read_text())["tests"]
+    silent, _, recorded, *_ = tests = yaml.safe_load((Path(__file__).with_name("alerts_test.yml")).read_text())["tests"]
     assert {case["alertname"] for case in silent["alert_rule_test"]} == set(names)
-    assert {case["alertname"] for case in firing["alert_rule_test"] if case["exp_alerts"]} == set(names)
+    assert {case["alertname"] for test in tests for case in test.get("alert_rule_test", []) if case["exp_alerts"]} == set(names)
     asked = " ".join(case["expr"] for case in recorded["promql_expr_test"])
     for record in ("lossd:rows:rate1m", "lossd:device_busy:ratio1m", "lossd:device_seconds_per_row:rate5m", "lossd:joules_per_row:rate5m"):
         assert record in asked
+
+
+def test_the_pages_count_the_alerts() -> None:
+    names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
+    for page in ("docs/operations.md", "README.md"):
+        counts = re.findall(r"(\d+) alerts", (ROOT / page).read_text())
+        assert counts == [str(len(names))], page
 
 
 def test_alerts_fire_when_they_should() -> None:

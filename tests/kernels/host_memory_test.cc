@@ -52,7 +52,7 @@ TEST_F(HostMemoryTest, ThisSystemTells) {
   EXPECT_GT(HostMemory().ResidentBytes(), 0);
 }
 
-TEST_F(HostMemoryTest, Available) { ExpectAvailable(20 * kGib, "the system has 20.00 GiB available"); }
+TEST_F(HostMemoryTest, Available) { ExpectAvailable(20 * kGib, "the system has 20.0 GiB available"); }
 
 TEST_F(HostMemoryTest, GroupsOfTheSecondVersion) {
   host_.Write("/proc/self/mountinfo", kMountV2);
@@ -67,7 +67,7 @@ TEST_F(HostMemoryTest, GroupsOfTheSecondVersion) {
   host_.SetGroup("/a", "max", 6 * kGib, 0);
   ExpectAvailable(kGib, "group /a/b/c");
   host_.Write("/sys/fs/cgroup/a/b/c/memory.high", "536870912\n");
-  ExpectAvailable(kGib / 2, "group /a/b/c may have 0.50 GiB");
+  ExpectAvailable(kGib / 2, "group /a/b/c may have 512 MiB");
 }
 
 TEST_F(HostMemoryTest, GroupsOfTheFirstVersion) {

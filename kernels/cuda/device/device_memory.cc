@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::kernels::cuda {
 
@@ -39,7 +40,7 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, Memory
   void* data = nullptr;
   if (const cudaError_t error = cudaMalloc(&data, static_cast<size_t>(rounded)); error != cudaSuccess) {
     cudaGetLastError();  // a failed allocation leaves the device usable; forget the error
-    return ToStatus(error, absl::StrCat("cudaMalloc of ", rounded, " bytes for ", Name(kind)));
+    return ToStatus(error, absl::StrCat("cudaMalloc of ", errors::ExactBytes(rounded), " for ", Name(kind)));
   }
   buffer.ledger_ = ledger;
   buffer.kind_ = kind;
@@ -73,7 +74,7 @@ absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_
   if (const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
       error != cudaSuccess) {
     cudaGetLastError();
-    return ToStatus(error, absl::StrCat("cudaHostAlloc of ", bytes, " bytes"));
+    return ToStatus(error, absl::StrCat("cudaHostAlloc of ", errors::ExactBytes(bytes)));
   }
   buffer.ledger_ = ledger;
   buffer.data_ = static_cast<uint8_t*>(data);

@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/driver_function.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -52,8 +53,8 @@ const Driver* FindDriver() {
 
 absl::Status ToStatus(CUresult result, absl::string_view call, size_t bytes) {
   if (result == CUDA_SUCCESS) return absl::OkStatus();
-  const std::string message = absl::StrCat(
-      call, " of ", bytes, " bytes that other programs may map failed: ", static_cast<int>(result));
+  const std::string message = absl::StrCat(call, " of ", errors::ExactBytes(bytes),
+                                           " that other programs may map failed: ", static_cast<int>(result));
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return absl::ResourceExhaustedError(message);
   return absl::UnimplementedError(message);
 }

@@ -5,11 +5,13 @@
 #include <sys/wait.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/client/fake_server.h"
@@ -24,6 +26,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::IsSupersetOf;
+using testing::MatchesRegex;
 using testing::Not;
 using testing::StartsWith;
 using testing::UnorderedElementsAre;
@@ -46,6 +49,10 @@ class CompletionTest : public testing::Test {
     exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     std::ifstream file(out);
     return {std::istreambuf_iterator<char>(file), {}};
+  }
+  bool Installed(const std::string& program) {
+    Shell(absl::StrCat("command -v ", program));
+    return exit_code_ == 0;
   }
   // The words, without descriptions, that may take the place of the last one.
   std::vector<std::string> Words(const std::string& words) {
@@ -111,12 +118,56 @@ TEST_F(CompletionTest, BashCompletes) {
   EXPECT_EQ(reply("lossctl de", 1), "describe\ndelete\n");
   EXPECT_EQ(reply("lossctl describe ''", 2), "lm_head\nlm_head.2\nother\n");
   EXPECT_THAT(reply(absl::StrCat("lossctl --ca ", folder_.path(), "/scr"), 2), HasSubstr("/script"));
-  for (const char* shell : {"bash", "zsh", "fish"}) {
-    EXPECT_THAT(Shell(absl::StrCat("lossctl completion ", shell)), HasSubstr("lossctl __complete"));
-  }
   EXPECT_THAT(Shell("lossctl completion csh"),
               HasSubstr("SHELL must be one of bash, fish, zsh, got \"csh\""));
   EXPECT_EQ(exit_code_, 2);
+}
+
+// What is written is typed into an interactive zsh, with a tab behind it; then the line is printed.
+TEST_F(CompletionTest, ZshCompletes) {
+  if (!Installed("zsh")) GTEST_SKIP() << "zsh is not installed";
+  const std::string typed = folder_.File("typed.zsh"), line = folder_.File("line");
+  std::ofstream(typed) << R"(
+zmodload zsh/zpty
+zpty -b shell zsh -f -i
+zpty -w shell "PS1=; autoload -Uz compinit; compinit -u -D; source <(lossctl completion zsh); PS1='is''ready> '"
+zpty -r shell output '*isready> '
+zpty -n -w shell "$1"$'\t'  # Tab completes; then Control-A and Control-E, begin and end of the line
+zpty -n -w shell $'\x01print -r -- "\x05" >'"$2"$'; echo is\'\'done\n'
+zpty -r shell output '*isdone*'
+)";
+  const auto after_tab = [&](const std::string& words) {
+    const std::string said =
+        Shell(absl::StrCat("cd ", folder_.path(), " && timeout 120 zsh -f ", typed, " '", words, "' ", line));
+    EXPECT_EQ(exit_code_, 0) << said;
+    std::ifstream file(line);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    std::filesystem::remove(line);
+    return std::string(absl::StripAsciiWhitespace(text));
+  };
+  EXPECT_EQ(after_tab("lossctl descr"), "lossctl describe");
+  EXPECT_EQ(after_tab("lossctl describe o"), "lossctl describe other");
+  EXPECT_EQ(after_tab("lossctl describe l"), "lossctl describe lm_head");  // as far as two heads agree
+  EXPECT_EQ(after_tab("lossctl top --sort wa"), "lossctl top --sort wait");
+  EXPECT_EQ(after_tab("lossctl bench lm_head --in-f"), "lossctl bench lm_head --in-flight");
+  EXPECT_EQ(after_tab("lossctl describe zzz"), "lossctl describe zzz");
+  EXPECT_EQ(after_tab("lossctl --ca typ"), "lossctl --ca typed.zsh");
+}
+
+TEST_F(CompletionTest, FishCompletes) {
+  if (!Installed("fish")) GTEST_SKIP() << "fish is not installed";
+  const auto offered = [this](const std::string& words) {
+    return Shell(absl::StrCat("cd ", folder_.path(), " && HOME=", folder_.path(),
+                              " fish --no-config -c 'lossctl completion fish | source; complete -C \"", words,
+                              "\"'"));
+  };
+  EXPECT_THAT(offered("lossctl descr"), MatchesRegex("describe\t[^\n]+\n"));
+  EXPECT_EQ(offered("lossctl describe "), "lm_head\nlm_head.2\nother\n");
+  EXPECT_EQ(offered("lossctl describe o"), "other\n");
+  EXPECT_EQ(offered("lossctl top --sort wa"), "wait\n");
+  EXPECT_THAT(offered("lossctl bench lm_head --in-f"), StartsWith("--in-flight\t"));
+  EXPECT_EQ(offered("lossctl describe zzz"), "");
+  EXPECT_EQ(offered("lossctl --ca scr"), "script\n");
 }
 
 TEST_F(CompletionTest, AMisspeltWord) {

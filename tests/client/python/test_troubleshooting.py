@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/troubleshooting.md: every error class of the client is there, and every message is one that a program can print."""
+"""docs/troubleshooting.md: every error class of the client is there, and every message is one that a program can print. Those of the server
+are brought about by tests/docs/test_server_troubleshooting.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import lossd
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "client" / "python" / "src" / "lossd"
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Errors of the server\n")[0]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]
 
 

@@ -9,6 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/accounting.h"
+#include "kernels/errors/bytes.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 #include "tests/support/fake_host.h"
@@ -66,7 +67,7 @@ TEST(CpuBackendTest, RefusesAHeadWhoseRowDoesNotFitTheWorkspace) {
   const auto backend = MakeBackend({.threads = 1, .workspace_bytes = 1999});
   const absl::Status status = backend->CreateHead(Config(16, 500)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("bytes of workspace, workspace_bytes is 1999"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(" of workspace, workspace_bytes is 1999 bytes"));
   EXPECT_EQ(backend->memory().current.Total(), 0);
 }
 
@@ -79,9 +80,10 @@ TEST(CpuBackendTest, MemoryLimitRefusesWithThePlan) {
   ASSERT_TRUE(first.ok()) << first.status();
   const absl::Status second = backend->CreateHead(Config(16, 500)).status();
   EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(second.message()), HasSubstr("weights 32000"));
+  EXPECT_THAT(std::string(second.message()), HasSubstr("weights 31.2 KiB"));
   EXPECT_THAT(std::string(second.message()),
-              HasSubstr(absl::StrCat(one, " of the limit of ", one + 1000, " bytes are in use")));
+              HasSubstr(absl::StrCat(errors::ExactBytes(one), " of the limit of ",
+                                     errors::ExactBytes(one + 1000), " are in use")));
   EXPECT_EQ(backend->AllocateStaging(1001).status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(backend->AllocateStaging(std::numeric_limits<int64_t>::max()).status().code(),
             absl::StatusCode::kResourceExhausted);
@@ -121,8 +123,8 @@ TEST(CpuBackendTest, HeadsBeyondTheHostsMemoryAreRefusedBeforeTheyAreAllocated) 
   ASSERT_GT(larger->PlanHead(config)->Total(), 60 * kMib);
   const absl::Status status = larger->CreateHead(config).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  for (const char* text : {"the head needs 0.11 GiB", "the system has 0.10 GiB available",
-                           "memory_reserve_bytes keeps 0.04 GiB free"}) {
+  for (const char* text :
+       {" MiB): ", "the system has 100 MiB available", "memory_reserve_bytes keeps 40.0 MiB free"}) {
     EXPECT_THAT(std::string(status.message()), HasSubstr(text));
   }
   EXPECT_EQ(larger->memory().current.Total(), 0);
@@ -142,7 +144,7 @@ TEST(CpuBackendTest, TwoCreationsCannotHaveTheSameMemory) {
   ASSERT_TRUE(first.ok()) << first.status();
   const absl::Status second = accounting.Reserve("a head", bytes, /*filled_at_once=*/true).status();
   EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(second.message()), HasSubstr("0.06 GiB are promised and not yet in use"));
+  EXPECT_THAT(std::string(second.message()), HasSubstr("60.0 MiB are promised and not yet in use"));
   EXPECT_EQ(accounting.stats().current.Total(), 60 * kMib);
   host.SetAvailable(40 * kMib);
   first->MarkResident();

@@ -104,6 +104,17 @@ TEST(FieldErrorTest, WithinLeavesOthersAlone) {
   }
 }
 
+TEST(FieldErrorTest, ManyBytesHaveAUnitInTheMessageAlone) {
+  const absl::Status status = FieldError("spec.workspace_bytes", "be at most 4096", int64_t{8388608});
+  EXPECT_EQ(status.message(), "spec.workspace_bytes must be at most 4096, got 8388608 bytes (8.00 MiB)");
+  EXPECT_EQ(GetFieldViolation(status)->value, "8388608");
+  EXPECT_EQ(FieldError("workspace_bytes", "be >= 0", -99999).message(),
+            "workspace_bytes must be >= 0, got -99999");
+  EXPECT_EQ(FieldError("workspace_bytes", "be even", 4097).message(),
+            "workspace_bytes must be even, got 4097");
+  EXPECT_EQ(FieldError("rows", "be even", 8388609).message(), "rows must be even, got 8388609");
+}
+
 TEST(FieldErrorTest, LongPathsAreShortened) {
   const absl::Status status = Within(std::string(1000, 'p'), FieldError("x", "be y", 1));
   EXPECT_EQ(GetFieldViolation(status)->field.size(), kMaxFieldBytes);

@@ -38,7 +38,7 @@ class MemoryLimitsTest : public ::testing::Test {
     const absl::Status status = CreateHead("large", hidden_size, vocab_size);
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(why));
-    EXPECT_THAT(std::string(status.message()), HasSubstr("memory_reserve_bytes keeps 0.06 GiB free"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("memory_reserve_bytes keeps 64.0 MiB free"));
     EXPECT_TRUE(server_.Running());
     EXPECT_EQ(CreateHead("small", 8, 100), absl::OkStatus());
   }

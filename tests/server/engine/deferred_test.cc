@@ -123,7 +123,7 @@ TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {
   StreamSpec third = Retaining(3, 1, {0, 1});
   const absl::Status full = engine_->Open(third, std::make_shared<RowCollector>()).status();
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(full.message()), HasSubstr("12 bytes; 1024 of 1024"));
+  EXPECT_THAT(std::string(full.message()), HasSubstr("needs 12 bytes; 1024 bytes of 1024 bytes are in use"));
 
   EXPECT_EQ(engine_->OpenBackward(Backward(9, {0, 1}), std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kNotFound);

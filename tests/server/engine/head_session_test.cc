@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/errors/bytes.h"
 #include "server/engine/step_operations.h"
 #include "tests/server/engine/session_fixture.h"
 
@@ -130,7 +131,7 @@ TEST_F(HeadSessionTest, ASliceThatLiesInStagingMemoryMayBeLarger) {
                           .copy = nullptr,
                           .on_queued = [](int64_t) { FAIL() << "it was refused"; }});
   EXPECT_THAT(std::string(narrow.results->Wait().message()),
-              HasSubstr(absl::StrCat("slice.in_region must have at most ", most, " bytes")));
+              HasSubstr(absl::StrCat("slice.in_region must have at most ", errors::ExactBytes(most))));
 }
 
 TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lossd import _target, errors
+from lossd._shown import exact_bytes
 from lossd.v1 import types_pb2
 
 _MAX_FILE_BYTES = 1 << 20
@@ -182,5 +183,5 @@ def _private(file: str, forbidden: int, verb: str, most: int) -> bytes | None:
                 f"{file} has the mode {stat.S_IMODE(found.st_mode):04o}, so others can {verb} it; `chmod 600 {file}` mends that")
         content = opened.read(most + 1)
     if len(content) > most:
-        raise errors.InvalidArgument(f"{file} has more than {most} bytes")
+        raise errors.InvalidArgument(f"{file} has more than {exact_bytes(most)}")
     return content

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossd import errors
+from lossd._shown import exact_bytes
 from lossd.v1 import loss_pb2
 
 MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
@@ -141,7 +142,8 @@ def make_slice_rule(row_bytes: int, slice_bytes: int | None, limits: loss_pb2.Sl
     if limits.max_bytes > 0:
         if row_bytes > limits.max_bytes:
             raise errors.InvalidArgument(
-                f"hidden: a row has {row_bytes} bytes, but the server takes slices of {limits.max_bytes} bytes at most")
+                f"hidden: a row has {exact_bytes(row_bytes)}, but the server takes slices of "
+                f"{exact_bytes(limits.max_bytes)} at most")
         rows = min(rows, limits.max_bytes // row_bytes)
     if limits.max_rows > 0:
         rows = min(rows, limits.max_rows)

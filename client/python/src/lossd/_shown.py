@@ -49,10 +49,17 @@ def text_of(value: Any) -> str:
 
 
 def text_of_bytes(count: int) -> str:
-    """In binary units, "12.3 MiB"."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
+    """In binary units with three digits: "512 bytes", "12.3 MiB"."""
+    if count < 1024:
+        return f"{count} bytes"
+    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    return f"{size:.4g} TiB"
+        units.pop(0)
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {units[0]}"
+
+
+def exact_bytes(count: int) -> str:
+    """For errors, as the server and the C++ client say it: "4096 bytes", "1610612736 bytes (1.50 GiB)"."""
+    return f"{count} bytes" + (f" ({text_of_bytes(count)})" if count >= 10_000 else "")

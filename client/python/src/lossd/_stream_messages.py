@@ -14,6 +14,7 @@ import numpy as np
 from lossd import _wire, errors
 from lossd._plan import Rows, AnswerTracker
 from lossd._row_memory import RowMemory
+from lossd._shown import exact_bytes
 from lossd._slice_places import SlicePlaces
 from lossd._work import Outputs, StreamPlan
 from lossd.types import RowOutput
@@ -109,7 +110,7 @@ class StreamAnswers:
         if place is None or payload.nbytes:
             raise errors.server_sent(f"gradients in a region for {rows}, which are not in one")
         if out is None:
-            raise errors.server_sent(f"{end - begin} bytes of gradients for {rows}; 0 were expected")
+            raise errors.server_sent(f"{exact_bytes(end - begin)} of gradients for {rows}; 0 were expected")
         out.from_region(begin, end, *place)
         self.received_bytes += end - begin
 
@@ -117,7 +118,7 @@ class StreamAnswers:
         out, row_bytes = self._outputs.grad_hidden, self._row_bytes
         expected = len(rows) * row_bytes if out is not None else 0
         if payload.nbytes != expected:
-            raise errors.server_sent(f"{payload.nbytes} bytes of gradients for {rows}; {expected} were expected")
+            raise errors.server_sent(f"{exact_bytes(payload.nbytes)} of gradients for {rows}; {expected} were expected")
         if out is not None:
             out.write(rows.begin * row_bytes, payload)
         self.received_bytes += payload.nbytes

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from lossd import _wire, errors
+from lossd._shown import exact_bytes
 from lossd.v1 import head_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -72,7 +73,7 @@ class TensorReader:
                 raise errors.server_sent(f"rows in a region for tensor rows [{begin}, {end}), which are not in one")
             payload = in_region[before:before + expected]
         if payload.nbytes != expected:
-            raise errors.server_sent(f"{payload.nbytes} bytes of tensor; {expected} were expected")
+            raise errors.server_sent(f"{exact_bytes(payload.nbytes)} of tensor; {expected} were expected")
         at = (begin - self._first_row) * self._row_bytes
         # NumPy copies without the interpreter's lock.
         np.frombuffer(self._out, np.uint8)[at:at + expected] = np.frombuffer(payload, np.uint8)
@@ -90,7 +91,7 @@ class TensorReader:
     def end(self) -> None:
         """The server has ended the last call with OK."""
         if not self._begun and self._out.nbytes:
-            raise errors.server_sent(f"no tensor rows; {self._out.nbytes} bytes were expected")
+            raise errors.server_sent(f"no tensor rows; {exact_bytes(self._out.nbytes)} were expected")
         if self._next_row != self._end_row:
             raise errors.server_sent(
                 f"tensor rows up to {self._next_row}; rows up to {self._end_row} were expected")
