@@ -15,6 +15,8 @@
 # Libraries travel with the programs (scripts/bundle), so the images that run need no packages. They must not be older than those that
 # build. scripts/check-image builds and tries the target cpu without Docker.
 
+# What the file VERSION says, which a label cannot read; scripts/release and a test compare them.
+ARG LOSSD_VERSION=0.1.0
 ARG CPU_BUILD=docker.io/library/debian:12.12
 ARG CPU_RUN=docker.io/library/debian:12.12-slim
 ARG CUDA_BUILD=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -31,7 +33,8 @@ FROM ${CPU_RUN} AS cpu
 COPY --from=cpu-build /opt/lossd /opt/lossd
 RUN install --directory --owner=7070 --group=7070 --mode=0750 /var/lib/lossd
 ENV PATH=/opt/lossd/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/var/lib/lossd
-LABEL org.opencontainers.image.title="lossd" org.opencontainers.image.licenses="Apache-2.0"
+ARG LOSSD_VERSION
+LABEL org.opencontainers.image.title="lossd" org.opencontainers.image.version="${LOSSD_VERSION}" org.opencontainers.image.licenses="Apache-2.0"
 USER 7070:7070
 WORKDIR /var/lib/lossd
 VOLUME /var/lib/lossd
@@ -53,7 +56,8 @@ FROM ${CUDA_RUN} AS cuda
 COPY --from=cuda-build /opt/lossd /opt/lossd
 RUN install --directory --owner=7070 --group=7070 --mode=0750 /var/lib/lossd
 ENV PATH=/opt/lossd/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/var/lib/lossd
-LABEL org.opencontainers.image.title="lossd" org.opencontainers.image.licenses="Apache-2.0"
+ARG LOSSD_VERSION
+LABEL org.opencontainers.image.title="lossd" org.opencontainers.image.version="${LOSSD_VERSION}" org.opencontainers.image.licenses="Apache-2.0"
 USER 7070:7070
 WORKDIR /var/lib/lossd
 VOLUME /var/lib/lossd

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lossd server of pipeline_bench.py: a process of its own, and what its metrics say."""
+"""The lossd server of benchmarks: a process of its own, and what its metrics say."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ class Server:
             self._process.wait()
         self.last_log = (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
         self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def peak_resident_bytes(self) -> int:
         """Of the host's memory, at most since the server started."""

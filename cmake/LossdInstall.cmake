@@ -7,7 +7,9 @@ foreach(program lossd lossctl)
     install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   endif()
 endforeach()
-# A package has its own of these two, in their places (LossdPackage.cmake).
+# A package has its own of these, in their places (LossdPackage.cmake).
 install(FILES deploy/lossd.flags deploy/lossd.service DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd COMPONENT examples)
+install(FILES deploy/man/lossd.1 deploy/man/lossctl.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT examples)
+install(FILES CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT examples)
 install(DIRECTORY deploy/prometheus deploy/grafana DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd)
-install(FILES README.md LICENSE CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(FILES README.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

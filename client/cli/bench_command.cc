@@ -310,7 +310,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
           "How rows travel: auto takes shared memory if the server is on this host; cuda_ipc has the "
           "rows on the server's GPU, and takes memory of that [auto]");
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
-           "Memory to share with the server; it may give less [256MiB]");
+           "Memory to share with the server; it may give less [what the calls need, up to 256MiB]");
   CLI::Option* seconds =
       bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(NumberAboveZero());
   bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")

@@ -73,7 +73,7 @@ struct ClientOptions {
   // messages.
   std::string transport = TransportFromEnvironment();
   // Asked for, of the host's memory and of the GPU's as they are needed; the server may give less. Nullopt:
-  // 256 MiB of each.
+  // 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
   std::optional<int64_t> shared_memory_bytes;
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from

@@ -18,8 +18,8 @@ namespace lossd::client {
 namespace internal {
 namespace {
 
-// Asked for, of the host's memory and of the GPU's: a share of it holds a whole microbatch.
-constexpr int64_t kRegionBytes = int64_t{256} << 20;
+// Asked for, of the host's memory and of the GPU's: at first, and at most for larger microbatches.
+constexpr RegionSizes kRegionSizes = {.least = uint64_t{4} << 20, .most = uint64_t{256} << 20};
 
 grpc::ChannelArguments Arguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments;
@@ -93,13 +93,18 @@ absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, con
   return description.region_socket();
 }
 
+RegionSizes SizesOf(const ClientOptions& options) {
+  if (!options.shared_memory_bytes.has_value()) return kRegionSizes;
+  const uint64_t bytes = static_cast<uint64_t>(*options.shared_memory_bytes);
+  return {.least = bytes, .most = bytes};
+}
+
 // Of memory of the host: what CUDA IPC is not for goes as with "auto".
 std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1::ServerDescription& server,
                                           v1::ServerService::Stub* stub) {
-  return std::make_unique<RegionSource>(
-      options.transport == "cuda_ipc" ? "auto" : options.transport,
-      static_cast<uint64_t>(options.shared_memory_bytes.value_or(kRegionBytes)), server.region_socket(),
-      [stub] { return AskRegionSocket(stub, ""); });
+  return std::make_unique<RegionSource>(options.transport == "cuda_ipc" ? "auto" : options.transport,
+                                        SizesOf(options), server.region_socket(),
+                                        [stub] { return AskRegionSocket(stub, ""); });
 }
 
 std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const v1::ServerDescription& server,
@@ -107,9 +112,8 @@ std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const 
   const std::string& device = server.region_device();
   if ((options.transport != "auto" && options.transport != "cuda_ipc") || device.empty()) return nullptr;
   return std::make_unique<RegionSource>(
-      options.transport, static_cast<uint64_t>(options.shared_memory_bytes.value_or(kRegionBytes)),
-      server.region_socket(), [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(),
-      device);
+      options.transport, SizesOf(options), server.region_socket(),
+      [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(), device);
 }
 
 // gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
@@ -168,10 +172,10 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
       device_(server.region_device()),
       device_regions_(DeviceRegions(options, server, server_.get())) {}
 
-std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu) const {
+std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu, uint64_t call_bytes) const {
   std::shared_ptr<SharedRegion> region;
-  if (gpu.has_value() && SharesGpu(*gpu)) region = device_regions_->Get();
-  if (region == nullptr) region = regions_->Get();
+  if (gpu.has_value() && SharesGpu(*gpu)) region = device_regions_->Get(call_bytes);
+  if (region == nullptr) region = regions_->Get(call_bytes);
   if (region != nullptr && gpu.has_value()) region->PinFor(*gpu);
   return region;
 }

@@ -56,9 +56,9 @@ class Connections {
 
   // Of memory of the host.
   RegionSource& regions() const { return *regions_; }
-  // The region for a call that begins, whose rows are in memory of the host (nullopt) or of a GPU; null: they
-  // are to go in messages. May open a region.
-  std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu) const;
+  // The region for a call that begins, whose rows have so many bytes and are in memory of the host (nullopt)
+  // or of a GPU; null: they are to go in messages. May open a region.
+  std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu, uint64_t call_bytes) const;
   void DropUnusableRegions() const;
   TransportChoice transport() const ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One thread that runs tasks in order, now or at a time: where the steps of asynchronous calls and the
-// callbacks of the client's users run, so that gRPC's own few threads never wait for either.
+// Runs tasks one after another, now or at a time: the steps of asynchronous calls and the callbacks of the
+// client's users. It has a thread of its own, so that gRPC's few threads never wait for either.
 //
 // Thread-safe. Tasks may post tasks. Tasks must not destroy the executor.
 #ifndef LOSSD_CLIENT_CPP_EXECUTOR_H_
@@ -29,6 +29,9 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   void Post(Task task) { PostAt(absl::InfinitePast(), std::move(task)); }
+  // Runs `task` on this thread if no task runs and none is due, since waking the other thread takes longer than
+  // a short task; posts it otherwise. The task is to take microseconds and must not call users back.
+  void RunOrPost(Task task) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `task` at or after `when`; tasks of the same time run in the order they were posted.
   void PostAt(absl::Time when, Task task);
 
@@ -41,6 +44,8 @@ class Executor {
   absl::Mutex mu_;
   std::map<Key, Task> tasks_ ABSL_GUARDED_BY(mu_);
   uint64_t posted_ ABSL_GUARDED_BY(mu_) = 0;
+  bool elsewhere_ ABSL_GUARDED_BY(mu_) = false;  // a task runs on another thread, by RunOrPost
+  bool running_ ABSL_GUARDED_BY(mu_) = false;    // a task runs on thread_
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

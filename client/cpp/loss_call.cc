@@ -41,7 +41,7 @@ LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallO
 
 void LossCall::Start() {
   core_->Add(shared_from_this());
-  core_->executor().Post([self = shared_from_this()] { self->Begin(); });
+  core_->executor().RunOrPost([self = shared_from_this()] { self->Begin(); });
 }
 
 void LossCall::Cancel() {
@@ -140,9 +140,9 @@ void LossCall::Launch(const HeadInfo& facts) {
 int LossCall::StreamsWanted() const {
   const int connections = core_->connections().count();
   // Where rows have an order, a range of rows may only be answered after those before it.
-  const uint64_t bytes = work_->MovedRows() * work_->row_bytes();
+  const uint64_t bytes = MovedBytes();
   if (bytes == 0 || work_->gpu().has_value() || facts_.limits.row_grid() > 0) return connections;
-  if (core_->connections().RegionFor(std::nullopt) == nullptr) return connections;
+  if (core_->connections().RegionFor(std::nullopt, bytes) == nullptr) return connections;
   return std::max(connections, StreamsInRegion(bytes, std::thread::hardware_concurrency()));
 }
 
@@ -155,7 +155,7 @@ void LossCall::StartPart(size_t index) {
   if (!meant.ok()) return Fail(meant.status());
   // Where rows have an order, those of other calls may have to come before a slice is answered.
   auto places = std::make_unique<SlicePlaces>(
-      work_->MovedRows() > 0 ? core_->connections().RegionFor(work_->gpu()) : nullptr,
+      MovedBytes() > 0 ? core_->connections().RegionFor(work_->gpu(), MovedBytes()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
   const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
   absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);
@@ -174,7 +174,10 @@ void LossCall::StartPart(size_t index) {
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
-        self->core_->executor().Post([self, index, end = std::move(end)] { self->FinishPart(index, end); });
+        auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
+        // After an error another attempt may begin, which may open a region.
+        if (end.status.ok()) return self->core_->executor().RunOrPost(std::move(finish));
+        self->core_->executor().Post(std::move(finish));
       });
   ++part.attempts;
   ++under_way_;
@@ -330,6 +333,7 @@ void LossCall::MaybeFinish() {
   const bool complete = std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; });
   if (!finishing_ && !complete) return;  // a part waits for its repetition
   finishing_ = true;
+  if (callback_ == nullptr && holds_->free()) return Finish();
   // At most one task waits on the holds; Finish may still be posted twice.
   holds_->WhenFree([self = shared_from_this()] { self->core_->executor().Post([self] { self->Finish(); }); });
 }

@@ -70,6 +70,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void Launch(const HeadInfo& facts);
   // Unless the caller has said so.
   int StreamsWanted() const;
+  // Of rows that travel in either direction.
+  uint64_t MovedBytes() const { return work_->MovedRows() * work_->row_bytes(); }
   void StartPart(size_t index);
   void FinishPart(size_t index, const StreamEnd& end);
 

@@ -2,6 +2,7 @@
 #include "client/cpp/loss_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -260,6 +261,11 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 }
 
 uint64_t ShareOfRegion(uint64_t region_bytes) { return region_bytes / kCallsPerRegion; }
+
+uint64_t WantedRegion(uint64_t call_bytes, const RegionSizes& sizes) {
+  const uint64_t wanted = std::bit_ceil(kCallsPerRegion * std::min(call_bytes, sizes.most));
+  return std::clamp(wanted, sizes.least, sizes.most);
+}
 
 int StreamsInRegion(uint64_t bytes, unsigned cores) {
   const uint64_t most = std::min<uint64_t>(kMaxStreamsInRegion, cores / 2);

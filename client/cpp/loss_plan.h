@@ -69,6 +69,20 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 // beside each other.
 uint64_t ShareOfRegion(uint64_t region_bytes);
 
+// Bytes of the regions that a client asks for.
+struct RegionSizes {
+  uint64_t least = 0;  // at first
+  uint64_t most = 0;
+};
+
+// The region that is asked for when calls have found none of the size they wanted, or no room in it: so many
+// times what it was asked for.
+inline constexpr uint64_t kRegionGrowth = 4;
+
+// The region for calls whose rows have so many bytes: a power of two of which they are a share, within the
+// sizes.
+uint64_t WantedRegion(uint64_t call_bytes, const RegionSizes& sizes);
+
 // How many streams copy so many bytes of rows into a region of the host's memory, and their gradients out of
 // it, on a machine with so many cores: gRPC runs the copies of each stream on one thread at a time.
 int StreamsInRegion(uint64_t bytes, unsigned cores);

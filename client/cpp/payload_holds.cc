@@ -31,6 +31,11 @@ void PayloadHolds::WhenFree(absl::AnyInvocable<void()> task) {
   task();
 }
 
+bool PayloadHolds::free() {
+  absl::MutexLock lock(&mu_);
+  return held_ == 0;
+}
+
 void PayloadHolds::WaitUntilFree() {
   auto free = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return held_ == 0; };
   absl::MutexLock lock(&mu_);

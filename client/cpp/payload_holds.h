@@ -27,6 +27,9 @@ class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
   // must not block. At most one task waits at a time.
   void WhenFree(absl::AnyInvocable<void()> task);
 
+  // Whether there are none now.
+  bool free() ABSL_LOCKS_EXCLUDED(mu_);
+
   // Blocks until there are no holds.
   void WaitUntilFree();
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
-// and another one when that cannot be used any more. An attempt that fails is repeated by calls that begin
-// later, after pauses that grow. The memory is the host's, or that of one GPU.
+// a larger one in its place when they need it, and another one when that cannot be used any more. An attempt
+// that fails is repeated by calls that begin later, after pauses that grow. The memory is the host's, or that
+// of one GPU.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_REGION_SOURCE_H_
@@ -18,14 +19,18 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/cpp/client_options.h"
+#include "client/cpp/loss_plan.h"
 #include "client/cpp/shared_region.h"
 
 namespace lossd::client::internal {
 
-// How long the client goes without after an attempt that failed: twice as long each time, up to `most`.
+// How long the client goes without a region after an attempt that failed: twice as long each time, up to
+// `most`. After one that brought less than was asked for it waits for `most` at first, and twice as long each
+// time, up to `most_growth`.
 struct RegionPauses {
   absl::Duration first = absl::Seconds(2);
   absl::Duration most = absl::Seconds(64);
+  absl::Duration most_growth = absl::Hours(1);
 };
 
 class RegionSource {
@@ -33,35 +38,45 @@ class RegionSource {
   // Asks the server for ServerDescription.region_socket; takes a second or two at most.
   using AskFn = absl::AnyInvocable<absl::StatusOr<std::string>()>;
 
-  // `transport` and `bytes` as in ClientOptions; `socket` as the server has told it already; `device` as in
+  // `transport` as in ClientOptions; `socket` as the server has told it already; `device` as in
   // SharedRegion::Open.
-  RegionSource(std::string transport, uint64_t bytes, std::string socket, AskFn ask, RegionPauses pauses = {},
-               std::string device = "");
+  RegionSource(std::string transport, RegionSizes sizes, std::string socket, AskFn ask,
+               RegionPauses pauses = {}, std::string device = "");
 
   // With the transport "shared_memory" or "cuda_ipc": whether there is a region to be had.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
-  // The region for a call that begins; null: it is to send its slices in messages. May open a region, which
-  // takes some milliseconds; all calls wait for the first attempt, and none for a later one of another call.
-  std::shared_ptr<SharedRegion> Get() ABSL_LOCKS_EXCLUDED(mu_);
+  // The region for a call that begins, whose rows have so many bytes; null: it is to send its slices in
+  // messages. May open a region, which takes the longer the larger it is. All calls wait for the first attempt,
+  // and none for a later one that another thread makes: it has the region that is there, if there is one.
+  std::shared_ptr<SharedRegion> Get(uint64_t call_bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
   // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
   void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
   TransportChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  void Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The region, for the caller to let go of without the lock.
+  std::shared_ptr<SharedRegion> Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What to ask the server for.
+  uint64_t Wanted(uint64_t call_bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes what an attempt to get so many bytes has brought, where there was a region of `bytes_before` (0: none
+  // that could be used). What is not wanted any more is for the caller to let go of without the lock.
+  std::shared_ptr<SharedRegion> Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened, uint64_t bytes,
+                                     uint64_t bytes_before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // An attempt has failed.
   void Pause() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For the one call that has set opening_. Sets `*socket` if it is not the server's any more.
-  absl::StatusOr<std::shared_ptr<SharedRegion>> Open(bool ask, std::string* socket);
+  absl::StatusOr<std::shared_ptr<SharedRegion>> Open(uint64_t bytes, bool ask, std::string* socket);
 
   const std::string transport_;
-  const uint64_t bytes_;
+  const RegionSizes sizes_;
   const RegionPauses pauses_;
   const std::string device_;
   AskFn ask_;  // called by the one that opens
   mutable absl::Mutex mu_;
   std::string socket_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<SharedRegion> region_ ABSL_GUARDED_BY(mu_);
+  absl::Time next_growth_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Duration growth_pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that brings less than asked
   bool opening_ ABSL_GUARDED_BY(mu_) = false;
   bool tried_ ABSL_GUARDED_BY(mu_) = false;
   bool refused_ ABSL_GUARDED_BY(mu_) = false;  // the server did not know the region before

@@ -175,7 +175,11 @@ std::optional<uint64_t> SharedRegion::Take(uint64_t bytes) {
   const uint64_t whole = Aligned(bytes);
   absl::MutexLock lock(&mu_);
   const std::optional<uint64_t> begin = Find(whole);
-  if (begin.has_value()) taken_[*begin] = *begin + whole;
+  if (begin.has_value()) {
+    taken_[*begin] = *begin + whole;
+  } else {
+    crowded_ = true;
+  }
   return begin;
 }
 

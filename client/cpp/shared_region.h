@@ -53,6 +53,8 @@ class SharedRegion {
   // What the waiter has given does not run once this has returned.
   void StopWaiting(const void* waiter) ABSL_LOCKS_EXCLUDED(mu_);
   int waiting() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether Take has found no room for something.
+  bool crowded() const { return crowded_; }
   uint8_t* At(uint64_t offset) const { return data_ + offset; }
 
   // A call begins whose rows are on a GPU. The first one lets GPUs copy to and from memory of the host
@@ -95,6 +97,7 @@ class SharedRegion {
   const pid_t process_;
   std::atomic<bool> retired_{false};
   std::atomic<bool> refused_{false};
+  std::atomic<bool> crowded_{false};
   mutable absl::Mutex pin_mu_;
   std::optional<int> pinned_for_ ABSL_GUARDED_BY(pin_mu_);  // the GPU that was there first
   absl::Status pin_problem_ ABSL_GUARDED_BY(pin_mu_);

@@ -24,6 +24,7 @@ constexpr char kWriteMethod[] = "/lossd.v1.HeadService/WriteTensor";
 constexpr char kAddMethod[] = "/lossd.v1.HeadService/AddGradient";
 
 constexpr uint64_t kLeastShared = 1 << 20;  // bytes of a tensor that is worth a region
+constexpr uint64_t kPieceBytes = 16 << 20;  // for larger pieces no larger region is asked for
 constexpr uint64_t kPiecesPerRegion = 4;    // so that loss computations find room beside it
 
 // Sends the payload in messages of whole rows, the first of which has `open`; returns early if the call ends.
@@ -153,7 +154,7 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
     return NoDType(request.dtype());
   }
   if (out.size() >= kLeastShared && request.has_rows()) {
-    const std::shared_ptr<SharedRegion> region = core.connections().regions().Get();
+    const std::shared_ptr<SharedRegion> region = core.connections().regions().Get(std::min<uint64_t>(out.size(), kPieceBytes));
     auto read = region == nullptr ? absl::InvalidArgumentError("")
                                   : ReadThroughRegion(core, request, out, region.get(), deadline);
     core.connections().regions().DropUnusable();

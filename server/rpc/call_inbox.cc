@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/call_inbox.h"
 
+#include <optional>
+
 #include "absl/time/clock.h"
 
 namespace lossd::rpc {
@@ -16,13 +18,44 @@ void CallInbox::OnFinished(absl::Status status, const engine::StreamSummary& sum
 }
 
 void CallInbox::Post(Event event) {
+  const bool quick = IsQuick(event);
   {
     absl::MutexLock lock(&mutex_);
     events_.push_back(std::move(event));
     if (std::exchange(turn_scheduled_, true)) return;
   }
+  if (quick) {
+    TakeQuickTurn();
+  } else {
+    ScheduleTurn();
+  }
+}
+
+bool CallInbox::IsQuick(const Event& event) {
+  if (auto* const slice = std::get_if<Slice>(&event)) return handler_->IsQuick(*slice);
+  return std::holds_alternative<End>(event);
+}
+
+void CallInbox::ScheduleTurn() {
   auto turn = [self = shared_from_this()] { self->TakeTurn(); };
   if (!workers_->Schedule(turn)) turn();
+}
+
+void CallInbox::TakeQuickTurn() {
+  while (true) {
+    std::optional<Event> event;
+    {
+      absl::MutexLock lock(&mutex_);
+      turn_scheduled_ = !events_.empty();
+      if (events_.empty()) return;
+      if (IsQuick(events_.front())) {
+        event = std::move(events_.front());
+        events_.pop_front();
+      }
+    }
+    if (!event.has_value()) return ScheduleTurn();
+    Deliver(*std::move(event));
+  }
 }
 
 void CallInbox::TakeTurn() {

@@ -19,6 +19,10 @@ namespace lossd::rpc {
 
 namespace {
 
+// What is written of a slice whose answer another thread's wake-up would hold up more than the writing does.
+constexpr int64_t kQuickRows = 1024;
+constexpr int64_t kQuickBytes = int64_t{64} << 10;
+
 // Has gradients of these rows, which are retained, lie in a region if the message says so.
 absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, regions::Regions* regions,
                        const std::string& identity, SlicePlaces* places) {
@@ -277,6 +281,12 @@ void ComputeLossCall::ReadNext() {
 }
 
 // ---- What the engine tells ----
+
+bool ComputeLossCall::IsQuick(const CallInbox::Slice& slice) {
+  const engine::SliceOutput& output = slice.output;
+  if (output.rows.size() > kQuickRows || places_.AnswerCopies(output)) return false;
+  return !output.grad_hidden || output.grad_bytes <= kQuickBytes;
+}
 
 void ComputeLossCall::Handle(CallInbox::Slice slice) {
   Outgoing outgoing;

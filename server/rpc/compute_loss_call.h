@@ -85,6 +85,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void OnDone() override;
 
   // CallInbox::Handler
+  bool IsQuick(const CallInbox::Slice& slice) override;
   void Handle(CallInbox::Slice slice) override ABSL_LOCKS_EXCLUDED(mutex_);
   void Handle(CallInbox::End end) override ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -64,6 +64,12 @@ uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
   return place->second.data();
 }
 
+bool SlicePlaces::AnswerCopies(const engine::SliceOutput& output) {
+  if (!output.grad_hidden) return false;
+  const uint8_t* const in_region = Place(output);
+  return in_region != nullptr && in_region != output.grad_hidden.data();
+}
+
 grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
   v1::ComputeLossResponse response;
   *response.mutable_slice() = messages::ToProto(output);

@@ -42,6 +42,9 @@ class SlicePlaces {
   absl::StatusOr<engine::IncomingSlice> Take(const v1::SliceHeader& header, const engine::RowRange& rows,
                                              wire::PayloadView payload) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // Whether Answer copies the gradients to the region, which on a device waits for work under way there.
+  bool AnswerCopies(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
+
   // The message with the results of a slice. Its gradients are where its hidden states were, or where
   // UseForGradients says: the message refers to their memory, or they are in the region.
   grpc::ByteBuffer Answer(engine::SliceOutput output) ABSL_LOCKS_EXCLUDED(mutex_);

@@ -4,7 +4,8 @@
   check_ci.py TREE
 
 They are compared with the schemas of the two services (package check-jsonschema, which has copies), and every `.ci/run STEP` of them
-with the steps that .ci/run has: none that is not there, none forgotten. Exit status 1 if something is wrong.
+with the steps that .ci/run has: none that is not there, none forgotten. Every target of make and every script that they name is there.
+Exit status 1 if something is wrong.
 """
 
 import itertools
@@ -51,6 +52,32 @@ def steps_of_gitlab(document):
     return set(document["steps"]["parallel"]["matrix"][0]["STEP"])
 
 
+def commands_of(document):
+    """What the jobs of a file run, with each value of a matrix in its place."""
+    for job in [*document.get("jobs", {}).values(), *(job for job in document.values() if isinstance(job, dict) and "script" in job)]:
+        lines = [step["run"] for step in job.get("steps", []) if "run" in step]
+        script = job.get("script", [])
+        lines += [script] if isinstance(script, str) else script
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for each in job.get("parallel", {}).get("matrix", []):
+            matrix = {**matrix, **each}
+        for line in lines:
+            found = re.search(r"\$\{\{ matrix\.(\w+) \}\}|\$([A-Z]+)\b", line)
+            values = matrix.get(found[1] or found[2]) if found else None
+            yield from [line] if values is None else [line.replace(found[0], value) for value in values]
+
+
+def missing_of(tree, path):
+    targets = set(re.findall(r"^([a-z-]+):", (tree / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line in commands_of(load(path)):
+        for target in re.findall(r"(?:^|&& )make (\S+)", line):
+            if target not in targets:
+                yield f"make has no target {target}"
+        for script in re.findall(r"(?:^|&& )(scripts/\S+)", line):
+            if not (tree / script).is_file():
+                yield f"there is no {script}"
+
+
 def main(tree):
     failed = False
     for pattern, schema in SCHEMAS.items():
@@ -67,6 +94,10 @@ def main(tree):
                         (".gitlab-ci.yml", steps_of_gitlab(load(tree / ".gitlab-ci.yml")))):
         if found != steps:
             print(f"{name}: not steps of .ci/run: {sorted(found - steps)}; forgotten: {sorted(steps - found)}")
+            failed = True
+    for path in [*sorted(tree.glob(".github/workflows/*.yml")), tree / ".gitlab-ci.yml"]:
+        for missing in missing_of(tree, path):
+            print(f"{path.relative_to(tree)}: {missing}")
             failed = True
     return 1 if failed else 0
 

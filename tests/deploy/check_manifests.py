@@ -8,7 +8,9 @@ with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown f
 objects of the Prometheus operator with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
-names has to lie in a volume of the pod. The rules and the dashboard for operators are those of deploy/prometheus and deploy/grafana. Exit status 1 if something is wrong.
+names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
+has to have the files that an overlay asks of it, and no others. The rules and the dashboard for operators are those of deploy/prometheus and
+deploy/grafana. Exit status 1 if something is wrong.
 """
 
 import json
@@ -34,7 +36,7 @@ DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations
 # Of the programs that start lossd.
 FOREIGN_FLAGS = {
     "nnodes", "master_addr", "master_port", "nproc_per_node", "max_restarts", "redirects", "tee", "no_python", "node_rank",
-    "kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
+    "kill-on-bad-exit", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
 }
 
 
@@ -136,6 +138,52 @@ def check_pods(manifests):
                     raise ValueError(f"{probe} and --http_tls differ")
 
 
+def keys_asked_of_secrets(manifests):
+    """Of each secret: the files that flags of pods name in it, and what a ServiceMonitor takes of it."""
+    keys = {}
+    for manifest in manifests:
+        for template in pod_templates(manifest):
+            for volume in template["spec"].get("volumes", []):
+                if "secret" not in volume:
+                    continue
+                for mount in template["spec"]["containers"][0]["volumeMounts"]:
+                    if mount["name"] == volume["name"]:
+                        files = {value[len(mount["mountPath"]) + 1:] for value in flags_of_pod(template, manifests).values()
+                                 if value.startswith(mount["mountPath"] + "/")}
+                        keys.setdefault(volume["secret"]["secretName"], set()).update(files)
+        if manifest["kind"] == "ServiceMonitor":
+            for endpoint in manifest["spec"]["endpoints"]:
+                for reference in (endpoint.get("authorization", {}).get("credentials"), endpoint.get("tlsConfig", {}).get("ca", {}).get("secret")):
+                    if reference:
+                        keys.setdefault(reference["name"], set()).add(reference["key"])
+    return keys
+
+
+def keys_made(page, overlay):
+    """Of each secret that the page's commands make for this overlay. A comment says which one a command is for; without, it is for the base."""
+    made = {}
+    named = "mtls" if overlay in ("mtls", "ranks", "leaderworkerset") else None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        command = re.match(r" +kubectl create secret generic (\S+) (.*?)(?:# for (\S+))?$", line)
+        if command and command[3] == named:
+            made[command[1]] = set(re.findall(r"--from-file=(\S+)", command[2]))
+    if overlay in ("ranks", "leaderworkerset"):  # as their first lines say
+        for keys in made.values():
+            keys.add("ranks")
+    return made
+
+
+def check_secrets(manifests, folder):
+    page = folder.parents[len(folder.parts) - folder.parts.index("kubernetes")] / "docs/operations.md"
+    if not page.exists():
+        page = Path(__file__).resolve().parents[2] / "docs/operations.md"
+    asked = keys_asked_of_secrets(manifests)
+    made = keys_made(page, folder.name)
+    for name, keys in asked.items():
+        if made.get(name, set()) != keys:
+            raise ValueError(f"secret {name}: asked for {', '.join(sorted(keys))}; docs/operations.md makes {', '.join(sorted(made.get(name, set())))}")
+
+
 def by_name(manifests):
     return sorted(manifests, key=lambda each: (each["kind"], each["metadata"]["name"]))
 
@@ -152,6 +200,7 @@ def check_kustomization(folder, ask_kubectl=True):
             raise ValueError(f"{manifest['kind']} {manifest['metadata'].get('name')}: {error}") from error
     check_selectors(manifests)
     check_pods(manifests)
+    check_secrets(manifests, folder)
     return f"{len(manifests)} objects{'' if theirs is None else ', as by kubectl'}"
 
 

@@ -31,6 +31,14 @@ plant $base/statefulset.yaml 's/name: access, mountPath/name: acces, mountPath/'
 plant $base/statefulset.yaml 's/scheme: HTTPS/scheme: HTTP/' $overlays/one-gpu
 plant $base/lossd.flags 's/--listen=0.0.0.0:7070/--listen=0.0.0.0:7000/' $overlays/one-gpu
 plant $base/lossd.flags 's/access\/server.key/secret\/server.key/' $overlays/one-gpu
+plant $base/lossd.flags 's/access\/tokens/access\/token/' $overlays/one-gpu
+plant $base/servicemonitor.yaml 's/key: prometheus-token/key: prometheus/' $overlays/one-gpu
+plant $overlays/leaderworkerset/lossd.yaml 's/lossd\/ranks/lossd\/rank/' $overlays/leaderworkerset
+# A page that forgets a file of the secret.
+mkdir "$folder/docs"
+sed 's/ --from-file=roles / /' docs/operations.md >"$folder/docs/operations.md"
+plant $overlays/mtls/lossd.flags 's/--keep_checkpoints=3/--keep_checkpoints=4/' $overlays/mtls
+rm -r "$folder/docs"
 plant $base/networkpolicy.yaml 's/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
 plant $base/poddisruptionbudget.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
 plant $base/servicemonitor.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
@@ -52,13 +60,14 @@ plant grafana/lossd.json 's/"overrides"/"override"/' grafana/lossd.json
 plant compose/docker-compose.yml 's/restart: unless-stopped/restrat: unless-stopped/'
 plant compose/docker-compose.yml 's/\.\.\/grafana\/lossd.json/..\/grafana\/losd.json/'
 plant slurm.sbatch 's/--launcher=/--launch=/'
+plant slurm-trainer.sbatch 's/--port_file=/--ports_file=/'
 plant torchrun.sh 's/--launcher=/--starter=/'
 
 # plant_ci FILE SED: the same of the files of CI services.
 plant_ci() {
   rm -rf "$folder/tree"
   mkdir "$folder/tree"
-  cp -r .ci .github .gitlab-ci.yml "$folder/tree/"
+  cp -r .ci .github .gitlab-ci.yml Makefile scripts "$folder/tree/"
   sed -i "$2" "$folder/tree/$1"
   if cmp -s "$1" "$folder/tree/$1"; then
     echo "'$2' changes nothing in $1" >&2
@@ -74,6 +83,13 @@ plant_ci .github/workflows/ci.yml 's/runs-on/run-on/'
 plant_ci .github/workflows/ci.yml 's/step: layers/step: layer/'
 plant_ci .github/workflows/release.yml 's/needs: packages/need: packages/'
 plant_ci .gitlab-ci.yml 's/format, //'
+plant_ci .github/workflows/nightly.yml 's/cron:/corn:/'
+plant_ci .github/workflows/nightly.yml 's/test-threads, /test-thread, /'
+plant_ci .github/workflows/nightly.yml 's/try-packages/try-package/'
+plant_ci .github/workflows/docs.yml 's/make docs/make doc/'
+plant_ci .gitlab-ci.yml 's/test-threads, /test-thread, /'
+plant_ci .gitlab-ci.yml 's/- make docs/- make doc/'
+plant_ci .github/ISSUE_TEMPLATE/feature.yml 's/label: What do/labels: What do/'
 plant_ci .gitlab-ci.yml 's/interruptible: true/interruptible: perhaps/'
 plant_ci .github/ISSUE_TEMPLATE/bug.yml 's/type: textarea/type: area/'
 plant_ci .ci/run 's/^docs_step/document_step/' gitlab-ci

@@ -30,7 +30,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class RunBy:
-    """This program or test of ctest runs it."""
+    """This test of ctest runs it, as it stands but for folders, versions and how long it trains."""
 
     name: str
 
@@ -56,13 +56,16 @@ CONTEXTS = (("lossctl ", 'env -u LOSSD_SERVER LOSSD_CONFIG="$PWD/contexts.json" 
             ("~/.config/lossd/shared.token", "$(umask 77 && echo 0123456789abcdef > token && echo token)"))
 BY_HAND = Known("takes minutes to hours; run by hand")
 GPU = Known("needs a GPU")
+CUBLAS = Known("half a gigabyte of cuBLAS; packages_test runs it without dependencies, and looks at what the extra asks for")
 
 # (page, command without its comment, as a pattern of the whole): how.
 PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"README\.md|docs/demo\.md", r"make demo.*", Known("five minutes; scripts/check-fresh runs it")),
     (r"README\.md|CONTRIBUTING\.md", r"make (test|build)", Step("test")),
     (r"README\.md|CONTRIBUTING\.md", r"make packages", RunBy("packages_test")),
-    (r"README\.md", r"pip install dist/packages/\*\.whl && python -m lossd\.quickstart", RunBy("packages_test")),
+    (r"README\.md|docs/operations\.md|docs/python\.md", r"python3 -m venv venv && \. venv/bin/activate|pip install dist/packages/\*\.whl",
+     RunBy("packages_test")),
+    (r"README\.md|docs/operations\.md|deploy/wheel/README\.md", r"python -m lossd\.quickstart", RunBy("packages_test")),
     (r"CONTRIBUTING\.md", r"make test-sanitized", Step("sanitizers")),
     (r"CONTRIBUTING\.md", r"make fuzz", Step("fuzz")),
     (r"CONTRIBUTING\.md", r"make (test-integrations|test-threads|test-sanitizers|mutants|soak|lint|format|bench|figures|bundle).*", BY_HAND),
@@ -79,28 +82,32 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/lossctl\.md", r"lossctl loss lm_head --random 10 --softcap -1", Run(fails=4)),
     (r"docs/operations\.md", r"lossd", Serve()),
     (r"docs/operations\.md", r"lossd --flagfile=/etc/lossd/lossd\.flags", Serve(instead=(("/etc/lossd/lossd.flags", "ROOT/deploy/lossd.flags"),))),
-    (r"docs/operations\.md|docs/python\.md", r"pip install (lossd-server|dist/packages/\*\.whl)", RunBy("packages_test")),
-    (r"docs/operations\.md", r"pip install dist/packages/lossd-.*\[cuda\]\"", Known("half a gigabyte of cuBLAS")),
+    (r"docs/operations\.md", r"pip install dist/packages/lossd-.*\[cuda\]\"", CUBLAS),
     (r"docs/operations\.md", r"make install PREFIX=/usr/local",
      Run(instead=(("make install PREFIX=/usr/local", 'cmake --install "$LOSSD_BUILD" --prefix here && here/bin/lossd --version'),), says="lossd")),
-    (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb", RunBy("packages_test")),
+    (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb",
+     Known("needs root; packages_test has apt resolve it and dpkg install and purge it in a folder, scripts/check-fresh has apt do both")),
     (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
     (r"docs/operations\.md", r"lossctl trace --seconds 2 > trace\.json", RunBy("lossctl_server_test")),
     (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
     (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
     (r"docs/operations\.md", r"docker .*", Known("needs Docker; scripts/check-image runs the steps of the image by hand")),
     (r"docs/operations\.md", r"scripts/check-image", Known("needs root, buildah and 20 minutes; run by hand")),
-    (r"docs/operations\.md", r"kubectl .*", RunBy("manifests_test")),
+    (r"docs/operations\.md", r"kubectl apply .*",
+     Known("needs a cluster; manifests_test renders what it applies and compares it with the schemas of Kubernetes")),
+    (r"docs/operations\.md", r"kubectl create secret .*",
+     Known("needs a cluster; manifests_test compares the files with those that the pods and the ServiceMonitor ask for")),
     (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
-    (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("python_package_test")),
+    (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("packages_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),
     (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
     (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2", Serve()),
     (r"docs/scaling\.md", r"lossctl create lm .* --split vocabulary", Run(instead=SMALL)),
     (r"docs/scaling\.md", r"lossd --rank=[01] .*", RunBy("ranks_start_test")),
     (r"docs/security\.md", r"(?s).*", RunBy("docs_mutual_tls_test")),
-    (r"deploy/wheel/README\.md", r"pip install lossd lossd-server|python -m lossd\.quickstart", RunBy("packages_test")),
-    (r"deploy/wheel/README\.md", r"pip install lossd \"lossd-server\[cuda(-devices)?\]\"", Known("half a gigabyte of cuBLAS")),
+    (r"deploy/wheel/README\.md|client/python/README\.md", r"python3 -m venv venv && \. venv/bin/activate", RunBy("packages_test")),
+    (r"deploy/wheel/README\.md", r"pip install lossd-\*\.whl lossd_server-\*\.whl", RunBy("packages_test")),
+    (r"deploy/wheel/README\.md", r"pip install lossd-\*\.whl \"\$\(ls lossd_server-\*\.whl\)\[cuda(-devices)?\]\"", CUBLAS),
 ]
 
 

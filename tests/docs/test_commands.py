@@ -17,7 +17,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
-from page_commands import ROOT, Command, all_commands, commands_of, shape, without_comment  # noqa: E402
+from page_commands import ROOT, Command, all_commands, commands_of, pages, shape, without_comment  # noqa: E402
 from plan import PLAN, Known, Run, RunBy, Serve, Step, how  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
@@ -67,6 +67,24 @@ def test_what_takes_too_long_says_why() -> None:
     for command in planned(Known):
         plan = how(*command.key)
         assert isinstance(plan, Known) and len(plan.why) > 10, where(command)
+
+
+def test_pip_installs_in_a_virtual_environment() -> None:
+    """Debian 12 and Ubuntu 24.04 refuse pip elsewhere (PEP 668), and have no program `python` elsewhere."""
+    inside = set()
+    for command in COMMANDS:
+        if "python3 -m venv" in command.text and "bin/activate" in command.text:
+            inside.add(command.page)
+        if command.text.split()[0] in ("pip", "python"):
+            assert command.page in inside, f"{where(command)}: no `python3 -m venv` above {command.text}"
+
+
+def test_no_page_takes_lossd_from_an_index() -> None:
+    """The names are not ours there."""
+    for page in (*pages(), "client/python/src/lossd/quickstart/server.py"):
+        for line in (ROOT / page).read_text().split("\n"):
+            for words in re.findall(r"pip install ([^`#]*)", line):
+                assert not re.search(r"(^|[\s\"'])lossd([-_]server)?(\[[\w-]*\])?($|[\s\"',.])", words), f"{page}: {line}"
 
 
 def lossctl(server: ServerProcess, *words: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ mkdir "$folder/scripts"
 cp "$1/scripts/release" "$folder/scripts/"
 cd "$folder"
 printf '1.2.3\n' >VERSION
-printf 'FROM scratch\n' >Dockerfile
+printf 'ARG LOSSD_VERSION=1.2.3\nFROM scratch\n' >Dockerfile
 printf '# Changes\n\n## Unreleased\n\n- later\n\n## 1.2.3 (2026-11-23)\n\n- this\n- and that\n\n## 1.2.2\n\n- before\n' >CHANGELOG.md
 mkdir -p proto/lossd/v1 tests/proto/previous
 printf 'syntax = "proto3";\npackage lossd.v1;\nmessage Released {}\n' >proto/lossd/v1/types.proto
@@ -37,6 +37,9 @@ scripts/release v1.2.3 >/dev/null
 [ "$(git tag)" = v1.2.3 ]
 printf '1.3.0\n' >VERSION
 git commit --quiet --all --message second
+refuses 'LOSSD_VERSION in Dockerfile is not 1.3.0' --check v1.3.0
+sed -i 's/1.2.3/1.3.0/' Dockerfile
+git commit --quiet --all --message third
 refuses "CHANGELOG.md has nothing under '## 1.3.0'" --check v1.3.0
 
 printf 'message Later {}\n' >>proto/lossd/v1/types.proto
@@ -45,20 +48,21 @@ protoc --decode_raw <tests/proto/previous/protocol.binpb | grep -q '"Released"'
 if protoc --decode_raw <tests/proto/previous/protocol.binpb | grep -q '"Later"'; then echo "the protocol kept is not the release's" >&2; exit 1; fi
 
 mkdir -p from/a from/b
-for system in a:2_36 b:2_39; do
-  at=from/${system%:*}
+for system in a:2_35:debian12 b:2_100:ubuntu24.04; do
+  IFS=: read -r at glibc distribution <<<"$system"
+  at=from/$at
   printf 'client\n' >"$at/lossd-1.3.0-py3-none-any.whl"
-  printf '%s\n' "$system" >"$at/lossd_server-1.3.0-py3-none-manylinux_${system#*:}_x86_64.whl"
-  printf '%s\n' "$system" >"$at/lossd_1.3.0_amd64.deb"
+  printf '%s\n' "$system" >"$at/lossd_server-1.3.0-py3-none-manylinux_${glibc}_x86_64.whl"
+  printf '%s\n' "$system" >"$at/lossd_1.3.0-1${distribution}_amd64.deb"
   printf 'sums\n' >"$at/SHA256SUMS"
 done
 printf 'x\n' >not-of-the-commit
 scripts/release --collect from to
-[ "$(ls to | tr '\n' ' ')" = "SHA256SUMS lossd-1.3.0-image.tar.gz lossd-1.3.0-py3-none-any.whl lossd_1.3.0_amd64_glibc2.36.deb lossd_1.3.0_amd64_glibc2.39.deb lossd_server-1.3.0-py3-none-manylinux_2_36_x86_64.whl lossd_server-1.3.0-py3-none-manylinux_2_39_x86_64.whl " ]
+[ "$(ls to | tr '\n' ' ')" = "SHA256SUMS lossd-1.3.0-image.tar.gz lossd-1.3.0-py3-none-any.whl lossd_1.3.0-1debian12_amd64.deb lossd_1.3.0-1ubuntu24.04_amd64.deb lossd_server-1.3.0-py3-none-manylinux_2_35_x86_64.whl " ]
 (cd to && sha256sum --check --quiet SHA256SUMS)
-[ "$(wc -l <to/SHA256SUMS)" = 6 ]
+[ "$(wc -l <to/SHA256SUMS)" = 5 ]
 # Docker looks for the Dockerfile at the root of what it is given.
-[ "$(tar --extract --to-stdout --file to/lossd-1.3.0-image.tar.gz Dockerfile)" = 'FROM scratch' ]
+[ "$(tar --extract --to-stdout --file to/lossd-1.3.0-image.tar.gz Dockerfile)" = $'ARG LOSSD_VERSION=1.3.0\nFROM scratch' ]
 if tar --list --file to/lossd-1.3.0-image.tar.gz | grep -q not-of-the-commit; then echo "the recipe is not of the commit" >&2; exit 1; fi
 scripts/release --collect from again
 cmp to/SHA256SUMS again/SHA256SUMS

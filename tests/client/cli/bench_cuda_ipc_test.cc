@@ -46,7 +46,7 @@ TEST_F(BenchCudaIpcTest, RowsAreOnTheServersGpu) {
     const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
     ASSERT_TRUE(json.is_object()) << text;
     EXPECT_EQ(json["transport"], "cuda_ipc");
-    EXPECT_EQ(json["transport_reason"], absl::StrCat("the server's GPU is of this host; 256 MiB of ", kUuid));
+    EXPECT_EQ(json["transport_reason"], absl::StrCat("the server's GPU is of this host; 4 MiB of ", kUuid));
     EXPECT_EQ(json["rows"], 300);
     EXPECT_GT(json["sent_bytes_per_second"], 0);
     EXPECT_EQ(json["received_bytes_per_second"] > 0, what != "loss");

@@ -147,7 +147,7 @@ TEST_F(CudaIpcTest, AutoTakesItForRowsOfTheServersGpu) {
   EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
   EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
   EXPECT_EQ(client->transport().device.reason,
-            absl::StrCat("the server's GPU is of this host; 256 MiB of ", kUuid));
+            absl::StrCat("the server's GPU is of this host; 4 MiB of ", kUuid));
   const auto failing = ConnectBy(*server_, "auto");
   fake_cuda::Fail("cuMemMap", 1);
   ExpectSame(OnGpu(*failing, problem_), wanted);

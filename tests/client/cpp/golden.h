@@ -26,6 +26,7 @@ using nlohmann::json;
 
 void RunPlan(const json& c);
 void RunRegionPlan(const json& c);
+void RunRegionSizes(const json& c);
 void RunWire(const json& c);
 void RunDecode(const json& c);
 void RunStreamAnswers(const json& c);

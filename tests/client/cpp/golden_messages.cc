@@ -147,6 +147,12 @@ void RunRegionPlan(const json& c) {
   EXPECT_EQ(ToJson(parts, row_bytes), c["in_messages"]);
 }
 
+void RunRegionSizes(const json& c) {
+  CheckMembers(c, {"call_bytes", "least", "most", "region"});
+  EXPECT_EQ(internal::WantedRegion(c["call_bytes"], {.least = c["least"], .most = c["most"]}),
+            c["region"].get<uint64_t>());
+}
+
 void RunWire(const json& c) {
   const std::string message = c.at("message");
   if (message == "open" || message == "backward") return RunOpening(c);

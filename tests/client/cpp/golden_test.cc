@@ -22,6 +22,7 @@ const std::map<std::string, Run>& Runs() {
   static const std::map<std::string, Run> runs{
       {"plan", RunPlan},
       {"plan in a region", RunRegionPlan},
+      {"sizes of regions", RunRegionSizes},
       {"wire", RunWire},
       {"decode", RunDecode},
       {"stream answers", RunStreamAnswers},

@@ -87,7 +87,7 @@ TEST_F(PinnedRegionTest, IsRegisteredOnceWithTheFirstRowsOfAGpu) {
     }
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(Registrations(), 1);
-    EXPECT_EQ(client->transport().reason, "the server is on this host; 256 MiB");
+    EXPECT_EQ(client->transport().reason, "the server is on this host; 4 MiB");
   }
   EXPECT_EQ(Pinned(), 0) << "before the memory was unmapped";
 }

@@ -78,6 +78,11 @@ def run_region_plan(case: Case) -> None:
     assert _with_bytes(parts, work.row_bytes) == case["in_messages"]
 
 
+def run_region_sizes(case: Case) -> None:
+    check_members(case, ("call_bytes", "least", "most", "region"))
+    assert _plan.RegionSizes(case["least"], case["most"]).wanted(case["call_bytes"]) == case["region"]
+
+
 # ---- wire ----
 
 
@@ -382,6 +387,7 @@ def run_repeats(case: Case) -> None:
 
 
 RUNS: dict[str, Callable[[Case], None]] = {
-    "plan": run_plan, "plan in a region": run_region_plan, "wire": run_wire, "decode": run_decode, "stream answers": run_stream_answers,
+    "plan": run_plan, "plan in a region": run_region_plan, "sizes of regions": run_region_sizes, "wire": run_wire,
+    "decode": run_decode, "stream answers": run_stream_answers,
     "tensor answers": run_tensor_answers, "statuses": run_statuses, "incarnations": run_incarnations,
     "waits": run_waits, "connections": run_connections, "repeats": run_repeats, "targets": run_targets, "listeners": run_listeners}

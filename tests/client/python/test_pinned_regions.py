@@ -49,7 +49,7 @@ def test_it_is_registered_once_with_the_first_cuda_array(server: ServerProcess, 
         assert gpus.pins == len(gpus.pinned) == 1
         region = client._connections.regions.get()
         assert region is not None and gpus.pinned == {region.address: region.size}
-        assert client.transport[1] == "the server is on this host; 256 MiB"
+        assert client.transport[1] == "the server is on this host; 4 MiB"
         del region
     del client
     gc.collect()
@@ -90,7 +90,7 @@ def test_a_registration_that_fails_is_not_repeated(server: ServerProcess, gpus: 
             gradient, _ = on_gpu(client)
             np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
         assert len(attempts) == 1
-        assert client.transport == ("shared_memory", "the server is on this host; 256 MiB; GPUs copy to it by a detour: "
+        assert client.transport == ("shared_memory", "the server is on this host; 4 MiB; GPUs copy to it by a detour: "
                                                      "cuMemHostRegister_v2 failed: out of memory")
 
 

@@ -18,11 +18,12 @@ import pytest
 from server_process import ServerProcess
 
 import lossd
-from lossd import _regions, _slice_places
+from lossd import _plan, _regions, _slice_places
 from lossd._row_memory import HostRows
 from lossd.v1 import region_pb2
 
 N, D, V = 300, 24, 97
+SIZES = _plan.RegionSizes(4096, 4096)
 
 
 def rows(seed: int = 0) -> tuple[Any, Any]:
@@ -238,7 +239,7 @@ def test_tries_again_after_a_failed_attempt(server: ServerProcess, monkeypatch: 
     monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _regions.RegionSource("auto", 4096, "/nowhere", lambda: name)
+    source = _regions.RegionSource("auto", SIZES, "/nowhere", lambda: name)
     assert source.get() is None
     assert source.choice()[0] == "grpc" and "/nowhere" in source.choice()[1] and "tried again" in source.choice()[1]
     wait_until(lambda: source.get() is not None)
@@ -251,7 +252,7 @@ def test_an_interrupt_while_a_region_is_opened_leaves_the_next_call_to_open_one(
                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _regions.RegionSource("auto", 4096, name, lambda: name)
+    source = _regions.RegionSource("auto", SIZES, name, lambda: name)
 
     def interrupt(*arguments: Any) -> Any:
         raise KeyboardInterrupt
@@ -307,7 +308,7 @@ def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 3600.0)
     attempts = []
-    source = _regions.RegionSource("auto", 4096, "/nowhere", lambda: attempts.append(1) or "/nowhere")
+    source = _regions.RegionSource("auto", SIZES, "/nowhere", lambda: attempts.append(1) or "/nowhere")
     start = time.monotonic()
     for _ in range(200):
         assert source.get() is None
@@ -319,7 +320,7 @@ def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_socket_of_another_server_is_tried_less_and_less(server: ServerProcess) -> None:
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _regions.RegionSource("auto", 4096, name, lambda: name)
+    source = _regions.RegionSource("auto", SIZES, name, lambda: name)
     for may_be_restarted in (True, True, False):
         region = source.get()
         assert (region is not None) == may_be_restarted

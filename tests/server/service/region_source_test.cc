@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <limits>
@@ -13,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/loss_plan.h"
@@ -34,7 +36,7 @@ std::string RegionSocketOf(const TestServer& server) {
 // A server that could not give memory, or was not reached, the first time may do so later.
 TEST(RegionSourceTest, TriesAgainAfterAFailedAttempt) {
   const TestServer server;
-  RegionSource source("auto", 4096, "/nowhere", [&server] { return RegionSocketOf(server); },
+  RegionSource source("auto", {4096, 4096}, "/nowhere", [&server] { return RegionSocketOf(server); },
                       {.first = absl::Milliseconds(1), .most = absl::Milliseconds(2)});
   EXPECT_EQ(source.Get(), nullptr);
   EXPECT_EQ(source.choice().transport, "grpc");
@@ -47,7 +49,7 @@ TEST(RegionSourceTest, TriesAgainAfterAFailedAttempt) {
 
 TEST(RegionSourceTest, PausesGrowBetweenAttempts) {
   int attempts = 0;
-  RegionSource source("auto", 4096, "/nowhere",
+  RegionSource source("auto", {4096, 4096}, "/nowhere",
                       [&attempts] {
                         ++attempts;
                         return std::string("/nowhere");
@@ -66,7 +68,8 @@ TEST(RegionSourceTest, PausesGrowBetweenAttempts) {
 
 TEST(RegionSourceTest, ASocketOfAnotherServerIsTriedLessAndLess) {
   const TestServer server;
-  RegionSource source("auto", 4096, RegionSocketOf(server), [&server] { return RegionSocketOf(server); },
+  RegionSource source("auto", {4096, 4096}, RegionSocketOf(server),
+                      [&server] { return RegionSocketOf(server); },
                       {.first = absl::Hours(1), .most = absl::Hours(1)});
   auto region = source.Get();
   ASSERT_NE(region, nullptr);
@@ -81,6 +84,143 @@ TEST(RegionSourceTest, ASocketOfAnotherServerIsTriedLessAndLess) {
   refuse(*next);
   EXPECT_EQ(source.Get(), nullptr);
   EXPECT_THAT(source.choice().reason, HasSubstr("does not know the regions of its socket"));
+}
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+TEST(RegionSourceTest, GrowsWithTheCalls) {
+  const TestServer server;
+  RegionSource source("auto", {kMiB, 32 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  const auto first = source.Get();
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->size(), kMiB);
+  EXPECT_EQ(source.Get(kMiB / 4), first);
+  const auto second = source.Get(kMiB);
+  EXPECT_EQ(second->size(), 4 * kMiB);
+  EXPECT_EQ(source.Get(1), second) << "smaller calls use what is there";
+  EXPECT_EQ(source.Get(100 * kMiB)->size(), 32 * kMiB);
+  EXPECT_TRUE(first->usable()) << "for calls that have it";
+}
+
+TEST(RegionSourceTest, GrowsWhenCallsFindNoRoom) {
+  const TestServer server;
+  RegionSource source("auto", {kMiB, 32 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  const auto first = source.Get();
+  ASSERT_NE(first, nullptr);
+  ASSERT_TRUE(first->Take(kMiB).has_value());
+  EXPECT_EQ(source.Get(), first) << "nobody needs more yet";
+  EXPECT_FALSE(first->Take(1).has_value());
+  const auto second = source.Get();
+  EXPECT_EQ(second->size(), 4 * kMiB);
+  EXPECT_EQ(source.Get(), second);
+}
+
+// One that no call uses goes back first, so that there may be room.
+TEST(RegionSourceTest, ARegionThatNoCallUsesMakesRoomForALargerOne) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 8 * kMiB;
+  const TestServer server(options);
+  RegionSource source("auto", {kMiB, 32 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  ASSERT_NE(source.Get(), nullptr);
+  EXPECT_EQ(source.Get(2 * kMiB)->size(), 8 * kMiB);
+}
+
+// What there is beside the region of calls under way; later, when nothing is under way, the whole.
+TEST(RegionSourceTest, AsksAgainForWhatItDidNotGet) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 8 * kMiB;
+  const TestServer server(options);
+  RegionSource source("auto", {kMiB, 8 * kMiB}, RegionSocketOf(server), [] { return std::string(); },
+                      {.first = absl::Milliseconds(1), .most = absl::Milliseconds(1)});
+  {
+    const auto used = source.Get();
+    ASSERT_NE(used, nullptr);
+    const auto second = source.Get(2 * kMiB);
+    EXPECT_GT(second->size(), kMiB);
+    EXPECT_LT(second->size(), 8 * kMiB);
+  }
+  std::shared_ptr<client::internal::SharedRegion> region;
+  for (int i = 0; i < 500 && (region == nullptr || region->size() < 8 * kMiB); ++i) {
+    region = nullptr;
+    absl::SleepFor(absl::Milliseconds(2));
+    region = source.Get(2 * kMiB);
+  }
+  EXPECT_EQ(region->size(), 8 * kMiB);
+}
+
+// And does not ask with each call, even where there would be room again.
+TEST(RegionSourceTest, KeepsItsRegionWhereTheServerGivesNoLargerOne) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 8 * kMiB;
+  options.peer_share = 1;
+  const TestServer server(options);
+  RegionSource other("auto", {4 * kMiB, 4 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  RegionSource source("auto", {2 * kMiB, 32 * kMiB}, RegionSocketOf(server), [] { return std::string(); },
+                      {.first = absl::Milliseconds(1), .most = absl::Hours(1)});
+  ASSERT_NE(other.Get(), nullptr);
+  const auto region = source.Get();
+  ASSERT_NE(region, nullptr);
+  EXPECT_EQ(source.Get(20 * kMiB), region);
+  other.Get()->Retire();
+  other.DropUnusable();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(source.Get(20 * kMiB), region);
+  EXPECT_EQ(source.choice().transport, "shared_memory");
+}
+
+TEST(RegionSourceTest, ARestartedServerIsAskedForWhatCallsNeed) {
+  const std::string socket = absl::StrCat(::testing::TempDir(), "/lossd-region-source-", getpid());
+  ServerOptions options = SmallServer();
+  options.region_socket = socket;
+  auto server = std::make_unique<TestServer>(options);
+  RegionSource source("auto", {kMiB, 32 * kMiB}, socket, [&] { return socket; });
+  auto region = source.Get(2 * kMiB);
+  ASSERT_NE(region, nullptr);
+  EXPECT_EQ(region->size(), 8 * kMiB);
+  server = nullptr;
+  server = std::make_unique<TestServer>(options);
+  ASSERT_FALSE(region->usable());
+  region = source.Get(4 * kMiB);
+  ASSERT_NE(region, nullptr);
+  EXPECT_EQ(region->size(), 16 * kMiB);
+}
+
+TEST(RegionSourceTest, GrowsWhileOtherThreadsBeginAndEndCalls) {
+  const TestServer server;
+  RegionSource source("auto", {kMiB, 64 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&source, thread] {
+      for (uint64_t i = 0; i < 60; ++i) {
+        const auto region = source.Get(((i * 37 + thread * 11) % 64) * kMiB / 8);
+        if (region == nullptr) continue;  // another thread is opening one
+        const auto offset = region->Take(1 + i * 4096);
+        if (!offset.has_value()) continue;
+        region->At(*offset)[0] = 1;
+        region->Give(*offset);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GE(source.Get()->size(), 16 * kMiB);
+}
+
+// They had a quarter of what the server gives each, whatever they sent.
+TEST(RegionSourceTest, ManyClientsOfSmallMicrobatchesShareWhatThereIs) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 256 * kMiB;
+  const TestServer server(options);
+  std::mt19937_64 rng(12);
+  const SmallRows rows = MakeSmallRows(50, rng);
+  std::vector<std::unique_ptr<client::Client>> clients;
+  for (int i = 0; i < 12; ++i) {
+    clients.push_back(
+        client::Client::Connect({.target = server.target(), .transport = "shared_memory"}).value());
+    if (i == 0) {
+      ASSERT_TRUE(clients[0]->CreateHead(SmallHead()).ok());
+    }
+    ASSERT_TRUE(clients[i]->ComputeLoss(SmallMicrobatch(rows, 0, i), {}).ok());
+    EXPECT_EQ(clients[i]->transport().transport, "shared_memory") << clients[i]->transport().reason;
+  }
 }
 
 // The server does not wait for the client's next call.

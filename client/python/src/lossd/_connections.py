@@ -22,11 +22,12 @@ from lossd._cancellation import Cancellation
 from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
+from lossd._plan import RegionSizes
 from lossd._regions import RegionSource, SharedRegion
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 
-_REGION_BYTES = 256 << 20  # asked for, of the host's memory and of the GPU's: a share of it holds a whole microbatch
+_REGION_SIZES = RegionSizes(least=4 << 20, most=256 << 20)  # asked for, of the host's memory and of the GPU's
 
 _SHUNNED_SECONDS = 5.0  # so long others are preferred to a connection that broke
 
@@ -129,7 +130,7 @@ class Connections:
         self._next_deadline = 0.0
         self._server_version = ""
         server = server_pb2.ServerDescription()
-        self.regions = self.device_regions = RegionSource("grpc", 0, "", str)
+        self.regions = self.device_regions = RegionSource("grpc", _REGION_SIZES, "", str)
         deadline = Deadline(options.connect_timeout)
         try:
             for connection in self._all:
@@ -158,14 +159,14 @@ class Connections:
     def _share_memory(self, server: server_pb2.ServerDescription) -> None:
         options = self.options
         size = options.shared_memory_bytes
+        sizes = RegionSizes(size, size) if size else _REGION_SIZES
         if options.transport != "grpc":
-            self.regions = RegionSource("auto", size or _REGION_BYTES, server.region_socket, lambda: self._ask().region_socket)
+            self.regions = RegionSource("auto", sizes, server.region_socket, lambda: self._ask().region_socket)
         if options.transport == "shared_memory":
             self.regions.check()
         if options.transport in ("auto", "cuda_ipc") and server.region_device:
             self.device = server.region_device
-            self.device_regions = RegionSource(
-                "auto", size or _REGION_BYTES, server.region_socket, self._socket_of_device, self.device)
+            self.device_regions = RegionSource("auto", sizes, server.region_socket, self._socket_of_device, self.device)
         if options.transport == "cuda_ipc":
             if not self.device:
                 raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")
@@ -180,12 +181,13 @@ class Connections:
         server = self._ask()
         return server.region_socket if server.region_device == self.device else ""
 
-    def region_for(self, device: str) -> SharedRegion | None:
-        """For a call whose rows lie on `device`; None: they are to go in messages. May open a region."""
+    def region_for(self, device: str, call_bytes: int) -> SharedRegion | None:
+        """For a call whose rows have so many bytes and lie on `device`; None: they are to go in messages. May open a
+        region."""
         if not device:
-            return self.regions.get()
-        region = self.device_regions.get() if self._shares(device) else None
-        region = self.regions.get() if region is None else region
+            return self.regions.get(call_bytes)
+        region = self.device_regions.get(call_bytes) if self._shares(device) else None
+        region = self.regions.get(call_bytes) if region is None else region
         if region is not None:
             region.pin_for(device)
         return region

@@ -16,6 +16,7 @@ from lossd.v1 import loss_pb2
 MIN_ROWS_PER_STREAM = 128  # fewest valid rows worth a stream of their own, as in client/cpp/loss_plan.h
 _MESSAGE_BYTES = 2 << 20  # larger messages cost less in the interpreter, smaller ones overlap better
 _CALLS_PER_REGION = 4
+REGION_GROWTH = 4  # the region that is asked for when calls have found no room: so many times what it was asked for
 _HOST_SLICE_BYTES = 4 << 20  # of rows that are copied into a region, while the server works on those before them;
 _HOST_SLICE_BYTES_AMONG_CALLS = 16 << 20  # or on those of other calls: then fewer messages matter more
 
@@ -79,6 +80,19 @@ class SliceRule:
             parts.append(Rows(begin, min(begin + room, rows.end)))
             begin = parts[-1].end
         return parts
+
+
+@dataclass(frozen=True)
+class RegionSizes:
+    """Bytes of the regions that a client asks for: `least` at first."""
+
+    least: int
+    most: int
+
+    def wanted(self, call_bytes: int) -> int:
+        """The region for calls whose rows have so many bytes: a power of two of which they are a share, within the sizes."""
+        wanted = _CALLS_PER_REGION * min(call_bytes, self.most)
+        return min(max(1 << max(wanted - 1, 0).bit_length(), self.least), self.most)
 
 
 def share_of_region(size: int) -> int:

@@ -32,6 +32,7 @@ _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
 _FIRST_PAUSE = 2.0  # seconds without after an attempt that failed; twice as long each time
 _LONGEST_PAUSE = 64.0
+_LONGEST_GROWTH_PAUSE = 3600.0
 
 
 def given_or_environment(transport: str | None) -> str:
@@ -60,6 +61,7 @@ class SharedRegion:
         self.size: int = answer.bytes
         self._pid = os.getpid()
         self.refused = False  # the server says that it has no such region
+        self.crowded = False  # there was no room for something
         self._lock = threading.Lock()  # guards what follows
         self._freed = threading.Condition(self._lock)
         self._retired = False
@@ -108,8 +110,16 @@ class SharedRegion:
             except errors.LossdError as error:
                 self.pin_problem = error
 
+    def begin(self) -> bool:
+        """A call begins to use it, until leave(). False: it has been retired, so the call is to do without."""
+        with self._lock:
+            if self._retired:
+                return False
+            self._users += 1
+            return True
+
     def enter(self) -> None:
-        """A call, or a copy of one, begins to use it."""
+        """A copy of a call that uses it begins, until leave(); the call may end before."""
         with self._lock:
             self._users += 1
 
@@ -143,6 +153,7 @@ class SharedRegion:
         end = time.monotonic() + patience
         with self._lock:
             while (offset := self._find(whole)) is None:
+                self.crowded = True
                 left = end - time.monotonic()
                 if left <= 0 or whole > self.size or self._retired:
                     return None
@@ -172,6 +183,13 @@ class SharedRegion:
             self._retired = True
             self._freed.notify_all()
             self._end_session()
+
+    def retire_unused(self) -> None:
+        """Gives it back to the server at once if no call uses it."""
+        with self._lock:
+            if self._users == 0:
+                self._retired = True
+                self._end_session()
 
     def after_failure(self, error: BaseException, *, holds: bool) -> None:
         """A call that named it has failed: it is retired if the server may still write to ranges of the call (`holds`),
@@ -285,20 +303,23 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
 
 
 class RegionSource:
-    """Opens a region with the first loss call of a client, and another one when that cannot be used any more.
+    """Opens a region with the first loss call of a client, a larger one in its place when calls need it, and another one
+    when that cannot be used any more.
 
     An attempt that fails is repeated by calls that begin later, after pauses that grow. Thread-safe.
     """
 
-    def __init__(self, transport: str, size: int, name: str, ask: Callable[[], str], device: str = "") -> None:
+    def __init__(self, transport: str, sizes: _plan.RegionSizes, name: str, ask: Callable[[], str], device: str = "") -> None:
         """`name`: the region socket, as the server has told it; `ask` asks for it again. `device` as in SharedRegion."""
         self._transport = transport
-        self._size = size
+        self._sizes = sizes
         self._ask = ask
         self._device = device
         self._changed = threading.Condition()  # guards what follows
         self._name = name
         self._region: SharedRegion | None = None
+        self._next_growth = 0.0
+        self._growth_pause = _LONGEST_PAUSE  # after the next attempt that brings less than it asked for
         self._opening = self._tried = self._closed = False
         self._refused = False  # the server did not know the region before
         self._pause = _FIRST_PAUSE  # after the next attempt that fails
@@ -310,23 +331,30 @@ class RegionSource:
         if self.get() is None and self._problem is not None:
             raise self._problem
 
-    def get(self) -> SharedRegion | None:
-        """The region for a call that begins; None: it is to send its slices in messages.
+    def get(self, call_bytes: int = 0) -> SharedRegion | None:
+        """The region for a call that begins, whose rows have so many bytes; None: it is to send its slices in messages.
 
-        All calls wait for the first attempt to open one, and none for a later one of another call.
+        All calls wait for the first attempt to open one, and none for a later one of another call: they use the region that
+        is there, if there is one.
         """
         if self._transport == "grpc":
             return None
         with self._changed:
             while self._opening and not self._tried:
                 self._changed.wait()
-            if self._region is not None and self._region.usable():
+            usable = self._region is not None and self._region.usable()
+            if not usable:
+                self._drop()
+            size = self._wanted(call_bytes)
+            before = self._region.size if self._region is not None else 0
+            next_try = self._next_growth if usable else self._next_try
+            if self._closed or self._opening or size <= before or time.monotonic() < next_try:
                 return self._region
-            if not self._is_time():
-                return None
             self._opening = True
+            if self._region is not None:  # the server may have no room for both
+                self._region.retire_unused()
         try:
-            region, problem = self._open()
+            region, problem = self._open(size, ask=self._tried and not usable)  # it may be another process by now
         except BaseException:  # an interrupt: the next call is to try
             with self._changed:
                 self._opening = False
@@ -335,42 +363,66 @@ class RegionSource:
         with self._changed:
             self._opening, self._tried = False, True
             self._changed.notify_all()
-            self._problem = problem
-            if region is None:
-                self._wait_longer()
-            elif self._closed:
-                region.retire()
-                region = None
-            elif not self._refused:
-                self._pause = _FIRST_PAUSE
-            self._region = region
-            return region
+            self._take(region, size, problem)
+            return self._region
 
-    def _is_time(self) -> bool:
-        """Whether the caller is to open a region now."""
-        if self._region is not None:
-            refused = self._region.refused
-            # Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
-            # another server.
-            if refused and self._refused:
-                self._problem = _no_region("the server does not know the regions of its socket")
-                self._wait_longer()
-            self._refused = refused
-            self._region = None
-        return not self._closed and not self._opening and time.monotonic() >= self._next_try
+    def _wanted(self, call_bytes: int) -> int:
+        """What to ask the server for."""
+        wanted = self._sizes.wanted(call_bytes)
+        if self._region is None or not self._region.crowded:
+            return wanted
+        return max(wanted, min(self._sizes.most, _plan.REGION_GROWTH * self._region.size))
+
+    def _take(self, region: SharedRegion | None, size: int, problem: errors.LossdError | None) -> None:
+        """Takes what an attempt to get so many bytes has brought."""
+        if self._closed:
+            if region is not None:
+                region.retire()
+            return
+        if region is None or region.size < size:  # a server is not asked with each call for what it has not given
+            self._next_growth = time.monotonic() + self._growth_pause
+            self._growth_pause = min(2 * self._growth_pause, _LONGEST_GROWTH_PAUSE)
+        else:
+            self._growth_pause = _LONGEST_PAUSE
+        if self._region is not None and self._region.usable():  # calls use it, for which a larger one was wanted
+            if region is not None and region.size > self._region.size:
+                self._region.retire()  # they keep it
+                self._region = region
+            elif region is not None:
+                region.retire()
+            return
+        self._drop()
+        self._region, self._problem = region, problem
+        if region is None:
+            self._wait_longer()
+        elif not self._refused:
+            self._pause = _FIRST_PAUSE
+
+    def _drop(self) -> None:
+        """Of a region that cannot be used any more."""
+        if self._region is None:
+            return
+        refused = self._region.refused
+        # Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
+        # another server.
+        if refused and self._refused:
+            self._problem = _no_region("the server does not know the regions of its socket")
+            self._wait_longer()
+        self._refused = refused
+        self._region = None
 
     def _wait_longer(self) -> None:
         self._next_try = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _open(self) -> tuple[SharedRegion | None, errors.LossdError | None]:
+    def _open(self, size: int, ask: bool) -> tuple[SharedRegion | None, errors.LossdError | None]:
         """One attempt, by the one thread that has set _opening."""
         try:
-            if self._tried:  # the server may be another process by now
+            if ask:
                 self._name = self._ask()
             if not self._name:
                 raise _no_region("the server offers none")
-            return SharedRegion(self._name, self._size, self._device), None
+            return SharedRegion(self._name, size, self._device), None
         except errors.LossdError as error:
             return None, error
 
@@ -385,6 +437,8 @@ class RegionSource:
                 problem = self._region.pin_problem
                 return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB" + (
                     "" if problem is None else f"; GPUs copy to it by a detour: {problem.message}")
+            if self._opening:
+                return "grpc", "the shared memory is being opened"
             if not self._tried:
                 return "grpc", "nothing was sent yet"
             if self._problem is None:

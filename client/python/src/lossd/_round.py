@@ -105,9 +105,12 @@ class Round:
     def _run_stream(self, connection: Connection, rows: Rows, rule: SliceRule) -> None:
         parts = self._parts
         work = parts.work
-        region = None if work.memory is None else parts.connections.region_for(work.memory.device)
+        region = None
+        if work.memory is not None:
+            region = parts.connections.region_for(work.memory.device, work.moved_rows * work.row_bytes)
         # Where rows have an order, those of other calls may have to come before a slice is answered.
         with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
+            region = places.region
             room = places.reserve(rows, work.row_bytes) if work.hidden is None else None
             cut = rule if region is None else rule.in_region(len(rows), region.wanted_rows(work.row_bytes))
             plan = work.plan(rows, cut, parts.check.meant(), b"" if region is None else region.id, room)

@@ -33,7 +33,7 @@ class SlicePlaces:
     def __init__(self, region: SharedRegion | None, may_wait: bool) -> None:
         """`region` None: all slices go in messages. `may_wait`: answers come while further slices are not sent, so a
         slice may wait for the place of one before it."""
-        self._region = region
+        self._region = region if region is not None and region.begin() else None
         self._may_wait = may_wait
         self._changed = threading.Condition()  # guards what follows
         self._taken: dict[int, tuple[int, int]] = {}  # first row to offset and bytes
@@ -41,8 +41,11 @@ class SlicePlaces:
         self._closed = False
         self._patient = True  # with other calls; of the thread that puts
         self._room: Room | None = None
-        if region is not None:
-            region.enter()
+
+    @property
+    def region(self) -> SharedRegion | None:
+        """The one that the call uses; None if that could not be used any more."""
+        return self._region
 
     def __enter__(self) -> SlicePlaces:
         return self

@@ -20,6 +20,7 @@ _WRITE = "/lossd.v1.HeadService/WriteTensor"
 _ADD = "/lossd.v1.HeadService/AddGradient"
 
 _LEAST_SHARED = 1 << 20  # bytes of a tensor that is worth a region
+_PIECE_BYTES = 16 << 20  # for larger pieces no larger region is asked for
 _PIECES_PER_REGION = 4  # so that loss computations find room beside it
 
 
@@ -34,11 +35,10 @@ def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, r
                 deadline: Deadline) -> None:
     """Reads the rows that `request` names into `out`, bytes of whole rows; in shared memory if they are worth it."""
     reader = TensorReader(request, row_bytes, out)
-    region = connections.regions.get() if out.nbytes >= _LEAST_SHARED else None
-    if region is None:
+    region = connections.regions.get(min(out.nbytes, _PIECE_BYTES)) if out.nbytes >= _LEAST_SHARED else None
+    if region is None or not region.begin():
         _read_rows(connections, request, reader, deadline)
     else:
-        region.enter()
         try:
             _read_through(region, connections, request, row_bytes, reader, deadline)
         finally:

@@ -89,6 +89,11 @@ class Work(ABC):
         return self.hidden or self.outputs.grad_hidden
 
     @property
+    def moved_rows(self) -> int:
+        """Rows whose hidden states or gradients travel."""
+        return self.rows
+
+    @property
     def restartable(self) -> bool:
         """Nothing of a call that fails stays, so it may begin again with what it finds."""
         return not self.in_step
@@ -148,6 +153,10 @@ class ForwardWork(Work):
         self._valid = targets != options.ignore_index
         self._valid_rows = int(np.count_nonzero(self._valid))
         self._check()
+
+    @property
+    def moved_rows(self) -> int:
+        return self._valid_rows
 
     def _check(self) -> None:
         self._scale.check(self._options.use_class_weights)

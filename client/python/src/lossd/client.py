@@ -93,7 +93,7 @@ class Client(HeadCalls):
             in memory of the server's GPU if they lie on it, else in shared memory, if it can be had.
             None: the environment variable LOSSD_TRANSPORT, or "auto".
           shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
-            None: 64 MiB of the host's, 256 MiB of the GPU's.
+            None: 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")

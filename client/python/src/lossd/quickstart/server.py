@@ -33,8 +33,8 @@ def find_program(given: str | None = None) -> str:
         pass
     if found := shutil.which("lossd"):
         return found
-    raise NoServer("there is no lossd program: `pip install lossd-server` brings one, --program names one, and --server "
-                   "names a server that runs already")
+    raise NoServer("there is no lossd program: the wheel lossd_server-*.whl of a release or of `make packages` brings one, --program "
+                   "names one, and --server names a server that runs already")
 
 
 class OwnServer:
