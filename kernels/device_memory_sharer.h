@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,10 +35,14 @@ class SharedDeviceMemory {
 class DeviceMemorySharer {
  public:
   virtual ~DeviceMemorySharer() = default;
-  // `bytes` > 0, rounded up to whole pages, of the device that BackendInfo::uuids names. Counted as
-  // MemoryKind::kSlots. RESOURCE_EXHAUSTED if it would pass a limit; UNIMPLEMENTED if the device or its
-  // driver cannot share memory.
+  // The UUID of the device whose memory ShareDeviceMemory gives; empty: it gives none.
+  virtual std::string SharingDevice() const = 0;
+  // `bytes` > 0, rounded up to whole pages, of that device. Counted as MemoryKind::kSlots. RESOURCE_EXHAUSTED
+  // if it would pass a limit; UNIMPLEMENTED if the device or its driver cannot share memory.
   virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) = 0;
+  // Lets this device read and write memory that another backend of this process shares, SharedDeviceMemory's
+  // bytes(), as long as it is there. UNIMPLEMENTED if nothing connects the two devices.
+  virtual absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) = 0;
 };
 
 }  // namespace lossd::kernels

@@ -58,12 +58,12 @@ namespace lossd::client {
 //
 // kDevice is memory of a GPU of this host as CUDA's driver and runtime allocate it, also on another GPU than
 // the server's, with any transport (ClientOptions): rows are copied to and from memory of the server's GPU,
-// or by way of memory of the host. The client copies on streams of its own, which wait for no stream of the
-// caller's: what writes the hidden states, and what still uses the memory of the gradients, must have ended
-// before the call begins (cudaStreamSynchronize). When the call is done, the gradients are there for work of
-// any stream. The first such call loads CUDA's driver, which takes a moment. INVALID_ARGUMENT if the memory
-// is no GPU's or the two are on several; UNAVAILABLE if there is no driver, or if it fails, which counts as a
-// stream that breaks.
+// or by way of memory of the host. The client copies on streams of its own: what writes the hidden states,
+// and what still uses the memory of the gradients, must have ended before the call begins
+// (cudaStreamSynchronize), or be on the stream that Microbatch::stream names. When the call is done, the
+// gradients are there for work of any stream. The first such call loads CUDA's driver, which takes a moment.
+// INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is no driver, or
+// if it fails, which counts as a stream that breaks.
 enum class Memory { kHost, kDevice };
 
 // The rows of one loss computation.
@@ -79,6 +79,11 @@ struct Microbatch {
   // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid.
   const void* hidden = nullptr;
   Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
+  // With Memory::kDevice: a stream (cudaStream_t, CUstream) of the GPU that has `hidden`. The client's copies
+  // wait, on the GPU, for what it has been given before the call, and for nothing that it is given later.
+  // That must not wait for calls of this client itself. The stream may be destroyed before the call is done.
+  // Null is CUDA's default stream; nullopt: the copies wait for none.
+  std::optional<void*> stream;
   // [N]; its size is N. A class in [0, V) or ComputeOptions::loss.ignore_index. Copied.
   absl::Span<const int32_t> targets;
   // Empty, or [N]: multiply the rows' losses and gradients. Copied.
@@ -136,6 +141,7 @@ struct RetainedGradients {
   uint64_t hidden_size = 0;                 // D
   v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
   Memory memory = Memory::kHost;            // of the `grad_hidden` of Client::Backward
+  std::optional<void*> stream;              // as Microbatch::stream, of the GPU that has `grad_hidden`
   // [N], finite: the gradient of the objective with respect to each row's loss. Those of ignored rows do not
   // matter. Copied.
   absl::Span<const float> grad_loss;

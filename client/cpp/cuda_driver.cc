@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -31,6 +30,7 @@ struct Access {  // CUmemAccessDesc
   int flags;
 };
 constexpr Result kSuccess = 0;
+constexpr Result kAlreadyEnabled = 704;    // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 constexpr int kDeviceOrdinal = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr int kPosixDescriptor = 1;        // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr int kOnDevice = 1;               // CU_MEM_LOCATION_TYPE_DEVICE
@@ -53,6 +53,7 @@ struct CudaDriver::Functions {
   Result (*retain_context)(void**, Device) = nullptr;
   Result (*push_context)(void*) = nullptr;
   Result (*pop_context)(void**) = nullptr;
+  Result (*enable_peer)(void*, unsigned) = nullptr;
   Result (*import_handle)(Handle*, void*, int) = nullptr;
   Result (*release_handle)(Handle) = nullptr;
   Result (*reserve)(Address*, size_t, size_t, Address, unsigned long long) = nullptr;
@@ -68,6 +69,7 @@ struct CudaDriver::Functions {
   Result (*fill)(Address, unsigned char, size_t, void*) = nullptr;
   Result (*create_stream)(void**, unsigned) = nullptr;
   Result (*await_stream)(void*) = nullptr;
+  Result (*order_stream)(void*, void*, unsigned) = nullptr;
   Result (*destroy_stream)(void*) = nullptr;
   Result (*create_event)(void**, unsigned) = nullptr;
   Result (*record_event)(void*, void*) = nullptr;
@@ -84,6 +86,7 @@ struct CudaDriver::Functions {
     Find(library, "cuDevicePrimaryCtxRetain", retain_context);
     Find(library, "cuCtxPushCurrent_v2", push_context);
     Find(library, "cuCtxPopCurrent_v2", pop_context);
+    Find(library, "cuCtxEnablePeerAccess", enable_peer);
     Find(library, "cuMemImportFromShareableHandle", import_handle);
     Find(library, "cuMemRelease", release_handle);
     Find(library, "cuMemAddressReserve", reserve);
@@ -99,6 +102,7 @@ struct CudaDriver::Functions {
     Find(library, "cuMemsetD8Async", fill);
     Find(library, "cuStreamCreate", create_stream);
     Find(library, "cuStreamSynchronize", await_stream);
+    Find(library, "cuStreamWaitEvent", order_stream);
     Find(library, "cuStreamDestroy_v2", destroy_stream);
     Find(library, "cuEventCreate", create_event);
     Find(library, "cuEventRecord", record_event);
@@ -230,15 +234,46 @@ absl::StatusOr<uint8_t*> CudaDriver::Import(int descriptor, uint64_t bytes, int 
 absl::Status CudaDriver::Map(uint64_t address, uint64_t bytes, uint64_t handle, int device) const {
   absl::Status status = Check(functions_->map(address, bytes, 0, handle, 0), "cuMemMap");
   if (!status.ok()) return status;
-  const Access access{{kOnDevice, device}, kReadAndWrite};
-  status = Check(functions_->set_access(address, bytes, &access, 1), "cuMemSetAccess");
+  status = GiveAccess(address, bytes, device);
   if (!status.ok()) functions_->unmap(address, bytes);
   return status;
+}
+
+absl::Status CudaDriver::GiveAccess(uint64_t address, uint64_t bytes, int device) const {
+  const Access access{{kOnDevice, device}, kReadAndWrite};
+  return Check(functions_->set_access(address, bytes, &access, 1), "cuMemSetAccess");
+}
+
+bool CudaDriver::LetReach(uint8_t* address, uint64_t bytes, int owner, int other) {
+  const std::pair<uint64_t, int> key(ToAddress(address), other);
+  {
+    absl::MutexLock lock(&mu_);
+    if (const auto known = reached_.find(key); known != reached_.end()) return known->second;
+  }
+  const bool connected = Connect(key.first, bytes, owner, other).ok();  // twice is as good as once
+  absl::MutexLock lock(&mu_);
+  reached_[key] = connected;
+  return connected;
+}
+
+absl::Status CudaDriver::Connect(uint64_t address, uint64_t bytes, int owner, int other) {
+  const Current current(this, owner);
+  if (!current.status().ok()) return current.status();
+  const absl::StatusOr<void*> context = Context(other);
+  if (!context.ok()) return context.status();
+  if (absl::Status status = GiveAccess(address, bytes, other); !status.ok()) return status;
+  const Result enabled = functions_->enable_peer(*context, 0);
+  return enabled == kAlreadyEnabled ? absl::OkStatus() : Check(enabled, "cuCtxEnablePeerAccess");
 }
 
 void CudaDriver::Unmap(uint8_t* address, uint64_t bytes, int device) {
   const Current current(this, device);
   if (!current.status().ok()) return;
+  {
+    absl::MutexLock lock(&mu_);
+    const uint64_t begin = ToAddress(address);
+    reached_.erase(reached_.lower_bound({begin, 0}), reached_.lower_bound({begin + 1, 0}));
+  }
   functions_->unmap(ToAddress(address), bytes);
   functions_->free_reserved(ToAddress(address), bytes);
 }
@@ -270,26 +305,48 @@ void CudaDriver::Unpin(void* memory, int device) {
   if (current.status().ok()) functions_->unregister_host(memory);
 }
 
-absl::Status CudaDriver::Copy(void* to, const void* from, uint64_t bytes, int device) {
+absl::Status CudaDriver::Copy(void* to, const void* from, uint64_t bytes, int device,
+                              const StreamPoint* after) {
   if (bytes == 0) return absl::OkStatus();
-  return Run(device, [&](void* stream) {
+  return Run(device, after, [&](void* stream) {
     return Check(functions_->copy(ToAddress(to), ToAddress(from), bytes, stream), "cuMemcpyAsync");
   });
 }
 
-absl::Status CudaDriver::FillZeros(void* to, uint64_t bytes, int device) {
+absl::Status CudaDriver::FillZeros(void* to, uint64_t bytes, int device, const StreamPoint* after) {
   if (bytes == 0) return absl::OkStatus();
-  return Run(device, [&](void* stream) {
+  return Run(device, after, [&](void* stream) {
     return Check(functions_->fill(ToAddress(to), 0, bytes, stream), "cuMemsetD8Async");
   });
 }
 
-absl::Status CudaDriver::Run(int device, absl::FunctionRef<absl::Status(void* stream)> enqueue) {
+absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaDriver::PointOf(void* stream, int device) {
+  const Current current(this, device);
+  if (!current.status().ok()) return current.status();
+  void* event = nullptr;
+  absl::Status status = Check(functions_->create_event(&event, kSleeping), "cuEventCreate");
+  if (!status.ok()) return status;
+  auto point = std::make_shared<const StreamPoint>(this, event, device);
+  status = Check(functions_->record_event(event, stream), "cuEventRecord");
+  if (!status.ok()) return status;
+  return point;
+}
+
+StreamPoint::~StreamPoint() {
+  const CudaDriver::Current current(driver_, device_);
+  if (current.status().ok()) driver_->functions_->destroy_event(event_);
+}
+
+absl::Status CudaDriver::Run(int device, const StreamPoint* after,
+                             absl::FunctionRef<absl::Status(void* stream)> enqueue) {
   const Current current(this, device);
   if (!current.status().ok()) return current.status();
   const absl::StatusOr<Lane> lane = TakeLane(device);
   if (!lane.ok()) return lane.status();
-  absl::Status status = enqueue(lane->stream);
+  absl::Status status;
+  if (after != nullptr)
+    status = Check(functions_->order_stream(lane->stream, after->event(), 0), "cuStreamWaitEvent");
+  if (status.ok()) status = enqueue(lane->stream);
   if (status.ok()) status = Await(*lane);
   if (!status.ok()) {
     Destroy(*lane);
@@ -331,24 +388,6 @@ void CudaDriver::Destroy(const Lane& lane) const {
   functions_->await_stream(lane.stream);
   functions_->destroy_event(lane.end);
   functions_->destroy_stream(lane.stream);
-}
-
-absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu) {
-  if (!gpu.has_value()) {
-    if (bytes > 0) std::memcpy(to, from, bytes);
-    return absl::OkStatus();
-  }
-  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
-  return driver.ok() ? (*driver)->Copy(to, from, bytes, *gpu) : driver.status();
-}
-
-absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu) {
-  if (!gpu.has_value()) {
-    if (bytes > 0) std::memset(to, 0, bytes);
-    return absl::OkStatus();
-  }
-  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
-  return driver.ok() ? (*driver)->FillZeros(to, bytes, *gpu) : driver.status();
 }
 
 }  // namespace lossd::client::internal

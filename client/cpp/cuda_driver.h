@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -28,6 +29,25 @@
 #include "absl/synchronization/mutex.h"
 
 namespace lossd::client::internal {
+
+class CudaDriver;
+
+// What a stream of the caller's had been given at one moment. Thread-safe.
+class StreamPoint {
+ public:
+  StreamPoint(CudaDriver* driver, void* event, int device)
+      : driver_(driver), event_(event), device_(device) {}
+  ~StreamPoint();
+  StreamPoint(const StreamPoint&) = delete;
+  StreamPoint& operator=(const StreamPoint&) = delete;
+
+  void* event() const { return event_; }
+
+ private:
+  CudaDriver* const driver_;
+  void* const event_;
+  const int device_;
+};
 
 class CudaDriver {
  public:
@@ -47,8 +67,12 @@ class CudaDriver {
 
   // Maps memory of `device` that another process shares by a POSIX descriptor, which stays the caller's.
   absl::StatusOr<uint8_t*> Import(int descriptor, uint64_t bytes, int device);
+  // Lets GPU `other` and `owner`, whose memory was imported to this address, reach each other's memory, so
+  // that either copies what it has to the other one's without a detour through memory of the host. False if
+  // nothing connects the two. Once for the same memory; a repeat only tells the answer.
+  bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other) ABSL_LOCKS_EXCLUDED(mu_);
   // Undoes Import of so many bytes; ends without effect if the driver is gone already.
-  void Unmap(uint8_t* address, uint64_t bytes, int device);
+  void Unmap(uint8_t* address, uint64_t bytes, int device) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Memory of a GPU for this process alone.
   absl::StatusOr<uint8_t*> Allocate(uint64_t bytes, int device);
@@ -60,12 +84,19 @@ class CudaDriver {
   // Undoes Pin; ends without effect if the driver is gone already.
   void Unpin(void* memory, int device);
 
-  // Copies between any two addresses, with work of `device` alone.
-  absl::Status Copy(void* to, const void* from, uint64_t bytes, int device);
+  // Copies between any two addresses, with work of `device` alone. Memory that was imported is one of them
+  // only if it is the device's, or if LetReach was true. Begins after `after` has been reached, unless that
+  // is null; so does FillZeros.
+  absl::Status Copy(void* to, const void* from, uint64_t bytes, int device,
+                    const StreamPoint* after = nullptr);
   // `to` is memory of a GPU.
-  absl::Status FillZeros(void* to, uint64_t bytes, int device);
+  absl::Status FillZeros(void* to, uint64_t bytes, int device, const StreamPoint* after = nullptr);
+
+  // All that a stream of the device has been given so far. The driver outlives it.
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(void* stream, int device);
 
  private:
+  friend class StreamPoint;
   struct Functions;
   struct Lane;  // a stream, and the event that tells the end of its work
   class Current;
@@ -76,9 +107,11 @@ class CudaDriver {
   // The device's primary context, which this object keeps.
   absl::StatusOr<void*> Context(int device) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Map(uint64_t address, uint64_t bytes, uint64_t handle, int device) const;
-  // Runs `enqueue` with a stream that nothing else uses, and waits for what it was given.
-  absl::Status Run(int device, absl::FunctionRef<absl::Status(void* stream)> enqueue)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status GiveAccess(uint64_t address, uint64_t bytes, int device) const;
+  absl::Status Connect(uint64_t address, uint64_t bytes, int owner, int other) ABSL_LOCKS_EXCLUDED(mu_);
+  // Runs `enqueue` with a stream that nothing else uses, after `after`, and waits for what it was given.
+  absl::Status Run(int device, const StreamPoint* after,
+                   absl::FunctionRef<absl::Status(void* stream)> enqueue) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Lane> TakeLane(int device) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Await(const Lane& lane) const;
   // Of a lane whose work has failed, after that has ended.
@@ -88,13 +121,19 @@ class CudaDriver {
   absl::Mutex mu_;
   std::map<int, void*> contexts_ ABSL_GUARDED_BY(mu_);           // by device
   std::map<int, std::vector<Lane>> lanes_ ABSL_GUARDED_BY(mu_);  // those that nothing uses, by device
+  // What LetReach has found, by address of the imported memory and other GPU.
+  std::map<std::pair<uint64_t, int>, bool> reached_ ABSL_GUARDED_BY(mu_);
 };
 
-// Copies between two addresses. `gpu`: the one whose memory either of them is, which does the work if they
-// are of two; nullopt: both are of the host.
-absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu);
-// Fills memory of the GPU, or of the host, with zeros.
-absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu);
+// As CudaDriver::LetReach.
+bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other);
+
+// Copies between two addresses. `gpu`: the one that does the work; nullopt: both are of the host.
+// `after` as in CudaDriver::Copy, if a GPU does it.
+absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu,
+                       const StreamPoint* after = nullptr);
+// Fills memory of the GPU, or of the host, with zeros; likewise.
+absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu, const StreamPoint* after = nullptr);
 
 }  // namespace lossd::client::internal
 

@@ -48,14 +48,36 @@ absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<C
   return gpu;
 }
 
+// A stream that is given, in the field of that name, is of the GPU of the rows.
+absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(absl::string_view field,
+                                                           const std::optional<void*>& stream, Memory memory,
+                                                           std::optional<int> gpu) {
+  if (!stream.has_value()) return nullptr;
+  if (memory == Memory::kHost)
+    return ArgumentError(field, "a stream", "is given, and the rows are memory of the host");
+  if (!gpu.has_value()) return nullptr;  // nothing is copied
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->PointOf(*stream, *gpu) : driver.status();
+}
+
+absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::optional<void*>& stream,
+                                  Memory memory, std::initializer_list<CallersRows> rows) {
+  const absl::StatusOr<std::optional<int>> gpu = Locate(memory, rows);
+  if (!gpu.ok()) return gpu.status();
+  auto after = PointOf(stream_field, stream, memory, *gpu);
+  if (!after.ok()) return after.status();
+  return RowsPlace{*gpu, *std::move(after)};
+}
+
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
       : LossWork(
             microbatch.head, microbatch.step, options.accumulate_gradients,
             options.accumulate_gradients || options.retain, microbatch.hidden_size, microbatch.hidden_dtype,
-            Locate(microbatch.memory,
-                   {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
+            PlaceOf(
+                "microbatch.stream", microbatch.stream, microbatch.memory,
+                {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
         microbatch_(microbatch),
@@ -91,6 +113,7 @@ class ForwardWork : public LossWork {
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
     work.gpu = gpu();
+    work.after = after();
     absl::Status filled = FillUnsent(outputs_, rows, work.slices);
     if (!filled.ok()) return filled;
     return work;
@@ -153,9 +176,10 @@ class ForwardWork : public LossWork {
 class BackwardWork : public LossWork {
  public:
   BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
-      : LossWork(gradients.head, gradients.step, options.accumulate_gradients, /*in_step=*/true,
-                 gradients.hidden_size, gradients.hidden_dtype,
-                 Locate(gradients.memory, {{"grad_hidden", grad_hidden}})),
+      : LossWork(
+            gradients.head, gradients.step, options.accumulate_gradients, /*in_step=*/true,
+            gradients.hidden_size, gradients.hidden_dtype,
+            PlaceOf("gradients.stream", gradients.stream, gradients.memory, {{"grad_hidden", grad_hidden}})),
         grad_loss_(gradients.grad_loss.begin(), gradients.grad_loss.end()),
         grad_lse_(gradients.grad_lse.begin(), gradients.grad_lse.end()),
         grad_entropy_(gradients.grad_entropy.begin(), gradients.grad_entropy.end()),
@@ -206,6 +230,7 @@ class BackwardWork : public LossWork {
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
     work.gpu = gpu();
+    work.after = after();
     absl::Status filled = FillUnsent(outputs_, rows, {});
     if (!filled.ok()) return filled;
     return work;
@@ -232,7 +257,7 @@ absl::Status LossWork::FillUnsent(const LossOutputs& outputs, Rows rows,
   if (!gpu().has_value() || outputs.grad_hidden == nullptr) return absl::OkStatus();
   for (const Rows& unsent : UnsentRows(rows, slices)) {
     uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + unsent.begin * row_bytes_;
-    absl::Status status = FillZeros(to, unsent.size() * row_bytes_, gpu());
+    absl::Status status = FillZeros(to, unsent.size() * row_bytes_, gpu(), after().get());
     if (!status.ok()) return status;
   }
   return absl::OkStatus();

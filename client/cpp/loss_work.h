@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/cpp/client.h"
+#include "client/cpp/cuda_driver.h"
 #include "client/cpp/head_cache.h"
 #include "client/cpp/loss_plan.h"
 #include "lossd/v1/loss.pb.h"
@@ -33,6 +34,13 @@ struct StreamWork {
   uint64_t row_bytes = 0;        // of a row of hidden states
   LossOutputs outputs;           // of the whole microbatch
   std::optional<int> gpu;        // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
+  std::shared_ptr<const StreamPoint> after;  // copies of that GPU's memory begin after it; null: at once
+};
+
+// Where the caller's rows are, and what comes before copies of them, as in StreamWork.
+struct RowsPlace {
+  std::optional<int> gpu;
+  std::shared_ptr<const StreamPoint> after;
 };
 
 class LossWork {
@@ -54,7 +62,7 @@ class LossWork {
   uint64_t hidden_size() const { return hidden_size_; }
   uint64_t row_bytes() const { return row_bytes_; }
   // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
-  std::optional<int> gpu() const { return gpu_.value_or(std::nullopt); }
+  std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.
@@ -74,16 +82,17 @@ class LossWork {
 
  protected:
   LossWork(const std::string& head, std::optional<uint64_t> step, bool accumulates, bool in_step,
-           uint64_t hidden_size, v1::DType dtype, absl::StatusOr<std::optional<int>> gpu)
+           uint64_t hidden_size, v1::DType dtype, absl::StatusOr<RowsPlace> place)
       : head_(head),
         step_(step),
         accumulates_(accumulates),
         in_step_(in_step),
         hidden_size_(hidden_size),
         row_bytes_(hidden_size * ElementSize(dtype)),
-        gpu_(std::move(gpu)) {}
+        place_(std::move(place)) {}
 
-  absl::Status located() const { return gpu_.status(); }
+  absl::Status located() const { return place_.status(); }
+  std::shared_ptr<const StreamPoint> after() const { return place_.ok() ? place_->after : nullptr; }
   // Writes the results of ignored rows to those of `rows` that are in no slice.
   absl::Status FillUnsent(const LossOutputs& outputs, Rows rows, absl::Span<const Rows> slices) const;
 
@@ -94,7 +103,7 @@ class LossWork {
   const bool in_step_;
   const uint64_t hidden_size_;
   const uint64_t row_bytes_;
-  const absl::StatusOr<std::optional<int>> gpu_;
+  const absl::StatusOr<RowsPlace> place_;
 };
 
 }  // namespace lossd::client::internal

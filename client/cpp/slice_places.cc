@@ -15,9 +15,16 @@ uint64_t ShareOf(const SharedRegion& region) { return ShareOfRegion(region.size(
 }  // namespace
 
 SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu)
-    : region_(std::move(region)),
-      may_wait_(may_wait),
-      copier_(region_ != nullptr && region_->gpu().has_value() ? region_->gpu() : gpu) {}
+    : region_(std::move(region)), may_wait_(may_wait), copiers_(CopiersFor(region_.get(), gpu)) {}
+
+SlicePlaces::Copiers SlicePlaces::CopiersFor(const SharedRegion* region, std::optional<int> gpu) {
+  const std::optional<int> owner = region == nullptr ? std::nullopt : region->gpu();
+  if (!owner.has_value()) return {gpu, gpu};
+  // Of two GPUs each writes what it has to the other's memory: reading from there is far slower on some.
+  const bool both = gpu.has_value() && *gpu != *owner;
+  if (both && LetReach(region->At(0), region->size(), *owner, *gpu)) return {gpu, owner};
+  return {owner, owner};
+}
 
 SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
   if (region_ == nullptr) return rule;
@@ -26,6 +33,7 @@ SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_by
 
 void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   if (region_ == nullptr) return;
+  after_ = work.after;
   if (!work.server_cuts) {
     first->mutable_open()->set_region(region_->id());
     return;
@@ -56,7 +64,8 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
     taken_bytes_ += hidden.size();
     place = {Place::Kind::kRegion, *offset};
   }
-  const absl::Status copied = CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copier_);
+  const absl::Status copied =
+      CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copiers_.to_region, after_.get());
   if (!copied.ok()) return copied;
   return place;
 }
@@ -95,7 +104,7 @@ const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
 }
 
 absl::Status SlicePlaces::Fetch(const uint8_t* from, uint64_t bytes, void* to) const {
-  return CopyBytes(to, from, bytes, copier_);
+  return CopyBytes(to, from, bytes, copiers_.from_region, after_.get());
 }
 
 void SlicePlaces::Free(uint64_t row) {

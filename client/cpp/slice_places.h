@@ -82,7 +82,13 @@ class SlicePlaces {
 
   const std::shared_ptr<SharedRegion> region_;
   const bool may_wait_;
-  const std::optional<int> copier_;  // the GPU that copies; nullopt: the host does
+  // Which GPU copies to the region, and from it; nullopt: the host does.
+  struct Copiers {
+    std::optional<int> to_region, from_region;
+  };
+  static Copiers CopiersFor(const SharedRegion* region, std::optional<int> gpu);
+  const Copiers copiers_;
+  std::shared_ptr<const StreamPoint> after_;  // of the work that Name was given; not changed afterwards
   mutable absl::Mutex mu_;
   std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;

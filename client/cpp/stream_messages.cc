@@ -43,7 +43,8 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
   const absl::Span<const uint8_t> hidden = HiddenOf(work, rows);
   if (!work.gpu.has_value()) return wire::Encode(request, hidden, std::move(release));
   auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size());
-  const absl::Status copied = CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu);
+  const absl::Status copied =
+      CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu, work.after.get());
   release();  // the caller's memory is not needed any more
   if (!copied.ok()) return copied;
   const absl::Span<const uint8_t> bytes = *copy;
@@ -145,7 +146,7 @@ absl::Status StreamAnswers::TakeGradients(const wire::PayloadView& payload, cons
   if (work_.gpu.has_value()) {
     std::vector<uint8_t> bytes(payload.size());
     payload.CopyTo(bytes.data());
-    return CopyBytes(to, bytes.data(), bytes.size(), work_.gpu);
+    return CopyBytes(to, bytes.data(), bytes.size(), work_.gpu, work_.after.get());
   }
   payload.CopyTo(to);
   return absl::OkStatus();

@@ -133,6 +133,10 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     return AdoptedStaging::Create(&device_->ledger(), memory);
   }
 
+  std::string SharingDevice() const override { return device_->uuid(); }
+  absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
+    return cuda::ReachDeviceMemory(device_.get(), memory);
+  }
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
     if (bytes <= 0) return errors::FieldError("bytes", "be > 0", bytes);
     LOSSD_RETURN_IF_ERROR(device_->Enter());

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/device_memory_sharer.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
@@ -20,7 +21,10 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
 
-class GroupBackend final : public Backend, public StagingAdopter, public HeadPlanner {
+class GroupBackend final : public Backend,
+                           public StagingAdopter,
+                           public DeviceMemorySharer,
+                           public HeadPlanner {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -86,6 +90,32 @@ class GroupBackend final : public Backend, public StagingAdopter, public HeadPla
   absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
     return kernels::AdoptStaging(&first(), memory);
   }
+  // Every member computes rows that lie in that memory.
+  std::string SharingDevice() const override {
+    for (int i = 0; i < members_.size(); ++i) {
+      const DeviceMemorySharer* const sharer = SharerOf(i);
+      if (sharer == nullptr || sharer->SharingDevice().empty()) return "";
+    }
+    return SharerOf(0)->SharingDevice();
+  }
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+    if (SharingDevice().empty()) return absl::UnimplementedError("these devices share no memory");
+    auto memory = SharerOf(0)->ShareDeviceMemory(bytes);
+    if (!memory.ok()) return memory;
+    for (int i = 1; i < members_.size(); ++i) {
+      absl::Status reached = SharerOf(i)->ReachDeviceMemory((*memory)->bytes());
+      if (!reached.ok()) return reached;
+    }
+    return memory;
+  }
+  absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
+    for (int i = 0; i < members_.size(); ++i) {
+      DeviceMemorySharer* const sharer = SharerOf(i);
+      if (sharer == nullptr) return absl::UnimplementedError("these devices share no memory");
+      if (absl::Status reached = sharer->ReachDeviceMemory(memory); !reached.ok()) return reached;
+    }
+    return absl::OkStatus();
+  }
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return first().AllocateRetained(bytes);
   }
@@ -95,6 +125,10 @@ class GroupBackend final : public Backend, public StagingAdopter, public HeadPla
 
  private:
   Backend& first() const { return members_.backend(0); }
+  // Null: the member shares no memory.
+  DeviceMemorySharer* SharerOf(int member) const {
+    return dynamic_cast<DeviceMemorySharer*>(&members_.backend(member));
+  }
 
   Split SplitOf(const HeadConfig& config) const {
     return config.split == Split::kAny ? options_.split : config.split;

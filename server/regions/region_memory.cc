@@ -73,9 +73,8 @@ absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backen
 }
 
 std::string SharingDevice(kernels::Backend* backend) {
-  const kernels::BackendInfo info = backend->info();
-  const bool shares = dynamic_cast<kernels::DeviceMemorySharer*>(backend) != nullptr;
-  return shares && info.uuids.size() == 1 ? info.uuids.front() : "";
+  const auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
+  return sharer == nullptr ? "" : sharer->SharingDevice();
 }
 
 }  // namespace lossd::regions

@@ -90,20 +90,31 @@ std::unique_ptr<SentMicrobatch> SmallTrainer::Send(Client& client, uint64_t id, 
   options.loss.set_ignore_index(kIgnored);
   options.loss.set_z_loss(1e-4f);
   options.normalizer = static_cast<double>(shape_.microbatches * shape_.microbatch_rows);
-  sent->pending = client.ComputeLossAsync(
-      {.head = shape_.head,
-       .step = step_,
-       .id = id,
-       .hidden_size = shape_.hidden_size,
-       .hidden_dtype = v1::DTYPE_FP32,
-       .hidden = hidden_[id].data(),
-       .targets = targets},
-      {.grad_hidden = sent->grad_hidden.data(), .row_loss = absl::MakeSpan(sent->row_loss)}, options);
+  client::Microbatch microbatch{.head = shape_.head,
+                                .step = step_,
+                                .id = id,
+                                .hidden_size = shape_.hidden_size,
+                                .hidden_dtype = v1::DTYPE_FP32,
+                                .hidden = hidden_[id].data(),
+                                .targets = targets};
+  client::LossOutputs outputs{.grad_hidden = sent->grad_hidden.data(),
+                              .row_loss = absl::MakeSpan(sent->row_loss)};
+  if (RowsAreOnGpu()) {
+    sent->hidden_on_gpu = std::make_unique<GpuRows>(hidden_[id]);
+    sent->gradient_on_gpu = std::make_unique<GpuRows>(sent->grad_hidden);
+    microbatch.memory = client::Memory::kDevice;
+    microbatch.hidden = sent->hidden_on_gpu->data();
+    outputs.grad_hidden = sent->gradient_on_gpu->data();
+  }
+  sent->pending = client.ComputeLossAsync(microbatch, outputs, options);
   return sent;
 }
 
 absl::Status SmallTrainer::Receive(uint64_t id, SentMicrobatch& sent) {
   if (const auto result = sent.pending.Wait(); !result.ok()) return result.status();
+  if (sent.gradient_on_gpu != nullptr) {
+    if (absl::Status read = sent.gradient_on_gpu->Read(&sent.grad_hidden); !read.ok()) return read;
+  }
   if (!gradients_[id].empty() &&
       !(SameBits(gradients_[id], sent.grad_hidden) && SameBits(losses_[id], sent.row_loss))) {
     return absl::InternalError(absl::StrCat("microbatch ", id, " of step ", step_,

@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/client.h"
+#include "tests/faults/gpu_rows.h"
 #include "tests/support/server_process.h"
 
 namespace lossd::test {
@@ -42,9 +43,10 @@ struct Travel {
 
 // A microbatch under way and its results.
 struct SentMicrobatch {
-  std::vector<float> row_loss;     // [N]
-  std::vector<float> grad_hidden;  // [N, D]
-  client::PendingLoss pending;     // ends before the vectors do
+  std::vector<float> row_loss;                              // [N]
+  std::vector<float> grad_hidden;                           // [N, D]
+  std::unique_ptr<GpuRows> hidden_on_gpu, gradient_on_gpu;  // null: rows are on the host
+  client::PendingLoss pending;                              // ends before the memory does
 };
 
 class SmallTrainer {

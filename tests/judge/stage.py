@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from cut_proxy import CutProxy  # noqa: E402
+from fake_cuda import FakeDriver  # noqa: E402
 from history import Event, History, Recorder  # noqa: E402
 from rank_server import RankServerProcess  # noqa: E402
 from raw_client import RawClient  # noqa: E402
@@ -22,10 +24,15 @@ from server_process import ServerProcess  # noqa: E402
 from trainer_client import TrainerClient  # noqa: E402
 
 import lossd  # noqa: E402
+from lossd import _cuda  # noqa: E402
 
 __all__ = ["ServerProcess", "Stage", "incarnation_of"]
 
 _numbers = itertools.count()
+
+if os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc":  # trainers' rows are on a GPU, which is played
+    _gpus = FakeDriver()
+    _cuda.driver = lambda: _gpus
 
 
 class Stage:
@@ -90,7 +97,7 @@ class Stage:
 
 def _client(server: ServerProcess) -> lossd.Client:
     """A busy machine may take long; that is no matter of consistency."""
-    return lossd.Client(server.target, channels=1, connect_timeout=120.0, wait_for_server=True)
+    return lossd.Client(server.target, channels=1, transport="grpc", connect_timeout=120.0, wait_for_server=True)
 
 
 def incarnation_of(server: ServerProcess) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -52,6 +53,16 @@ def test_finding(server: ServerProcess, finding: Finding) -> None:
     with Stage(server, vocab=finding.vocab, large=finding.large) as stage:
         history = finding.scenario(stage)
     assert decided(history), "the search was given up"
+
+
+@pytest.mark.parametrize("asked", ["auto", "grpc"])
+def test_rows_of_trainers_travel_as_they_are_to(server: ServerProcess, asked: str) -> None:
+    with Stage(server) as stage:
+        stage.raw("A").create(stage.vocab)
+        trainer = stage.trainer("T", transport=asked)
+        trainer.compute_loss(0, 6, step=0)
+        automatic = "cuda_ipc" if os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc" else "shared_memory"
+        assert trainer.transport[0] == (automatic if asked == "auto" else "grpc"), trainer.transport
 
 
 @pytest.mark.parametrize("mix", [mix for mix in workload.MIXES if workload.MIXES[mix].ranks == 1])

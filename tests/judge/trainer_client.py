@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer as it is in real life: a lossd.Client, which remembers its step and repeats what broke, recorded."""
+"""A trainer as it is in real life: a lossd.Client, which remembers its step and repeats what broke, recorded.
+
+With LOSSD_TRANSPORT=cuda_ipc its rows are on a GPU, which is played on both sides (stage.py), unless it has them in messages.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from encoding import GRID
+from fake_cuda import FakeArray
 from history import Event, Recorder
 from raw_client import Message, state_of, step_result
 
@@ -38,10 +43,16 @@ class TrainerClient:
         self._hidden_size = hidden_size
         self._cut_times = cut_times  # of the proxy that it connects through
         self._accept_times = accept_times
+        self._on_gpu = transport != "grpc" and os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc"
         self._client = _connected(target, transport, retry)
 
     def close(self) -> None:
         self._client.close()
+
+    @property
+    def transport(self) -> tuple[str, str]:
+        """How its rows travel, and why."""
+        return self._client.cuda_transport if self._on_gpu else self._client.transport
 
     def compute_loss(self, id: int, rows: int, *, step: int, slice_rows: int = 2) -> Event:
         """Accumulates rows of weight 0 over one stream. Notes when the client had the first answer: from then on it
@@ -50,9 +61,13 @@ class TrainerClient:
         hidden = np.zeros((rows, self._hidden_size), np.float32)
         hidden[:, 0] = 1
         gradient = np.full_like(hidden, np.nan)  # the client scatters answers into it as they come
+        memory: tuple[Any, Any] = hidden, gradient
+        if self._on_gpu:
+            memory = FakeArray(hidden), FakeArray(gradient)
+            gradient = memory[1].values
         with self._record("ComputeLoss", args) as event:
             pending = self._client.compute_loss_async(
-                self._head, hidden, np.zeros(rows, np.int64), step=step, id=id, accumulate=True, grad_hidden=gradient,
+                self._head, memory[0], np.zeros(rows, np.int64), step=step, id=id, accumulate=True, grad_hidden=memory[1],
                 row_weights=np.zeros(rows, np.float32), reduction="sum", rows=("lse",), streams=1,
                 slice_bytes=slice_rows * hidden.itemsize * self._hidden_size)
             while not pending.done() and np.isnan(gradient).all():

@@ -3,6 +3,7 @@
 //
 // Environment:
 //   LOSSD_TEST_FLAGS    further flags of every server, with spaces between them
+//   LOSSD_TEST_PROGRAM  what is run in place of the program that a test names
 //   LOSSD_TEST_SOCKETS  "unix": servers listen on a Unix socket unless a test says where; else on the
 //   loopback
 #ifndef LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
@@ -40,6 +41,7 @@ class ServerProcess {
   // `program` is lossd; `flags` come after those set here, and after them those of LOSSD_TEST_FLAGS.
   explicit ServerProcess(std::string program, std::vector<std::string> flags = {})
       : program_(std::move(program)), flags_(std::move(flags)) {
+    if (const char* const other = std::getenv("LOSSD_TEST_PROGRAM"); other != nullptr) program_ = other;
     Start();
   }
 
@@ -94,7 +96,7 @@ class ServerProcess {
   }
 
  private:
-  const std::string program_;
+  std::string program_;
   const std::vector<std::string> flags_;
   TempFolder folder_;
   std::unique_ptr<ChildProcess> process_;

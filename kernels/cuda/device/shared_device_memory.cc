@@ -74,6 +74,21 @@ bool CanExport(const Driver& driver, CUdevice device) {
          value != 0;
 }
 
+// To one device more, besides those that have it.
+absl::Status GiveAccess(const Driver& driver, CUdeviceptr address, size_t bytes, CUmemLocation location) {
+  const CUmemAccessDesc access = {.location = location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  return ToStatus(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess", bytes);
+}
+
+// The driver's number of a device, whose context is current afterwards.
+absl::StatusOr<CUdevice> EnterContext(const Driver& driver, Device* device) {
+  LOSSD_RETURN_IF_ERROR(device->Enter());
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaFree(nullptr), "cudaFree");  // makes the device's context current
+  CUdevice ordinal = 0;
+  if (driver.get_device(&ordinal) != CUDA_SUCCESS) return absl::UnimplementedError("cuCtxGetDevice failed");
+  return ordinal;
+}
+
 class MappedMemory final : public SharedDeviceMemory {
  public:
   MappedMemory(Device* device, const Driver& driver, size_t bytes)
@@ -117,13 +132,11 @@ class MappedMemory final : public SharedDeviceMemory {
   uint8_t* data() const { return reinterpret_cast<uint8_t*>(address_); }
 
   absl::Status Map(CUmemGenericAllocationHandle handle, CUmemLocation location) {
-    const CUmemAccessDesc access = {.location = location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     absl::Status status =
         ToStatus(driver_.reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve", bytes_);
     if (status.ok()) status = ToStatus(driver_.map(address_, bytes_, 0, handle, 0), "cuMemMap", bytes_);
     mapped_ = status.ok();
-    if (status.ok())
-      status = ToStatus(driver_.set_access(address_, bytes_, &access, 1), "cuMemSetAccess", bytes_);
+    if (status.ok()) status = GiveAccess(driver_, address_, bytes_, location);
     if (status.ok()) {
       status =
           ToStatus(driver_.export_handle(&descriptor_, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
@@ -156,19 +169,27 @@ class MappedMemory final : public SharedDeviceMemory {
 absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes) {
   const Driver* const driver = FindDriver();
   if (driver == nullptr) return absl::UnimplementedError("the driver shares no memory of GPUs");
-  LOSSD_RETURN_IF_ERROR(device->Enter());
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaFree(nullptr), "cudaFree");  // makes the device's context current
-  CUdevice ordinal = 0;
-  if (driver->get_device(&ordinal) != CUDA_SUCCESS || !CanExport(*driver, ordinal))
+  const absl::StatusOr<CUdevice> ordinal = EnterContext(*driver, device);
+  if (!ordinal.ok()) return ordinal.status();
+  if (!CanExport(*driver, *ordinal))
     return absl::UnimplementedError("this GPU shares no memory by file descriptors");
-  const CUmemAllocationProp properties = PropertiesOf(ordinal);
+  const CUmemAllocationProp properties = PropertiesOf(*ordinal);
   size_t page = 0;
   if (driver->granularity(&page, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS || page == 0)
     return absl::UnimplementedError("cuMemGetAllocationGranularity failed");
   const auto whole = static_cast<size_t>(RoundUp(bytes, static_cast<int64_t>(page)));
   auto memory = std::make_unique<MappedMemory>(device, *driver, whole);
-  if (absl::Status status = memory->Allocate(ordinal); !status.ok()) return status;
+  if (absl::Status status = memory->Allocate(*ordinal); !status.ok()) return status;
   return memory;
+}
+
+absl::Status ReachDeviceMemory(Device* device, absl::Span<uint8_t> memory) {
+  const Driver* const driver = FindDriver();
+  if (driver == nullptr) return absl::UnimplementedError("the driver shares no memory of GPUs");
+  const absl::StatusOr<CUdevice> ordinal = EnterContext(*driver, device);
+  if (!ordinal.ok()) return ordinal.status();
+  return GiveAccess(*driver, reinterpret_cast<CUdeviceptr>(memory.data()), memory.size(),
+                    {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = *ordinal});
 }
 
 }  // namespace lossd::kernels::cuda

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/device_memory_sharer.h"
 
@@ -15,6 +17,10 @@ namespace lossd::kernels::cuda {
 
 // As DeviceMemorySharer::ShareDeviceMemory; `device` outlives the result. Thread-safe.
 absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes);
+
+// As DeviceMemorySharer::ReachDeviceMemory, of memory that the function above gave for another device of this
+// process. Thread-safe.
+absl::Status ReachDeviceMemory(Device* device, absl::Span<uint8_t> memory);
 
 }  // namespace lossd::kernels::cuda
 

@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -12,12 +14,29 @@
 namespace lossd::test::fake_cuda {
 namespace {
 
-// Whether work may touch so many bytes.
-bool MayTouch(const Machine& machine, Address address, size_t bytes) {
+// Whether work of this device may touch so many bytes.
+bool MayTouch(const Machine& machine, Address address, size_t bytes, int by) {
   if (!IsFar(address)) return true;
   size_t left = 0;
   const Range* const range = Find(machine, address, &left);
-  return range != nullptr && left >= bytes && (!range->reserved || range->accessible);
+  return range != nullptr && left >= bytes && (!range->reserved || range->accessible.count(by) > 0);
+}
+
+// Whether the device gets there without a detour.
+bool Reaches(const Machine& machine, int device, const Range& range) {
+  if (range.reserved) return range.accessible.count(device) > 0;
+  return range.device == device || machine.peers.count({device, range.device}) > 0;
+}
+
+void CountBetween(Machine& all, const Work& work) {
+  size_t left = 0;
+  if (!IsFar(work.to) || !IsFar(*work.from)) return;
+  const Range* const to = Find(all, work.to, &left);
+  const Range* const from = Find(all, *work.from, &left);
+  if (to == nullptr || from == nullptr || to->device == from->device) return;
+  const bool direct = Reaches(all, work.by, *to) && Reaches(all, work.by, *from);
+  all.copied_between[std::to_string(from->device) + " to " + std::to_string(to->device) + " by " +
+                     std::to_string(work.by) + (direct ? "" : ", by a detour")] += work.bytes;
 }
 
 bool InRegion(const Machine& machine, Address address) {
@@ -61,14 +80,15 @@ const Range* Find(const Machine& machine, Address address, size_t* left) {
   return &found->second;
 }
 
-int Enqueue(const char* function, void* stream, const Work& work) {
+int Enqueue(const char* function, void* stream, Work work) {
   return Do(function, true, [&](Machine& all) {
+    work.by = contexts.back();
     if (InRegion(all, work.to) && Fails(all, "copy to region")) return kIllegalAddress;
     if (work.from.has_value() && InRegion(all, *work.from) && Fails(all, "copy from region"))
       return kIllegalAddress;
     if (all.streams.count(static_cast<Stream*>(stream)) == 0 || work.bytes == 0) return kInvalidValue;
-    if (!MayTouch(all, work.to, work.bytes)) return kInvalidValue;
-    if (work.from.has_value() && !MayTouch(all, *work.from, work.bytes)) return kInvalidValue;
+    if (!MayTouch(all, work.to, work.bytes, work.by)) return kInvalidValue;
+    if (work.from.has_value() && !MayTouch(all, *work.from, work.bytes, work.by)) return kInvalidValue;
     if (!work.from.has_value() && !IsFar(work.to)) return kInvalidValue;
     static_cast<Stream*>(stream)->work.push_back(work);
     return kSuccess;
@@ -85,13 +105,24 @@ void Finish(const std::vector<Work>& all) {
   }
 }
 
-std::vector<Work> Take(Machine& all, Stream* stream) {
-  for (const Work& work : stream->work) {
+std::vector<Work> Take(Machine& all, Stream* stream, size_t end) {
+  const size_t count = std::min(end - std::min(end, stream->taken), stream->work.size());
+  const auto middle = stream->work.begin() + static_cast<std::ptrdiff_t>(count);
+  const std::vector<Work> taken(stream->work.begin(), middle);
+  stream->work.erase(stream->work.begin(), middle);
+  stream->taken += count;
+  for (const Work& work : taken) {
     if (!work.from.has_value()) continue;
     all.copied[NameOf(all, *work.from) + " to " + NameOf(all, work.to)] += work.bytes;
+    CountBetween(all, work);
     ++all.copies;
   }
-  return std::exchange(stream->work, {});
+  return taken;
+}
+
+std::vector<Work> TakeUntil(Machine& all, const Event& event) {
+  if (all.streams.count(event.recorded) == 0) return {};
+  return Take(all, event.recorded, event.given);
 }
 
 Address NewRange(Machine& all, size_t bytes, int protection, bool reserved) {
@@ -106,6 +137,37 @@ Address NewRange(Machine& all, size_t bytes, int protection, bool reserved) {
 void SetDevices(int devices) {
   const std::lock_guard lock(machine().mutex);
   machine().devices = devices;
+}
+
+void* NewStream() {
+  const std::lock_guard lock(machine().mutex);
+  return *machine().streams.insert(new Stream()).first;
+}
+
+void EndStream(void* stream) {
+  Machine& all = machine();
+  const std::lock_guard lock(all.mutex);
+  Finish(Take(all, static_cast<Stream*>(stream)));  // what it has been given is done all the same
+  all.streams.erase(static_cast<Stream*>(stream));
+  delete static_cast<Stream*>(stream);
+}
+
+void Give(void* stream, uint8_t* to, const void* from, size_t bytes) {
+  const std::lock_guard lock(machine().mutex);
+  Work work{.to = reinterpret_cast<Address>(to), .from = std::nullopt, .bytes = bytes};
+  if (from != nullptr) work.from = reinterpret_cast<Address>(from);
+  static_cast<Stream*>(stream)->work.push_back(work);
+}
+
+size_t Pending(void* stream) {
+  const std::lock_guard lock(machine().mutex);
+  return static_cast<Stream*>(stream)->work.size();
+}
+
+void SetConnected(bool connected) {
+  const std::lock_guard lock(machine().mutex);
+  machine().connected = connected;
+  if (!connected) machine().peers.clear();
 }
 
 void Fail(const std::string& function, int64_t count) {
@@ -149,6 +211,11 @@ std::map<std::string, uint64_t> TakeCopied() {
   return std::exchange(machine().copied, {});
 }
 
+std::map<std::string, uint64_t> TakeCopiedBetween() {
+  const std::lock_guard lock(machine().mutex);
+  return std::exchange(machine().copied_between, {});
+}
+
 void lossd_fake_cuda_fail(const char* function, int64_t count) { Fail(function, count); }
 
 int lossd_fake_cuda_held(const char* kind) {
@@ -158,5 +225,12 @@ int lossd_fake_cuda_held(const char* kind) {
 }
 
 int lossd_fake_cuda_context_depth() { return ContextDepth(); }
+
+void lossd_fake_cuda_set_connected(int connected) { SetConnected(connected != 0); }
+
+int64_t lossd_fake_cuda_take_copied_between(const char* way) {
+  const std::lock_guard lock(machine().mutex);
+  return static_cast<int64_t>(std::exchange(machine().copied_between[way], 0));
+}
 
 }  // namespace lossd::test::fake_cuda

@@ -6,13 +6,15 @@
 // An address of device n is one of the host plus n + 1 times 2^60, so whoever follows it ends with SIGSEGV.
 // Device n has the UUID GPU-00000000-0000-0000-0000-00000000000m with m = n + 1, and memory that other
 // processes export is a memfd. Work on a stream is done when an event or the stream is waited for, so whoever
-// does not wait sees none of it. A copy that leaves the memory of its device, and a call without a context,
-// is an error.
+// does not wait sees none of it. A copy that leaves the memory of its device, or touches memory that was
+// imported and that the current context's device has no access to, and a call without a context, is an error.
+// A copy to or from other memory of a device that the current one does not reach takes a detour, as there.
 //
 // Thread-safe.
 #ifndef LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
 #define LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -23,6 +25,17 @@ inline constexpr uint64_t kFar = uint64_t{1} << 60;
 
 // How many GPUs there are; 2 at the beginning.
 void SetDevices(int devices);
+
+// A stream of a program's own, whose work is done when something waits for it.
+void* NewStream();
+void EndStream(void* stream);
+// Gives it a copy of bytes of the host to memory of a GPU, or zeros (null).
+void Give(void* stream, uint8_t* to, const void* from, size_t bytes);
+// How much that it was given is not done yet.
+size_t Pending(void* stream);
+
+// Whether the GPUs reach each other's memory; they do at the beginning.
+void SetConnected(bool connected);
 
 // The next `count` calls of this function of the driver fail, as when the GPU is lost. "copy to region" and
 // "copy from region" are copies to and from memory that is imported.
@@ -44,11 +57,18 @@ uint64_t Copies();
 // "pinned to device", "device to pinned" where memory of the host is registered.
 std::map<std::string, uint64_t> TakeCopied();
 
+// Bytes that were copied from GPU to GPU since the last call, by "1 to 0 by 1": which of them had it, which
+// got it, and whose work it was; with ", by a detour" at its end if that one did not reach the other's
+// memory.
+std::map<std::string, uint64_t> TakeCopiedBetween();
+
 // The same for programs in other languages (tests/client/python/test_cuda_driver.py). Held: of one kind.
 extern "C" {
 void lossd_fake_cuda_fail(const char* function, int64_t count);
 int lossd_fake_cuda_held(const char* kind);
 int lossd_fake_cuda_context_depth();
+void lossd_fake_cuda_set_connected(int connected);
+int64_t lossd_fake_cuda_take_copied_between(const char* way);
 }
 
 }  // namespace lossd::test::fake_cuda

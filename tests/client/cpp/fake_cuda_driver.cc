@@ -74,6 +74,15 @@ int cuCtxPopCurrent_v2(void** context) {
   return kSuccess;
 }
 
+int cuCtxEnablePeerAccess(void* context, unsigned flags) {
+  return Do("cuCtxEnablePeerAccess", true, [&](Machine& all) {
+    const int peer = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
+    if (flags != 0 || peer < 0 || peer >= all.devices || peer == contexts.back()) return kInvalidValue;
+    if (!all.connected) return kPeerUnsupported;
+    return all.peers.insert({contexts.back(), peer}).second ? kSuccess : kPeerAlreadyEnabled;
+  });
+}
+
 int cuMemImportFromShareableHandle(Address* handle, void* descriptor, int type) {
   return Do("cuMemImportFromShareableHandle", true, [&](Machine& all) {
     const int copy = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(descriptor)), F_DUPFD_CLOEXEC, 0);
@@ -131,9 +140,11 @@ int cuMemSetAccess(Address address, size_t bytes, const void* access, size_t cou
     const auto range = all.ranges.find(address);
     const Access& wanted = *static_cast<const Access*>(access);
     if (range == all.ranges.end() || range->second.bytes != bytes || !range->second.mapped || count != 1 ||
-        wanted.location.type != 1 || wanted.location.id != range->second.device || wanted.flags != 3)
+        wanted.location.type != 1 || wanted.location.id < 0 || wanted.location.id >= all.devices ||
+        wanted.flags != 3)
       return kInvalidValue;
-    range->second.accessible = true;
+    if (wanted.location.id != range->second.device && !all.connected) return kPeerUnsupported;
+    range->second.accessible.insert(wanted.location.id);
     return kSuccess;
   });
 }
@@ -144,7 +155,8 @@ int cuMemUnmap(Address address, size_t bytes) {
     if (range == all.ranges.end() || range->second.bytes != bytes || !range->second.mapped)
       return kInvalidValue;
     mmap(OnHost(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-    range->second.mapped = range->second.accessible = false;
+    range->second.mapped = false;
+    range->second.accessible.clear();
     return kSuccess;
   });
 }
@@ -239,7 +251,13 @@ int cuEventCreate(void** event, unsigned flags) {
 int cuEventRecord(void* event, void* stream) {
   return Do("cuEventRecord", true, [&](Machine& all) {
     if (all.events.count(static_cast<Event*>(event)) == 0) return kInvalidValue;
-    static_cast<Event*>(event)->recorded = static_cast<Stream*>(stream);
+    auto* const recorded = static_cast<Stream*>(stream);
+    if (recorded == nullptr) {  // the default stream, which is given nothing here
+      *static_cast<Event*>(event) = {};
+      return kSuccess;
+    }
+    if (all.streams.count(recorded) == 0) return kInvalidValue;
+    *static_cast<Event*>(event) = {recorded, recorded->taken + recorded->work.size()};
     return kSuccess;
   });
 }
@@ -248,12 +266,22 @@ int cuEventSynchronize(void* event) {
   std::vector<Work> work;
   const int result = Do("cuEventSynchronize", true, [&](Machine& all) {
     if (all.events.count(static_cast<Event*>(event)) == 0) return kInvalidValue;
-    Stream* const stream = std::exchange(static_cast<Event*>(event)->recorded, nullptr);
-    if (stream != nullptr) work = Take(all, stream);
+    work = TakeUntil(all, *static_cast<Event*>(event));
     return kSuccess;
   });
   Finish(work);
   return result;
+}
+
+// What the stream is to wait for is done here, as nothing can be done before it.
+int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  return Do("cuStreamWaitEvent", true, [&](Machine& all) {
+    if (all.streams.count(static_cast<Stream*>(stream)) == 0 ||
+        all.events.count(static_cast<Event*>(event)) == 0 || flags != 0)
+      return kInvalidValue;
+    Finish(TakeUntil(all, *static_cast<Event*>(event)));
+    return kSuccess;
+  });
 }
 
 int cuEventDestroy_v2(void* event) {

@@ -10,6 +10,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/client/cpp/fake_cuda.h"
@@ -24,7 +25,9 @@ enum Result {
   kOutOfMemory = 2,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kPeerUnsupported = 217,
   kIllegalAddress = 700,
+  kPeerAlreadyEnabled = 704,
   kAlreadyRegistered = 712,
   kNotRegistered = 713
 };
@@ -43,26 +46,31 @@ struct Work {
   Address to = 0;
   std::optional<Address> from;
   size_t bytes = 0;
+  int by = 0;  // whose work it is
 };
 struct Stream {
   std::vector<Work> work;
+  size_t taken = 0;  // of all that it was given before
 };
 struct Event {
   Stream* recorded = nullptr;
+  size_t given = 0;  // what the stream had been given then
 };
 
 // Memory of a device, at its address.
 struct Range {
   size_t bytes = 0;
   int device = 0;
-  bool reserved = false;  // else allocated
-  bool mapped = false;    // the rest is of memory that is reserved
-  bool accessible = false;
+  bool reserved = false;     // else allocated
+  bool mapped = false;       // the rest is of memory that is reserved
+  std::set<int> accessible;  // to these devices
 };
 
 struct Machine {
   std::mutex mutex;  // guards all
   int devices = 2;
+  bool connected = true;
+  std::set<std::pair<int, int>> peers;  // the first one reaches what the second one allocates
   std::map<std::string, int64_t> failures;
   std::map<std::string, int64_t> calls;
   std::map<Address, size_t> pinned;  // memory of the host, and its bytes
@@ -71,6 +79,7 @@ struct Machine {
   std::set<Stream*> streams;
   std::set<Event*> events;
   std::map<std::string, uint64_t> copied;
+  std::map<std::string, uint64_t> copied_between;
   uint64_t copies = 0;
 };
 
@@ -101,9 +110,11 @@ int Do(const char* function, bool needs_context, Body body) {
   return Fails(all, function) ? kIllegalAddress : body(all);
 }
 
-int Enqueue(const char* function, void* stream, const Work& work);
-// What the stream has been given, which counts as done.
-std::vector<Work> Take(Machine& all, Stream* stream);
+int Enqueue(const char* function, void* stream, Work work);
+// What the stream has been given, up to `end` of it, which counts as done.
+std::vector<Work> Take(Machine& all, Stream* stream, size_t end = ~size_t{0});
+// The same for what an event stands for, if its stream is still there.
+std::vector<Work> TakeUntil(Machine& all, const Event& event);
 // Does it; without the lock, as several streams work at once.
 void Finish(const std::vector<Work>& all);
 

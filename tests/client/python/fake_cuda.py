@@ -24,6 +24,9 @@ class FakeDriver:
         self.devices = devices
         self.mapped: dict[int, Any] = {}  # by address
         self.copies: list[tuple[bool, bool]] = []  # whether the target, and the source, is of a device
+        self.between: set[tuple[int, int, int]] = set()  # of copies between two: which has it, which gets it, whose work it is
+        self.connected = True  # whether GPUs reach each other's memory
+        self.reached: set[tuple[int, int]] = set()  # address of what was imported, and the other GPU that reaches it
         self.waited: list[int] = []
         self.pinned: dict[int, int] = {}  # address to size, of memory of the host
         self.pins = 0  # attempts
@@ -44,7 +47,14 @@ class FakeDriver:
         self.mapped[address] = memory
         return address
 
+    def let_reach(self, address: int, size: int, owner: int, other: int) -> bool:
+        assert self.mapped[address].nbytes == size and self.device_of(address) == owner != other
+        if self.connected:
+            self.reached.add((address, other))
+        return self.connected
+
     def unmap(self, address: int, size: int, device: int) -> None:
+        self.reached -= {(address, other) for other in range(self.devices)}
         assert self.mapped.pop(address).nbytes == size
 
     def pin(self, address: int, size: int, device: int) -> None:
@@ -63,6 +73,11 @@ class FakeDriver:
 
     def copy(self, to: int, source: int, size: int, device: int) -> None:
         self.copies.append((to >= _FAR, source >= _FAR))
+        for address in (to, source):
+            begin = next((each for each, memory in list(self.mapped.items()) if each <= address < each + memory.nbytes), None)
+            assert begin is None or device == self.device_of(begin) or (begin, device) in self.reached, "it has no access"
+        if to >= _FAR and source >= _FAR and self.device_of(to) != self.device_of(source):
+            self.between.add((self.device_of(source), self.device_of(to), device))
         ctypes.memmove(to % _FAR, source % _FAR, size)
 
     def fill_zeros(self, to: int, size: int, device: int) -> None:

@@ -39,6 +39,16 @@ class Library:
     def context_depth(self) -> int:
         return int(self._library.lossd_fake_cuda_context_depth())
 
+    def set_connected(self, connected: bool) -> None:
+        """Whether the GPUs reach each other's memory; they do at the beginning."""
+        self._library.lossd_fake_cuda_set_connected(int(connected))
+
+    def take_copied_between(self, way: str) -> int:
+        """Bytes since the last call, of copies such as "1 to 0 by 1" (fake_cuda.h)."""
+        take = self._library.lossd_fake_cuda_take_copied_between
+        take.restype = ctypes.c_int64
+        return int(take(way.encode()))
+
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
@@ -124,6 +134,32 @@ def test_an_import_that_fails_leaves_nothing(driver: _cuda.Driver, library: Libr
         assert library.held() == held and library.context_depth() == 0, function
     driver.unmap(driver.import_memory(descriptor, SIZE, 1), SIZE, 1)
     assert library.held() == held
+    os.close(descriptor)
+
+
+def test_two_gpus_push_to_each_other(driver: _cuda.Driver, library: Library) -> None:
+    """Each writes what it has to the other's memory, unless nothing connects them; the driver is asked once."""
+    descriptor = os.memfd_create("exported")
+    os.ftruncate(descriptor, SIZE)
+    rows = DeviceMemory(driver, 1)
+    for function in ("", "cuMemSetAccess", "cuCtxEnablePeerAccess"):
+        mapping = _cuda.Mapping(driver, descriptor, SIZE, 0)
+        assert mapping.copiers(0) == (0, 0)
+        if function:
+            library.fail(function)
+        assert mapping.copiers(1) == ((1, 0) if not function else (0, 0)), function
+        assert mapping.copiers(1) == ((1, 0) if not function else (0, 0)), "as it was"
+        assert library.context_depth() == 0
+        to_region, from_region = mapping.copiers(1)
+        driver.copy(mapping.address, rows.address, SIZE, to_region)
+        driver.copy(rows.address, mapping.address, SIZE, from_region)
+        if not function:
+            assert library.take_copied_between("1 to 0 by 1") == library.take_copied_between("0 to 1 by 0") == SIZE
+        del mapping
+    library.set_connected(False)
+    assert _cuda.Mapping(driver, descriptor, SIZE, 0).copiers(1) == (0, 0)
+    library.set_connected(True)
+    rows.free()
     os.close(descriptor)
 
 

@@ -102,6 +102,13 @@ def test_arrays_of_another_gpu_are_copied_to_the_servers(gpu_server: ServerProce
     with connect(gpu_server) as client:
         gradient, _ = on_gpu(client, device=1)
         assert set(gpus.copies) == {(True, True)} and {gpus.device_of(each) for each in gpus.mapped} == {0}
+        assert gpus.between == {(1, 0, 1), (0, 1, 0)}, "each GPU writes to the other one's memory"
+    np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+    gpus.connected = False
+    gpus.between.clear()
+    with connect(gpu_server) as client:
+        gradient, _ = on_gpu(client, device=1)
+        assert gpus.between == {(1, 0, 0), (0, 1, 0)}
     np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
 
 

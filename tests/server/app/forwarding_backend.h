@@ -45,6 +45,8 @@ class ForwardingHead : public HeadKernels {
   }
   absl::Status ZeroGradients() override { return head_->ZeroGradients(); }
 
+  HeadKernels& inner() const { return *head_; }
+
  private:
   const std::unique_ptr<HeadKernels> head_;
 };

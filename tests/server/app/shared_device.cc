@@ -1,51 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
 // A GPU backend for a lossd program of the tests: it computes on the CPU, and shares "memory of its device"
 // with clients of the host. Whoever follows an address of that memory ends with SIGSEGV, as on a machine with
-// a GPU; what computes gets at it by a second mapping. Clients import it by mapping its descriptor.
+// GPUs; what computes on a device that has access gets at it by a second mapping. Clients import it by
+// mapping its descriptor.
+//
+// There are two devices. --devices=all has both, of which the second is told to reach memory of the first;
+// --devices=1,0 as well, but nothing connects them in that order.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <map>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_classes.h"
+#include "kernels/cpu/cpu_replicas.h"
+#include "kernels/create_backend.h"
 #include "kernels/device_memory_sharer.h"
 #include "kernels/gpu_backend.h"
+#include "kernels/group/group_backend.h"
 #include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::kernels {
 namespace {
 
-constexpr char kUuid[] = "GPU-00000000-0000-0000-0000-000000000001";
+std::string UuidOf(int device) { return absl::StrCat("GPU-00000000-0000-0000-0000-00000000000", device + 1); }
 
-// From addresses of the device to those of the second mapping. Thread-safe.
+// From addresses of the devices to those of the second mapping. Thread-safe.
 class AddressTable {
  public:
-  void Add(uint8_t* of_device, size_t bytes, uint8_t* of_host) {
+  static constexpr int kHost = -1;  // reaches all
+
+  void Add(uint8_t* of_device, size_t bytes, uint8_t* of_host, int device) {
     absl::MutexLock lock(&mutex_);
-    ranges_[of_device] = {bytes, of_host};
+    ranges_[of_device] = {bytes, of_host, {kHost, device}};
   }
   void Remove(uint8_t* of_device) {
     absl::MutexLock lock(&mutex_);
     ranges_.erase(of_device);
   }
-  // Other addresses are the host's.
-  uint8_t* Find(const void* address) const {
+  void GiveAccess(uint8_t* of_device, int device) {
+    absl::MutexLock lock(&mutex_);
+    ranges_.at(of_device).reached_by.insert(device);
+  }
+  // Addresses that the device has no access to stay, and so do others, which are the host's.
+  uint8_t* Find(const void* address, int device) const {
     auto* const at = const_cast<uint8_t*>(static_cast<const uint8_t*>(address));
     absl::MutexLock lock(&mutex_);
     auto range = ranges_.upper_bound(at);
     if (range == ranges_.begin()) return at;
     --range;
     const size_t offset = static_cast<size_t>(at - range->first);
-    return offset < range->second.bytes ? range->second.of_host + offset : at;
+    const bool reached = offset < range->second.bytes && range->second.reached_by.count(device) > 0;
+    return reached ? range->second.of_host + offset : at;
   }
 
  private:
   struct Range {
     size_t bytes = 0;
     uint8_t* of_host = nullptr;
+    std::set<int> reached_by;
   };
   mutable absl::Mutex mutex_;
   std::map<uint8_t*, Range> ranges_ ABSL_GUARDED_BY(mutex_);
@@ -58,12 +78,12 @@ AddressTable& Addresses() {
 
 class DeviceMemory final : public SharedDeviceMemory {
  public:
-  explicit DeviceMemory(size_t bytes) : bytes_(bytes), descriptor_(memfd_create("device", MFD_CLOEXEC)) {
+  DeviceMemory(size_t bytes, int device) : bytes_(bytes), descriptor_(memfd_create("device", MFD_CLOEXEC)) {
     if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) std::abort();
     of_device_ = static_cast<uint8_t*>(mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, descriptor_, 0));
     of_host_ =
         static_cast<uint8_t*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0));
-    Addresses().Add(of_device_, bytes, of_host_);
+    Addresses().Add(of_device_, bytes, of_host_, device);
   }
   ~DeviceMemory() override {
     Addresses().Remove(of_device_);
@@ -77,11 +97,11 @@ class DeviceMemory final : public SharedDeviceMemory {
   absl::Span<uint8_t> bytes() const override { return {of_device_, bytes_}; }
   int descriptor() const override { return descriptor_; }
   absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const override {
-    std::copy_n(Addresses().Find(from.data()), from.size(), to);
+    std::copy_n(Addresses().Find(from.data(), AddressTable::kHost), from.size(), to);
     return absl::OkStatus();
   }
   absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const override {
-    std::copy_n(from, to.size(), Addresses().Find(to.data()));
+    std::copy_n(from, to.size(), Addresses().Find(to.data(), AddressTable::kHost));
     return absl::OkStatus();
   }
 
@@ -94,49 +114,92 @@ class DeviceMemory final : public SharedDeviceMemory {
 
 class DeviceHead final : public ForwardingHead {
  public:
-  using ForwardingHead::ForwardingHead;
+  DeviceHead(std::unique_ptr<HeadKernels> head, int device)
+      : ForwardingHead(std::move(head)), device_(device) {}
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
     for (Slice& slice : chunk->slices) {
-      if (slice.hidden != nullptr) slice.hidden = Addresses().Find(slice.hidden);
-      if (slice.grad_hidden != nullptr) slice.grad_hidden = Addresses().Find(slice.grad_hidden);
+      if (slice.hidden != nullptr) slice.hidden = Addresses().Find(slice.hidden, device_);
+      if (slice.grad_hidden != nullptr) slice.grad_hidden = Addresses().Find(slice.grad_hidden, device_);
     }
     ForwardingHead::Submit(chunk, std::move(callbacks));
   }
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                           absl::Span<uint8_t> out) override {
-    return ForwardingHead::ReadTensor(id, row_begin, rows, dtype, {Addresses().Find(out.data()), out.size()});
+    return ForwardingHead::ReadTensor(id, row_begin, rows, dtype,
+                                      {Addresses().Find(out.data(), device_), out.size()});
   }
+
+ private:
+  const int device_;
 };
 
 class DeviceBackend final : public ForwardingBackend, public DeviceMemorySharer {
  public:
-  using ForwardingBackend::ForwardingBackend;
+  DeviceBackend(std::unique_ptr<Backend> backend, int device, bool connected)
+      : ForwardingBackend(std::move(backend)), device_(device), connected_(connected) {}
   BackendInfo info() const override {
     BackendInfo info = ForwardingBackend::info();
-    info.uuids = {kUuid};
+    info.uuids = {UuidOf(device_)};
     return info;
   }
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     auto head = ForwardingBackend::CreateHead(config);
     if (!head.ok()) return head.status();
-    return std::make_unique<DeviceHead>(*std::move(head));
+    return std::make_unique<DeviceHead>(*std::move(head), device_);
   }
+  std::string SharingDevice() const override { return UuidOf(device_); }
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
     constexpr int64_t kPage = 4096;
-    return std::make_unique<DeviceMemory>(static_cast<size_t>((bytes + kPage - 1) / kPage * kPage));
+    return std::make_unique<DeviceMemory>(static_cast<size_t>((bytes + kPage - 1) / kPage * kPage), device_);
   }
+  absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
+    if (!connected_) return absl::UnimplementedError("nothing connects these GPUs");
+    Addresses().GiveAccess(memory.data(), device_);
+    return absl::OkStatus();
+  }
+
+ private:
+  const int device_;
+  const bool connected_;
 };
+
+std::vector<HeadKernels*> InnerOf(absl::Span<HeadKernels* const> heads) {
+  std::vector<HeadKernels*> inner;
+  for (HeadKernels* const head : heads) inner.push_back(&dynamic_cast<DeviceHead*>(head)->inner());
+  return inner;
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateBoth(const CpuBackendOptions& options,
+                                                    const BackendChoice& choice) {
+  const bool reversed = choice.devices == "1,0";
+  auto members = CreateCpuMembers(options, 2);
+  if (!members.ok()) return members.status();
+  for (int i = 0; i < 2; ++i) {
+    std::unique_ptr<Backend>& member = (*members)[static_cast<size_t>(i)];
+    member = std::make_unique<DeviceBackend>(std::move(member), reversed ? 1 - i : i, !reversed);
+  }
+  return CreateGroupBackend(
+      *std::move(members),
+      [](absl::Span<HeadKernels* const> heads) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+        return MakeCpuReplicas(InnerOf(heads));
+      },
+      {.least_rows = 8,
+       .members_share_memory = true,
+       .split = *SplitOf(choice),
+       .join_classes = [](absl::Span<HeadKernels* const> heads) { return JoinCpuClasses(InnerOf(heads)); }});
+}
 
 }  // namespace
 
 // In place of that of the build.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice) {
   CpuBackendOptions options;
-  options.threads = 1;
+  options.threads = choice.devices.empty() ? 1 : 2;
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
+  if (!choice.devices.empty()) return CreateBoth(options, choice);
   auto backend = CreateCpuBackend(options);
   if (!backend.ok()) return backend.status();
-  return std::make_unique<DeviceBackend>(*std::move(backend));
+  return std::make_unique<DeviceBackend>(*std::move(backend), 0, /*connected=*/true);
 }
 
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&, Backend*) {

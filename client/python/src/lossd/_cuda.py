@@ -27,12 +27,13 @@ _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 _SLEEPING = 3  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING: who waits for the event takes no CPU time
 _FUNCTIONS = (
     "cuInit", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGetUuid_v2", "cuPointerGetAttribute",
-    "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemImportFromShareableHandle",
-    "cuMemRelease", "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap", "cuMemSetAccess",
-    "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamCreate",
+    "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxEnablePeerAccess",
+    "cuMemImportFromShareableHandle", "cuMemRelease", "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap",
+    "cuMemSetAccess", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamCreate",
     "cuStreamSynchronize", "cuStreamDestroy_v2", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuEventDestroy_v2")
 
 
@@ -125,13 +126,30 @@ class Driver:
         return address.value
 
     def _map(self, address: ctypes.c_uint64, size: int, handle: ctypes.c_uint64, device: int) -> None:
-        access = _Access(_Location(_ON_DEVICE, device), _READ_AND_WRITE)
         self._call("cuMemMap", address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         try:
-            self._call("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+            self._give_access(address, size, device)
         except BaseException:
             self._library.cuMemUnmap(address, ctypes.c_size_t(size))
             raise
+
+    def _give_access(self, address: ctypes.c_uint64, size: int, device: int) -> None:
+        access = _Access(_Location(_ON_DEVICE, device), _READ_AND_WRITE)
+        self._call("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+
+    def let_reach(self, address: int, size: int, owner: int, other: int) -> bool:
+        """Lets the GPU `other` and `owner`, whose memory was imported to this address, reach each other's memory, so that
+        either copies what it has to the other one's without a detour through memory of the host. False if nothing connects
+        the two."""
+        try:
+            with self._current(other):  # which makes its context
+                pass
+            with self._current(owner):
+                self._give_access(ctypes.c_uint64(address), size, other)
+                result = self._library.cuCtxEnablePeerAccess(self._contexts[other], ctypes.c_uint(0))
+            return result in (0, _ALREADY_ENABLED)
+        except errors.Unavailable:
+            return False
 
     def unmap(self, address: int, size: int, device: int) -> None:
         with self._current(device):
@@ -150,7 +168,10 @@ class Driver:
             self._library.cuMemHostUnregister(ctypes.c_void_p(address))
 
     def copy(self, to: int, source: int, size: int, device: int) -> None:
-        """Copies between any two addresses, of GPUs or of the host, and waits for that, with work of `device` alone."""
+        """Copies between any two addresses, of GPUs or of the host, and waits for that, with work of `device` alone.
+
+        Memory that was imported is one of them only if it is the device's, or if let_reach was true.
+        """
         with self._waiting(device) as stream:
             self._call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
 
@@ -226,6 +247,20 @@ class Mapping:
         self.size = size
         self.address = owner.import_memory(descriptor, size, device)
         self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._reached: dict[int, bool] = {}  # by other GPU
+
+    def copiers(self, gpu: int) -> tuple[int, int]:
+        """Which GPU copies from memory of `gpu` to this one, and which one back.
+
+        Of two GPUs each writes what it has to the other's memory: reading from there is far slower on some.
+        """
+        if gpu == self.device:
+            return gpu, gpu
+        with self._lock:
+            if gpu not in self._reached:
+                self._reached[gpu] = self.driver.let_reach(self.address, self.size, self.device, gpu)
+            return (gpu, self.device) if self._reached[gpu] else (self.device, self.device)
 
     def __del__(self) -> None:
         if getattr(self, "_pid", -1) == os.getpid():

@@ -104,10 +104,14 @@ class CudaRows(RowMemory):
             self._driver.copy(self._address + begin, np.frombuffer(data, np.uint8).ctypes.data, data.nbytes, self._number)
 
     def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        self._driver.copy(region.address + offset, self._address + begin, end - begin, region.gpu_or(self._number))
+        self._driver.copy(region.address + offset, self._address + begin, end - begin, self._copiers(region)[0])
 
     def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        self._driver.copy(self._address + begin, region.address + offset, end - begin, region.gpu_or(self._number))
+        self._driver.copy(self._address + begin, region.address + offset, end - begin, self._copiers(region)[1])
+
+    def _copiers(self, region: SharedRegion) -> tuple[int, int]:
+        """The GPUs that copy to the region and from it."""
+        return (self._number, self._number) if region.mapping is None else region.mapping.copiers(self._number)
 
     def zero(self, begin: int, end: int) -> None:
         if end > begin:
