@@ -33,8 +33,8 @@ class StagingAdopter {
   //
   // Other processes may write to the memory at any time. So a backend reads the hidden states of a slice
   // once, and takes every decision by what it has read.
-  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(
-      absl::Span<uint8_t> memory, const AdoptOptions& options) = 0;
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
+                                                                      const AdoptOptions& options) = 0;
 };
 
 // UNIMPLEMENTED if the backend is no StagingAdopter.

@@ -23,7 +23,9 @@ class GroupBackend final : public Backend, public StagingAdopter, public HeadPla
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
-      : members_(std::move(members), options.check_members), options_(options), make_replicas_(std::move(make_replicas)) {}
+      : members_(std::move(members), options.check_members),
+        options_(options),
+        make_replicas_(std::move(make_replicas)) {}
 
   BackendInfo info() const override {
     BackendInfo info = first().info();
