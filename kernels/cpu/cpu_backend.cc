@@ -105,9 +105,10 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
     return Allocate<StagingMemory, CpuStaging>(MemoryKind::kStaging, bytes);
   }
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
+                                                              const AdoptOptions& options) override {
     MemoryBytes plan;
-    plan[MemoryKind::kStaging] = static_cast<int64_t>(memory.size());
+    plan[MemoryKind::kStaging] = options.counted ? static_cast<int64_t>(memory.size()) : 0;
     auto reservation = accounting_->Reserve("shared memory", plan);
     if (!reservation.ok()) return reservation.status();
     return std::make_unique<AdoptedStaging>(memory, *std::move(reservation));

@@ -37,17 +37,17 @@ class PinnedStaging : public StagingMemory {
 class AdoptedStaging : public StagingMemory {
  public:
   static absl::StatusOr<std::unique_ptr<StagingMemory>> Create(MemoryLedger* ledger,
-                                                               absl::Span<uint8_t> memory) {
+                                                               absl::Span<uint8_t> memory, bool counted) {
     const cudaError_t error = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       cudaGetLastError();
       return ToStatus(error, absl::StrCat("cudaHostRegister of ", errors::ExactBytes(memory.size())));
     }
-    return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory));
+    return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory, counted));
   }
   ~AdoptedStaging() override {
     cudaHostUnregister(memory_.data());
-    ledger_->Remove(MemoryKind::kStaging, static_cast<int64_t>(memory_.size()));
+    ledger_->Remove(MemoryKind::kStaging, counted_bytes_);
   }
   AdoptedStaging(const AdoptedStaging&) = delete;
   AdoptedStaging& operator=(const AdoptedStaging&) = delete;
@@ -55,12 +55,14 @@ class AdoptedStaging : public StagingMemory {
   absl::Span<uint8_t> bytes() override { return memory_; }
 
  private:
-  AdoptedStaging(MemoryLedger* ledger, absl::Span<uint8_t> memory) : ledger_(ledger), memory_(memory) {
-    ledger_->Add(MemoryKind::kStaging, static_cast<int64_t>(memory_.size()));
+  AdoptedStaging(MemoryLedger* ledger, absl::Span<uint8_t> memory, bool counted)
+      : ledger_(ledger), memory_(memory), counted_bytes_(counted ? static_cast<int64_t>(memory.size()) : 0) {
+    ledger_->Add(MemoryKind::kStaging, counted_bytes_);
   }
 
   MemoryLedger* const ledger_;
   const absl::Span<uint8_t> memory_;
+  const int64_t counted_bytes_;
 };
 
 // "weights 4.2 GiB, gradients ..." for the error that refuses a head.
@@ -128,9 +130,10 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     return std::make_unique<PinnedStaging>(*std::move(buffer), bytes);
   }
 
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
+                                                              const AdoptOptions& options) override {
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    return AdoptedStaging::Create(&device_->ledger(), memory);
+    return AdoptedStaging::Create(&device_->ledger(), memory, options.counted);
   }
 
   std::string SharingDevice() const override { return device_->uuid(); }

@@ -12,7 +12,6 @@
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
 #include "kernels/head_planner.h"
-#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace {
@@ -28,7 +27,9 @@ class GroupBackend final : public Backend,
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
-      : members_(std::move(members)), options_(options), make_replicas_(std::move(make_replicas)) {}
+      : members_(std::move(members), options.check_members),
+        options_(options),
+        make_replicas_(std::move(make_replicas)) {}
 
   BackendInfo info() const override {
     BackendInfo info = first().info();
@@ -85,10 +86,13 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
+    if (options_.staging != nullptr) return options_.staging->Allocate(&first(), bytes);
     return first().AllocateStaging(bytes);
   }
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory) override {
-    return kernels::AdoptStaging(&first(), memory);
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
+                                                              const AdoptOptions& options) override {
+    if (options_.staging != nullptr) return options_.staging->Adopt(&first(), memory, options);
+    return kernels::AdoptStaging(&first(), memory, options);
   }
   // Every member computes rows that lie in that memory.
   std::string SharingDevice() const override {

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 
@@ -25,6 +26,16 @@ using JoinClasses = std::function<absl::Status(absl::Span<HeadKernels* const> he
 // INVALID_ARGUMENT: the devices cannot share the classes of a head.
 absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const> heads);
 
+// Where the staging memory of a group comes from. Thread-safe.
+class GroupStaging {
+ public:
+  virtual ~GroupStaging() = default;
+  // As Backend::AllocateStaging and StagingAdopter::AdoptStaging; `first` is member 0.
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Allocate(Backend* first, int64_t bytes) = 0;
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Adopt(Backend* first, absl::Span<uint8_t> memory,
+                                                               const AdoptOptions& options) = 0;
+};
+
 struct GroupOptions {
   // Chunks of fewer rows are computed by one member. With 512 rows a pass over the fp32 weight gradient costs
   // about as much as the products of the rows; two members would each make the pass for half of the rows.
@@ -34,12 +45,17 @@ struct GroupOptions {
   bool members_share_memory = false;
   Split split = Split::kAny;  // of heads whose config names none
   JoinClasses join_classes = RefuseToSplitVocabulary;
+  GroupStaging* staging = nullptr;  // outlives the backend; null: member 0
+  // Asked when a chunk comes, on the driving thread; an error refuses it. For members that may still write to
+  // the memory of a chunk that they have failed: once there is one, no other chunk is computed.
+  std::function<absl::Status()> check_members = [] { return absl::OkStatus(); };
 };
 
 // A head whose config names no split, nor the options, is split by rows if that fits the members' memory, and
 // else by vocabulary.
 //
-// Staging memory, and the memory of deferred microbatches, is that of member 0, which computes every slice
+// Staging memory, unless the options have it come from elsewhere, and the memory of deferred microbatches is
+// that of member 0, which computes every slice
 // whose hidden states are retained (by vocabulary, all members read that memory). `members`: >= 1, all alike,
 // member i made as replica {i, members}. INVALID_ARGUMENT naming what is wrong.
 //

@@ -69,6 +69,7 @@ void MemberHeads::Refuse(absl::Status refusal, ChunkCallbacks callbacks) {
 }
 
 void MemberHeads::Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts) {
+  if (absl::Status status = members_->Check(); !status.ok()) return Refuse(status, std::move(callbacks));
   const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), std::move(parts));
   const size_t count = divided->parts();  // it may be over before the last part is posted
   order_->Add(divided);

@@ -7,7 +7,8 @@
 
 namespace lossd::kernels {
 
-Members::Members(std::vector<std::unique_ptr<Backend>> backends) : backends_(std::move(backends)) {
+Members::Members(std::vector<std::unique_ptr<Backend>> backends, std::function<absl::Status()> check)
+    : backends_(std::move(backends)), check_(std::move(check)) {
   for (int i = 0; i < size(); ++i) {
     threads_.push_back(std::make_unique<MemberThread>(i, backend(i).max_chunks_in_flight()));
   }

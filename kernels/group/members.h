@@ -5,6 +5,7 @@
 #ifndef LOSSD_KERNELS_GROUP_MEMBERS_H_
 #define LOSSD_KERNELS_GROUP_MEMBERS_H_
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -17,7 +18,11 @@ namespace lossd::kernels {
 
 class Members {
  public:
-  explicit Members(std::vector<std::unique_ptr<Backend>> backends);
+  // `check`: GroupOptions::check_members.
+  Members(std::vector<std::unique_ptr<Backend>> backends, std::function<absl::Status()> check);
+
+  // Whether chunks may be computed.
+  absl::Status Check() const { return check_(); }
 
   int size() const { return static_cast<int>(backends_.size()); }
   Backend& backend(int member) const { return *backends_[static_cast<size_t>(member)]; }
@@ -33,6 +38,7 @@ class Members {
 
  private:
   const std::vector<std::unique_ptr<Backend>> backends_;
+  const std::function<absl::Status()> check_;
   std::vector<std::unique_ptr<MemberThread>> threads_;  // end before the backends
 };
 

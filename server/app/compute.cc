@@ -160,6 +160,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                             .limits = LimitsOf(options),
                             .settings = SettingsOf(options),
                             .group = {.split = *split},
+                            .share_rows = options.ranks.shared_memory,
                             .timeout = options.ranks.timeout,
                             .collective_timeout = options.ranks.collective_timeout,
                             .stop = options.ranks.stop_requested});

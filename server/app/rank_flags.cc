@@ -39,6 +39,10 @@ ABSL_FLAG(std::string, rank_host, RankOptions().host,
           "Collectives gloo: an address of this host that the other ranks reach; empty: that of the way to "
           "--leader");
 ABSL_FLAG(
+    bool, rank_shared_memory, RankOptions().shared_memory,
+    "Rows lie in memory that rank 0 shares with the ranks of its host; off, or where that cannot be, they "
+    "travel over the ranks' connections");
+ABSL_FLAG(
     std::string, rank_secret_file, RankOptions().secret_file,
     "A secret that all ranks have, and that admits them: a file of one line that only its owner can read");
 ABSL_FLAG(std::string, rank_ca, RankOptions().ca,
@@ -82,6 +86,7 @@ absl::StatusOr<RankOptions> RankOptionsFromFlags() {
   options.listen = absl::GetFlag(FLAGS_rank_listen);
   options.collectives = absl::GetFlag(FLAGS_collectives);
   options.host = absl::GetFlag(FLAGS_rank_host);
+  options.shared_memory = absl::GetFlag(FLAGS_rank_shared_memory);
   options.secret_file = absl::GetFlag(FLAGS_rank_secret_file);
   options.ca = absl::GetFlag(FLAGS_rank_ca);
   options.worker_http = absl::GetFlag(FLAGS_worker_http);

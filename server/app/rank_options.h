@@ -19,6 +19,8 @@ struct RankOptions {
       host;  // an address of this host that the other ranks reach; empty: that of the way to the leader
   // What carries sums and exchanges between the ranks (kernels::BackendChoice).
   std::string collectives = "auto";
+  // Rows lie in memory that rank 0 shares with the ranks of its host; else they travel in messages.
+  bool shared_memory = true;
   std::string secret_file;  // what admits a rank; empty: nothing
   std::string ca;           // authorities of the leader's certificate, a PEM file; empty: no TLS
   std::string worker_http;  // of the other ranks, as ServerOptions::http; empty: none

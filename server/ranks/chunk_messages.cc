@@ -51,17 +51,37 @@ absl::Status Take(const char* what, const std::string& bytes, size_t want, void*
   return absl::OkStatus();
 }
 
-absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes,
-                       std::string* bytes) {
-  const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
+absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, FindPlace find,
+                       v1::ChunkSlice* message) {
   if (length == 0) return absl::OkStatus();
-  if (slice.hidden != nullptr) {
-    bytes->assign(static_cast<const char*>(slice.hidden), length);
-    return absl::OkStatus();
+  std::string* const bytes = message->mutable_hidden();
+  if (slice.hidden == nullptr) {
+    bytes->resize(length);
+    return kernels::ReadBytesOf(chunk.retained, slice.retained_offset,
+                                {reinterpret_cast<uint8_t*>(bytes->data()), length});
   }
-  bytes->resize(length);
-  return kernels::ReadBytesOf(chunk.retained, slice.retained_offset,
-                              {reinterpret_cast<uint8_t*>(bytes->data()), length});
+  if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
+    *message->mutable_hidden_at() = *std::move(place);
+  } else {
+    bytes->assign(static_cast<const char*>(slice.hidden), length);
+  }
+  return absl::OkStatus();
+}
+
+// By vocabulary the leader writes the gradients, perhaps while the others still read.
+void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace find,
+                    v1::ChunkSlice* message) {
+  if (slice.grad_hidden == nullptr || length == 0 || is_part) return;
+  if (std::optional<v1::RowsPlace> place = find(slice.grad_hidden, length)) {
+    *message->mutable_grad_hidden_at() = *std::move(place);
+  }
+}
+
+// As many bytes as the rows have, which the message brings or names.
+absl::Status CheckHidden(const v1::ChunkSlice& message, size_t bytes) {
+  const size_t want = message.has_hidden_at() ? 0 : bytes;
+  if (message.hidden().size() == want) return absl::OkStatus();
+  return WrongLength("hidden states", want, message.hidden().size());
 }
 
 }  // namespace
@@ -82,11 +102,13 @@ v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head) 
   return start;
 }
 
-absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes) {
+absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes,
+                                         bool is_part, FindPlace find) {
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
-  absl::Status hidden = PutHidden(chunk, slice, row_bytes, message.mutable_hidden());
-  if (!hidden.ok()) return hidden;
+  const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
+  if (absl::Status status = PutHidden(chunk, slice, length, find, &message); !status.ok()) return status;
+  PlaceGradients(slice, length, is_part, find, &message);
   Put(slice.targets, slice.rows, message.mutable_targets());
   Put(slice.row_weights, slice.rows, message.mutable_row_weights());
   Put(slice.accumulate, slice.rows, message.mutable_accumulate());
@@ -106,7 +128,7 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   return message;
 }
 
-absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, Slice& slice) {
+absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool in_place, Slice& slice) {
   slice.first_nonfinite_row = results.first_nonfinite_row();
   slice.sums = FromProto(results.sums());
   const size_t each = static_cast<size_t>(slice.rows) * sizeof(float);
@@ -115,8 +137,13 @@ absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, Slic
   status.Update(Take("entropies", results.entropy(), each, slice.out.entropy));
   status.Update(Take("log-probabilities", results.target_logprob(), each, slice.out.target_logprob));
   status.Update(Take("argmax", results.argmax(), each, slice.out.argmax));
-  status.Update(Take("gradients", results.grad_hidden(), static_cast<size_t>(slice.rows) * row_bytes,
-                     slice.grad_hidden));
+  if (results.grad_hidden_in_place() != in_place) {
+    status.Update(absl::InternalError("it put gradients where they do not belong"));
+  }
+  if (!in_place) {
+    status.Update(Take("gradients", results.grad_hidden(), static_cast<size_t>(slice.rows) * row_bytes,
+                       slice.grad_hidden));
+  }
   return status;
 }
 
@@ -138,16 +165,21 @@ absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start) {
   return chunk;
 }
 
-absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, void* hidden,
+bool NeedsOwnMemory(const v1::ChunkSlice& message) {
+  return message.rows() > 0 &&
+         (!message.has_hidden_at() || (message.want_grad_hidden() && !message.has_grad_hidden_at()));
+}
+
+absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const SliceMemory& memory,
                               v1::SliceResults& results) {
   const int64_t rows = message.rows();
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
-  if (message.hidden().size() != bytes) return WrongLength("hidden states", bytes, message.hidden().size());
-  std::memcpy(hidden, message.hidden().data(), bytes);
-  message.clear_hidden();
+  if (absl::Status status = CheckHidden(message, bytes); !status.ok()) return status;
   Slice slice;
   slice.rows = rows;
-  slice.hidden = hidden;
+  slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;
+  if (memory.hidden == nullptr && bytes > 0) std::memcpy(memory.own, message.hidden().data(), bytes);
+  message.clear_hidden();
   absl::Status status = Get("targets", message.targets(), rows, slice.targets);
   status.Update(Get("row weights", message.row_weights(), rows, slice.row_weights));
   status.Update(Get("accumulate", message.accumulate(), rows, slice.accumulate));
@@ -160,7 +192,9 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, void* h
   slice.sample_seed = message.sample_seed();
   slice.first_row = message.first_row();
   slice.stands_in = message.stands_in();
-  if (message.want_grad_hidden()) slice.grad_hidden = hidden;
+  if (message.want_grad_hidden()) {
+    slice.grad_hidden = memory.grad_hidden == nullptr ? memory.own : memory.grad_hidden;
+  }
   slice.out.loss = Room<float>(message.want_loss(), rows, results.mutable_loss());
   slice.out.lse = Room<float>(message.want_lse(), rows, results.mutable_lse());
   slice.out.entropy = Room<float>(message.want_entropy(), rows, results.mutable_entropy());
@@ -170,10 +204,11 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, void* h
   return slice;
 }
 
-void SetResults(const Slice& slice, size_t row_bytes, v1::SliceResults& results) {
+void SetResults(const Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results) {
   results.set_first_nonfinite_row(slice.first_nonfinite_row);
   *results.mutable_sums() = ToProto(slice.sums);
-  if (slice.grad_hidden == nullptr) return;
+  results.set_grad_hidden_in_place(in_place);
+  if (slice.grad_hidden == nullptr || in_place) return;
   results.set_grad_hidden(slice.grad_hidden, static_cast<size_t>(slice.rows) * row_bytes);
 }
 

@@ -16,6 +16,7 @@
 #include "server/log/log.h"
 #include "server/ranks/collectives.h"
 #include "server/ranks/grpc_transport.h"
+#include "server/ranks/leader_rows.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/rank_replicas.h"
 #include "server/ranks/remote_backend.h"
@@ -52,9 +53,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
   void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
   void OnLeaving(int rank, const std::string& reason);
-
-  // ---- On the driving thread of the leader's backend ----
-  absl::Status OnChunkFailure(const absl::Status& failure);
+  absl::Status OnChunkFailure(const absl::Status& failure);  // on the driving thread of the leader's backend
 
   // ---- On the thread that forms ----
   absl::Status AwaitAll();
@@ -73,7 +72,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
   std::unique_ptr<kernels::RankLink> link_;
-
+  LeaderRows rows_;
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
@@ -266,16 +265,16 @@ absl::Status LeaderImpl::Connect() {
   const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
   if (!collectives.ok()) return collectives.status();
   collectives_ = *collectives;
-  std::vector<std::string> addresses;
-  for (const auto& [rank, worker] : workers) worker->Prepare(*collectives);
+  rows_.Prepare(workers, *collectives, options_.share_rows);
   absl::StatusOr<std::string> own = link_->Address();
   if (!own.ok()) return own.status();
-  addresses.push_back(*std::move(own));
+  std::vector<std::string> addresses = {*std::move(own)};
   const absl::Time deadline = absl::Now() + options_.timeout;
   for (const auto& [rank, worker] : workers) {
-    absl::StatusOr<std::string> address = worker->AwaitPrepared(deadline);
-    if (!address.ok()) return address.status();
-    addresses.push_back(*std::move(address));
+    const absl::StatusOr<v1::Prepared> prepared = worker->AwaitPrepared(deadline);
+    if (!prepared.ok()) return prepared.status();
+    addresses.push_back(prepared->address());
+    rows_.OnPrepared(*worker, *prepared);
   }
   std::vector<uint64_t> requests;
   for (const auto& [rank, worker] : workers) requests.push_back(worker->StartConnect(addresses));
@@ -298,7 +297,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   const auto make_replicas = [this](absl::Span<kernels::HeadKernels* const> heads) {
     return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
   };
-  kernels::GroupOptions group = options_.group;
+  kernels::GroupOptions group = rows_.Complete(options_.group, AllWorkers());
   group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
     // On GPUs the steps of a chunk, and with them the exchanges, follow from its size.
     return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);

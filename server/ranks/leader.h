@@ -32,6 +32,7 @@ struct LeaderOptions {
   ChannelLimits limits;
   Settings settings;  // but those of the backend
   kernels::GroupOptions group;
+  bool share_rows = true;  // with workers of this host; else, and with the others, rows travel in messages
   absl::Duration timeout = absl::Minutes(5);             // for all ranks to come
   absl::Duration collective_timeout = absl::Minutes(1);  // for a rank to do its part of a sum
   // Whether to give up waiting; asked every now and then.

@@ -251,8 +251,11 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       if (absl::Status status = link_->UseCollectives(collectives); !status.ok()) return status;
       absl::StatusOr<std::string> address = link_->Address();
       if (!address.ok()) return address.status();
-      log::Log(log::LogLevel::kInfo, "ranks exchange", {{"collectives", collectives}});
+      const absl::Status shared = heads_.UseRowsOf(message.prepare());
+      log::Log(log::LogLevel::kInfo, "ranks exchange",
+               {{"collectives", collectives}, {"rows", shared.ok() ? "shared memory" : shared.message()}});
       answer.mutable_prepared()->set_address(*std::move(address));
+      answer.mutable_prepared()->set_rows_refused(std::string(shared.message()));
       break;
     }
     case v1::ToWorker::kConnect: {

@@ -27,8 +27,9 @@ struct WorkerChunk {
   std::vector<v1::SliceResults> results;
   std::vector<kernels::Slice> slices;
   size_t row_bytes = 0;
-  bool is_part = false;  // of a head that is split by vocabulary
-  WorkerBuffers::Buffer buffer;
+  bool is_part = false;                    // of a head that is split by vocabulary
+  WorkerBuffers::Buffer buffer;            // null: no slice needs it
+  std::vector<MappedRows::Rows> in_place;  // that the slices name
 };
 
 // Room for `rows` rows in so many slices that are not empty.
@@ -38,18 +39,59 @@ int64_t BufferBytes(int64_t rows, size_t row_bytes, int64_t slices) {
 
 bool IsPart(const kernels::HeadKernels& head) { return head.config().split == kernels::Split::kVocabulary; }
 
-absl::Status FillSlices(WorkerChunk& chunk) {
+// Memory at a place that a slice names.
+absl::StatusOr<void*> FindRows(const MappedRows* rows, const v1::RowsPlace& place, size_t bytes,
+                               WorkerChunk& chunk) {
+  if (rows == nullptr) return absl::InternalError("the leader named memory, and shares none");
+  absl::StatusOr<MappedRows::Rows> found = rows->Find(place, bytes);
+  if (!found.ok()) return found.status();
+  chunk.in_place.push_back(*std::move(found));
+  return chunk.in_place.back().data;
+}
+
+absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, size_t bytes, const MappedRows* rows,
+                                     WorkerChunk& chunk) {
+  SliceMemory memory;
+  if (message.has_hidden_at()) {
+    const absl::StatusOr<void*> hidden = FindRows(rows, message.hidden_at(), bytes, chunk);
+    if (!hidden.ok()) return hidden.status();
+    memory.hidden = *hidden;
+  }
+  if (message.has_grad_hidden_at()) {
+    const absl::StatusOr<void*> grad_hidden = FindRows(rows, message.grad_hidden_at(), bytes, chunk);
+    if (!grad_hidden.ok()) return grad_hidden.status();
+    memory.grad_hidden = *grad_hidden;
+  }
+  return memory;
+}
+
+// The slices have no more rows than a chunk may.
+absl::Status CheckRows(const std::vector<v1::ChunkSlice>& slices, int64_t most) {
+  for (const v1::ChunkSlice& slice : slices) {
+    if (slice.rows() < 0 || slice.rows() > most) return absl::InternalError("a chunk has too many rows");
+    most -= slice.rows();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FillSlices(const MappedRows* rows, WorkerChunk& chunk) {
   chunk.results.resize(chunk.messages.size());
   size_t offset = 0;
   for (size_t i = 0; i < chunk.messages.size(); ++i) {
-    const size_t bytes = static_cast<size_t>(chunk.messages[i].rows()) * chunk.row_bytes;
-    if (offset + bytes > chunk.buffer->bytes().size())
-      return absl::InternalError("a chunk has too many rows");
-    auto slice =
-        SliceOf(chunk.messages[i], chunk.row_bytes, chunk.buffer->bytes().data() + offset, chunk.results[i]);
+    v1::ChunkSlice& message = chunk.messages[i];
+    const size_t bytes = static_cast<size_t>(message.rows()) * chunk.row_bytes;
+    absl::StatusOr<SliceMemory> memory = MemoryOf(message, bytes, rows, chunk);
+    if (!memory.ok()) return memory.status();
+    if (NeedsOwnMemory(message)) {
+      if (offset + bytes > chunk.buffer->bytes().size()) {
+        return absl::InternalError("a chunk has too many rows");
+      }
+      memory->own = chunk.buffer->bytes().data() + offset;
+      offset += Aligned(bytes);
+    }
+    auto slice = SliceOf(message, chunk.row_bytes, *memory, chunk.results[i]);
     if (!slice.ok()) return slice.status();
     chunk.slices.push_back(*slice);
-    offset += Aligned(bytes);
   }
   chunk.chunk.slices = absl::MakeSpan(chunk.slices);
   return absl::OkStatus();
@@ -60,7 +102,7 @@ void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, co
     if (chunk.is_part) {
       SetPartResults(chunk.slices[i], chunk.results[i]);
     } else {
-      SetResults(chunk.slices[i], chunk.row_bytes, chunk.results[i]);
+      SetResults(chunk.slices[i], chunk.row_bytes, chunk.messages[i].has_grad_hidden_at(), chunk.results[i]);
     }
     chunk.results[i].set_chunk(id);
     chunk.results[i].set_slice(static_cast<uint32_t>(i));
@@ -92,6 +134,15 @@ WorkerHeads::WorkerHeads(kernels::Backend* backend, kernels::RankLink* link, Sen
       link_(link),
       send_(std::move(send)),
       buffers_(std::make_shared<WorkerBuffers>(backend)) {}
+
+absl::Status WorkerHeads::UseRowsOf(const v1::Prepare& prepare) {
+  if (prepare.rows_socket().empty()) return absl::UnavailableError("messages: the leader shares no memory");
+  absl::StatusOr<std::unique_ptr<MappedRows>> rows =
+      MappedRows::Connect(prepare.rows_socket(), prepare.rows_token(), backend_);
+  if (!rows.ok()) return absl::UnavailableError(absl::StrCat("messages: ", rows.status().message()));
+  rows_ = *std::move(rows);
+  return absl::OkStatus();
+}
 
 // ---- Requests ----
 
@@ -226,24 +277,27 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   chunk->messages = std::move(slices);
   chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made->hidden_dtype);
   chunk->is_part = IsPart(kernels);
-  const auto slices_with_rows = std::count_if(chunk->messages.begin(), chunk->messages.end(),
-                                              [](const v1::ChunkSlice& slice) { return slice.rows() > 0; });
-  absl::StatusOr<WorkerBuffers::Buffer> buffer =
-      buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, slices_with_rows));
-  if (!buffer.ok()) {
-    SendResults(*chunk, start.chunk(), buffer.status(), send_);
-    SendDone(start.chunk(), buffer.status(), send_);
-    return absl::OkStatus();
+  if (absl::Status status = CheckRows(chunk->messages, start.rows()); !status.ok()) return status;
+  const auto need_memory = std::count_if(chunk->messages.begin(), chunk->messages.end(), NeedsOwnMemory);
+  if (need_memory > 0) {
+    absl::StatusOr<WorkerBuffers::Buffer> buffer =
+        buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, need_memory));
+    if (!buffer.ok()) {
+      SendResults(*chunk, start.chunk(), buffer.status(), send_);
+      SendDone(start.chunk(), buffer.status(), send_);
+      return absl::OkStatus();
+    }
+    chunk->buffer = *std::move(buffer);
   }
-  chunk->buffer = *std::move(buffer);
-  if (absl::Status status = FillSlices(*chunk); !status.ok()) return status;
+  if (absl::Status status = FillSlices(rows_.get(), *chunk); !status.ok()) return status;
   const uint64_t id = start.chunk();
   kernels.Submit(
       &chunk->chunk,
       {.on_results =
            [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+             chunk->in_place.clear();
              SendResults(*chunk, id, status, send);
-             buffers->Return(std::move(chunk->buffer));
+             if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
            },
        .on_done = [chunk, id, send = send_](const absl::Status& status) { SendDone(id, status, send); }});
   return absl::OkStatus();

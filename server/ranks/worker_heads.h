@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "kernels/rank_link.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/ranks/mapped_rows.h"
 #include "server/ranks/worker_buffers.h"
 
 namespace lossd::ranks {
@@ -24,6 +25,9 @@ class WorkerHeads {
 
   // All outlive the object, and chunks in flight do too: they end before it.
   WorkerHeads(kernels::Backend* backend, kernels::RankLink* link, Send send);
+  // Maps what the leader shares. UNAVAILABLE, saying why, if all slices have to bring their rows. Before the
+  // first chunk.
+  absl::Status UseRowsOf(const v1::Prepare& prepare);
 
   v1::Answer Execute(const v1::Request& request);
   // A chunk with all its slices. INTERNAL if it is not one.
@@ -47,6 +51,7 @@ class WorkerHeads {
   kernels::RankLink* const link_;
   const Send send_;
   const std::shared_ptr<WorkerBuffers> buffers_;
+  std::unique_ptr<MappedRows> rows_;  // null: all slices bring their rows
   std::map<uint64_t, Head> heads_;
 };
 

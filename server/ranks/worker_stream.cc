@@ -32,9 +32,9 @@ void WorkerStream::Refuse(const absl::Status& reason) {
   SendAlone(message);
 }
 
-void WorkerStream::Prepare(const std::string& collectives) {
+void WorkerStream::Prepare(v1::Prepare prepare) {
   v1::ToWorker message;
-  message.mutable_prepare()->set_collectives(collectives);
+  *message.mutable_prepare() = std::move(prepare);
   SendAlone(message);
 }
 
@@ -59,7 +59,7 @@ void WorkerStream::GiveUp(const absl::Status& reason) {
 
 // ---- Rendezvous and requests ----
 
-absl::StatusOr<std::string> WorkerStream::AwaitPrepared(absl::Time deadline) {
+absl::StatusOr<v1::Prepared> WorkerStream::AwaitPrepared(absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
   const auto over = [this] {
     mutex_.AssertHeld();
@@ -69,7 +69,12 @@ absl::StatusOr<std::string> WorkerStream::AwaitPrepared(absl::Time deadline) {
     return absl::UnavailableError(absl::StrCat("rank ", rank(), " does not get ready"));
   }
   if (!lost_.ok()) return lost_;
-  return address_;
+  return preparation_;
+}
+
+void WorkerStream::ShareRows(const RowRegions* regions) {
+  absl::MutexLock lock(&write_mutex_);
+  regions_ = regions;
 }
 
 uint64_t WorkerStream::NewRequest() {
@@ -146,20 +151,28 @@ void WorkerStream::SendChunk(uint64_t id, const RemoteHeadId& head, const Chunk&
   const absl::Span<const kernels::Slice> slices = chunk.slices;
   v1::ToWorker message;
   *message.mutable_chunk() = StartOf(chunk, id, head.id);
-  if (slices.empty()) NoteRead(id);
+  if (slices.empty()) NoteRead(id, {});
   if (!Send(message)) return;
+  std::vector<bool> in_place;
+  const auto find = [&](const void* begin, size_t bytes) -> std::optional<v1::RowsPlace> {
+    write_mutex_.AssertHeld();
+    return regions_ == nullptr ? std::nullopt : regions_->Find(rank(), begin, bytes);
+  };
   for (size_t i = 0; i < slices.size(); ++i) {
-    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slices[i], row_bytes);
+    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slices[i], row_bytes, head.is_part, find);
     if (!of_slice.ok()) return GiveUp(of_slice.status());
+    in_place.push_back(of_slice->has_grad_hidden_at());
     *message.mutable_slice() = *std::move(of_slice);
-    if (i + 1 == slices.size()) NoteRead(id);
+    if (i + 1 == slices.size()) NoteRead(id, in_place);
     if (!Send(message)) return;
   }
 }
 
-void WorkerStream::NoteRead(uint64_t chunk) {
+void WorkerStream::NoteRead(uint64_t chunk, std::vector<bool> in_place) {
   absl::MutexLock lock(&mutex_);
-  flights_.at(chunk)->is_read = true;
+  Flight& flight = *flights_.at(chunk);
+  flight.in_place = std::move(in_place);
+  flight.is_read = true;
 }
 
 // ---- Reading ----
@@ -228,7 +241,7 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
 void WorkerStream::OnPrepared(const v1::Prepared& prepared) {
   absl::MutexLock lock(&mutex_);
   prepared_ = true;
-  address_ = prepared.address();
+  preparation_ = prepared;
 }
 
 absl::Status WorkerStream::OnAnswer(v1::Answer& answer) {
@@ -258,7 +271,9 @@ absl::Status WorkerStream::OnSlice(const v1::SliceResults& results) {
   }
   ++flight->slices;
   kernels::Slice& slice = flight->chunk->slices[results.slice()];
-  if (!flight->is_part) return TakeResults(results, flight->row_bytes, slice);
+  if (!flight->is_part) {
+    return TakeResults(results, flight->row_bytes, flight->in_place[results.slice()], slice);
+  }
   TakePartResults(results, slice);
   return absl::OkStatus();
 }

@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/ranks/row_regions.h"
 
 namespace lossd::ranks {
 
@@ -61,9 +62,12 @@ class WorkerStream {
 
   // ---- Rendezvous ----
   void Refuse(const absl::Status& reason);
-  void Prepare(const std::string& collectives);
+  void Prepare(v1::Prepare prepare);
   // What the worker has to say of itself; waits for it.
-  absl::StatusOr<std::string> AwaitPrepared(absl::Time deadline);
+  absl::StatusOr<v1::Prepared> AwaitPrepared(absl::Time deadline);
+  // Rows in these regions are named instead of sent. They outlive the stream's chunks. Before the first
+  // chunk.
+  void ShareRows(const RowRegions* regions);
 
   // ---- Requests ----
   // Sends a request, whose `id` is set here; Await waits for the answer. An error that the answer reports is
@@ -95,9 +99,10 @@ class WorkerStream {
     kernels::ChunkCallbacks callbacks;
     size_t row_bytes = 0;  // of hidden states
     bool is_part = false;
-    bool is_read = false;      // for sending: only then may there be results
-    size_t slices = 0;         // that have results
-    bool has_results = false;  // of the chunk
+    std::vector<bool> in_place;  // of each slice: the worker knows where its gradients go
+    bool is_read = false;        // for sending: only then may there be results
+    size_t slices = 0;           // that have results
+    bool has_results = false;    // of the chunk
   };
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
@@ -105,7 +110,7 @@ class WorkerStream {
   uint64_t NewRequest();
   void SendChunk(uint64_t id, const RemoteHeadId& head, const kernels::Chunk& chunk, size_t row_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
-  void NoteRead(uint64_t chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  void NoteRead(uint64_t chunk, std::vector<bool> in_place) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Of the reading thread: an error if the worker has said what it must not.
   absl::Status OnMessage(v1::FromWorker& message);
@@ -121,6 +126,7 @@ class WorkerStream {
   const v1::Hello hello_;
   absl::Mutex write_mutex_;  // held while a chunk is read for sending; before mutex_
   WorkerTransport* transport_ ABSL_GUARDED_BY(write_mutex_);  // null: the stream has ended
+  const RowRegions* regions_ ABSL_GUARDED_BY(write_mutex_) = nullptr;
   absl::Mutex cancel_mutex_;
   WorkerTransport* cancelled_by_ ABSL_GUARDED_BY(cancel_mutex_);  // the same, for a write that hangs
 
@@ -129,7 +135,7 @@ class WorkerStream {
   absl::Status given_up_ ABSL_GUARDED_BY(mutex_);
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // by the leader
   bool prepared_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string address_ ABSL_GUARDED_BY(mutex_);
+  v1::Prepared preparation_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);

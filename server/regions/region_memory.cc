@@ -6,14 +6,14 @@
 
 #include "kernels/device_memory_sharer.h"
 #include "kernels/staging_adopter.h"
-#include "server/regions/shared_memory.h"
+#include "server/memory/shared_memory.h"
 
 namespace lossd::regions {
 namespace {
 
 class OfHost final : public RegionMemory {
  public:
-  OfHost(std::unique_ptr<SharedMemory> memory, std::unique_ptr<kernels::StagingMemory> staging)
+  OfHost(std::unique_ptr<memory::SharedMemory> memory, std::unique_ptr<kernels::StagingMemory> staging)
       : memory_(std::move(memory)), staging_(std::move(staging)) {}
 
   absl::Span<uint8_t> bytes() const override { return memory_->bytes(); }
@@ -30,7 +30,7 @@ class OfHost final : public RegionMemory {
 
  private:
   const std::string none_;
-  const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<memory::SharedMemory> memory_;
   const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
 };
 
@@ -57,9 +57,9 @@ class OfDevice final : public RegionMemory {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes) {
-  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = SharedMemory::Create(bytes);
+  absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Create(bytes);
   if (!memory.ok()) return memory.status();
-  auto staging = kernels::AdoptStaging(backend, (*memory)->bytes());
+  auto staging = kernels::AdoptStaging(backend, (*memory)->bytes(), {.descriptor = (*memory)->descriptor()});
   if (!staging.ok()) return staging.status();
   return std::make_unique<OfHost>(*std::move(memory), *std::move(staging));
 }

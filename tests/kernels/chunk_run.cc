@@ -16,13 +16,33 @@ const T* DataOrNull(const std::vector<T>& values) {
   return values.empty() ? nullptr : values.data();
 }
 
+absl::Span<uint8_t>& RowMemory() {
+  static absl::Span<uint8_t> memory;
+  return memory;
+}
+
 // Inputs and outputs of a chunk, and the Slices that point to them.
 struct ChunkBuffers {
   std::vector<SliceData> inputs;
-  std::vector<std::vector<uint8_t>> hidden;
-  std::vector<std::vector<uint8_t>> grad_hidden;
+  std::vector<absl::Span<uint8_t>> hidden;
+  std::vector<absl::Span<uint8_t>> grad_hidden;
   std::vector<Slice> slices;
+  std::vector<std::unique_ptr<std::vector<uint8_t>>> own;  // of rows that have no room in RowMemory
+  size_t used = 0;                                         // of RowMemory
 };
+
+// Memory for rows, aligned as staging memory.
+absl::Span<uint8_t> Room(ChunkBuffers& buffers, size_t bytes) {
+  constexpr size_t kAlignment = 64;
+  const absl::Span<uint8_t> memory = RowMemory();
+  if (bytes <= memory.size() && buffers.used <= memory.size() - bytes) {
+    const absl::Span<uint8_t> room = memory.subspan(buffers.used, bytes);
+    buffers.used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return room;
+  }
+  buffers.own.push_back(std::make_unique<std::vector<uint8_t>>(bytes));
+  return absl::MakeSpan(*buffers.own.back());
+}
 
 // A backend that looked at the inputs after its results were there would find these.
 void SpoilInputs(ChunkBuffers& buffers) {
@@ -35,7 +55,7 @@ void SpoilInputs(ChunkBuffers& buffers) {
     }
   }
   for (auto* all : {&buffers.hidden, &buffers.grad_hidden}) {
-    for (std::vector<uint8_t>& bytes : *all) std::fill(bytes.begin(), bytes.end(), uint8_t{0xff});
+    for (const absl::Span<uint8_t> bytes : *all) std::fill(bytes.begin(), bytes.end(), uint8_t{0xff});
   }
 }
 
@@ -56,7 +76,9 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
   buffers.grad_hidden.resize(problem.slices.size());
   for (size_t i = 0; i < problem.slices.size(); ++i) {
     const SliceData& data = buffers.inputs[i];
-    buffers.hidden.push_back(Encode(problem.hidden_dtype, data.hidden));
+    const std::vector<uint8_t> hidden = Encode(problem.hidden_dtype, data.hidden);
+    buffers.hidden.push_back(Room(buffers, hidden.size()));
+    std::copy(hidden.begin(), hidden.end(), buffers.hidden.back().begin());
     Slice slice;
     slice.rows = data.rows();
     slice.hidden = buffers.hidden.back().data();
@@ -71,7 +93,8 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.first_row = data.first_row;
     slice.stands_in = data.stands_in;
     if (data.want_grad_hidden) {
-      buffers.grad_hidden[i].assign(buffers.hidden.back().size(), 0xCD);
+      if (!options.grad_hidden_in_place) buffers.grad_hidden[i] = Room(buffers, hidden.size());
+      std::fill(buffers.grad_hidden[i].begin(), buffers.grad_hidden[i].end(), uint8_t{0xCD});
       slice.grad_hidden =
           options.grad_hidden_in_place ? buffers.hidden.back().data() : buffers.grad_hidden[i].data();
     }
@@ -106,6 +129,8 @@ void PlaceRetained(const Problem& problem, const RunOptions& options, Chunk& chu
 }
 
 }  // namespace
+
+void SetRowMemory(absl::Span<uint8_t> memory) { RowMemory() = memory; }
 
 std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem) {
   auto head = backend.CreateHead(problem.config);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "tests/kernels/problem.h"
 
@@ -45,6 +46,10 @@ struct RunOptions {
 
 // Bytes of retained memory that a problem's slices take.
 int64_t RetainedBytes(const Problem& problem);
+
+// The rows of chunks lie in this memory from now on, one chunk after the other; empty, as at first, and where
+// it is too small: in memory of the chunk's own.
+void SetRowMemory(absl::Span<uint8_t> memory);
 
 // Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
 // and in order. The chunk's inputs are spoilt as soon as there are results, from when on no backend may look

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +19,9 @@
 namespace lossd::ranks::testing {
 
 // LOSSD_RANK_WORKER: the program, where tests do not lie where they were built.
+// LOSSD_RANK_SHARED_MEMORY: whether rows lie in memory that the ranks share; "yes" by default.
+inline bool SharesRows() { return FromEnvironment("LOSSD_RANK_SHARED_MEMORY", "yes") == "yes"; }
+
 inline std::string RankWorker() { return FromEnvironment("LOSSD_RANK_WORKER", LOSSD_RANK_WORKER_PROCESS); }
 
 class RankGroup {
@@ -28,7 +32,8 @@ class RankGroup {
                                  .listen = "127.0.0.1:0",
                                  .credentials = grpc::InsecureServerCredentials(),
                                  .limits = {.slice_bytes = 64 << 20},
-                                 .group = {.least_rows = least_rows}});
+                                 .group = {.least_rows = least_rows},
+                                 .share_rows = SharesRows()});
     EXPECT_TRUE(leader.ok()) << leader.status();
     leader_ = *std::move(leader);
     for (int rank = 1; rank < ranks; ++rank) {
@@ -40,15 +45,31 @@ class RankGroup {
     EXPECT_TRUE(own.ok()) << own.status();
     auto backend = leader_->Form(*std::move(own));
     EXPECT_TRUE(backend.ok()) << backend.status();
-    if (backend.ok()) backend_ = *std::move(backend);
+    if (!backend.ok()) return;
+    backend_ = *std::move(backend);
+    auto rows = backend_->AllocateStaging(kRowBytes);
+    EXPECT_TRUE(rows.ok()) << rows.status();
+    if (rows.ok()) rows_ = *std::move(rows);
   }
 
   Leader& leader() { return *leader_; }
   kernels::Backend& backend() { return *backend_; }
+  // Staging memory of the group.
+  absl::Span<uint8_t> rows() { return rows_->bytes(); }
+  // How many pieces of shared memory rank 1 and so on has mapped.
+  int Mappings(int rank) {
+    std::ifstream maps(absl::StrCat("/proc/", worker(rank).pid(), "/maps"));
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) {
+      if (line.find("memfd:lossd-region") != std::string::npos) ++count;
+    }
+    return count;
+  }
   // Of rank 1 and so on.
   test::ChildProcess& worker(int rank) { return *workers_[static_cast<size_t>(rank) - 1]; }
   // Ends all ranks. The exit statuses of the workers.
   std::vector<int> End() {
+    rows_.reset();
     backend_.reset();
     leader_.reset();
     std::vector<int> ends;
@@ -57,9 +78,12 @@ class RankGroup {
   }
 
  private:
+  static constexpr int64_t kRowBytes = int64_t{8} << 20;
+
   std::vector<std::unique_ptr<test::ChildProcess>> workers_;
   std::unique_ptr<Leader> leader_;
   std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<kernels::StagingMemory> rows_;
 };
 
 }  // namespace lossd::ranks::testing

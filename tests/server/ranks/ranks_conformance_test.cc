@@ -33,18 +33,26 @@ bool HaveGpusFor(int ranks) {
   return ranks::testing::VisibleGpus() >= (shared ? 1 : ranks);
 }
 
-Backend& SharedGroup(int ranks, int64_t least_rows, const std::string& way = "") {
+ranks::testing::RankGroup& SharedRanks(int ranks, int64_t least_rows, const std::string& way = "") {
   std::unique_ptr<ranks::testing::RankGroup>& group = AllGroups()[{ranks, least_rows, way}];
   if (group == nullptr) {
     group =
         std::make_unique<ranks::testing::RankGroup>(ranks, least_rows, int64_t{OnGpus() ? 64 : 4} << 20, way);
   }
-  return group->backend();
+  return *group;
+}
+
+// The rows of chunks lie in its staging memory from now on, as those of a server do.
+Backend& SharedGroup(int ranks, int64_t least_rows, const std::string& way = "") {
+  ranks::testing::RankGroup& group = SharedRanks(ranks, least_rows, way);
+  SetRowMemory(group.rows());
+  return group.backend();
 }
 
 class EndGroups final : public ::testing::Environment {
   void TearDown() override {
     for (auto& [of, group] : AllGroups()) {
+      SetRowMemory({});
       for (const int end : group->End()) EXPECT_EQ(end, 0);
     }
     AllGroups().clear();
@@ -165,6 +173,25 @@ TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) {
       EXPECT_EQ(*of_ranks->GradNorm(), *of_devices->GradNorm());
     }
   }
+}
+
+TEST(RanksMemory, IsSharedWhileItLasts) {
+  if (OnGpus() && !HaveGpusFor(2)) GTEST_SKIP() << "no GPUs";
+  ranks::testing::RankGroup& group = SharedRanks(2, 0);
+  const int shared = ranks::testing::SharesRows() ? 1 : 0;
+  EXPECT_EQ(group.Mappings(1), shared);
+  const int64_t before = group.backend().memory().current[MemoryKind::kStaging];
+  auto memory = group.backend().AllocateStaging(3 << 20);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  EXPECT_EQ(group.Mappings(1), 2 * shared);
+  const int64_t counted = group.backend().memory().current[MemoryKind::kStaging] - before;
+  EXPECT_GE(counted, 3 << 20);
+  EXPECT_LT(counted, 4 << 20) << "it is counted once";
+  memory->reset();
+  EXPECT_EQ(group.backend().memory().current[MemoryKind::kStaging], before);
+  const absl::Time limit = absl::Now() + absl::Minutes(1);
+  while (group.Mappings(1) > shared && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(group.Mappings(1), shared);
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);

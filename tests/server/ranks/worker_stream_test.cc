@@ -43,6 +43,7 @@ class PlayedWorker final : public WorkerTransport {
   }
   bool Write(const v1::ToWorker& message) override {
     const int number = ++written_;
+    if (message.has_slice()) slices_.push_back(message.slice());
     if (on_write_) on_write_(number);
     return true;
   }
@@ -65,6 +66,8 @@ class PlayedWorker final : public WorkerTransport {
     };
     mutex_.Await(absl::Condition(&heard));
   }
+  // That were sent to it.
+  const std::vector<v1::ChunkSlice>& slices() const { return slices_; }
   // Runs within Write, with the number of the message, from 1 on.
   void set_on_write(std::function<void(int)> on_write) { on_write_ = std::move(on_write); }
   void CountSaid(int more) {
@@ -75,6 +78,7 @@ class PlayedWorker final : public WorkerTransport {
  private:
   std::function<void(int)> on_write_;
   int written_ = 0;
+  std::vector<v1::ChunkSlice> slices_;
   absl::Mutex mutex_;
   std::deque<v1::FromWorker> said_ ABSL_GUARDED_BY(mutex_);
   int said_in_all_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -148,6 +152,21 @@ class WorkerStreamTest : public ::testing::Test {
     message.mutable_done()->set_chunk(chunk);
     return message;
   }
+  // The hidden states lie in memory that the worker has mapped.
+  uint64_t ShareHidden() {
+    const absl::Span<uint8_t> memory = {reinterpret_cast<uint8_t*>(hidden_), sizeof(hidden_)};
+    EXPECT_TRUE(regions_.Enter(3));
+    const uint64_t region = regions_.Add(memory, wire::OwnedDescriptor());
+    regions_.Told(3, *regions_.NextNews(3));
+    EXPECT_TRUE(regions_.OnAnswer(3, region, /*mapped=*/true));
+    stream_.ShareRows(&regions_);
+    return region;
+  }
+  static v1::FromWorker InPlace(v1::FromWorker message) {
+    message.mutable_slice()->clear_grad_hidden();
+    message.mutable_slice()->set_grad_hidden_in_place(true);
+    return message;
+  }
   size_t results_heard() {
     absl::MutexLock lock(&mutex_);
     return results_.size();
@@ -171,6 +190,7 @@ class WorkerStreamTest : public ::testing::Test {
   float losses_[kSlices][kRows] = {};
   kernels::Slice slices_[kSlices];
   kernels::Chunk chunk_;
+  RowRegions regions_{4, [] {}};
   PlayedWorker worker_;
   WorkerStream stream_;
   std::thread reader_;
@@ -194,6 +214,67 @@ TEST_F(WorkerStreamTest, ResultsComeToTheSlices) {
   for (const auto& hidden : hidden_) {
     for (const float value : hidden) EXPECT_NE(value, 0.0f);
   }
+}
+
+TEST_F(WorkerStreamTest, RowsInSharedMemoryAreNamed) {
+  const uint64_t region = ShareHidden();
+  hidden_[1][0] = 7;
+  Submit();
+  for (size_t i = 0; i < kSlices; ++i) {
+    const v1::ChunkSlice& slice = worker_.slices()[i];
+    EXPECT_TRUE(slice.hidden().empty());
+    for (const v1::RowsPlace& place : {slice.hidden_at(), slice.grad_hidden_at()}) {
+      EXPECT_EQ(place.region(), region);
+      EXPECT_EQ(place.offset(), i * sizeof(hidden_[0]));
+    }
+    Say(InPlace(SliceResults(1, static_cast<uint32_t>(i))));
+  }
+  Say(Results(1));
+  Say(Done(1));
+  worker_.AwaitHeard();
+  absl::MutexLock lock(&mutex_);
+  ASSERT_EQ(done_.size(), 1u);
+  EXPECT_TRUE(results_[0].ok()) << results_[0];
+  EXPECT_EQ(hidden_[1][0], 7) << "the worker writes there, and nobody else";
+  EXPECT_NE(losses_[1][1], 0.0f);
+}
+
+// The leader writes them, where the worker may still read.
+TEST_F(WorkerStreamTest, ByVocabularyAWorkerIsToldOfNoPlaceForGradients) {
+  ShareHidden();
+  Submit(/*is_part=*/true);
+  EXPECT_TRUE(worker_.slices()[0].has_hidden_at());
+  EXPECT_FALSE(worker_.slices()[0].has_grad_hidden_at());
+  EXPECT_TRUE(worker_.slices()[0].want_grad_hidden());
+}
+
+TEST_F(WorkerStreamTest, GradientsGoElsewhereIfHiddenStatesAreToStay) {
+  ShareHidden();
+  float elsewhere[kSlices][kRows * kHidden] = {};
+  for (size_t i = 0; i < kSlices; ++i) slices_[i].grad_hidden = elsewhere[i];
+  Submit();
+  EXPECT_TRUE(worker_.slices()[0].has_hidden_at());
+  EXPECT_FALSE(worker_.slices()[0].has_grad_hidden_at());
+  Say(SliceResults(1, 0));
+  Say(SliceResults(1, 1));
+  Say(Results(1));
+  Say(Done(1));
+  worker_.AwaitHeard();
+  EXPECT_NE(elsewhere[1][0], 0.0f);
+  EXPECT_EQ(hidden_[1][0], 0.0f);
+}
+
+TEST_F(WorkerStreamTest, GradientsInPlaceThatHaveNoneAreALoss) {
+  Submit();
+  Say(InPlace(SliceResults(1, 0)));
+  ExpectLost("gradients where they do not belong");
+}
+
+TEST_F(WorkerStreamTest, GradientsInAMessageThatHaveAPlaceAreALoss) {
+  ShareHidden();
+  Submit();
+  Say(SliceResults(1, 0));
+  ExpectLost("gradients where they do not belong");
 }
 
 // Else the hidden states, or what was in the memory before, would go for gradients.

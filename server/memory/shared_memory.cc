@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/regions/shared_memory.h"
+#include "server/memory/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/bytes.h"
 
-namespace lossd::regions {
+namespace lossd::memory {
 namespace {
 
 absl::Status Failed(absl::string_view what, int64_t bytes) {
@@ -23,22 +23,36 @@ absl::Status Failed(absl::string_view what, int64_t bytes) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t bytes) {
+  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = Reserve(bytes);
+  if (!memory.ok()) return memory;
+  if (absl::Status status = (*memory)->Fill(); !status.ok()) return status;
+  return memory;
+}
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Reserve(int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
   const int64_t size = (bytes + page - 1) / page * page;
   wire::OwnedDescriptor descriptor(memfd_create("lossd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!descriptor) return Failed("memfd_create", size);
-  // Pages that are missing later would end the process with a signal instead of an error.
-  if (ftruncate(descriptor.get(), size) != 0 || fallocate(descriptor.get(), 0, 0, size) != 0)
-    return Failed("allocation", size);
+  if (ftruncate(descriptor.get(), size) != 0) return Failed("ftruncate", size);
   if (fcntl(descriptor.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     return Failed("sealing", size);
   std::unique_ptr<SharedMemory> memory(new SharedMemory(std::move(descriptor)));
-  void* const data = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE,
-                          MAP_SHARED | MAP_POPULATE, memory->descriptor(), 0);
+  void* const data =
+      mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_SHARED, memory->descriptor(), 0);
   if (data == MAP_FAILED) return Failed("mmap", size);
   madvise(data, static_cast<size_t>(size), MADV_DONTFORK);
   memory->bytes_ = {static_cast<uint8_t*>(data), static_cast<size_t>(size)};
   return memory;
+}
+
+// Pages that are missing later would end the process with a signal instead of an error.
+absl::Status SharedMemory::Fill() {
+  const auto size = static_cast<off_t>(bytes_.size());
+  if (fallocate(descriptor_.get(), 0, 0, size) != 0) return Failed("allocation", size);
+  // Else each is mapped when it is touched first, which is slower and nothing worse.
+  madvise(bytes_.data(), bytes_.size(), MADV_POPULATE_WRITE);
+  return absl::OkStatus();
 }
 
 SharedMemory::~SharedMemory() {
@@ -48,4 +62,4 @@ SharedMemory::~SharedMemory() {
             static_cast<off_t>(bytes_.size()));
 }
 
-}  // namespace lossd::regions
+}  // namespace lossd::memory

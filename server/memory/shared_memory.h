@@ -1,25 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that can be shared with another process: a sealed memfd, mapped here. Whoever gets the descriptor
 // can write to the memory, but cannot make it shorter under this process.
-#ifndef LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_
-#define LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_
+#ifndef LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
+#define LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "proto/wire/region_packets.h"
 
-namespace lossd::regions {
+namespace lossd::memory {
 
 // Thread-compatible.
 class SharedMemory {
  public:
-  // At least `bytes`, in whole pages, all of them there already. RESOURCE_EXHAUSTED if the system has not so
-  // much.
+  // At least `bytes` > 0, in whole pages, all of them there already. RESOURCE_EXHAUSTED if the system has not
+  // so much.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t bytes);
+  // The same without its pages, for callers that count memory before they take it: Fill makes them, and is
+  // called before anything touches the memory.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Reserve(int64_t bytes);
+  absl::Status Fill();
   // Gives the pages back to the system, even those that another process still has mapped: it then finds
   // zeros.
   ~SharedMemory();
@@ -36,6 +41,6 @@ class SharedMemory {
   absl::Span<uint8_t> bytes_;
 };
 
-}  // namespace lossd::regions
+}  // namespace lossd::memory
 
-#endif  // LOSSD_SERVER_REGIONS_SHARED_MEMORY_H_
+#endif  // LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/ranks/shared_rows.h"
+
+#include <fcntl.h>
+#include <openssl/crypto.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/log/log.h"
+#include "server/memory/shared_memory.h"
+
+namespace lossd::ranks {
+namespace {
+
+constexpr size_t kTokenBytes = 32;
+constexpr size_t kNameBytes = 16;
+// Connections beyond the workers', that have not said a token yet.
+constexpr size_t kStrangers = 8;
+
+absl::StatusOr<std::string> Random(size_t bytes) {
+  std::string random(bytes, '\0');
+  if (getrandom(random.data(), bytes, 0) != static_cast<ssize_t>(bytes)) {
+    return absl::UnavailableError("the system has no random numbers");
+  }
+  return random;
+}
+
+absl::StatusOr<wire::OwnedDescriptor> ListenAt(const std::string& name) {
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  std::memcpy(address.sun_path + 1, name.data() + 1, name.size() - 1);  // it is abstract: 0 in place of "@"
+  wire::OwnedDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
+  if (!listener || bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      listen(listener.get(), SOMAXCONN) != 0) {
+    return absl::UnavailableError(absl::StrCat("a Unix socket: ", std::strerror(errno)));
+  }
+  return listener;
+}
+
+// Staging memory that is in the table of regions.
+class SharedStaging final : public kernels::StagingMemory {
+ public:
+  // `memory`: of what this owns; null where it is the caller's. The first `bytes` bytes are used.
+  SharedStaging(RowRegions* regions, uint64_t region, std::unique_ptr<memory::SharedMemory> memory,
+                std::unique_ptr<kernels::StagingMemory> staging, size_t bytes)
+      : regions_(regions),
+        region_(region),
+        memory_(std::move(memory)),
+        staging_(std::move(staging)),
+        bytes_(bytes) {}
+  ~SharedStaging() override { regions_->Remove(region_); }
+  SharedStaging(const SharedStaging&) = delete;
+  SharedStaging& operator=(const SharedStaging&) = delete;
+
+  absl::Span<uint8_t> bytes() override { return staging_->bytes().first(bytes_); }
+  uint64_t region() const { return region_; }
+
+ private:
+  RowRegions* const regions_;
+  const uint64_t region_;
+  const std::unique_ptr<memory::SharedMemory> memory_;
+  const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
+  const size_t bytes_;
+};
+
+wire::OwnedDescriptor CopyOf(int descriptor) {
+  return wire::OwnedDescriptor(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SharedRows>> SharedRows::Listen(int ranks) {
+  const absl::StatusOr<std::string> random = Random(kNameBytes);
+  if (!random.ok()) return random.status();
+  std::vector<std::string> tokens;
+  for (int rank = 0; rank < ranks; ++rank) {
+    absl::StatusOr<std::string> token = Random(kTokenBytes);
+    if (!token.ok()) return token.status();
+    tokens.push_back(*std::move(token));
+  }
+  std::string name = absl::StrCat("@lossd-rows-", absl::BytesToHexString(*random));
+  absl::StatusOr<wire::OwnedDescriptor> listener = ListenAt(name);
+  if (!listener.ok()) return listener.status();
+  return std::unique_ptr<SharedRows>(
+      new SharedRows(ranks, std::move(name), std::move(tokens), *std::move(listener)));
+}
+
+SharedRows::SharedRows(int ranks, std::string name, std::vector<std::string> tokens,
+                       wire::OwnedDescriptor listener)
+    : name_(std::move(name)),
+      tokens_(std::move(tokens)),
+      listener_(std::move(listener)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      regions_(ranks, [this] { eventfd_write(wake_.get(), 1); }),
+      thread_([this] { Run(); }) {}
+
+SharedRows::~SharedRows() {
+  eventfd_write(stop_.get(), 1);
+  thread_.join();
+}
+
+// ---- Memory ----
+
+absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(kernels::Backend* first,
+                                                                             int64_t bytes) {
+  if (bytes <= 0 || !regions_.AnyHere()) return first->AllocateStaging(bytes);
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> shared = AllocateShared(first, bytes);
+  if (shared.ok()) return shared;
+  // What has no room in shared memory mostly has none elsewhere, and then that error is the one to hear.
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> own = first->AllocateStaging(bytes);
+  if (own.ok()) {
+    log::Log(log::LogLevel::kWarning, "staging memory is not shared, its rows travel in messages",
+             {{"bytes", bytes}, {"error", shared.status().message()}});
+  }
+  return own;
+}
+
+// Counted before its pages are taken, so that a limit refuses what has no room.
+absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShared(kernels::Backend* first,
+                                                                                   int64_t bytes) {
+  absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Reserve(bytes);
+  if (!memory.ok()) return memory.status();
+  const absl::Span<uint8_t> pages = (*memory)->bytes();
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = kernels::AdoptStaging(first, pages);
+  if (!staging.ok()) return staging.status();
+  if (absl::Status status = (*memory)->Fill(); !status.ok()) {
+    staging->reset();
+    return status;
+  }
+  wire::OwnedDescriptor descriptor = CopyOf((*memory)->descriptor());
+  const uint64_t region = descriptor ? regions_.Add(pages, std::move(descriptor)) : 0;
+  if (region != 0) regions_.AwaitAnswers(region, kMapTimeout);
+  return std::make_unique<SharedStaging>(&regions_, region, *std::move(memory), *std::move(staging),
+                                         static_cast<size_t>(bytes));
+}
+
+absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
+    kernels::Backend* first, absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) {
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging =
+      kernels::AdoptStaging(first, memory, options);
+  if (!staging.ok() || options.descriptor < 0 || !regions_.AnyHere()) return staging;
+  wire::OwnedDescriptor descriptor = CopyOf(options.descriptor);
+  const uint64_t region = descriptor ? regions_.Add(memory, std::move(descriptor)) : 0;
+  if (region == 0) return staging;
+  return std::make_unique<SharedStaging>(&regions_, region, nullptr, *std::move(staging), memory.size());
+}
+
+// ---- Connections ----
+
+void SharedRows::Run() {
+  while (true) {
+    std::vector<pollfd> ready = {{.fd = stop_.get(), .events = POLLIN},
+                                 {.fd = wake_.get(), .events = POLLIN},
+                                 {.fd = listener_.get(), .events = POLLIN}};
+    for (const Session& session : sessions_) {
+      const bool has_news = session.rank > 0 && regions_.NextNews(session.rank).has_value();
+      const int events = has_news ? POLLIN | POLLOUT : POLLIN;
+      ready.push_back({.fd = session.socket.get(), .events = static_cast<int16_t>(events)});
+    }
+    if (poll(ready.data(), ready.size(), Patience()) < 0 && errno != EINTR) return;
+    if (ready[0].revents != 0) return;
+    eventfd_t ignored = 0;
+    if (ready[1].revents != 0) eventfd_read(wake_.get(), &ignored);
+    const absl::Time now = absl::Now();
+    size_t index = 3;
+    for (auto session = sessions_.begin(); session != sessions_.end(); ++index) {
+      const auto current = session++;
+      const int events = ready[index].revents;
+      bool goes_on = current->rank > 0 || now < current->deadline;
+      if (goes_on && (events & ~POLLOUT) != 0) goes_on = Read(&*current);
+      if (goes_on && (events & POLLOUT) != 0) goes_on = Write(*current);
+      if (goes_on) continue;
+      if (current->rank > 0) {
+        regions_.Leave(current->rank);
+        log::Log(log::LogLevel::kDebug, "rank shares no memory any more", {{"rank", current->rank}});
+      }
+      sessions_.erase(current);
+    }
+    if (ready[2].revents != 0) Accept();
+  }
+}
+
+int SharedRows::Patience() const {
+  absl::Time next = absl::InfiniteFuture();
+  for (const Session& session : sessions_) {
+    if (session.rank == 0) next = std::min(next, session.deadline);
+  }
+  if (next == absl::InfiniteFuture()) return -1;
+  return static_cast<int>(std::clamp<int64_t>(absl::ToInt64Milliseconds(next - absl::Now()) + 1, 0, 60'000));
+}
+
+void SharedRows::Accept() {
+  Session session;
+  session.socket =
+      wire::OwnedDescriptor(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!session.socket) {
+    // Out of descriptors: those that wait stay in the backlog for a while.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+      absl::SleepFor(absl::Milliseconds(50));
+    return;
+  }
+  ucred who = {};
+  socklen_t size = sizeof(who);
+  if (getsockopt(session.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return;
+  if (who.uid != geteuid()) return;
+  if (sessions_.size() >= tokens_.size() + kStrangers) return;
+  session.deadline = absl::Now() + kTokenTimeout;
+  sessions_.push_back(std::move(session));
+}
+
+bool SharedRows::Read(Session* session) {
+  const absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get());
+  v1::RowsFromWorker message;
+  if (!packet.ok() || packet->closed || !message.ParseFromString(packet->bytes)) return false;
+  if (session->rank == 0) return Enter(session, message);
+  if (!message.refused().empty()) {
+    log::Log(log::LogLevel::kWarning, "rank cannot map memory, rows in it travel in messages",
+             {{"rank", session->rank}, {"error", message.refused()}});
+  }
+  return regions_.OnAnswer(session->rank, message.region(), message.refused().empty());
+}
+
+bool SharedRows::Enter(Session* session, const v1::RowsFromWorker& message) {
+  for (size_t rank = 1; rank < tokens_.size(); ++rank) {
+    const std::string& token = tokens_[rank];
+    if (message.token().size() != token.size() ||
+        CRYPTO_memcmp(message.token().data(), token.data(), token.size()) != 0) {
+      continue;
+    }
+    if (!regions_.Enter(static_cast<int>(rank))) return false;
+    session->rank = static_cast<int>(rank);
+    v1::RowsFromLeader welcome;
+    welcome.set_welcome(true);
+    return wire::SendRegionPacket(session->socket.get(), welcome.SerializeAsString(), -1).ok();
+  }
+  return false;
+}
+
+// One packet: there is room for that, as poll has said.
+bool SharedRows::Write(const Session& session) {
+  const std::optional<RowRegions::News> news = regions_.NextNews(session.rank);
+  if (!news.has_value()) return true;
+  const int descriptor = news->descriptor == nullptr ? -1 : news->descriptor->get();
+  const absl::Status sent =
+      wire::SendRegionPacket(session.socket.get(), news->message.SerializeAsString(), descriptor);
+  if (sent.ok()) regions_.Told(session.rank, *news);
+  return sent.ok();
+}
+
+}  // namespace lossd::ranks
