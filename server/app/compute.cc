@@ -76,10 +76,13 @@ std::string Text(bool value) { return value ? "true" : "false"; }
 
 ranks::Settings SettingsOf(const ServerOptions& options) {
   return {{"version", options.version},
+          {"messages between ranks", ranks::ProtocolHash()},
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
           {"split", options.split},
           {"collectives", options.ranks.collectives},
+          {"collective_timeout", absl::FormatDuration(options.ranks.collective_timeout)},
+          {"rank_silence_timeout", absl::FormatDuration(options.ranks.silence_timeout)},
           {"workspace_bytes", absl::StrCat(options.workspace_bytes)},
           {"memory_limit_bytes", absl::StrCat(options.memory_limit_bytes)},
           {"slice_bytes", absl::StrCat(options.slice_bytes)}};

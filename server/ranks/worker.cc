@@ -149,10 +149,11 @@ v1::FromWorker WorkerImpl::Hello() const {
   hello->set_host(HostName());
   if (!info.uuids.empty()) hello->set_gpu_uuid(info.uuids.front());
   *hello->mutable_backend() = ToProto(info, backend_->max_chunks_in_flight());
-  Settings settings = options_.settings;
-  for (auto& setting : SettingsOf(info)) settings.push_back(std::move(setting));
   for (const std::string& collectives : link_->CollectivesOffered()) hello->add_collectives(collectives);
-  for (const auto& [name, value] : settings) {
+  const kernels::RankTraits traits = link_->Traits();
+  hello->set_device_bytes(traits.device_bytes);
+  hello->set_nccl_version(traits.nccl_version);
+  for (const auto& [name, value] : SettingsOf(options_.settings, info)) {
     v1::Setting* const setting = hello->add_settings();
     setting->set_name(name);
     setting->set_value(value);

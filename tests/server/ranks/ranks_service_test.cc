@@ -136,6 +136,9 @@ TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
             "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
            {"--memory_limit_bytes=1GiB",
             "rank 1: memory_limit_bytes must be what rank 0 has, 0, got 1073741824"},
+           {"--collective_timeout=61s", "rank 1: collective_timeout must be what rank 0 has, 1m, got 1m1s"},
+           {"--rank_silence_timeout=20s",
+            "rank 1: rank_silence_timeout must be what rank 0 has, 30s, got 20s"},
            {"--ranks=3", "rank 1: ranks must be what rank 0 has, 2, got 3"}}) {
     SCOPED_TRACE(flag);
     const Ends ends = EndsOf(WithFlagOfRank1(flag));

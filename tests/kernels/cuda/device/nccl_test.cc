@@ -41,6 +41,10 @@ ncclResult_t Play(const char* name) {
 
 ncclComm_t Communicator(int i) { return reinterpret_cast<ncclComm_t>(static_cast<uintptr_t>(i + 1)); }
 
+ncclResult_t GetVersion(int* version) {
+  *version = 22803;
+  return Play("ncclGetVersion");
+}
 ncclResult_t InitAll(ncclComm_t* communicators, int count, const int*) {
   for (int i = 0; i < count; ++i) communicators[i] = Communicator(i);
   return Play("ncclCommInitAll");
@@ -86,6 +90,7 @@ struct Function {
   void* function;
 };
 const Function kFunctions[] = {
+    {"ncclGetVersion", reinterpret_cast<void*>(&GetVersion)},
     {"ncclCommInitAll", reinterpret_cast<void*>(&InitAll)},
     {"ncclGetUniqueId", reinterpret_cast<void*>(&UniqueId)},
     {"ncclCommInitRank", reinterpret_cast<void*>(&InitRank)},
@@ -263,6 +268,13 @@ TEST_F(CudaLinkTest, OffersWhatThereIsTheFastestFirst) {
   EXPECT_THAT(Offered("gloo", true), ElementsAre("gloo"));
   played.missing = true;
   EXPECT_THAT(Offered("auto", true), ElementsAre("gloo"));
+}
+
+TEST_F(CudaLinkTest, SaysWhichVersionOfNcclItHas) {
+  EXPECT_EQ((*Create("nccl", false))->Traits().nccl_version, "2.28.3");
+  EXPECT_EQ((*Create("auto", true))->Traits().nccl_version, "2.28.3");
+  if (!HaveGloo()) GTEST_SKIP() << "a build without Gloo";
+  EXPECT_EQ((*Create("gloo", true))->Traits().nccl_version, "");
 }
 
 TEST_F(CudaLinkTest, SaysWhyWhatIsAskedForIsMissing) {
