@@ -7,6 +7,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/nccl_environment.h"
 #include "server/access/access_file.h"
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
@@ -88,6 +89,11 @@ ranks::Settings SettingsOf(const ServerOptions& options) {
           {"slice_bytes", absl::StrCat(options.slice_bytes)}};
 }
 
+bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backend) {
+  if (backend.uuids.size() > 1) return true;
+  return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
+}
+
 ranks::ChannelLimits LimitsOf(const ServerOptions& options) {
   return {.slice_bytes = options.slice_bytes, .silence = options.ranks.silence_timeout};
 }
@@ -126,6 +132,9 @@ absl::StatusOr<kernels::CreatedBackend> CreateOwnBackend(const ServerOptions& op
   absl::StatusOr<kernels::CreatedBackend> own = kernels::CreateBackend(choice);
   if (own.ok() && !own->note.empty()) {
     log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", own->note}});
+  }
+  if (own.ok() && MayUseNccl(options, own->backend->info())) {
+    log::Log(log::LogLevel::kInfo, "settings of NCCL", {{kernels::kNcclMulticast, kernels::NcclMulticast()}});
   }
   return own;
 }

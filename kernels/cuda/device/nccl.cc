@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/shared_library.h"
+#include "kernels/nccl_environment.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -70,6 +71,7 @@ struct Nccl::Library {
   }
 
   absl::Status Load() {
+    SetNcclDefaults();
     LOSSD_RETURN_IF_ERROR(
         file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
     const bool complete =

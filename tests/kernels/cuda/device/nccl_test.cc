@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -29,6 +30,7 @@ struct Played {
   std::string fails;                 // the function that fails
   ncclResult_t later = ncclSuccess;  // what communicators report by themselves
   std::vector<std::string> calls;
+  std::string multicast;  // NCCL_NVLS_ENABLE when the library was loaded
   int aborted = 0, destroyed = 0;
 };
 Played played;
@@ -117,6 +119,8 @@ void* __real_dlopen(const char* name, int flags);
 void* __wrap_dlopen(const char* name, int flags) {
   if (name == nullptr || std::string(name).find("nccl") == std::string::npos)
     return __real_dlopen(name, flags);
+  const char* const multicast = std::getenv("NCCL_NVLS_ENABLE");
+  played.multicast = multicast == nullptr ? "unset" : multicast;
   return played.missing ? __real_dlopen("libplayed-missing.so", flags) : &library;
 }
 
@@ -156,6 +160,17 @@ TEST_F(NcclTest, SaysWhatIsMissing) {
   played.lacks = "ncclReduce";
   EXPECT_EQ(Connect().status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(Connect().status().message(), HasSubstr("NCCL lacks"));
+}
+
+// NCCL reads its settings when it is loaded.
+TEST_F(NcclTest, NvlinkMulticastIsOffUnlessTheEnvironmentSaysOtherwise) {
+  unsetenv("NCCL_NVLS_ENABLE");
+  EXPECT_TRUE(Nccl::CheckLoads().ok());
+  EXPECT_EQ(played.multicast, "0");
+  setenv("NCCL_NVLS_ENABLE", "1", 1);
+  EXPECT_TRUE(Nccl::CheckLoads().ok());
+  EXPECT_EQ(played.multicast, "1");
+  unsetenv("NCCL_NVLS_ENABLE");
 }
 
 TEST_F(NcclTest, SaysThatTheGpusCannotBeConnected) {
