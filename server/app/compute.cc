@@ -187,7 +187,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
 
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
                                                             kernels::CreatedBackend own,
-                                                            std::function<void()> on_joined) {
+                                                            WorkerCallbacks callbacks) {
   absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
   if (!secret.ok()) return secret.status();
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
@@ -204,7 +204,8 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
                                 .limits = LimitsOf(options),
                                 .settings = SettingsOf(options),
                                 .timeout = options.ranks.timeout,
-                                .on_joined = std::move(on_joined)},
+                                .on_joined = std::move(callbacks.on_joined),
+                                .metrics = std::move(callbacks.metrics)},
                                std::move(own));
 }
 

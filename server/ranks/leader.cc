@@ -361,16 +361,9 @@ void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_le
 
 std::vector<RankState> LeaderImpl::States() const {
   std::vector<RankState> states;
-  states.push_back(
-      {.rank = 0, .host = HostName(), .device = own_info_.device, .lost = false, .memory = own_->memory()});
+  states.push_back({.host = HostName(), .device = own_info_.device, .memory = own_->memory()});
   absl::MutexLock lock(&mutex_);
-  for (const auto& [rank, worker] : workers_) {
-    states.push_back({.rank = rank,
-                      .host = worker->hello().host(),
-                      .device = worker->hello().backend().device(),
-                      .lost = worker->lost(),
-                      .memory = worker->memory()});
-  }
+  for (const auto& [rank, worker] : workers_) states.push_back(worker->state());
   return states;
 }
 

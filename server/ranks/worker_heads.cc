@@ -78,8 +78,10 @@ void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, co
   send(std::move(message));
 }
 
-void SendDone(uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
+void SendDone(uint64_t id, const absl::Status& status, const kernels::Backend& backend,
+              const WorkerHeads::Send& send) {
   v1::FromWorker message;
+  *message.mutable_done()->mutable_memory() = ToProto(backend.memory());
   message.mutable_done()->set_chunk(id);
   *message.mutable_done()->mutable_status() = ToProto(status);
   send(std::move(message));
@@ -232,20 +234,20 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
       buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, slices_with_rows));
   if (!buffer.ok()) {
     SendResults(*chunk, start.chunk(), buffer.status(), send_);
-    SendDone(start.chunk(), buffer.status(), send_);
+    SendDone(start.chunk(), buffer.status(), *backend_, send_);
     return absl::OkStatus();
   }
   chunk->buffer = *std::move(buffer);
   if (absl::Status status = FillSlices(*chunk); !status.ok()) return status;
   const uint64_t id = start.chunk();
-  kernels.Submit(
-      &chunk->chunk,
-      {.on_results =
-           [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
-             SendResults(*chunk, id, status, send);
-             buffers->Return(std::move(chunk->buffer));
-           },
-       .on_done = [chunk, id, send = send_](const absl::Status& status) { SendDone(id, status, send); }});
+  kernels.Submit(&chunk->chunk,
+                 {.on_results =
+                      [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+                        SendResults(*chunk, id, status, send);
+                        buffers->Return(std::move(chunk->buffer));
+                      },
+                  .on_done = [chunk, id, backend = backend_, send = send_](
+                                 const absl::Status& status) { SendDone(id, status, *backend, send); }});
   return absl::OkStatus();
 }
 
