@@ -6,6 +6,7 @@
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -21,9 +22,18 @@ namespace lossd::kernels {
 inline constexpr char kNccl[] = "nccl";  // among GPUs, of which each rank has one of its own
 inline constexpr char kGloo[] = "gloo";  // through the memory of the hosts
 
+// What ranks have to have alike beyond what their backends say of themselves.
+struct RankTraits {
+  int64_t device_bytes = 0;  // memory of the GPU in all; 0: a CPU
+  std::string nccl_version;  // "2.28.3"; empty: NCCL is not offered
+};
+
 class RankLink {
  public:
   virtual ~RankLink() = default;
+
+  // Of this rank. A link without a GPU has none.
+  virtual RankTraits Traits() const { return {}; }
 
   // What this rank can use of these, the best first.
   virtual std::vector<std::string> CollectivesOffered() const = 0;

@@ -7,6 +7,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/nccl_environment.h"
 #include "server/access/access_file.h"
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
@@ -76,13 +77,21 @@ std::string Text(bool value) { return value ? "true" : "false"; }
 
 ranks::Settings SettingsOf(const ServerOptions& options) {
   return {{"version", options.version},
+          {"messages between ranks", ranks::ProtocolHash()},
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
           {"split", options.split},
           {"collectives", options.ranks.collectives},
+          {"collective_timeout", absl::FormatDuration(options.ranks.collective_timeout)},
+          {"rank_silence_timeout", absl::FormatDuration(options.ranks.silence_timeout)},
           {"workspace_bytes", absl::StrCat(options.workspace_bytes)},
           {"memory_limit_bytes", absl::StrCat(options.memory_limit_bytes)},
           {"slice_bytes", absl::StrCat(options.slice_bytes)}};
+}
+
+bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backend) {
+  if (backend.uuids.size() > 1) return true;
+  return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
 }
 
 ranks::ChannelLimits LimitsOf(const ServerOptions& options) {
@@ -123,6 +132,9 @@ absl::StatusOr<kernels::CreatedBackend> CreateOwnBackend(const ServerOptions& op
   absl::StatusOr<kernels::CreatedBackend> own = kernels::CreateBackend(choice);
   if (own.ok() && !own->note.empty()) {
     log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", own->note}});
+  }
+  if (own.ok() && MayUseNccl(options, own->backend->info())) {
+    log::Log(log::LogLevel::kInfo, "settings of NCCL", {{kernels::kNcclMulticast, kernels::NcclMulticast()}});
   }
   return own;
 }
@@ -176,7 +188,7 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
 
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
                                                             kernels::CreatedBackend own,
-                                                            std::function<void()> on_joined) {
+                                                            WorkerCallbacks callbacks) {
   absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
   if (!secret.ok()) return secret.status();
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
@@ -193,7 +205,8 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
                                 .limits = LimitsOf(options),
                                 .settings = SettingsOf(options),
                                 .timeout = options.ranks.timeout,
-                                .on_joined = std::move(on_joined)},
+                                .on_joined = std::move(callbacks.on_joined),
+                                .metrics = std::move(callbacks.metrics)},
                                std::move(own));
 }
 

@@ -35,10 +35,16 @@ struct Compute {
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
-// Of the other ranks. `on_joined`: as in ranks::WorkerOptions.
+// As in ranks::WorkerOptions.
+struct WorkerCallbacks {
+  std::function<void()> on_joined;
+  std::function<ranks::v1::Metrics()> metrics;
+};
+
+// Of the other ranks.
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
                                                             kernels::CreatedBackend own,
-                                                            std::function<void()> on_joined);
+                                                            WorkerCallbacks callbacks);
 
 }  // namespace lossd::app
 

@@ -29,6 +29,7 @@
 #include "server/app/heap.h"
 #include "server/app/listen_flags.h"
 #include "server/app/port_file.h"
+#include "server/app/process.h"
 #include "server/app/rank_flags.h"
 #include "server/app/server.h"
 #include "server/app/service_manager.h"
@@ -340,10 +341,8 @@ int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvent
 }
 
 int Run() {
-  lossd::app::BoundFreedMemory();
+  lossd::app::PrepareProcess();
   StopEvents& events = *new StopEvents();  // for threads that outlive this function
-  signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   lossd::rpc::LogGrpcMessages();
   const absl::StatusOr<std::unique_ptr<ServiceManager>> manager = ServiceManager::FromEnvironment();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/app/part_options.h"
 
+#include <optional>
 #include <utility>
 
 #include "server/app/check_options.h"
+#include "server/app/rank_families.h"
 
 namespace lossd::app {
 
@@ -49,6 +51,18 @@ rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regio
           .regions = regions};
 }
 
+namespace {
+
+std::optional<metrics::RankTraffic> TrafficOf(const ranks::RankState& state) {
+  if (state.rank == 0) return std::nullopt;
+  return metrics::RankTraffic{.chunks = state.traffic.chunks,
+                              .rows = state.traffic.rows,
+                              .sent_bytes = state.traffic.sent_bytes,
+                              .received_bytes = state.traffic.received_bytes};
+}
+
+}  // namespace
+
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
   std::vector<metrics::RankReading> readings;
   if (leader == nullptr) return readings;
@@ -57,7 +71,9 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
                         .host = std::move(state.host),
                         .device = std::move(state.device),
                         .lost = state.lost,
-                        .memory = state.memory});
+                        .memory = state.memory,
+                        .traffic = TrafficOf(state),
+                        .metrics = metrics::FromPlain(FromProto(state.metrics))});
   }
   return readings;
 }

@@ -16,6 +16,7 @@
 #include "server/app/device_watch.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/health.h"
+#include "server/app/rank_families.h"
 #include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -35,6 +36,12 @@ class WorkerApp {
     keep_alive_.reset();
     http_.reset();
     if (runs_.joinable()) runs_.join();
+    {  // Monitors call into the worker, and it asks them.
+      std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus;
+      absl::MutexLock lock(&mutex_);
+      gpus.swap(gpus_);
+    }
+    worker_.reset();
   }
 
   absl::Status Start();
@@ -42,6 +49,7 @@ class WorkerApp {
 
  private:
   absl::Status StartHttp();
+  ranks::v1::Metrics Metrics();
   metrics::HttpHandlers Handlers() const;
   Health health() const {
     return {.device_lost = device_watch_->lost(), .device_silence = worker_->Silence()};
@@ -54,10 +62,10 @@ class WorkerApp {
   std::unique_ptr<Security> security_;
   std::unique_ptr<ranks::Worker> worker_;
   std::optional<DeviceWatch> device_watch_;
-  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
   std::unique_ptr<metrics::HttpServer> http_;
   std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
   std::thread runs_;
 };
@@ -71,13 +79,19 @@ absl::Status WorkerApp::Start() {
   if (!own.ok()) return own.status();
   const kernels::BackendInfo info = own->backend->info();
   absl::StatusOr<std::unique_ptr<ranks::Worker>> worker =
-      CreateWorker(options_, *std::move(own), [manager = manager_, rank = options_.ranks.launch.rank] {
-        manager->Ready(absl::StrCat("computes as rank ", rank));
-      });
+      CreateWorker(options_, *std::move(own),
+                   {.on_joined =
+                        [manager = manager_, rank = options_.ranks.launch.rank] {
+                          manager->Ready(absl::StrCat("computes as rank ", rank));
+                        },
+                    .metrics = [this] { return Metrics(); }});
   if (!worker.ok()) return worker.status();
   worker_ = *std::move(worker);
   device_watch_.emplace([this](const absl::Status& status) { worker_->ReportLoss(status); });
-  gpus_ = WatchGpus(info, {&*device_watch_});
+  {
+    absl::MutexLock lock(&mutex_);
+    gpus_ = WatchGpus(info, {&*device_watch_});
+  }
   keep_alive_.emplace(manager_, [this] { return Live(health(), options_.liveness_timeout); });
   log::Log(log::LogLevel::kInfo, "worker",
            {{"version", options_.version},
@@ -99,6 +113,12 @@ metrics::HttpHandlers WorkerApp::Handlers() const {
   };
   handlers["/healthz"] = handlers["/readyz"];
   return handlers;
+}
+
+ranks::v1::Metrics WorkerApp::Metrics() {
+  const ranks::WorkerTimes times = worker_->times();
+  absl::MutexLock lock(&mutex_);
+  return ToProto(metrics::WorkerFamilies(times.busy, times.collectives, gpus_));
 }
 
 absl::Status WorkerApp::StartHttp() {

@@ -298,9 +298,14 @@ std::vector<MetricFamily> Metrics::Collect() const {
     }
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(*backend_, &families);
-    if (ranks_) AddRankFamilies(ranks_(), &families);
     const size_t of_server = families.size();
-    for (const GpuMonitor* gpu : gpus_) AddFamilies(gpu->Collect(), of_server, &families);
+    if (ranks_) AddRankFamilies(ranks_(), &families);
+    const bool several = families.size() > of_server;  // ranks; this one is rank 0
+    for (const GpuMonitor* gpu : gpus_) {
+      std::vector<MetricFamily> own = gpu->Collect();
+      if (several) AddRankLabel(0, &own);
+      AddFamilies(std::move(own), of_server, &families);
+    }
   }
   std::vector<MetricFamily> process = CollectProcess();
   families.insert(families.end(), std::make_move_iterator(process.begin()),

@@ -8,7 +8,35 @@
 
 namespace lossd::metrics {
 
-void AddRankFamilies(const std::vector<RankReading>& ranks, std::vector<prometheus::MetricFamily>* families) {
+namespace {
+
+void AddTraffic(const std::vector<RankReading>& ranks, std::vector<prometheus::MetricFamily>* families) {
+  const auto add = [&](const char* name, const char* help, int64_t RankTraffic::*value) {
+    prometheus::MetricFamily family = MakeFamily(name, help, prometheus::MetricType::Counter);
+    for (const RankReading& one : ranks) {
+      if (!one.traffic.has_value()) continue;
+      AddSample(&family, {{"rank", absl::StrCat(one.rank)}}, static_cast<double>(*one.traffic.*value));
+    }
+    families->push_back(std::move(family));
+  };
+  add("lossd_rank_chunks_total", "Chunks, or parts of them, that a worker has computed.",
+      &RankTraffic::chunks);
+  add("lossd_rank_rows_total", "Rows of these.", &RankTraffic::rows);
+  add("lossd_rank_sent_bytes_total", "Bytes of messages from rank 0 to a worker.", &RankTraffic::sent_bytes);
+  add("lossd_rank_received_bytes_total", "Bytes of messages from a worker to rank 0.",
+      &RankTraffic::received_bytes);
+}
+
+}  // namespace
+
+void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families) {
+  for (prometheus::MetricFamily& family : *families) {
+    for (prometheus::ClientMetric& metric : family.metric)
+      metric.label.insert(metric.label.begin(), {"rank", absl::StrCat(rank)});
+  }
+}
+
+void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families) {
   using prometheus::MetricType;
   if (ranks.empty()) return;
   prometheus::MetricFamily up =
@@ -30,6 +58,12 @@ void AddRankFamilies(const std::vector<RankReading>& ranks, std::vector<promethe
   families->push_back(std::move(up));
   families->push_back(std::move(memory));
   families->push_back(std::move(peak));
+  AddTraffic(ranks, families);
+  const size_t own = families->size();
+  for (RankReading& one : ranks) {
+    AddRankLabel(one.rank, &one.metrics);
+    AddFamilies(std::move(one.metrics), own, families);
+  }
 }
 
 }  // namespace lossd::metrics

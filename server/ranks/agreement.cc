@@ -1,8 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ranks/agreement.h"
 
-#include <algorithm>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/descriptor.pb.h>
+#include <openssl/sha.h>
 
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
@@ -11,6 +18,9 @@
 namespace lossd::ranks {
 namespace {
 
+// Sizes of memory that differ by less than this part of them are the same.
+constexpr int64_t kMemoryTolerance = 100;
+
 const std::string* Find(const v1::Hello& hello, const std::string& name) {
   for (const v1::Setting& setting : hello.settings()) {
     if (setting.name() == name) return &setting.value();
@@ -18,24 +28,47 @@ const std::string* Find(const v1::Hello& hello, const std::string& name) {
   return nullptr;
 }
 
+absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& worker) {
+  const int64_t more = std::max(leader.device_bytes, worker.device_bytes());
+  const int64_t less = std::min(leader.device_bytes, worker.device_bytes());
+  if (more - less <= more / kMemoryTolerance) return absl::OkStatus();
+  return errors::FieldError(
+      absl::StrCat("rank ", worker.rank(), ": memory of the device"),
+      absl::StrCat("be what rank 0 has, ", leader.device_bytes, " bytes (give or take a hundredth)"),
+      worker.device_bytes());
+}
+
 }  // namespace
 
-Settings SettingsOf(const kernels::BackendInfo& backend) {
+Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
   // What comes before the first space is the number of the device or of the threads, of which there may be
   // one.
   const size_t space = std::min(backend.device.find(' '), backend.device.size());
   const std::string kind = absl::StrReplaceAll(backend.device.substr(space), {{" thread,", " threads,"}});
-  return {{"backend", backend.name}, {"kind of device", kind}};
+  flags.emplace_back("backend", backend.name);
+  flags.emplace_back("kind of device", absl::StripAsciiWhitespace(kind));
+  return flags;
 }
 
-absl::Status CheckAgreement(const Settings& leader, const v1::Hello& worker) {
+std::string ProtocolHash() {
+  google::protobuf::FileDescriptorProto file;
+  v1::Hello::descriptor()->file()->CopyTo(&file);
+  const std::string bytes = file.SerializeAsString();
+  unsigned char digest[SHA256_DIGEST_LENGTH] = {};
+  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest);
+  constexpr size_t kBytes = 8;
+  return absl::BytesToHexString({reinterpret_cast<const char*>(digest), kBytes});
+}
+
+absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
+                            const v1::Hello& worker) {
   for (const auto& [name, value] : leader) {
     const std::string* const got = Find(worker, name);
     if (got != nullptr && *got == value) continue;
     return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": ", name),
                               absl::StrCat("be what rank 0 has, ", value), got == nullptr ? "nothing" : *got);
   }
-  return absl::OkStatus();
+  return CheckDevice(traits, worker);
 }
 
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout) {

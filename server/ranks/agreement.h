@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/rank_link.h"
 #include "lossd/ranks/v1/ranks.pb.h"
 
 namespace lossd::ranks {
@@ -18,11 +19,19 @@ namespace lossd::ranks {
 // Names and values of what every rank has to have the same: flags, version and so on.
 using Settings = std::vector<std::pair<std::string, std::string>>;
 
-// What the backend adds to the settings of its rank: which it is, and the kind of its device.
-Settings SettingsOf(const kernels::BackendInfo& backend);
+// `flags`, and what the backend adds to the settings of its rank: which it is, and the kind of its device.
+Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend);
 
-// INVALID_ARGUMENT naming rank, setting and both values if a worker's settings are not the leader's.
-absl::Status CheckAgreement(const Settings& leader, const v1::Hello& worker);
+// Of the messages between ranks: two processes with the same value read each other's messages alike. 16
+// hexadecimal digits.
+std::string ProtocolHash();
+
+// INVALID_ARGUMENT naming rank, setting and both values if a worker's settings are not the leader's, or the
+// memory of its GPU is not that of the leader's: a product may be sold with several sizes, and what is
+// planned for one has to fit the other. Memories may differ by a hundredth, which drivers keep for
+// themselves.
+absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
+                            const v1::Hello& worker);
 
 // DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`.
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout);

@@ -27,23 +27,32 @@ absl::Status CheckGpus(const std::string& leader_gpu, absl::Span<const v1::Hello
   return absl::OkStatus();
 }
 
-absl::Status CheckOffer(const std::string& collectives, const v1::Hello& worker) {
+absl::Status CheckOffer(const std::string& collectives, const std::string& nccl_version,
+                        const v1::Hello& worker) {
   const auto& offered = worker.collectives();
-  if (std::find(offered.begin(), offered.end(), collectives) != offered.end()) return absl::OkStatus();
-  return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": collectives"),
-                            absl::StrCat("have ", collectives, ", as rank 0 has"),
-                            absl::StrJoin(offered, ", "));
+  if (std::find(offered.begin(), offered.end(), collectives) == offered.end()) {
+    return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": collectives"),
+                              absl::StrCat("have ", collectives, ", as rank 0 has"),
+                              absl::StrJoin(offered, ", "));
+  }
+  // Libraries of two versions do not exchange with each other.
+  if (collectives != kernels::kNccl || worker.nccl_version() == nccl_version) return absl::OkStatus();
+  return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": version of NCCL"),
+                            absl::StrCat("be what rank 0 has, ", nccl_version), worker.nccl_version());
 }
 
 }  // namespace
 
 absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
                                                     const std::string& leader_gpu,
+                                                    const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers) {
   absl::Status in_the_way;  // of the best
   for (const std::string& collectives : offered) {
     absl::Status status = collectives == kernels::kNccl ? CheckGpus(leader_gpu, workers) : absl::OkStatus();
-    for (const v1::Hello& worker : workers) status.Update(CheckOffer(collectives, worker));
+    for (const v1::Hello& worker : workers) {
+      status.Update(CheckOffer(collectives, nccl_version, worker));
+    }
     if (status.ok()) return CollectivesChoice{collectives, std::string(in_the_way.message())};
     in_the_way.Update(status);
   }
@@ -54,7 +63,7 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            absl::Span<const v1::Hello> workers) {
   const absl::StatusOr<CollectivesChoice> choice =
-      ChooseCollectives(link->CollectivesOffered(), leader_gpu, workers);
+      ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers);
   if (!choice.ok()) return choice.status();
   const std::string& collectives = choice->collectives;
   if (choice->reason.empty()) {

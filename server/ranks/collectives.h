@@ -21,9 +21,11 @@ struct CollectivesChoice {
 };
 
 // The first of what the leader offers that all workers offer as well and that can be: NCCL connects only
-// ranks with a GPU each. INVALID_ARGUMENT naming what is in the way if there is none.
+// ranks with a GPU each and the same version of it; `nccl_version` is the leader's. INVALID_ARGUMENT naming
+// what is in the way if there is none.
 absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
                                                     const std::string& leader_gpu,
+                                                    const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
 // The same for the leader's own link, which uses it from then on. Logs the choice.

@@ -69,6 +69,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   int port_ = 0;
   Settings settings_;              // written before the service starts to admit; then const
   std::string gpu_, collectives_;  // written by Form
+  kernels::RankTraits traits_;
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
   std::unique_ptr<kernels::RankLink> link_;
@@ -203,7 +204,8 @@ absl::Status LeaderImpl::Late() const {
 
 absl::Status LeaderImpl::CheckAll() const {
   for (const auto& [rank, worker] : workers_) {
-    if (absl::Status status = CheckAgreement(settings_, worker->hello()); !status.ok()) return status;
+    if (absl::Status status = CheckAgreement(settings_, traits_, worker->hello()); !status.ok())
+      return status;
   }
   return absl::OkStatus();
 }
@@ -310,8 +312,8 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
   own_info_ = own.backend->info();
   own_ = own.backend.get();
   link_ = std::move(own.link);
-  settings_ = options_.settings;
-  for (auto& setting : SettingsOf(own_info_)) settings_.push_back(std::move(setting));
+  traits_ = link_->Traits();
+  settings_ = SettingsOf(options_.settings, own_info_);
   if (!own_info_.uuids.empty()) gpu_ = own_info_.uuids.front();
   absl::Status status = AwaitAll();
   EndForming(status);
@@ -358,16 +360,9 @@ void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_le
 
 std::vector<RankState> LeaderImpl::States() const {
   std::vector<RankState> states;
-  states.push_back(
-      {.rank = 0, .host = HostName(), .device = own_info_.device, .lost = false, .memory = own_->memory()});
+  states.push_back({.host = HostName(), .device = own_info_.device, .memory = own_->memory()});
   absl::MutexLock lock(&mutex_);
-  for (const auto& [rank, worker] : workers_) {
-    states.push_back({.rank = rank,
-                      .host = worker->hello().host(),
-                      .device = worker->hello().backend().device(),
-                      .lost = worker->lost(),
-                      .memory = worker->memory()});
-  }
+  for (const auto& [rank, worker] : workers_) states.push_back(worker->state());
   return states;
 }
 

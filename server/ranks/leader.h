@@ -21,6 +21,7 @@
 #include "kernels/group/group_backend.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
+#include "server/ranks/rank_state.h"
 
 namespace lossd::ranks {
 
@@ -37,15 +38,6 @@ struct LeaderOptions {
   absl::Duration collective_timeout = absl::Minutes(1);  // for a rank to do its part of a sum
   // Whether to give up waiting; asked every now and then.
   std::function<bool()> stop = [] { return false; };
-};
-
-// What is known of a rank.
-struct RankState {
-  int rank = 0;
-  std::string host;
-  std::string device;
-  bool lost = false;
-  kernels::MemoryStats memory;
 };
 
 class Leader {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <utility>
 
@@ -18,15 +19,36 @@ using kernels::HeadConfig;
 using kernels::Param;
 using kernels::TensorId;
 
-// Calls `fn` for pieces of the rows, until one fails.
-absl::Status ForPieces(int64_t row_begin, int64_t rows, int64_t piece,
-                       absl::FunctionRef<absl::Status(int64_t first, int64_t rows)> fn) {
-  for (int64_t done = 0; done < rows; done += piece) {
-    absl::Status status = fn(row_begin + done, std::min(piece, rows - done));
-    if (!status.ok()) return status;
+// Of a tensor's rows, [first, first + rows).
+struct Piece {
+  int64_t first = 0;
+  int64_t rows = 0;
+};
+
+// Sends what `make` says for pieces of the rows, kPiecesUnderWay at a time, and gives `take` the answers in
+// their order. After the first error, which it returns, nothing more is sent and nothing taken; none is under
+// way when it returns.
+absl::Status ForPieces(WorkerStream& worker, int64_t rows, int64_t piece_rows,
+                       absl::FunctionRef<v1::Request(const Piece&)> make,
+                       absl::FunctionRef<absl::Status(const Piece&, const v1::Answer&)> take) {
+  std::deque<std::pair<Piece, uint64_t>> under_way;
+  absl::Status status;
+  int64_t sent = 0;
+  while (true) {
+    while (status.ok() && sent < rows && under_way.size() < kPiecesUnderWay) {
+      const Piece piece = {sent, std::min(piece_rows, rows - sent)};
+      under_way.emplace_back(piece, worker.Start(make(piece)));
+      sent += piece.rows;
+    }
+    if (under_way.empty()) return status;
+    const auto [piece, request] = under_way.front();
+    under_way.pop_front();
+    const absl::StatusOr<v1::Answer> answer = worker.Await(request);
+    if (status.ok()) status = answer.ok() ? take(piece, *answer) : answer.status();
   }
-  return absl::OkStatus();
 }
+
+absl::Status TakeNothing(const Piece&, const v1::Answer&) { return absl::OkStatus(); }
 
 absl::Status StatusOf(const absl::StatusOr<v1::Answer>& answer) { return answer.status(); }
 
@@ -76,17 +98,18 @@ absl::Status RemoteHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows
   absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
   if (!valid.ok()) return valid;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
-  return ForPieces(row_begin, rows, PieceRows(id.param, dtype), [&](int64_t first, int64_t n) {
+  const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();
-    *request.mutable_read() = ToProto(id, first, n, dtype);
-    const absl::StatusOr<v1::Answer> answer = worker_->Call(std::move(request));
-    if (!answer.ok()) return answer.status();
-    const size_t bytes = static_cast<size_t>(n) * row_bytes;
-    if (answer->payload().size() != bytes) return absl::InternalError("a worker sent rows of another length");
-    std::memcpy(out.data() + static_cast<size_t>(first - row_begin) * row_bytes, answer->payload().data(),
-                bytes);
+    *request.mutable_read() = ToProto(id, row_begin + piece.first, piece.rows, dtype);
+    return request;
+  };
+  const auto take = [&](const Piece& piece, const v1::Answer& answer) {
+    const size_t bytes = static_cast<size_t>(piece.rows) * row_bytes;
+    if (answer.payload().size() != bytes) return absl::InternalError("a worker sent rows of another length");
+    std::memcpy(out.data() + static_cast<size_t>(piece.first) * row_bytes, answer.payload().data(), bytes);
     return absl::OkStatus();
-  });
+  };
+  return ForPieces(*worker_, rows, PieceRows(id.param, dtype), make, take);
 }
 
 absl::Status RemoteHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -94,13 +117,14 @@ absl::Status RemoteHead::WriteTensor(TensorId id, int64_t row_begin, int64_t row
   absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!valid.ok()) return valid;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
-  return ForPieces(row_begin, rows, PieceRows(id.param, dtype), [&](int64_t first, int64_t n) {
+  const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();
-    *request.mutable_write() = ToProto(id, first, n, dtype);
-    request.mutable_write()->set_payload(in.data() + static_cast<size_t>(first - row_begin) * row_bytes,
-                                         static_cast<size_t>(n) * row_bytes);
-    return StatusOf(worker_->Call(std::move(request)));
-  });
+    *request.mutable_write() = ToProto(id, row_begin + piece.first, piece.rows, dtype);
+    request.mutable_write()->set_payload(in.data() + static_cast<size_t>(piece.first) * row_bytes,
+                                         static_cast<size_t>(piece.rows) * row_bytes);
+    return request;
+  };
+  return ForPieces(*worker_, rows, PieceRows(id.param, dtype), make, TakeNothing);
 }
 
 absl::Status RemoteHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
@@ -109,14 +133,15 @@ absl::Status RemoteHead::AddGradient(Param param, int64_t row_begin, int64_t row
   absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!valid.ok()) return valid;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
-  return ForPieces(row_begin, rows, PieceRows(param, dtype), [&](int64_t first, int64_t n) {
+  const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();
-    *request.mutable_add() = ToProto(id, first, n, dtype);
+    *request.mutable_add() = ToProto(id, row_begin + piece.first, piece.rows, dtype);
     request.mutable_add()->set_scale(scale);
-    request.mutable_add()->set_payload(in.data() + static_cast<size_t>(first - row_begin) * row_bytes,
-                                       static_cast<size_t>(n) * row_bytes);
-    return StatusOf(worker_->Call(std::move(request)));
-  });
+    request.mutable_add()->set_payload(in.data() + static_cast<size_t>(piece.first) * row_bytes,
+                                       static_cast<size_t>(piece.rows) * row_bytes);
+    return request;
+  };
+  return ForPieces(*worker_, rows, PieceRows(param, dtype), make, TakeNothing);
 }
 
 absl::StatusOr<double> RemoteHead::GradNorm() {

@@ -87,6 +87,9 @@ class RemoteBackend final : public kernels::Backend {
 
 // The bytes of a tensor that go in one message, but for a single row that has more.
 inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
+// Such messages that a tensor's read, write or addition has under way at a time: while one crosses the
+// network, the worker deals with another. Their bytes lie in both processes.
+inline constexpr size_t kPiecesUnderWay = 4;
 
 }  // namespace lossd::ranks
 

@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
+#include "server/ranks/busy_clock.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/messages.h"
 #include "server/ranks/worker_heads.h"
@@ -80,8 +81,10 @@ class WorkerImpl final : public Worker {
       : options_(options),
         backend_(std::move(own.backend)),
         link_(std::move(own.link)),
-        heads_(backend_.get(), link_.get(),
-               [this](v1::FromWorker message) { answers_.Push(std::move(message)); }) {
+        heads_(backend_.get(), link_.get(), [this](v1::FromWorker message) {
+          if (message.has_done()) busy_.End();
+          answers_.Push(std::move(message));
+        }) {
     link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   }
   ~WorkerImpl() override { Stop(); }
@@ -94,6 +97,7 @@ class WorkerImpl final : public Worker {
     const Clock::time_point since = busy_since_;
     return since == kIdle ? absl::ZeroDuration() : absl::FromChrono(Clock::now() - since);
   }
+  WorkerTimes times() const override { return {busy_.Total(), collectives_.Total()}; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -118,6 +122,7 @@ class WorkerImpl final : public Worker {
   absl::Status SubmitIfComplete();
   absl::Status OnChunkFailure(const absl::Status& failure);
   void Write();
+  void ReportMetrics();
   void Stop();
 
   const WorkerOptions options_;
@@ -125,6 +130,7 @@ class WorkerImpl final : public Worker {
   const std::unique_ptr<kernels::RankLink> link_;
   Queue<v1::ToWorker> requests_;   // bounded: the leader waits for answers, and sends so many chunks
   Queue<v1::FromWorker> answers_;  // likewise
+  BusyClock busy_;                 // of chunks and requests
   WorkerHeads heads_;
   std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
@@ -132,11 +138,14 @@ class WorkerImpl final : public Worker {
   std::atomic<bool> joined_{false};
   std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
   std::atomic<bool> leaving_{false};
+  std::atomic<bool> metrics_wait_{false};  // to be written
+  BusyClock collectives_;
   absl::Notification stopping_;
   absl::Mutex attempt_mutex_;
   std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
   std::thread driver_;
   std::thread writer_;
+  std::thread reporter_;
 };
 
 // ---- Joining ----
@@ -149,10 +158,11 @@ v1::FromWorker WorkerImpl::Hello() const {
   hello->set_host(HostName());
   if (!info.uuids.empty()) hello->set_gpu_uuid(info.uuids.front());
   *hello->mutable_backend() = ToProto(info, backend_->max_chunks_in_flight());
-  Settings settings = options_.settings;
-  for (auto& setting : SettingsOf(info)) settings.push_back(std::move(setting));
   for (const std::string& collectives : link_->CollectivesOffered()) hello->add_collectives(collectives);
-  for (const auto& [name, value] : settings) {
+  const kernels::RankTraits traits = link_->Traits();
+  hello->set_device_bytes(traits.device_bytes);
+  hello->set_nccl_version(traits.nccl_version);
+  for (const auto& [name, value] : SettingsOf(options_.settings, info)) {
     v1::Setting* const setting = hello->add_settings();
     setting->set_name(name);
     setting->set_value(value);
@@ -215,6 +225,7 @@ absl::Status WorkerImpl::Serve(v1::ToWorker message) {
   }
   writer_ = std::thread([this] { Write(); });
   driver_ = std::thread([this] { Drive(); });
+  if (options_.metrics) reporter_ = std::thread([this] { ReportMetrics(); });
   do {
     if (message.has_end()) return absl::OkStatus();
     if (message.has_refusal()) return FromProto(message.refusal().status());
@@ -232,13 +243,28 @@ void WorkerImpl::Write() {
     stream = attempt_->stream.get();
   }
   // After a failed write, reading ends too.
-  while (const std::optional<v1::FromWorker> message = answers_.Pop()) stream->Write(*message);
+  while (const std::optional<v1::FromWorker> message = answers_.Pop()) {
+    stream->Write(*message);
+    if (message->has_metrics()) metrics_wait_ = false;
+  }
+}
+
+// Where writing takes long, metrics do not pile up.
+void WorkerImpl::ReportMetrics() {
+  while (!stopping_.WaitForNotificationWithTimeout(options_.metrics_interval)) {
+    if (!joined_ || metrics_wait_.exchange(true)) continue;
+    v1::FromWorker message;
+    *message.mutable_metrics() = options_.metrics();
+    answers_.Push(std::move(message));
+  }
 }
 
 void WorkerImpl::Drive() {
   while (std::optional<v1::ToWorker> message = requests_.Pop()) {
     busy_since_ = Clock::now();
+    busy_.Begin();
     if (absl::Status status = Handle(*message); !status.ok()) ReportLoss(status);
+    busy_.End();
     busy_since_ = kIdle;
   }
 }
@@ -268,9 +294,14 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());
       break;
     }
-    case v1::ToWorker::kRequest:
-      *answer.mutable_answer() = heads_.Execute(message.request());
+    case v1::ToWorker::kRequest: {
+      const v1::Request& request = message.request();
+      const bool with_others = request.has_sum_gradients() || request.has_spread_values();
+      if (with_others) collectives_.Begin();
+      *answer.mutable_answer() = heads_.Execute(request);
+      if (with_others) collectives_.End();
       break;
+    }
     case v1::ToWorker::kChunk:
       chunk_ = std::move(*message.mutable_chunk());
       return SubmitIfComplete();
@@ -292,6 +323,7 @@ absl::Status WorkerImpl::OnSlice(v1::ChunkSlice* slice) {
 absl::Status WorkerImpl::SubmitIfComplete() {
   if (slices_.size() < chunk_->slices()) return absl::OkStatus();
   const v1::ChunkStart start = *std::exchange(chunk_, std::nullopt);
+  busy_.Begin();  // until it is done
   return heads_.Submit(start, std::exchange(slices_, {}));
 }
 
@@ -332,6 +364,7 @@ void WorkerImpl::Stop() {
   }
   if (driver_.joinable()) driver_.join();
   if (writer_.joinable()) writer_.join();
+  if (reporter_.joinable()) reporter_.join();
   absl::MutexLock lock(&attempt_mutex_);
   if (attempt_ != nullptr && attempt_->stream != nullptr) (void)attempt_->stream->Finish();
 }

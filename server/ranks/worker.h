@@ -30,6 +30,17 @@ struct WorkerOptions {
   absl::Duration timeout = absl::Minutes(5);  // for the leader to take this rank
   // Called once, when joined() becomes true, on the driving thread; must not call into the worker.
   std::function<void()> on_joined = [] {};
+  // What a scrape of this rank would give, which the leader shows beside its own: asked for every
+  // `metrics_interval` once joined, on a thread of the worker's. At most kMostMetricsBytes (worker_stream.h).
+  std::function<v1::Metrics()> metrics = nullptr;
+  absl::Duration metrics_interval = absl::Seconds(2);
+};
+
+// What a worker's time went into, since it started.
+struct WorkerTimes {
+  absl::Duration busy;         // there was a chunk to compute or a request to carry out
+  absl::Duration collectives;  // of that, in sums of gradients and the spreading of values, with the wait for
+                               // other ranks
 };
 
 class Worker {
@@ -55,6 +66,7 @@ class Worker {
   // How long the driving thread has been at what the leader asked for last: the creation of a head, a step, a
   // sum with other ranks, the submission of a chunk. 0 while it waits to be asked. Takes no lock.
   virtual absl::Duration Silence() const = 0;
+  virtual WorkerTimes times() const = 0;
 };
 
 }  // namespace lossd::ranks

@@ -120,8 +120,10 @@ void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, co
   send(std::move(message));
 }
 
-void SendDone(uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
+void SendDone(uint64_t id, const absl::Status& status, const kernels::Backend& backend,
+              const WorkerHeads::Send& send) {
   v1::FromWorker message;
+  *message.mutable_done()->mutable_memory() = ToProto(backend.memory());
   message.mutable_done()->set_chunk(id);
   *message.mutable_done()->mutable_status() = ToProto(status);
   send(std::move(message));
@@ -284,7 +286,7 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
         buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, need_memory));
     if (!buffer.ok()) {
       SendResults(*chunk, start.chunk(), buffer.status(), send_);
-      SendDone(start.chunk(), buffer.status(), send_);
+      SendDone(start.chunk(), buffer.status(), *backend_, send_);
       return absl::OkStatus();
     }
     chunk->buffer = *std::move(buffer);
@@ -299,7 +301,8 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
              SendResults(*chunk, id, status, send);
              if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
            },
-       .on_done = [chunk, id, send = send_](const absl::Status& status) { SendDone(id, status, send); }});
+       .on_done = [chunk, id, backend = backend_, send = send_](
+                      const absl::Status& status) { SendDone(id, status, *backend, send); }});
   return absl::OkStatus();
 }
 

@@ -12,12 +12,23 @@ namespace lossd::ranks {
 using kernels::Chunk;
 using kernels::ChunkCallbacks;
 
+namespace {
+
+int64_t RowsOf(const Chunk& chunk) {
+  int64_t rows = 0;
+  for (const kernels::Slice& slice : chunk.slices) rows += slice.rows;
+  return rows;
+}
+
+}  // namespace
+
 WorkerStream::WorkerStream(v1::Hello hello, WorkerTransport* transport)
     : hello_(std::move(hello)), transport_(transport), cancelled_by_(transport) {}
 
 // ---- Writing ----
 
 bool WorkerStream::Send(const v1::ToWorker& message) {
+  sent_bytes_ += static_cast<int64_t>(message.ByteSizeLong());
   return transport_ != nullptr && transport_->Write(message);
 }
 
@@ -135,7 +146,8 @@ void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks
       flights_[id] = std::make_unique<Flight>(Flight{.chunk = chunk,
                                                      .callbacks = std::move(callbacks),
                                                      .row_bytes = row_bytes,
-                                                     .is_part = head.is_part});
+                                                     .is_part = head.is_part,
+                                                     .rows = RowsOf(*chunk)});
     }
   }
   if (lost.ok()) {
@@ -187,6 +199,7 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
   absl::Status status;
   v1::FromWorker message;
   while (status.ok() && transport->Read(&message)) {
+    received_bytes_ += static_cast<int64_t>(message.ByteSizeLong());
     if (message.has_leaving()) {
       on_leaving(message.leaving().reason());
     } else {
@@ -229,6 +242,8 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
       return OnResults(message.results());
     case v1::FromWorker::kDone:
       return OnDone(message.done());
+    case v1::FromWorker::kMetrics:
+      return OnMetrics(*message.mutable_metrics());
     case v1::FromWorker::kLost: {
       const absl::Status status = FromProto(message.lost().status());
       return status.ok() ? absl::InternalError("its device is lost, and it does not say why") : status;
@@ -308,8 +323,21 @@ absl::Status WorkerStream::OnDone(const v1::ChunkDone& done) {
     }
     flight = std::move(found->second);
     flights_.erase(found);
+    if (done.has_memory()) memory_ = FromProto(done.memory());
   }
-  flight->callbacks.on_done(FromProto(done.status()));
+  const absl::Status status = FromProto(done.status());
+  if (status.ok()) {
+    ++chunks_;
+    rows_ += flight->rows;
+  }
+  flight->callbacks.on_done(status);
+  return absl::OkStatus();
+}
+
+absl::Status WorkerStream::OnMetrics(v1::Metrics& metrics) {
+  if (metrics.ByteSizeLong() > kMostMetricsBytes) return absl::InternalError("it sent too many metrics");
+  absl::MutexLock lock(&mutex_);
+  metrics_.Swap(&metrics);
   return absl::OkStatus();
 }
 
@@ -330,9 +358,18 @@ kernels::MemoryStats WorkerStream::memory() const {
   return memory_;
 }
 
-bool WorkerStream::lost() const {
+RankState WorkerStream::state() const {
   absl::MutexLock lock(&mutex_);
-  return !lost_.ok();
+  return {.rank = rank(),
+          .host = hello_.host(),
+          .device = hello_.backend().device(),
+          .lost = !lost_.ok(),
+          .memory = memory_,
+          .traffic = {.chunks = chunks_,
+                      .rows = rows_,
+                      .sent_bytes = sent_bytes_,
+                      .received_bytes = received_bytes_},
+          .metrics = metrics_};
 }
 
 }  // namespace lossd::ranks

@@ -6,6 +6,7 @@
 #ifndef LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 #define LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,12 +21,16 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/ranks/rank_state.h"
 #include "server/ranks/row_regions.h"
 
 namespace lossd::ranks {
 
 // For the other ranks to say what is wrong, beyond the time of a collective, in which each notices it.
 inline constexpr absl::Duration kLastWords = absl::Seconds(5);
+
+// Of one message of metrics.
+inline constexpr size_t kMostMetricsBytes = 64 << 10;
 
 // The stream itself, of gRPC or of a test.
 class WorkerTransport {
@@ -82,7 +87,7 @@ class WorkerStream {
 
   // Of the worker's backend, as it last said.
   kernels::MemoryStats memory() const;
-  bool lost() const;
+  RankState state() const;
 
   // Has the worker end, without a loss.
   void End();
@@ -102,6 +107,7 @@ class WorkerStream {
     std::vector<bool> in_place;  // of each slice: the worker knows where its gradients go
     bool is_read = false;        // for sending: only then may there be results
     size_t slices = 0;           // that have results
+    int64_t rows = 0;            // of all slices
     bool has_results = false;    // of the chunk
   };
 
@@ -119,6 +125,7 @@ class WorkerStream {
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);
   absl::Status OnDone(const v1::ChunkDone& done);
+  absl::Status OnMetrics(v1::Metrics& metrics);
   // One that the worker may have results of; null: there is none.
   Flight* FindFlight(uint64_t chunk);
   void FailAll(const absl::Status& status);
@@ -140,6 +147,8 @@ class WorkerStream {
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);
   kernels::MemoryStats memory_ ABSL_GUARDED_BY(mutex_);
+  v1::Metrics metrics_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<int64_t> chunks_{0}, rows_{0}, sent_bytes_{0}, received_bytes_{0};  // RankTraffic
 };
 
 }  // namespace lossd::ranks

@@ -36,7 +36,7 @@ DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations
 # Of the programs that start lossd.
 FOREIGN_FLAGS = {
     "nnodes", "master_addr", "master_port", "nproc_per_node", "max_restarts", "redirects", "tee", "no_python", "node_rank",
-    "kill-on-bad-exit", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
+    "kill-on-bad-exit", "wait", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
 }
 
 

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/shared_library.h"
+#include "kernels/nccl_environment.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -48,6 +49,7 @@ ncclDataType_t ToNccl(DType dtype) {
 // The functions of NCCL that we call, and the communicators.
 struct Nccl::Library {
   SharedLibrary file;
+  decltype(&ncclGetVersion) version = nullptr;
   decltype(&ncclCommInitAll) init_all = nullptr;
   decltype(&ncclGetUniqueId) unique_id = nullptr;
   decltype(&ncclCommInitRank) init_rank = nullptr;
@@ -69,16 +71,18 @@ struct Nccl::Library {
   }
 
   absl::Status Load() {
+    SetNcclDefaults();
     LOSSD_RETURN_IF_ERROR(
         file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
     const bool complete =
-        file.Find("ncclCommInitAll", init_all) && file.Find("ncclGetUniqueId", unique_id) &&
-        file.Find("ncclCommInitRank", init_rank) && file.Find("ncclCommDestroy", destroy) &&
-        file.Find("ncclCommAbort", abort) && file.Find("ncclCommGetAsyncError", async_error) &&
-        file.Find("ncclGetErrorString", error_string) && file.Find("ncclGroupStart", group_start) &&
-        file.Find("ncclGroupEnd", group_end) && file.Find("ncclReduce", reduce) &&
-        file.Find("ncclBroadcast", broadcast) && file.Find("ncclAllReduce", all_reduce) &&
-        file.Find("ncclAllGather", all_gather) && file.Find("ncclReduceScatter", reduce_scatter);
+        file.Find("ncclGetVersion", version) && file.Find("ncclCommInitAll", init_all) &&
+        file.Find("ncclGetUniqueId", unique_id) && file.Find("ncclCommInitRank", init_rank) &&
+        file.Find("ncclCommDestroy", destroy) && file.Find("ncclCommAbort", abort) &&
+        file.Find("ncclCommGetAsyncError", async_error) && file.Find("ncclGetErrorString", error_string) &&
+        file.Find("ncclGroupStart", group_start) && file.Find("ncclGroupEnd", group_end) &&
+        file.Find("ncclReduce", reduce) && file.Find("ncclBroadcast", broadcast) &&
+        file.Find("ncclAllReduce", all_reduce) && file.Find("ncclAllGather", all_gather) &&
+        file.Find("ncclReduceScatter", reduce_scatter);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
   }
 };
@@ -113,6 +117,15 @@ absl::StatusOr<std::string> Nccl::NewId() {
 }
 
 absl::Status Nccl::CheckLoads() { return Nccl({}, Replica(), kTimeout).library_->Load(); }
+
+absl::StatusOr<std::string> Nccl::Version() {
+  const Nccl nccl({}, Replica(), kTimeout);
+  LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
+  int code = 0;
+  LOSSD_RETURN_IF_ERROR(nccl.Check(nccl.library_->version(&code), "ncclGetVersion"));
+  // NCCL_VERSION since 2.9.
+  return absl::StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
+}
 
 // One attempt to join, which outlives whoever has given up waiting for it.
 struct Nccl::Joining {

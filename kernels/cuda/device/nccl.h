@@ -39,6 +39,8 @@ class Nccl final : public Collectives {
   static absl::StatusOr<std::string> NewId();
   // Whether NCCL can be loaded. UNAVAILABLE with the reason.
   static absl::Status CheckLoads();
+  // Of the library that is loaded, "2.28.3". UNAVAILABLE as CheckLoads.
+  static absl::StatusOr<std::string> Version();
   // The communicator of GPU `device`, the only one of this process, as one of `replica.count` processes that
   // join at the same time, with all its links. Takes 64 MiB of the GPU meanwhile. UNAVAILABLE if they do not
   // come within `timeout`; a thread may then hang.

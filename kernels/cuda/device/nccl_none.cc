@@ -15,6 +15,7 @@ absl::Status Nccl::CheckLoads() {
 
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int>, absl::Duration) { return CheckLoads(); }
 absl::StatusOr<std::string> Nccl::NewId() { return CheckLoads(); }
+absl::StatusOr<std::string> Nccl::Version() { return CheckLoads(); }
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int, Replica, const std::string&, absl::Duration) {
   return CheckLoads();
 }

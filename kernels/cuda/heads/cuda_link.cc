@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/cuda_link.h"
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -39,6 +41,7 @@ class CudaLink final : public RankLink {
         offered_(std::move(offered)),
         transfers_(std::move(transfers)) {}
 
+  RankTraits Traits() const override;
   std::vector<std::string> CollectivesOffered() const override { return offered_; }
   absl::Status UseCollectives(const std::string& collectives) override;
   absl::StatusOr<std::string> Address() override;
@@ -66,6 +69,18 @@ class CudaLink final : public RankLink {
   absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Collectives> collectives_ ABSL_GUARDED_BY(mutex_);  // once connected, they stay
 };
+
+RankTraits CudaLink::Traits() const {
+  RankTraits traits;
+  cudaDeviceProp properties = {};
+  if (cudaGetDeviceProperties(&properties, device_) == cudaSuccess) {
+    traits.device_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+  }
+  if (std::find(offered_.begin(), offered_.end(), kNccl) != offered_.end()) {
+    traits.nccl_version = Nccl::Version().value_or("");
+  }
+  return traits;
+}
 
 absl::Status CudaLink::UseCollectives(const std::string& collectives) {
   if (std::find(offered_.begin(), offered_.end(), collectives) == offered_.end()) {

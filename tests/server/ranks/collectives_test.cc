@@ -16,9 +16,12 @@ using ::testing::IsEmpty;
 
 using Offer = std::vector<std::string>;
 const Offer kBoth = {"nccl", "gloo"};
+const char kVersion[] = "2.28.3";
 
-v1::Hello Worker(uint32_t rank, const std::string& gpu, const Offer& offered) {
+v1::Hello Worker(uint32_t rank, const std::string& gpu, const Offer& offered,
+                 const std::string& nccl_version = kVersion) {
   v1::Hello hello;
+  hello.set_nccl_version(nccl_version);
   hello.set_rank(rank);
   hello.set_gpu_uuid(gpu);
   for (const std::string& collectives : offered) hello.add_collectives(collectives);
@@ -27,7 +30,7 @@ v1::Hello Worker(uint32_t rank, const std::string& gpu, const Offer& offered) {
 
 TEST(RankCollectivesTest, NcclWhereAllHaveItAndAGpuEach) {
   const auto choice =
-      ChooseCollectives(kBoth, "GPU-0", {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-2", kBoth)});
+      ChooseCollectives(kBoth, "GPU-0", kVersion, {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-2", kBoth)});
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_EQ(choice->collectives, "nccl");
   EXPECT_THAT(choice->reason, IsEmpty());
@@ -35,7 +38,7 @@ TEST(RankCollectivesTest, NcclWhereAllHaveItAndAGpuEach) {
 
 TEST(RankCollectivesTest, GlooWhereTwoHaveTheSameGpu) {
   const auto choice =
-      ChooseCollectives(kBoth, "GPU-0", {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-1", kBoth)});
+      ChooseCollectives(kBoth, "GPU-0", kVersion, {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-1", kBoth)});
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_EQ(choice->collectives, "gloo");
   EXPECT_EQ(
@@ -44,29 +47,42 @@ TEST(RankCollectivesTest, GlooWhereTwoHaveTheSameGpu) {
 }
 
 TEST(RankCollectivesTest, GlooWhereNcclIsMissing) {
-  const auto of_worker = ChooseCollectives(kBoth, "GPU-0", {Worker(1, "GPU-1", {"gloo"})});
+  const auto of_worker = ChooseCollectives(kBoth, "GPU-0", kVersion, {Worker(1, "GPU-1", {"gloo"})});
   ASSERT_TRUE(of_worker.ok()) << of_worker.status();
   EXPECT_EQ(of_worker->collectives, "gloo");
   EXPECT_EQ(of_worker->reason, "rank 1: collectives must have nccl, as rank 0 has, got gloo");
   // At rank 0 it is not offered, and there is nothing that it would be slower than.
-  const auto of_leader = ChooseCollectives({"gloo"}, "GPU-0", {Worker(1, "GPU-1", kBoth)});
+  const auto of_leader = ChooseCollectives({"gloo"}, "GPU-0", kVersion, {Worker(1, "GPU-1", kBoth)});
   ASSERT_TRUE(of_leader.ok()) << of_leader.status();
   EXPECT_EQ(of_leader->collectives, "gloo");
   EXPECT_THAT(of_leader->reason, IsEmpty());
 }
 
+TEST(RankCollectivesTest, NcclOfOneVersion) {
+  const std::vector<v1::Hello> workers = {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-2", kBoth, "2.27.7")};
+  const std::string reason = "rank 2: version of NCCL must be what rank 0 has, 2.28.3, got 2.27.7";
+  const auto choice = ChooseCollectives(kBoth, "GPU-0", kVersion, workers);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->collectives, "gloo");
+  EXPECT_EQ(choice->reason, reason);
+  const absl::Status only = ChooseCollectives({"nccl"}, "GPU-0", kVersion, workers).status();
+  EXPECT_EQ(only.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(only.message()), HasSubstr(reason));
+}
+
 TEST(RankCollectivesTest, RanksOnCpusHaveNoGpuInCommon) {
-  const auto choice = ChooseCollectives({"gloo"}, "", {Worker(1, "", {"gloo"}), Worker(2, "", {"gloo"})});
+  const auto choice = ChooseCollectives({"gloo"}, "", "", {Worker(1, "", {"gloo"}), Worker(2, "", {"gloo"})});
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_EQ(choice->collectives, "gloo");
 }
 
 TEST(RankCollectivesTest, WhatIsInTheWayIsNamed) {
-  const absl::Status shared = ChooseCollectives({"nccl"}, "GPU-0", {Worker(1, "GPU-0", {"nccl"})}).status();
+  const absl::Status shared =
+      ChooseCollectives({"nccl"}, "GPU-0", kVersion, {Worker(1, "GPU-0", {"nccl"})}).status();
   EXPECT_EQ(shared.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(shared.message()),
               AllOf(HasSubstr("rank 1: device must be a GPU of its own"), HasSubstr("rank 0 has this one")));
-  const absl::Status none = ChooseCollectives(kBoth, "GPU-0", {Worker(1, "GPU-1", {})}).status();
+  const absl::Status none = ChooseCollectives(kBoth, "GPU-0", kVersion, {Worker(1, "GPU-1", {})}).status();
   EXPECT_EQ(none.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(none.message()), HasSubstr("rank 1: collectives must have nccl"));
 }

@@ -136,6 +136,9 @@ TEST(RanksServiceTest, RanksThatDisagreeAreRefusedByName) {
             "rank 1: workspace_bytes must be what rank 0 has, 4194304, got 8388608"},
            {"--memory_limit_bytes=1GiB",
             "rank 1: memory_limit_bytes must be what rank 0 has, 0, got 1073741824"},
+           {"--collective_timeout=61s", "rank 1: collective_timeout must be what rank 0 has, 1m, got 1m1s"},
+           {"--rank_silence_timeout=20s",
+            "rank 1: rank_silence_timeout must be what rank 0 has, 30s, got 20s"},
            {"--ranks=3", "rank 1: ranks must be what rank 0 has, 2, got 3"}}) {
     SCOPED_TRACE(flag);
     const Ends ends = EndsOf(WithFlagOfRank1(flag));
@@ -256,6 +259,27 @@ TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
 
 // ---- What is said of ranks ----
 
+// Of a series of a page of metrics; -1 if it is not there.
+double ValueOf(const std::string& metrics, const std::string& series) {
+  const size_t found = metrics.find(absl::StrCat("\n", series, " "));
+  return found == std::string::npos ? -1 : std::atof(metrics.c_str() + found + series.size() + 2);
+}
+
+// Chunks alone: no request comes after them for a while.
+TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+  const auto client = Connect(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  const SmallRows data = MakeSmallRows(100, rng);  // goes to one rank, each time to the next
+  std::vector<float> grads(data.hidden.size());
+  const absl::Time deadline = absl::Now() + kLimit;
+  while (client->GetServer()->ranks(1).memory().staging() == 0) {
+    ASSERT_LT(absl::Now(), deadline);
+    ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(data, 0, 0), {.grad_hidden = grads.data()}).ok());
+  }
+}
+
 TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   const int port = test::FreePort();
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--http=127.0.0.1:0"}, .flags_of = [port](int rank) {
@@ -272,6 +296,20 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   const uint64_t weights = (kSmallHidden * kSmallVocab * 4 + 63) / 64 * 64;
   EXPECT_TRUE(absl::StrContains(
       metrics, absl::StrCat("lossd_rank_memory_bytes{rank=\"1\",kind=\"weights\"} ", weights, "\n")));
+  // With chunks comes what they take, and what workers did.
+  std::mt19937_64 rng(1);
+  Trained trained;
+  Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
+  const absl::Time deadline = absl::Now() + kLimit;
+  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"),
+                 "lossd_rank_collective_seconds_total{rank=\"1\"}") <= 0) {
+    ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  const std::string trained_metrics = test::HttpGet(ranks.http(), "/metrics");
+  for (const char* const name : {"rows", "chunks", "sent_bytes", "received_bytes", "busy_seconds"}) {
+    EXPECT_GT(ValueOf(trained_metrics, absl::StrCat("lossd_rank_", name, "_total{rank=\"1\"}")), 0) << name;
+  }
   const std::string probes = absl::StrCat("127.0.0.1:", port);
   EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/livez")), 200);
   EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/readyz")), 200);

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -29,6 +30,7 @@ struct Played {
   std::string fails;                 // the function that fails
   ncclResult_t later = ncclSuccess;  // what communicators report by themselves
   std::vector<std::string> calls;
+  std::string multicast;  // NCCL_NVLS_ENABLE when the library was loaded
   int aborted = 0, destroyed = 0;
 };
 Played played;
@@ -41,6 +43,10 @@ ncclResult_t Play(const char* name) {
 
 ncclComm_t Communicator(int i) { return reinterpret_cast<ncclComm_t>(static_cast<uintptr_t>(i + 1)); }
 
+ncclResult_t GetVersion(int* version) {
+  *version = 22803;
+  return Play("ncclGetVersion");
+}
 ncclResult_t InitAll(ncclComm_t* communicators, int count, const int*) {
   for (int i = 0; i < count; ++i) communicators[i] = Communicator(i);
   return Play("ncclCommInitAll");
@@ -86,6 +92,7 @@ struct Function {
   void* function;
 };
 const Function kFunctions[] = {
+    {"ncclGetVersion", reinterpret_cast<void*>(&GetVersion)},
     {"ncclCommInitAll", reinterpret_cast<void*>(&InitAll)},
     {"ncclGetUniqueId", reinterpret_cast<void*>(&UniqueId)},
     {"ncclCommInitRank", reinterpret_cast<void*>(&InitRank)},
@@ -112,6 +119,8 @@ void* __real_dlopen(const char* name, int flags);
 void* __wrap_dlopen(const char* name, int flags) {
   if (name == nullptr || std::string(name).find("nccl") == std::string::npos)
     return __real_dlopen(name, flags);
+  const char* const multicast = std::getenv("NCCL_NVLS_ENABLE");
+  played.multicast = multicast == nullptr ? "unset" : multicast;
   return played.missing ? __real_dlopen("libplayed-missing.so", flags) : &library;
 }
 
@@ -151,6 +160,17 @@ TEST_F(NcclTest, SaysWhatIsMissing) {
   played.lacks = "ncclReduce";
   EXPECT_EQ(Connect().status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(Connect().status().message(), HasSubstr("NCCL lacks"));
+}
+
+// NCCL reads its settings when it is loaded.
+TEST_F(NcclTest, NvlinkMulticastIsOffUnlessTheEnvironmentSaysOtherwise) {
+  unsetenv("NCCL_NVLS_ENABLE");
+  EXPECT_TRUE(Nccl::CheckLoads().ok());
+  EXPECT_EQ(played.multicast, "0");
+  setenv("NCCL_NVLS_ENABLE", "1", 1);
+  EXPECT_TRUE(Nccl::CheckLoads().ok());
+  EXPECT_EQ(played.multicast, "1");
+  unsetenv("NCCL_NVLS_ENABLE");
 }
 
 TEST_F(NcclTest, SaysThatTheGpusCannotBeConnected) {
@@ -263,6 +283,13 @@ TEST_F(CudaLinkTest, OffersWhatThereIsTheFastestFirst) {
   EXPECT_THAT(Offered("gloo", true), ElementsAre("gloo"));
   played.missing = true;
   EXPECT_THAT(Offered("auto", true), ElementsAre("gloo"));
+}
+
+TEST_F(CudaLinkTest, SaysWhichVersionOfNcclItHas) {
+  EXPECT_EQ((*Create("nccl", false))->Traits().nccl_version, "2.28.3");
+  EXPECT_EQ((*Create("auto", true))->Traits().nccl_version, "2.28.3");
+  if (!HaveGloo()) GTEST_SKIP() << "a build without Gloo";
+  EXPECT_EQ((*Create("gloo", true))->Traits().nccl_version, "");
 }
 
 TEST_F(CudaLinkTest, SaysWhyWhatIsAskedForIsMissing) {

@@ -16,6 +16,7 @@ void ExpectMissing(const absl::Status& status) {
 
 TEST(WithoutNcclTest, ItIsMissing) {
   ExpectMissing(Nccl::CheckLoads());
+  ExpectMissing(Nccl::Version().status());
   ExpectMissing(Nccl::NewId().status());
   ExpectMissing(Nccl::Connect({0, 1}).status());
   ExpectMissing(Nccl::Join(0, {1, 2}, "", absl::Seconds(1)).status());
