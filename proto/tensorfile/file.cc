@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 
 namespace lossd::formats {
 namespace {
@@ -28,7 +29,8 @@ class PosixOutputFile final : public OutputFile {
       const ssize_t written = write(descriptor_, bytes.data(), bytes.size());
       if (written < 0 && errno == EINTR) continue;
       if (written < 0) {
-        return FileError(path_, absl::StrCat("write ", bytes.size(), " bytes at ", size_), errno);
+        return FileError(path_, absl::StrCat("write ", errors::ExactBytes(bytes.size()), " at ", size_),
+                         errno);
       }
       bytes.remove_prefix(static_cast<size_t>(written));
       size_ += written;
@@ -43,7 +45,7 @@ class PosixOutputFile final : public OutputFile {
 
   absl::Status Sync() override {
     if (fsync(descriptor_) == 0) return absl::OkStatus();
-    return FileError(path_, absl::StrCat("fsync ", size_, " bytes"), errno);
+    return FileError(path_, absl::StrCat("fsync ", errors::ExactBytes(size_)), errno);
   }
 
   absl::Status Close() override {
@@ -107,7 +109,7 @@ absl::Status InputFile::ReadAt(int64_t offset, absl::Span<uint8_t> out) const {
     if (count < 0) return FileError(name_, "read", errno);
     if (count == 0) {
       return absl::DataLossError(
-          absl::StrCat(name_, ": ends at byte ", offset, ", ", out.size(), " bytes too early"));
+          absl::StrCat(name_, ": ends at byte ", offset, ", ", errors::ExactBytes(out.size()), " too early"));
     }
     offset += count;
     out.remove_prefix(static_cast<size_t>(count));
@@ -141,8 +143,9 @@ absl::Status DataWriter::Append(absl::Span<const uint8_t> bytes) {
   if (!status_.ok()) return status_;
   const auto count = static_cast<int64_t>(bytes.size());
   if (count > data_bytes_ - written_) {
-    status_ = absl::OutOfRangeError(absl::StrCat(path_, ": ", count, " bytes after ", written_,
-                                                 " are more than the declared ", data_bytes_));
+    status_ = absl::OutOfRangeError(absl::StrCat(path_, ": ", errors::ExactBytes(count), " after ",
+                                                 errors::ExactBytes(written_), " are more than the declared ",
+                                                 errors::ExactBytes(data_bytes_)));
     return status_;
   }
   status_ = file_->Append(bytes);
@@ -153,8 +156,9 @@ absl::Status DataWriter::Append(absl::Span<const uint8_t> bytes) {
 absl::Status DataWriter::Finish() {
   if (!status_.ok()) return status_;
   if (written_ != data_bytes_) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path_, ": ", written_, " bytes written of the declared ", data_bytes_));
+    return absl::FailedPreconditionError(absl::StrCat(path_, ": ", errors::ExactBytes(written_),
+                                                      " written of the declared ",
+                                                      errors::ExactBytes(data_bytes_)));
   }
   status_ = file_->Sync();
   if (status_.ok()) status_ = file_->Close();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/bytes.h"
 #include "proto/tensorfile/json_entries.h"
 
 namespace lossd::formats {
@@ -93,8 +94,8 @@ absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
   for (int i = kLengthBytes - 1; i >= 0; --i) length = length << 8 | length_bytes[i];
   if (length > static_cast<uint64_t>(kMaxSafetensorsHeaderBytes) ||
       static_cast<int64_t>(length) > file.size() - kLengthBytes) {
-    return FileInvalid(file.name(),
-                       absl::StrCat("header length ", length, " in a file of ", file.size(), " bytes"));
+    return FileInvalid(file.name(), absl::StrCat("header length ", length, " in a file of ",
+                                                 errors::ExactBytes(file.size())));
   }
   uint8_t first[1] = {};
   if (length > 0) {
@@ -127,8 +128,8 @@ absl::StatusOr<SafetensorsInfo> ParseTensor(absl::string_view path, const std::s
   if (!offsets.has_value() || offsets->size() != 2 || (*offsets)[0] > (*offsets)[1] ||
       (*offsets)[1] > data_bytes) {
     return TensorInvalid(path, name,
-                         absl::StrCat("bad data_offsets ", entry["data_offsets"].dump(), " in ", data_bytes,
-                                      " bytes of data"));
+                         absl::StrCat("bad data_offsets ", entry["data_offsets"].dump(), " in ",
+                                      errors::ExactBytes(data_bytes), " of data"));
   }
   SafetensorsInfo info;
   info.name = name;
@@ -140,7 +141,7 @@ absl::StatusOr<SafetensorsInfo> ParseTensor(absl::string_view path, const std::s
   if (info.dtype != DType::kOther && TensorBytes(*shape, SizeOf(info.dtype)) != info.bytes) {
     return TensorInvalid(path, name,
                          absl::StrCat("shape ", entry["shape"].dump(), " of ", info.dtype_name,
-                                      " does not take ", info.bytes, " bytes"));
+                                      " does not take ", errors::ExactBytes(info.bytes)));
   }
   return info;
 }
@@ -167,7 +168,7 @@ absl::Status CheckCoverage(absl::string_view path, const std::vector<Safetensors
     end += tensor.bytes;
   }
   if (end == file_bytes) return absl::OkStatus();
-  return FileInvalid(path, absl::StrCat(file_bytes - end, " bytes belong to no tensor"));
+  return FileInvalid(path, absl::StrCat(errors::ExactBytes(file_bytes - end), " belong to no tensor"));
 }
 
 absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<const SafetensorsSpec> tensors,
@@ -199,7 +200,7 @@ absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<cons
   text.append((alignment - (kLengthBytes + text.size()) % alignment) % alignment, ' ');
   if (static_cast<int64_t>(text.size()) > kMaxSafetensorsHeaderBytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat(path, ": a header of ", text.size(), " bytes is too long"));
+        absl::StrCat(path, ": a header of ", errors::ExactBytes(text.size()), " is too long"));
   }
   return text;
 }
@@ -259,8 +260,9 @@ absl::Status SafetensorsReader::ReadBytes(const SafetensorsInfo& tensor, int64_t
                                           absl::Span<uint8_t> out) const {
   const auto count = static_cast<int64_t>(out.size());
   if (offset < 0 || offset > tensor.bytes || count > tensor.bytes - offset) {
-    return absl::OutOfRangeError(absl::StrCat(name(), ": tensor '", tensor.name, "': ", count, " bytes at ",
-                                              offset, " leave its ", tensor.bytes, " bytes"));
+    return absl::OutOfRangeError(absl::StrCat(name(), ": tensor '", tensor.name,
+                                              "': ", errors::ExactBytes(count), " at ", offset, " leave its ",
+                                              errors::ExactBytes(tensor.bytes)));
   }
   return file_->ReadAt(tensor.begin + offset, out);
 }
@@ -278,8 +280,8 @@ absl::Status SafetensorsReader::ReadRows(const SafetensorsInfo& tensor, int64_t 
   const int64_t row_bytes = tensor.rows() == 0 ? 0 : tensor.bytes / tensor.rows();
   if (static_cast<int64_t>(out.size()) != rows * row_bytes) {
     return absl::InvalidArgumentError(absl::StrCat(name(), ": tensor '", tensor.name, "': ", rows,
-                                                   " rows take ", rows * row_bytes, " bytes, not ",
-                                                   out.size()));
+                                                   " rows take ", errors::ExactBytes(rows * row_bytes),
+                                                   ", not ", errors::ExactBytes(out.size())));
   }
   return ReadBytes(tensor, row_begin * row_bytes, out);
 }
