@@ -29,8 +29,8 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   void Post(Task task) { PostAt(absl::InfinitePast(), std::move(task)); }
-  // Runs `task` on this thread if no task runs and none is due, since waking the other thread takes longer than
-  // a short task; posts it otherwise. The task is to take microseconds and must not call users back.
+  // Runs `task` on this thread if no task runs and none is due, since waking the other thread takes longer
+  // than a short task; posts it otherwise. The task is to take microseconds and must not call users back.
   void RunOrPost(Task task) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `task` at or after `when`; tasks of the same time run in the order they were posted.
   void PostAt(absl::Time when, Task task);

@@ -46,8 +46,9 @@ class RegionSource {
   // With the transport "shared_memory" or "cuda_ipc": whether there is a region to be had.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call that begins, whose rows have so many bytes; null: it is to send its slices in
-  // messages. May open a region, which takes the longer the larger it is. All calls wait for the first attempt,
-  // and none for a later one that another thread makes: it has the region that is there, if there is one.
+  // messages. May open a region, which takes the longer the larger it is. All calls wait for the first
+  // attempt, and none for a later one that another thread makes: it has the region that is there, if there is
+  // one.
   std::shared_ptr<SharedRegion> Get(uint64_t call_bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
   // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
   void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
@@ -58,8 +59,8 @@ class RegionSource {
   std::shared_ptr<SharedRegion> Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What to ask the server for.
   uint64_t Wanted(uint64_t call_bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Takes what an attempt to get so many bytes has brought, where there was a region of `bytes_before` (0: none
-  // that could be used). What is not wanted any more is for the caller to let go of without the lock.
+  // Takes what an attempt to get so many bytes has brought, where there was a region of `bytes_before` (0:
+  // none that could be used). What is not wanted any more is for the caller to let go of without the lock.
   std::shared_ptr<SharedRegion> Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened, uint64_t bytes,
                                      uint64_t bytes_before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // An attempt has failed.

@@ -154,7 +154,8 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
     return NoDType(request.dtype());
   }
   if (out.size() >= kLeastShared && request.has_rows()) {
-    const std::shared_ptr<SharedRegion> region = core.connections().regions().Get(std::min<uint64_t>(out.size(), kPieceBytes));
+    const std::shared_ptr<SharedRegion> region =
+        core.connections().regions().Get(std::min<uint64_t>(out.size(), kPieceBytes));
     auto read = region == nullptr ? absl::InvalidArgumentError("")
                                   : ReadThroughRegion(core, request, out, region.get(), deadline);
     core.connections().regions().DropUnusable();
