@@ -293,16 +293,15 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   }
   if (absl::Status status = FillSlices(rows_.get(), *chunk); !status.ok()) return status;
   const uint64_t id = start.chunk();
-  kernels.Submit(
-      &chunk->chunk,
-      {.on_results =
-           [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
-             chunk->in_place.clear();
-             SendResults(*chunk, id, status, send);
-             if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
-           },
-       .on_done = [chunk, id, backend = backend_, send = send_](
-                      const absl::Status& status) { SendDone(id, status, *backend, send); }});
+  kernels.Submit(&chunk->chunk,
+                 {.on_results =
+                      [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+                        chunk->in_place.clear();
+                        SendResults(*chunk, id, status, send);
+                        if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
+                      },
+                  .on_done = [chunk, id, backend = backend_, send = send_](
+                                 const absl::Status& status) { SendDone(id, status, *backend, send); }});
   return absl::OkStatus();
 }
 

@@ -341,6 +341,11 @@ absl::Status WorkerStream::OnMetrics(v1::Metrics& metrics) {
   return absl::OkStatus();
 }
 
+bool WorkerStream::lost() const {
+  absl::MutexLock lock(&mutex_);
+  return !lost_.ok();
+}
+
 void WorkerStream::FailAll(const absl::Status& status) {
   std::map<uint64_t, std::unique_ptr<Flight>> flights;
   {

@@ -88,6 +88,8 @@ class WorkerStream {
   // Of the worker's backend, as it last said.
   kernels::MemoryStats memory() const;
   RankState state() const;
+  // From before its chunks fail.
+  bool lost() const;
 
   // Has the worker end, without a loss.
   void End();
