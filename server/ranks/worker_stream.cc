@@ -242,8 +242,13 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
       return OnResults(message.results());
     case v1::FromWorker::kDone:
       return OnDone(message.done());
-    case v1::FromWorker::kMetrics:
-      return OnMetrics(*message.mutable_metrics());
+    case v1::FromWorker::kMetrics: {
+      if (message.metrics().ByteSizeLong() > kMostMetricsBytes)
+        return absl::InternalError("it sent too many metrics");
+      absl::MutexLock lock(&mutex_);
+      metrics_.Swap(message.mutable_metrics());
+      return absl::OkStatus();
+    }
     case v1::FromWorker::kLost: {
       const absl::Status status = FromProto(message.lost().status());
       return status.ok() ? absl::InternalError("its device is lost, and it does not say why") : status;
@@ -334,18 +339,6 @@ absl::Status WorkerStream::OnDone(const v1::ChunkDone& done) {
   return absl::OkStatus();
 }
 
-absl::Status WorkerStream::OnMetrics(v1::Metrics& metrics) {
-  if (metrics.ByteSizeLong() > kMostMetricsBytes) return absl::InternalError("it sent too many metrics");
-  absl::MutexLock lock(&mutex_);
-  metrics_.Swap(&metrics);
-  return absl::OkStatus();
-}
-
-bool WorkerStream::lost() const {
-  absl::MutexLock lock(&mutex_);
-  return !lost_.ok();
-}
-
 void WorkerStream::FailAll(const absl::Status& status) {
   std::map<uint64_t, std::unique_ptr<Flight>> flights;
   {
@@ -361,6 +354,11 @@ void WorkerStream::FailAll(const absl::Status& status) {
 kernels::MemoryStats WorkerStream::memory() const {
   absl::MutexLock lock(&mutex_);
   return memory_;
+}
+
+bool WorkerStream::lost() const {
+  absl::MutexLock lock(&mutex_);
+  return !lost_.ok();
 }
 
 RankState WorkerStream::state() const {

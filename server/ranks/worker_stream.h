@@ -88,7 +88,6 @@ class WorkerStream {
   // Of the worker's backend, as it last said.
   kernels::MemoryStats memory() const;
   RankState state() const;
-  // From before its chunks fail.
   bool lost() const;
 
   // Has the worker end, without a loss.
@@ -127,7 +126,6 @@ class WorkerStream {
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);
   absl::Status OnDone(const v1::ChunkDone& done);
-  absl::Status OnMetrics(v1::Metrics& metrics);
   // One that the worker may have results of; null: there is none.
   Flight* FindFlight(uint64_t chunk);
   void FailAll(const absl::Status& status);
