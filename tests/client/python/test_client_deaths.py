@@ -185,7 +185,7 @@ def test_forks_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> N
 def test_closes_its_session_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> None:
     with watched.others_compute():
         doomed.start(watched.server.target, watched.memory, moment, "close")
-        assert doomed.end() == 0, "its results were right"
+        assert doomed.end() == 0, "later results were right"
         watched.assert_nothing_is_left()
 
 

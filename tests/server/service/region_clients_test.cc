@@ -28,9 +28,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr int64_t kRows = 16;  // of a call, in two slices
+constexpr int kSlices = 3;  // of a call
+constexpr int64_t kSliceRows = 8;
+constexpr int64_t kRows = kSlices * kSliceRows;
 constexpr uint64_t kRowBytes = kSmallHidden * sizeof(float);
-constexpr uint64_t kSliceBytes = kRows / 2 * kRowBytes;
+constexpr uint64_t kSliceBytes = kSliceRows * kRowBytes;
 constexpr uint64_t kRegionBytes = 64 << 10;
 
 class RegionClientsTest : public ::testing::TestWithParam<bool> {
@@ -41,7 +43,6 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
     rows_ = MakeSmallRows(kRows, rng);
     for (int32_t& target : rows_.targets) target = std::max(target, 0);
     wanted_ = Gradients(Compute(""), nullptr);
-    EXPECT_EQ(wanted_.size(), 2 * kSliceBytes);
     before_ = test::SettledHoldingsOf(server_.pid(), *observer_);
   }
 
@@ -65,15 +66,15 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
   }
   static v1::ComputeLossRequest Slice(int index, uint64_t offset, uint64_t bytes = kSliceBytes) {
     v1::ComputeLossRequest request;
-    request.mutable_slice()->mutable_rows()->set_begin(index * kRows / 2);
-    request.mutable_slice()->mutable_rows()->set_end((index + 1) * kRows / 2);
+    request.mutable_slice()->mutable_rows()->set_begin(index * kSliceRows);
+    request.mutable_slice()->mutable_rows()->set_end((index + 1) * kSliceRows);
     request.mutable_slice()->mutable_in_region()->set_offset(offset);
     request.mutable_slice()->mutable_in_region()->set_bytes(bytes);
     return request;
   }
   static uint64_t PlaceOf(int index) { return 512 + static_cast<uint64_t>(index) * 4096; }
   void Fill(const test::RawRegion& region) const {
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kSlices; ++i) {
       std::memcpy(region.data() + PlaceOf(i),
                   reinterpret_cast<const char*>(rows_.hidden.data()) + i * kSliceBytes, kSliceBytes);
     }
@@ -82,9 +83,9 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
   LossAnswers Compute(const std::string& region) {
     const auto stream = client_->OpenLoss();
     stream->SendOpen(Open(region));
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kSlices; ++i) {
       if (region.empty()) {
-        stream->SendSlice(i * kRows / 2, (i + 1) * kRows / 2,
+        stream->SendSlice(i * kSliceRows, (i + 1) * kSliceRows,
                           Bytes(rows_.hidden).substr(i * kSliceBytes, kSliceBytes));
       } else {
         stream->Send(Slice(i, PlaceOf(i)));
@@ -96,11 +97,11 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
   // Of an answered call, in the order of rows; `region` null: in messages.
   static std::string Gradients(const LossAnswers& answers, const test::RawRegion* region) {
     EXPECT_TRUE(answers.status.ok()) << answers.status;
-    EXPECT_EQ(answers.slices.size(), 2u);
-    std::string gradients(2 * kSliceBytes, '\0');
+    EXPECT_EQ(answers.slices.size(), static_cast<size_t>(kSlices));
+    std::string gradients(kSlices * kSliceBytes, '\0');
     for (const LossAnswers::Slice& slice : answers.slices) {
       EXPECT_EQ(slice.result.in_region(), region != nullptr);
-      const int index = slice.result.rows().begin() == 0 ? 0 : 1;
+      const int index = static_cast<int>(slice.result.rows().begin() / kSliceRows);
       const char* const from = region == nullptr
                                    ? slice.payload.data()
                                    : reinterpret_cast<const char*>(region->data() + PlaceOf(index));
@@ -108,11 +109,12 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
     }
     return gradients;
   }
-  // But for the last bits: slices are computed together as they come.
-  bool IsWanted(const std::string& gradients) const {
-    std::vector<float> got(gradients.size() / sizeof(float)), wanted(wanted_.size() / sizeof(float));
+  // But for the last bits: slices are computed together as they come. `gradients`: of some rows, from `begin`
+  // of all bytes on.
+  bool IsWanted(const std::string& gradients, size_t begin = 0) const {
+    std::vector<float> got(gradients.size() / sizeof(float)), wanted(got.size());
     std::memcpy(got.data(), gradients.data(), gradients.size());
-    std::memcpy(wanted.data(), wanted_.data(), wanted_.size());
+    std::memcpy(wanted.data(), wanted_.data() + begin, gradients.size());
     return std::equal(got.begin(), got.end(), wanted.begin(), wanted.end(),
                       [](float a, float b) { return std::abs(a - b) <= 1e-5f; });
   }
@@ -157,17 +159,18 @@ TEST_P(RegionClientsTest, UnmapsItsMemoryDuringACall) {
   ASSERT_TRUE(stream->ReadOne() && stream->ReadOne()) << "accepted, and the first slice is answered";
   region->Unmap();
   region->CloseDescriptor();
-  stream->Send(Slice(1, PlaceOf(1)));
+  for (int i = 1; i < kSlices; ++i) stream->Send(Slice(i, PlaceOf(i)));
   stream->HalfClose();
   const LossAnswers answers = stream->Finish();
   ASSERT_TRUE(answers.status.ok()) << answers.status;
-  EXPECT_EQ(answers.slices.size(), 2u);
+  EXPECT_EQ(answers.slices.size(), static_cast<size_t>(kSlices));
   EXPECT_TRUE(IsWanted(Gradients(Compute(""), nullptr))) << "of others";
   region->CloseSession();
   EXPECT_TRUE(NothingIsLeft());
 }
 
-// The call that uses the region goes on; no other one begins.
+// The call that uses the region goes on; no other one begins. When it ends, the memory goes back, so its
+// gradients are there until then.
 TEST_P(RegionClientsTest, ClosesItsSessionDuringACall) {
   auto region = OpenRegion();
   Fill(*region);
@@ -189,8 +192,14 @@ TEST_P(RegionClientsTest, ClosesItsSessionDuringACall) {
   }
   EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
   stream->Send(Slice(1, PlaceOf(1)));
+  ASSERT_TRUE(stream->ReadOne());
+  EXPECT_TRUE(IsWanted(std::string(reinterpret_cast<const char*>(region->data() + PlaceOf(1)), kSliceBytes),
+                       kSliceBytes));
+  stream->Send(Slice(2, PlaceOf(2)));
   stream->HalfClose();
-  EXPECT_TRUE(IsWanted(Gradients(stream->Finish(), region.get())));
+  const LossAnswers answers = stream->Finish();
+  EXPECT_TRUE(answers.status.ok()) << answers.status;
+  EXPECT_EQ(answers.slices.size(), static_cast<size_t>(kSlices));
   for (uint64_t i = 0; i < other.size(); ++i) ASSERT_EQ(other.data()[i], 0) << "memory of another one";
   region.reset();
   other.CloseSession();
@@ -210,7 +219,7 @@ TEST_P(RegionClientsTest, ForksDuringACall) {
     while (true) pause();
   }
   ASSERT_GT(child, 0);
-  stream->Send(Slice(1, PlaceOf(1)));
+  for (int i = 1; i < kSlices; ++i) stream->Send(Slice(i, PlaceOf(i)));
   stream->HalfClose();
   EXPECT_TRUE(IsWanted(Gradients(stream->Finish(), region.get())));
   EXPECT_TRUE(IsWanted(Gradients(Compute(""), nullptr))) << "of others";
