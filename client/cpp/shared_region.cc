@@ -133,10 +133,11 @@ SharedRegion::~SharedRegion() {
   if (gpu_.has_value()) {
     if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
       (*driver)->Unmap(data_, size_, *gpu_);
-    return;
+  } else {
+    Unpin();
+    munmap(data_, size_);
   }
-  Unpin();
-  munmap(data_, size_);
+  shutdown(socket_.get(), SHUT_RDWR);  // a child may have inherited the session, which closing does not end then
 }
 
 void SharedRegion::PinFor(int gpu) {

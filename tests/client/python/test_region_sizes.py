@@ -7,6 +7,7 @@ The same as tests/server/service/region_source_test.cc asks of the C++ client.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 import time
 from typing import Any
@@ -68,6 +69,24 @@ def test_a_region_that_was_outgrown_goes_back_when_nobody_uses_it(server: Server
                 break
         assert client.get_server().memory.staging <= held - MIB
     source.close()
+
+
+def test_a_region_goes_back_although_a_child_has_inherited_it(server: ServerProcess) -> None:
+    """As the workers of a DataLoader do."""
+    source = source_of(server, MIB, 32 * MIB)
+    with lossd.Client(server.target, transport="grpc") as client:
+        assert source.get() is not None
+        held = client.get_server().memory.staging
+        child = subprocess.Popen(["sleep", "600"], close_fds=False, pass_fds=[source.get()._socket.fileno()])  # type: ignore[union-attr]
+        try:
+            source.close()
+            for _ in range(1000):
+                if client.get_server().memory.staging <= held - MIB:
+                    break
+            assert client.get_server().memory.staging <= held - MIB
+        finally:
+            child.kill()
+            child.wait()
 
 
 def test_a_region_that_no_call_uses_makes_room_for_a_larger_one() -> None:

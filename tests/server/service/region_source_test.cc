@@ -4,6 +4,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -221,6 +223,25 @@ TEST(RegionSourceTest, ManyClientsOfSmallMicrobatchesShareWhatThereIs) {
     ASSERT_TRUE(clients[i]->ComputeLoss(SmallMicrobatch(rows, 0, i), {}).ok());
     EXPECT_EQ(clients[i]->transport().transport, "shared_memory") << clients[i]->transport().reason;
   }
+}
+
+TEST(RegionSourceTest, ARegionGoesBackAlthoughAChildHasInheritedIt) {
+  ServerOptions options = SmallServer();
+  options.shared_memory_bytes = 8 * kMiB;
+  const TestServer server(options);
+  RegionSource source("auto", {8 * kMiB, 8 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  ASSERT_NE(source.Get(), nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  source.Get()->Retire();
+  source.DropUnusable();
+  RegionSource other("auto", {8 * kMiB, 8 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
+  EXPECT_NE(other.Get(), nullptr) << other.choice().reason;
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
 }
 
 // The server does not wait for the client's next call.

@@ -86,16 +86,12 @@ class SharedRegion:
     def __del__(self) -> None:
         if (pin := getattr(self, "_pin", None)) is not None:
             pin.release()
-        if (session := getattr(self, "_socket", None)) is not None:
-            session.close()
+        if getattr(self, "_socket", None) is not None:
+            self._close_session()
 
     @property
     def address(self) -> int:
         return self.mapping.address if self.mapping is not None else int(self.memory.ctypes.data)
-
-    def gpu_or(self, other: int) -> int:
-        """The number of its GPU; `other` if it is memory of the host."""
-        return other if self.mapping is None else self.mapping.device
 
     def pin_for(self, device: str) -> None:
         """A call begins whose rows are on this GPU. The first one lets GPUs copy to and from memory of the host without a
@@ -134,7 +130,13 @@ class SharedRegion:
         if self._retired and self._users == 0:
             if self._pin is not None:
                 self._pin.release()
-            self._socket.close()
+            self._close_session()
+
+    def _close_session(self) -> None:
+        if getattr(self, "_pid", 0) == os.getpid():
+            with contextlib.suppress(OSError):  # the server has gone, or it is closed
+                self._socket.shutdown(socket.SHUT_RDWR)  # a child may have inherited it: closing does not end it then
+        self._socket.close()
 
     @property
     def share(self) -> int:
