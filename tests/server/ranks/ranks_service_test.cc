@@ -267,7 +267,8 @@ double ValueOf(const std::string& metrics, const std::string& series) {
 
 // Chunks alone: no request comes after them for a while.
 TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {
-  RankServer ranks(LOSSD_BINARY, {.ranks = 2});
+  // Rows in messages need memory of the worker's.
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--rank_shared_memory=false"}});
   const auto client = Connect(ranks.target());
   ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
   std::mt19937_64 rng(1);
