@@ -137,8 +137,8 @@ SharedRegion::~SharedRegion() {
     Unpin();
     munmap(data_, size_);
   }
-  shutdown(socket_.get(),
-           SHUT_RDWR);  // a child may have inherited the session, which closing does not end then
+  // A child may have inherited the session, which closing does not end then.
+  shutdown(socket_.get(), SHUT_RDWR);
 }
 
 void SharedRegion::PinFor(int gpu) {
