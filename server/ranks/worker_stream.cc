@@ -231,9 +231,12 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
 
 absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
   switch (message.message_case()) {
-    case v1::FromWorker::kPrepared:
-      OnPrepared(message.prepared());
+    case v1::FromWorker::kPrepared: {
+      absl::MutexLock lock(&mutex_);
+      prepared_ = true;
+      preparation_.Swap(message.mutable_prepared());
       return absl::OkStatus();
+    }
     case v1::FromWorker::kAnswer:
       return OnAnswer(*message.mutable_answer());
     case v1::FromWorker::kSlice:
@@ -256,12 +259,6 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
     default:
       return absl::InternalError(absl::StrCat("it sent message ", message.message_case()));
   }
-}
-
-void WorkerStream::OnPrepared(const v1::Prepared& prepared) {
-  absl::MutexLock lock(&mutex_);
-  prepared_ = true;
-  preparation_ = prepared;
 }
 
 absl::Status WorkerStream::OnAnswer(v1::Answer& answer) {

@@ -121,7 +121,6 @@ class WorkerStream {
 
   // Of the reading thread: an error if the worker has said what it must not.
   absl::Status OnMessage(v1::FromWorker& message);
-  void OnPrepared(const v1::Prepared& prepared);
   absl::Status OnAnswer(v1::Answer& answer);
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);

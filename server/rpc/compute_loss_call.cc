@@ -180,7 +180,8 @@ bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time 
     stream_->Cancel(CancellationStatus(*context_));
     return false;
   }
-  Enqueue({.message = wire::Encode(response), .ready = now});
+  writes_.push_back({.message = wire::Encode(response), .ready = now});
+  Pump();
   stream_->Start();  // results come through the inbox, so none can overtake `accepted`
   return true;
 }
@@ -299,7 +300,8 @@ void ComputeLossCall::Handle(CallInbox::Slice slice) {
   outgoing.range = slice.output.rows;
   outgoing.message = places_.Answer(std::move(slice.output));
   absl::MutexLock lock(&mutex_);
-  Enqueue(std::move(outgoing));
+  writes_.push_back(std::move(outgoing));
+  Pump();
 }
 
 void ComputeLossCall::Handle(CallInbox::End end) {

@@ -51,11 +51,6 @@ absl::Status CancellationStatus(const grpc::ServerContextBase& context) {
 
 // ---- Writing and ending ----
 
-void ComputeLossCall::Enqueue(Outgoing outgoing) {
-  writes_.push_back(std::move(outgoing));
-  Pump();
-}
-
 void ComputeLossCall::Pump() {
   if (broken_) writes_.clear();
   if (write_active_ || finished_) return;

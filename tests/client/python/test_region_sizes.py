@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much shared memory a client asks for: as much as its calls need. What is asked for which calls is in the golden cases.
+"""How much shared memory a client asks for, and when: as much as its calls need. What is asked for which calls is in the golden cases.
 
 The same as tests/server/service/region_source_test.cc asks of the C++ client.
 """
@@ -17,16 +17,29 @@ import pytest
 from server_process import ServerProcess
 
 import lossd
-from lossd import _plan, _regions, _slice_places
+from lossd import _plan, _region_source, _slice_places
 
 D, V = 16, 23
 MIB = 1 << 20
 
 
-def source_of(server: ServerProcess, least: int, most: int) -> _regions.RegionSource:
+def source_of(server: ServerProcess, least: int, most: int) -> _region_source.RegionSource:
     with lossd.Client(server.target, transport="grpc") as client:
         name = client.get_server().region_socket
-    return _regions.RegionSource("auto", _plan.RegionSizes(least, most), name, lambda: "")
+    return _region_source.RegionSource("auto", _plan.RegionSizes(least, most), name, lambda: "")
+
+
+def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_region_source, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_region_source, "_LONGEST_PAUSE", 3600.0)
+    attempts = []
+    source = _region_source.RegionSource("auto", _plan.RegionSizes(4096, 4096), "/nowhere", lambda: attempts.append(1) or "/nowhere")
+    start = time.monotonic()
+    for _ in range(200):
+        assert source.get() is None
+        time.sleep(0.0002)
+    assert 2 <= len(attempts)
+    assert 2 ** len(attempts) - 1 <= 1000 * (time.monotonic() - start)
 
 
 def test_it_grows_with_the_calls(server: ServerProcess) -> None:
@@ -103,7 +116,7 @@ def test_a_region_that_no_call_uses_makes_room_for_a_larger_one() -> None:
 
 def test_it_asks_again_for_what_it_did_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a region that calls use there is less; later, when no call is under way, there is all of it."""
-    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr(_region_source, "_LONGEST_PAUSE", 0.001)
     process = ServerProcess(f"--shared_memory_bytes={8 * MIB}")
     try:
         source = source_of(process, MIB, 8 * MIB)

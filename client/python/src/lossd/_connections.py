@@ -23,7 +23,8 @@ from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
 from lossd._plan import RegionSizes
-from lossd._regions import RegionSource, SharedRegion
+from lossd._region_source import RegionSource
+from lossd._regions import SharedRegion
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
 

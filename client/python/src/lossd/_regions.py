@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a server on this host shares with a client (region.proto), and where a client gets it from.
+"""Memory that a server on this host shares with a client (region.proto). _region_source.py opens it.
 
 It is memory of the host, or of the server's GPU for arrays that lie on one (CUDA IPC).
 """
@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,26 +23,13 @@ from numpy.typing import NDArray
 from lossd import _cuda, _plan, errors
 from lossd.v1 import region_pb2
 
-TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
-
 _ALIGNMENT = 256  # of slices in a region
 _ID_BYTES = 16
 _MOST_PACKET = 4096
 _PATIENCE = 5.0  # seconds, with the server's socket
-_FIRST_PAUSE = 2.0  # seconds without after an attempt that failed; twice as long each time
-_LONGEST_PAUSE = 64.0
-_LONGEST_GROWTH_PAUSE = 3600.0
 
 
-def given_or_environment(transport: str | None) -> str:
-    """The transport that was given, else that of LOSSD_TRANSPORT, else "auto"."""
-    chosen = (os.environ.get("LOSSD_TRANSPORT") or "auto") if transport is None else transport
-    if chosen not in TRANSPORTS:
-        raise errors.InvalidArgument(f"transport is {chosen!r}; it must be auto, grpc, shared_memory or cuda_ipc")
-    return chosen
-
-
-def _no_region(why: object) -> errors.Unavailable:
+def no_region(why: object) -> errors.Unavailable:
     return errors.Unavailable(f"no shared memory: {why}")
 
 
@@ -79,7 +65,7 @@ class SharedRegion:
                 self.memory = _map(descriptor, self.size)
         except (OSError, ValueError, errors.Unavailable) as error:
             self._socket.close()
-            raise _no_region(error) from None
+            raise no_region(error) from None
         finally:
             os.close(descriptor)
 
@@ -220,7 +206,7 @@ def _number_of(device: str) -> int:
         return 0
     number = _cuda.driver().find(device)
     if number is None:
-        raise _no_region(f"the server's GPU is {device}, which this process does not see")
+        raise no_region(f"the server's GPU is {device}, which this process does not see")
     return number
 
 
@@ -255,7 +241,7 @@ def _cannot_connect(name: str, error: OSError) -> errors.Unavailable:
         hint = "; the server is on another host, or this container does not have its folder mounted"
     elif error.errno == errno.ECONNREFUSED:
         hint = "; no server listens there any more"
-    return _no_region(f"{name}: {error.strerror or error}{hint}")
+    return no_region(f"{name}: {error.strerror or error}{hint}")
 
 
 def _ask(session: socket.socket, request: region_pb2.RegionRequest) -> tuple[bytes, list[int]]:
@@ -276,7 +262,7 @@ def _ask(session: socket.socket, request: region_pb2.RegionRequest) -> tuple[byt
 def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region_pb2.RegionOpened]:
     """The session, the descriptor of its memory, and what the server says of it."""
     if not hasattr(socket, "recv_fds"):
-        raise _no_region("this system passes no descriptors between programs")
+        raise no_region("this system passes no descriptors between programs")
     session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors: list[int] = []
     try:
@@ -288,11 +274,11 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
         packet, descriptors = _ask(session, region_pb2.RegionRequest(bytes=size, of_device=bool(device)))
         answer = region_pb2.RegionAnswer.FromString(packet)
         if answer.HasField("refused"):
-            raise _no_region(answer.refused.reason)
+            raise no_region(answer.refused.reason)
         if len(answer.opened.id) != _ID_BYTES or not answer.opened.bytes or len(descriptors) != 1:
-            raise _no_region("the server has closed the session" if not packet else "the server's answer is no region")
+            raise no_region("the server has closed the session" if not packet else "the server's answer is no region")
         if answer.opened.device != device:
-            raise _no_region(f"the server gives memory of {answer.opened.device or 'the host'}, not of {device or 'the host'}")
+            raise no_region(f"the server gives memory of {answer.opened.device or 'the host'}, not of {device or 'the host'}")
         session.setblocking(False)
         return session, descriptors[0], answer.opened
     except BaseException as error:
@@ -300,157 +286,5 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, (OSError, DecodeError)) and not isinstance(error, errors.LossdError):
-            raise _no_region(f"{name}: {error}") from None
+            raise no_region(f"{name}: {error}") from None
         raise
-
-
-class RegionSource:
-    """Opens a region with the first loss call of a client, a larger one in its place when calls need it, and another one
-    when that cannot be used any more.
-
-    An attempt that fails is repeated by calls that begin later, after pauses that grow. Thread-safe.
-    """
-
-    def __init__(self, transport: str, sizes: _plan.RegionSizes, name: str, ask: Callable[[], str], device: str = "") -> None:
-        """`name`: the region socket, as the server has told it; `ask` asks for it again. `device` as in SharedRegion."""
-        self._transport = transport
-        self._sizes = sizes
-        self._ask = ask
-        self._device = device
-        self._changed = threading.Condition()  # guards what follows
-        self._name = name
-        self._region: SharedRegion | None = None
-        self._next_growth = 0.0
-        self._growth_pause = _LONGEST_PAUSE  # after the next attempt that brings less than it asked for
-        self._opening = self._tried = self._closed = False
-        self._refused = False  # the server did not know the region before
-        self._pause = _FIRST_PAUSE  # after the next attempt that fails
-        self._next_try = 0.0
-        self._problem: errors.LossdError | None = None
-
-    def check(self) -> None:
-        """Raises if there is no region to be had."""
-        if self.get() is None and self._problem is not None:
-            raise self._problem
-
-    def get(self, call_bytes: int = 0) -> SharedRegion | None:
-        """The region for a call that begins, whose rows have so many bytes; None: it is to send its slices in messages.
-
-        All calls wait for the first attempt to open one, and none for a later one of another call: they use the region that
-        is there, if there is one.
-        """
-        if self._transport == "grpc":
-            return None
-        with self._changed:
-            while self._opening and not self._tried:
-                self._changed.wait()
-            usable = self._region is not None and self._region.usable()
-            if not usable:
-                self._drop()
-            size = self._wanted(call_bytes)
-            before = self._region.size if self._region is not None else 0
-            next_try = self._next_growth if usable else self._next_try
-            if self._closed or self._opening or size <= before or time.monotonic() < next_try:
-                return self._region
-            self._opening = True
-            if self._region is not None:  # the server may have no room for both
-                self._region.retire_unused()
-        try:
-            region, problem = self._open(size, ask=self._tried and not usable)  # it may be another process by now
-        except BaseException:  # an interrupt: the next call is to try
-            with self._changed:
-                self._opening = False
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._opening, self._tried = False, True
-            self._changed.notify_all()
-            self._take(region, size, problem)
-            return self._region
-
-    def _wanted(self, call_bytes: int) -> int:
-        """What to ask the server for."""
-        wanted = self._sizes.wanted(call_bytes)
-        if self._region is None or not self._region.crowded:
-            return wanted
-        return max(wanted, min(self._sizes.most, _plan.REGION_GROWTH * self._region.size))
-
-    def _take(self, region: SharedRegion | None, size: int, problem: errors.LossdError | None) -> None:
-        """Takes what an attempt to get so many bytes has brought."""
-        if self._closed:
-            if region is not None:
-                region.retire()
-            return
-        if region is None or region.size < size:  # a server is not asked with each call for what it has not given
-            self._next_growth = time.monotonic() + self._growth_pause
-            self._growth_pause = min(2 * self._growth_pause, _LONGEST_GROWTH_PAUSE)
-        else:
-            self._growth_pause = _LONGEST_PAUSE
-        if self._region is not None and self._region.usable():  # calls use it, for which a larger one was wanted
-            if region is not None and region.size > self._region.size:
-                self._region.retire()  # they keep it
-                self._region = region
-            elif region is not None:
-                region.retire()
-            return
-        self._drop()
-        self._region, self._problem = region, problem
-        if region is None:
-            self._wait_longer()
-        elif not self._refused:
-            self._pause = _FIRST_PAUSE
-
-    def _drop(self) -> None:
-        """Of a region that cannot be used any more."""
-        if self._region is None:
-            return
-        refused = self._region.refused
-        # Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
-        # another server.
-        if refused and self._refused:
-            self._problem = _no_region("the server does not know the regions of its socket")
-            self._wait_longer()
-        self._refused = refused
-        self._region = None
-
-    def _wait_longer(self) -> None:
-        self._next_try = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _open(self, size: int, ask: bool) -> tuple[SharedRegion | None, errors.LossdError | None]:
-        """One attempt, by the one thread that has set _opening."""
-        try:
-            if ask:
-                self._name = self._ask()
-            if not self._name:
-                raise _no_region("the server offers none")
-            return SharedRegion(self._name, size, self._device), None
-        except errors.LossdError as error:
-            return None, error
-
-    def choice(self) -> tuple[str, str]:
-        """How rows travel, "cuda_ipc", "shared_memory" or "grpc", and why."""
-        if self._transport == "grpc":
-            return "grpc", "the client was told so"
-        with self._changed:
-            if self._region is not None and self._device:
-                return "cuda_ipc", f"the server's GPU is of this host; {self._region.size >> 20} MiB of {self._device}"
-            if self._region is not None:
-                problem = self._region.pin_problem
-                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB" + (
-                    "" if problem is None else f"; GPUs copy to it by a detour: {problem.message}")
-            if self._opening:
-                return "grpc", "the shared memory is being opened"
-            if not self._tried:
-                return "grpc", "nothing was sent yet"
-            if self._problem is None:
-                return "grpc", "the shared memory was given up after a call that failed; later ones get other"
-            return "grpc", f"{self._problem.message}; tried again from time to time"
-
-    def close(self) -> None:
-        """Gives the region back; nothing is opened any more."""
-        with self._changed:
-            if self._region is not None:
-                self._region.retire()
-            self._region = None
-            self._closed = True

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connection_chooser, _regions, _server, _wire, errors, types
+from lossd import _arrays, _connection_chooser, _region_source, _server, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
@@ -101,7 +101,7 @@ class Client(HeadCalls):
         address, credentials = _server.resolve(target, context, ca, cert, key, token)
         connections = Connections(ConnectionOptions(
             address, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry, credentials,
-            _regions.given_or_environment(transport), shared_memory_bytes))
+            _region_source.given_or_environment(transport), shared_memory_bytes))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
         self._loss_timeout = loss_timeout
         self._threads = StreamThreads(max_pending, (channels or _connection_chooser.MOST) * _SPARE_THREADS)
