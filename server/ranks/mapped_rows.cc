@@ -132,7 +132,7 @@ void MappedRows::Run() {
 }
 
 bool MappedRows::Read() {
-  const absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(socket_.get());
+  absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(socket_.get());
   v1::RowsFromLeader message;
   if (!packet.ok() || packet->closed || !message.ParseFromString(packet->bytes)) return false;
   if (message.bytes() == 0) {
@@ -144,14 +144,15 @@ bool MappedRows::Read() {
     regions_.erase(found);
     return true;
   }
-  const absl::Status mapped = Map(message.region(), message.bytes(), packet->descriptor);
+  const absl::Status mapped = Map(message.region(), message.bytes(), std::move(packet->descriptor));
   v1::RowsFromWorker answer;
   answer.set_region(message.region());
   if (!mapped.ok()) answer.set_refused(mapped.ToString().substr(0, wire::kMaxRegionPacket / 2));
   return wire::SendRegionPacket(socket_.get(), answer.SerializeAsString(), -1).ok();
 }
 
-absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, const wire::OwnedDescriptor& descriptor) {
+// The descriptor is closed when this returns, so nothing of it is left when the leader has the answer.
+absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor) {
   if (!descriptor) return absl::UnavailableError("the leader's memory came without a descriptor");
   if (absl::Status status = CheckSealed(descriptor.get(), bytes); !status.ok()) return status;
   void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor.get(), 0);

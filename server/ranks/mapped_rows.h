@@ -52,7 +52,7 @@ class MappedRows {
   void Run();
   // Whether the connection goes on.
   bool Read();
-  absl::Status Map(uint64_t region, uint64_t bytes, const wire::OwnedDescriptor& descriptor);
+  absl::Status Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor);
 
   const wire::OwnedDescriptor socket_;
   kernels::Backend* const backend_;
