@@ -5,12 +5,15 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::wire {
@@ -80,6 +83,32 @@ absl::StatusOr<OwnedDescriptor> ConnectRegionSocket(absl::string_view name) {
   if (connect(made.get(), reinterpret_cast<const sockaddr*>(&address), static_cast<socklen_t>(length)) != 0)
     return CannotConnect(name, errno);
   return made;
+}
+
+absl::StatusOr<RegionPeer> PeerOf(int socket) {
+  ucred who = {};
+  socklen_t size = sizeof(who);
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return Broken("SO_PEERCRED");
+  return RegionPeer{.user = who.uid, .process = who.pid};
+}
+
+absl::StatusOr<AcceptedRegionSocket> AcceptRegionSocket(int listener) {
+  OwnedDescriptor accepted(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!accepted) {
+    const bool is_short = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    absl::Status failed = Broken("accept");
+    if (is_short) absl::SleepFor(absl::Milliseconds(50));  // those that wait stay in the backlog
+    return failed;
+  }
+  const absl::StatusOr<RegionPeer> peer = PeerOf(accepted.get());
+  if (!peer.ok()) return peer.status();
+  return AcceptedRegionSocket{.socket = std::move(accepted), .peer = *peer};
+}
+
+int PollMilliseconds(absl::Time deadline) {
+  if (deadline == absl::InfiniteFuture()) return -1;
+  const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now()) + 1;  // not before it
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
 }
 
 absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descriptor) {

@@ -6,6 +6,8 @@
 #ifndef LOSSD_PROTO_WIRE_REGION_PACKETS_H_
 #define LOSSD_PROTO_WIRE_REGION_PACKETS_H_
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <string>
 #include <utility>
@@ -13,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "lossd/v1/region.pb.h"
 
 namespace lossd::wire {
@@ -39,6 +42,26 @@ class OwnedDescriptor {
 // A SOCK_SEQPACKET socket that is connected to `name`: a path, or "@" and a name in the abstract namespace.
 // INVALID_ARGUMENT for a name that cannot be one; UNAVAILABLE if nobody listens there, which says why.
 absl::StatusOr<OwnedDescriptor> ConnectRegionSocket(absl::string_view name);
+
+// Who is at the other end of a socket, as the kernel says.
+struct RegionPeer {
+  uid_t user;
+  pid_t process;
+};
+// UNAVAILABLE if the kernel does not say.
+absl::StatusOr<RegionPeer> PeerOf(int socket);
+
+struct AcceptedRegionSocket {
+  OwnedDescriptor socket;  // does not wait
+  RegionPeer peer;
+};
+// The next client that waits at `listener`, which does not wait itself. UNAVAILABLE if there is none, or it
+// cannot be accepted; where the process has no descriptor left for it, after a moment, so that a loop does
+// not spin.
+absl::StatusOr<AcceptedRegionSocket> AcceptRegionSocket(int listener);
+
+// How long poll is to wait for `deadline`, in milliseconds: at most a minute, and -1 if it is infinite.
+int PollMilliseconds(absl::Time deadline);
 
 // Sends one packet, with a copy of `descriptor` unless that is -1. Does not wait. UNAVAILABLE.
 absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descriptor);

@@ -26,11 +26,10 @@ absl::Status Failed(absl::string_view what) {
 }
 
 absl::Status CheckListener(int socket) {
-  ucred who = {};
-  socklen_t size = sizeof(who);
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return Failed("SO_PEERCRED");
-  if (who.uid == geteuid()) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("the leader shares memory as user ", who.uid));
+  const absl::StatusOr<wire::RegionPeer> leader = wire::PeerOf(socket);
+  if (!leader.ok()) return leader.status();
+  if (leader->user == geteuid()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("the leader shares memory as user ", leader->user));
 }
 
 absl::Status AwaitWelcome(int socket) {

@@ -198,25 +198,15 @@ int SharedRows::Patience() const {
   for (const Session& session : sessions_) {
     if (session.rank == 0) next = std::min(next, session.deadline);
   }
-  if (next == absl::InfiniteFuture()) return -1;
-  return static_cast<int>(std::clamp<int64_t>(absl::ToInt64Milliseconds(next - absl::Now()) + 1, 0, 60'000));
+  return wire::PollMilliseconds(next);
 }
 
 void SharedRows::Accept() {
-  Session session;
-  session.socket =
-      wire::OwnedDescriptor(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (!session.socket) {
-    // Out of descriptors: those that wait stay in the backlog for a while.
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-      absl::SleepFor(absl::Milliseconds(50));
-    return;
-  }
-  ucred who = {};
-  socklen_t size = sizeof(who);
-  if (getsockopt(session.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return;
-  if (who.uid != geteuid()) return;
+  absl::StatusOr<wire::AcceptedRegionSocket> accepted = wire::AcceptRegionSocket(listener_.get());
+  if (!accepted.ok() || accepted->peer.user != geteuid()) return;
   if (sessions_.size() >= tokens_.size() + kStrangers) return;
+  Session session;
+  session.socket = std::move(accepted->socket);
   session.deadline = absl::Now() + kTokenTimeout;
   sessions_.push_back(std::move(session));
 }

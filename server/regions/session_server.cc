@@ -76,36 +76,29 @@ int SessionServer::Patience() const {
   for (const Session& session : sessions_) {
     if (session.region.empty()) next = std::min(next, session.deadline);
   }
-  if (next == absl::InfiniteFuture()) return -1;
-  return static_cast<int>(std::clamp<int64_t>(absl::ToInt64Milliseconds(next - absl::Now()) + 1, 0, 60'000));
+  return wire::PollMilliseconds(next);
 }
 
 void SessionServer::Accept() {
-  Session session;
-  session.socket = wire::OwnedDescriptor(accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (!session.socket) {
-    // Out of descriptors: those that wait stay in the backlog for a while.
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-      absl::SleepFor(absl::Milliseconds(50));
-    return;
-  }
-  ucred who = {};
-  socklen_t size = sizeof(who);
-  if (getsockopt(session.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return;
+  absl::StatusOr<wire::AcceptedRegionSocket> accepted = wire::AcceptRegionSocket(listener_);
+  if (!accepted.ok()) return;
+  const wire::RegionPeer& who = accepted->peer;
   const auto refuse = [&](absl::string_view reason) {
-    wire::SendRegionPacket(session.socket.get(), Refusal(reason), -1).IgnoreError();
+    wire::SendRegionPacket(accepted->socket.get(), Refusal(reason), -1).IgnoreError();
   };
-  if (limits_.own_user_only && who.uid != geteuid() && who.uid != 0)
+  if (limits_.own_user_only && who.user != geteuid() && who.user != 0)
     return refuse(
         "the server shares memory with programs of its own user only, unless its region socket is a file "
         "(--region_socket, --unix_socket_mode)");
   const int64_t of_user = std::count_if(sessions_.begin(), sessions_.end(),
-                                        [&](const Session& other) { return other.user == who.uid; });
+                                        [&](const Session& other) { return other.user == who.user; });
   if (static_cast<int64_t>(sessions_.size()) >= limits_.in_all || of_user >= limits_.per_user)
     return refuse("too many programs share memory with the server");
-  session.user = who.uid;
-  session.process = wire::OwnedDescriptor(OpenProcess(who.pid));
-  session.holder = absl::StrCat("uid ", who.uid, " pid ", who.pid);
+  Session session;
+  session.socket = std::move(accepted->socket);
+  session.user = who.user;
+  session.process = wire::OwnedDescriptor(OpenProcess(who.process));
+  session.holder = absl::StrCat("uid ", who.user, " pid ", who.process);
   session.deadline = absl::Now() + limits_.request_timeout;
   sessions_.push_back(std::move(session));
   ++sessions_open_;

@@ -4,9 +4,16 @@
 
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <cstddef>
+#include <random>
 #include <string>
 #include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 
 namespace lossd::wire {
 namespace {
@@ -52,6 +59,37 @@ TEST(RegionPacketsTest, AResetWithoutAnAnswerIsAnEnd) {
   const auto end = ReceiveRegionPacket(client.get());
   ASSERT_TRUE(end.ok()) << end.status();
   EXPECT_TRUE(end->closed);
+}
+
+TEST(RegionPacketsTest, AClientIsAcceptedWithItsCredentials) {
+  const OwnedDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const std::string name = absl::StrCat("@lossd-test-", getpid(), "-", std::random_device()());
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  name.copy(address.sun_path, name.size());
+  address.sun_path[0] = '\0';
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
+  ASSERT_EQ(bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+  ASSERT_EQ(listen(listener.get(), 4), 0);
+  EXPECT_EQ(AcceptRegionSocket(listener.get()).status().code(), absl::StatusCode::kUnavailable) << "nobody";
+  const auto client = ConnectRegionSocket(name);
+  ASSERT_TRUE(client.ok()) << client.status();
+  const auto accepted = AcceptRegionSocket(listener.get());
+  ASSERT_TRUE(accepted.ok()) << accepted.status();
+  EXPECT_EQ(accepted->peer.user, geteuid());
+  EXPECT_EQ(accepted->peer.process, getpid());
+  EXPECT_EQ(PeerOf(client->get())->process, getpid());
+  EXPECT_EQ(PeerOf(-1).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReceiveRegionPacket(accepted->socket.get()).status().code(), absl::StatusCode::kUnavailable)
+      << "it does not wait";
+}
+
+TEST(RegionPacketsTest, PollWaitsForADeadline) {
+  EXPECT_EQ(PollMilliseconds(absl::InfiniteFuture()), -1);
+  EXPECT_EQ(PollMilliseconds(absl::Now() + absl::Hours(1)), 60'000);
+  EXPECT_EQ(PollMilliseconds(absl::Now() - absl::Hours(1)), 0);
+  EXPECT_EQ(PollMilliseconds(absl::InfinitePast()), 0);
+  const int soon = PollMilliseconds(absl::Now() + absl::Seconds(10));
+  EXPECT_TRUE(soon > 0 && soon <= 10'001) << soon;
 }
 
 }  // namespace

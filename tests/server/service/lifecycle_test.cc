@@ -9,10 +9,12 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 #include "tests/support/child_process.h"
 
@@ -33,17 +35,13 @@ void CreateHead(TestClient& client, int64_t classes = 64) {
 }
 
 v1::OpenMicrobatch OpenFor(int64_t rows, uint64_t id) {
-  v1::OpenMicrobatch open;
-  open.set_head("head");
+  std::vector<int32_t> targets;
+  for (int64_t i = 0; i < rows; ++i) targets.push_back(static_cast<int32_t>(i % 50));
+  v1::OpenMicrobatch open = OpenSum(targets);
   open.set_step(0);
   open.set_microbatch_id(id);
-  open.set_microbatch_rows(static_cast<uint64_t>(rows));
-  open.mutable_rows()->set_end(static_cast<uint64_t>(rows));
-  open.set_hidden_dtype(v1::DTYPE_FP32);
   open.set_reduction(v1::REDUCTION_MEAN);
-  open.set_want_grad_hidden(true);
   open.set_accumulate_gradients(true);
-  for (int64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % 50));
   return open;
 }
 

@@ -35,16 +35,9 @@ class ListStreamsTest : public ::testing::Test {
   }
 
   static v1::OpenMicrobatch Open(uint64_t id, int64_t rows = kRows) {
-    v1::OpenMicrobatch open;
-    open.set_head("head");
+    v1::OpenMicrobatch open = OpenSum(std::vector<int32_t>(static_cast<size_t>(rows), 1));
     open.set_step(0);
     open.set_microbatch_id(id);
-    open.set_microbatch_rows(static_cast<uint64_t>(rows));
-    open.mutable_rows()->set_end(static_cast<uint64_t>(rows));
-    open.set_hidden_dtype(v1::DTYPE_FP32);
-    open.set_reduction(v1::REDUCTION_SUM);
-    open.set_want_grad_hidden(true);
-    open.mutable_targets()->Resize(static_cast<int>(rows), 1);
     return open;
   }
   static std::string Rows(int64_t rows) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
 
 namespace lossd::app::testing {
 namespace {
@@ -25,16 +26,10 @@ struct Load {
 void RunForever(const Load& load, uint64_t first_id) {
   const auto client = TestClient::Connect(load.target);
   const std::vector<float> hidden(static_cast<size_t>(load.rows * load.hidden_size), 0.5f);
-  v1::OpenMicrobatch open;
+  v1::OpenMicrobatch open = OpenSum(std::vector<int32_t>(static_cast<size_t>(load.rows), 0));
   open.set_head(load.head);
   open.set_step(0);
-  open.set_microbatch_rows(static_cast<uint64_t>(load.rows));
-  open.mutable_rows()->set_end(static_cast<uint64_t>(load.rows));
-  open.set_hidden_dtype(v1::DTYPE_FP32);
-  open.set_reduction(v1::REDUCTION_SUM);
-  open.set_want_grad_hidden(true);
   open.set_accumulate_gradients(true);
-  for (int64_t i = 0; i < load.rows; ++i) open.add_targets(0);
   for (uint64_t id = first_id;; ++id) {
     open.set_microbatch_id(id);
     const auto stream = client->OpenLoss();

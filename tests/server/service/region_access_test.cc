@@ -13,6 +13,7 @@
 
 #include "tests/server/app/security_fixture.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/small_head.h"
 #include "tests/support/raw_region.h"
 
 namespace lossd {
@@ -65,14 +66,7 @@ class RegionAccessTest : public SecurityFixture, public testing::WithParamInterf
 
   // Each names the region in another message; what the call ends with.
   static absl::Status ComputeIn(TestClient& caller, const std::string& region) {
-    v1::OpenMicrobatch open;
-    open.set_head("head");
-    open.set_microbatch_rows(kRows);
-    open.mutable_rows()->set_end(kRows);
-    open.set_hidden_dtype(v1::DTYPE_FP32);
-    open.set_reduction(v1::REDUCTION_SUM);
-    open.set_want_grad_hidden(true);
-    open.mutable_targets()->Resize(kRows, 1);
+    v1::OpenMicrobatch open = lossd::app::testing::OpenSum(std::vector<int32_t>(kRows, 1));
     open.set_region(region);
     v1::ComputeLossRequest slice;
     slice.mutable_slice()->mutable_rows()->set_end(kRows);

@@ -53,14 +53,7 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
   }
 
   v1::OpenMicrobatch Open(const std::string& region) const {
-    v1::OpenMicrobatch open;
-    open.set_head("head");
-    open.set_microbatch_rows(kRows);
-    open.mutable_rows()->set_end(kRows);
-    open.set_hidden_dtype(v1::DTYPE_FP32);
-    open.set_reduction(v1::REDUCTION_SUM);
-    open.set_want_grad_hidden(true);
-    open.mutable_targets()->Add(rows_.targets.begin(), rows_.targets.end());
+    v1::OpenMicrobatch open = OpenSum(rows_.targets);
     open.set_region(region);
     return open;
   }

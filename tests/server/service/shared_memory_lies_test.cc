@@ -41,14 +41,7 @@ class LiesTest : public ::testing::Test {
     return *std::move(region);
   }
   v1::OpenMicrobatch Open(const std::string& region) const {
-    v1::OpenMicrobatch open;
-    open.set_head("head");
-    open.set_microbatch_rows(kRows);
-    open.mutable_rows()->set_end(kRows);
-    open.set_hidden_dtype(v1::DTYPE_FP32);
-    open.set_reduction(v1::REDUCTION_SUM);
-    open.set_want_grad_hidden(true);
-    open.mutable_targets()->Resize(kRows, 1);
+    v1::OpenMicrobatch open = OpenSum(std::vector<int32_t>(kRows, 1));
     open.set_region(region);
     return open;
   }

@@ -54,6 +54,19 @@ inline client::Microbatch SmallMicrobatch(const SmallRows& data, uint64_t step, 
   return microbatch;
 }
 
+// Opens a microbatch of head "head" with all of its rows, in fp32: the sum of their losses, and dL/dx.
+inline v1::OpenMicrobatch OpenSum(const std::vector<int32_t>& targets) {
+  v1::OpenMicrobatch open;
+  open.set_head("head");
+  open.set_microbatch_rows(targets.size());
+  open.mutable_rows()->set_end(targets.size());
+  open.set_hidden_dtype(v1::DTYPE_FP32);
+  open.set_reduction(v1::REDUCTION_SUM);
+  open.set_want_grad_hidden(true);
+  open.mutable_targets()->Add(targets.begin(), targets.end());
+  return open;
+}
+
 }  // namespace lossd::app::testing
 
 #endif  // LOSSD_TESTS_SERVER_SERVICE_SMALL_HEAD_H_

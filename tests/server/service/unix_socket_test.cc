@@ -89,13 +89,7 @@ TEST_F(UnixSocketTest, ConnectionsHaveSharesOfTheirOwn) {
   const auto greedy = TestClient::Connect(target_), modest = TestClient::Connect(target_);
   v1::CreateHeadRequest request = SmallHead();
   ASSERT_TRUE(greedy->CreateHead(request).ok());
-  v1::OpenMicrobatch open;
-  open.set_head("head");
-  open.set_microbatch_rows(1);
-  open.mutable_rows()->set_end(1);
-  open.set_hidden_dtype(v1::DTYPE_FP32);
-  open.set_reduction(v1::REDUCTION_SUM);
-  open.add_targets(1);
+  const v1::OpenMicrobatch open = OpenSum({1});
   std::vector<std::unique_ptr<LossStream>> streams;
   for (int i = 0; i < 2; ++i) {
     streams.push_back(greedy->OpenLoss());
