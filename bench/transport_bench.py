@@ -36,7 +36,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gradients", default="exact,sampled")
     parser.add_argument("--data", default="real", choices=("real", "random"))
     parser.add_argument("--ways", default="shared_memory,cuda_ipc,grpc:1,grpc:4,grpc",
-                        help="transports; with a number of connections behind a colon, else as many as help")
+                        help="transports; with a number of connections behind a colon, else as many as help; cuda_ipc@1: "
+                             "with the trainer's rows on GPU 1")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--in-flight", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=2.0)
@@ -137,8 +138,9 @@ class Runs:
         return result
 
     def throughput(self, server: Server, shape: str, gradients: str, way: str) -> None:
-        transport, _, channels = way.partition(":")
-        words = ["--channels", channels] if channels else []
+        where, _, channels = way.partition(":")
+        transport, _, gpu = where.partition("@")
+        words = (["--channels", channels] if channels else []) + (["--gpu", gpu] if gpu else [])
         result = self._bench(server, shape, gradients, "--rows", str(self._arguments.rows), "--transport", transport,
                              "--in-flight", str(self._arguments.in_flight), *words)
         print(f"{shape:12} {gradients:8} {way:14} {result['rows_per_second']:12,.0f} rows/s  "

@@ -21,6 +21,7 @@
 #include "client/cli/real_rows.h"
 #include "client/cli/row_buffer.h"
 #include "client/cli/value_checks.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {
@@ -62,6 +63,7 @@ struct Flags {
   bool force = false;
   client::ClientOptions connection;
   std::optional<uint64_t> shared_memory_bytes;
+  std::optional<int> gpu;  // that has the rows, by the driver's number; nullopt: the server's
   client::ComputeOptions loss;
 };
 
@@ -237,10 +239,15 @@ client::ClientOptions OptionsOf(const Flags& flags) {
   return options;
 }
 
-// Where rows are to be: with CUDA IPC on the server's GPU, else on the host (nullopt).
+// Where rows are to be: with CUDA IPC on a GPU, the server's unless told otherwise, else on the host
+// (nullopt).
 absl::StatusOr<std::optional<int>> PlaceOfRows(const Flags& flags, client::Client& client,
                                                absl::Duration timeout) {
   if (flags.connection.transport != "cuda_ipc") return std::nullopt;
+  if (flags.gpu.has_value()) {
+    if (absl::Status status = CheckGpu("--gpu", *flags.gpu); !status.ok()) return status;
+    return flags.gpu;
+  }
   const absl::StatusOr<v1::ServerDescription> server = client.GetServer(timeout);
   if (!server.ok()) return server.status();
   const absl::StatusOr<int> gpu = FindGpu(server->region_device());
@@ -249,6 +256,8 @@ absl::StatusOr<std::optional<int>> PlaceOfRows(const Flags& flags, client::Clien
 }
 
 absl::Status RunBench(Context* context, const Flags& flags) {
+  if (flags.gpu.has_value() && flags.connection.transport != "cuda_ipc")
+    return errors::FieldError("--gpu", "come with --transport cuda_ipc", *flags.gpu);
   const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
@@ -277,6 +286,7 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   BenchSetup setup = SetupOf(flags, *rows, choice.connections);
   setup.channels_reason = choice.connections.reason;
   setup.transport = gpu->has_value() ? choice.device.transport : choice.transport;
+  setup.gpu = *gpu;
   setup.transport_reason = gpu->has_value() ? choice.device.reason : choice.reason;
   if (context->json) {
     context->PrintJson(BenchJson(setup, *totals));
@@ -309,6 +319,10 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   AddWord(bench, "--transport", &flags->connection.transport, Transports(),
           "How rows travel: auto takes shared memory if the server is on this host; cuda_ipc has the "
           "rows on the server's GPU, and takes memory of that [auto]");
+  bench
+      ->add_option("--gpu", flags->gpu,
+                   "With cuda_ipc: the GPU that has the rows, by its number [the server's]")
+      ->check(WholeNumber(0, 1023));
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
            "Memory to share with the server; it may give less [what the calls need, up to 256MiB]");
   CLI::Option* seconds =

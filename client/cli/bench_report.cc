@@ -59,6 +59,7 @@ nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& tot
       {"slice_bytes", setup.slice_bytes.has_value() ? nlohmann::ordered_json(*setup.slice_bytes) : nullptr},
       {"transport", setup.transport},
       {"transport_reason", setup.transport_reason},
+      {"gpu", setup.gpu.has_value() ? nlohmann::ordered_json(*setup.gpu) : nullptr},
       {"seconds", totals.seconds},
       {"microbatches", totals.latencies.size()},
       {"rows", totals.rows},

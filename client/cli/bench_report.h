@@ -28,6 +28,7 @@ struct BenchSetup {
   std::optional<uint64_t> slice_bytes;  // as asked for
   std::string transport = "grpc";       // client::TransportChoice
   std::string transport_reason = "";
+  std::optional<int> gpu;            // that has the rows; nullopt: the host
   std::string channels_reason = "";  // client::ConnectionChoice
 };
 

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/cuda_driver.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 
@@ -50,6 +51,16 @@ absl::StatusOr<int> FindGpu(const std::string& uuid) {
   if (!gpu->has_value())
     return absl::UnavailableError(absl::StrCat("this process does not see the server's GPU ", uuid));
   return **gpu;
+}
+
+absl::Status CheckGpu(const std::string& option, int gpu) {
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return driver.status();
+  const absl::StatusOr<int> count = (*driver)->Count();
+  if (!count.ok()) return count.status();
+  if (gpu >= 0 && gpu < *count) return absl::OkStatus();
+  return errors::FieldError(option, absl::StrCat("be below the number of GPUs that are visible, ", *count),
+                            gpu);
 }
 
 }  // namespace lossd::cli

@@ -41,6 +41,8 @@ class RowBuffer {
 
 // The GPU with this UUID ("GPU-..."). UNAVAILABLE if this process does not see it.
 absl::StatusOr<int> FindGpu(const std::string& uuid);
+// INVALID_ARGUMENT, naming `option`, unless this process sees a GPU with this number.
+absl::Status CheckGpu(const std::string& option, int gpu);
 
 }  // namespace lossd::cli
 

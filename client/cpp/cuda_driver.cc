@@ -179,10 +179,16 @@ absl::Status CudaDriver::Check(int result, absl::string_view function) const {
       absl::StrCat(function, " failed: ", text == nullptr ? "an unknown error" : text, " (", result, ")"));
 }
 
-absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) {
+absl::StatusOr<int> CudaDriver::Count() const {
   int count = 0;
   if (absl::Status status = Check(functions_->count(&count), "cuDeviceGetCount"); !status.ok()) return status;
-  for (int device = 0; device < count; ++device) {
+  return count;
+}
+
+absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) {
+  const absl::StatusOr<int> count = Count();
+  if (!count.ok()) return count.status();
+  for (int device = 0; device < *count; ++device) {
     Uuid raw = {};
     if (absl::Status status = Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"); !status.ok())
       return status;

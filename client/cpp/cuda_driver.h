@@ -60,6 +60,8 @@ class CudaDriver {
   CudaDriver& operator=(const CudaDriver&) = delete;
   ~CudaDriver();
 
+  // How many GPUs this process sees.
+  absl::StatusOr<int> Count() const;
   // The GPU with this UUID ("GPU-..."); nullopt if this process does not see it.
   absl::StatusOr<std::optional<int>> Find(absl::string_view uuid);
   // The GPU whose memory is at this address; an error for memory that the driver does not know.

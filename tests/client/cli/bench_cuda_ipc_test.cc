@@ -56,6 +56,28 @@ TEST_F(BenchCudaIpcTest, RowsAreOnTheServersGpu) {
               HasSubstr(absl::StrCat("cuda_ipc (the server's GPU is of this host; 1 MiB of ", kUuid, ")")));
 }
 
+TEST_F(BenchCudaIpcTest, RowsAreOnAnotherGpu) {
+  for (const int gpu : {0, 1}) {
+    const auto json = nlohmann::json::parse(
+        Run(FAKE_CUDA_FOLDER,
+            absl::StrCat("--json bench lm --transport cuda_ipc --rows 50 --microbatches 3 --gpu ", gpu), 0),
+        nullptr, /*allow_exceptions=*/false);
+    ASSERT_TRUE(json.is_object());
+    EXPECT_EQ(json["transport"], "cuda_ipc");
+    EXPECT_EQ(json["gpu"], gpu);
+    EXPECT_EQ(json["rows"], 150);
+    EXPECT_GT(json["received_bytes_per_second"], 0);
+  }
+}
+
+TEST_F(BenchCudaIpcTest, RefusesGpusThatAreNotThere) {
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu 2", 4),
+              HasSubstr("--gpu must be below the number of GPUs that are visible, 2, got 2"));
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --microbatches 1 --gpu 1", 4),
+              HasSubstr("--gpu must come with --transport cuda_ipc, got 1"));
+  Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu -1", 2);
+}
+
 TEST_F(BenchCudaIpcTest, SaysWhyThereIsNoDriver) {
   std::ofstream(folder_.File("libcuda.so.1"));  // empty
   EXPECT_THAT(
