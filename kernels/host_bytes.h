@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Retained memory that the host can read and write: where other processes compute rows whose hidden states are
-// there, or are to be (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
+// Retained memory that the host can read and write: where other processes compute rows whose hidden states
+// are there, or are to be (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
 #ifndef LOSSD_KERNELS_HOST_BYTES_H_
 #define LOSSD_KERNELS_HOST_BYTES_H_
 

@@ -41,7 +41,8 @@ void AddParts(absl::Span<const Slice> slices, const std::vector<int>& member_of,
 
 }  // namespace
 
-std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int first_member) {
+std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits,
+                              int first_member) {
   if (slices.empty()) return {{.member = first_member}};
   const int64_t rows = std::accumulate(slices.begin(), slices.end(), int64_t{0},
                                        [](int64_t sum, const Slice& slice) { return sum + slice.rows; });

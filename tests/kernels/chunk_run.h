@@ -48,7 +48,7 @@ struct RunOptions {
   RetainedMemory* retained = nullptr;
   bool take_retained = false;
   std::vector<RetainedPlace> places = {};  // instead, one a slice
-  bool independent = false;  // Chunk::independent
+  bool independent = false;                // Chunk::independent
 };
 
 // Bytes of retained memory that a problem's slices take.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Deferred rows: kept by one chunk, computed again by a later one from what was kept, whatever comes in between
-// and whatever rows share a chunk with them.
+// Deferred rows: kept by one chunk, computed again by a later one from what was kept, whatever comes in
+// between and whatever rows share a chunk with them.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -18,8 +18,8 @@ constexpr int64_t kHidden = 24;
 constexpr int64_t kPlaces = 6;  // for slices in retained memory
 constexpr int64_t kMostRows = 40;
 
-// One head and retained memory with a few places, as an engine uses them: a slice that is released, or expires,
-// makes room for another one.
+// One head and retained memory with a few places, as an engine uses them: a slice that is released, or
+// expires, makes room for another one.
 class DeferredRows {
  public:
   DeferredRows(Backend& backend, ProblemSpec spec, Rng& rng)
@@ -52,7 +52,8 @@ class DeferredRows {
     Compute(chunk, places);
   }
 
-  // Gradients of some slices that are kept, in another order than they came, and of others that come directly.
+  // Gradients of some slices that are kept, in another order than they came, and of others that come
+  // directly.
   void Backward() {
     Problem chunk = problem_;
     std::vector<RetainedPlace> places;

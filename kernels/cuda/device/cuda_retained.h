@@ -28,9 +28,9 @@ class CudaRetained final : public RetainedMemory, public HostBytes {
   }
   absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) override {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-    LOSSD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(data() + offset, in.data(), in.size(), cudaMemcpyHostToDevice,
-                                               cudaStreamPerThread),
-                               "cudaMemcpyAsync");
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(data() + offset, in.data(), in.size(), cudaMemcpyHostToDevice, cudaStreamPerThread),
+        "cudaMemcpyAsync");
     return ToStatus(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
   }
 
