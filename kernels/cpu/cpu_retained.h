@@ -25,6 +25,10 @@ class CpuRetained final : public RetainedMemory, public HostBytes {
     std::copy_n(memory_.get() + offset, out.size(), out.data());
     return absl::OkStatus();
   }
+  absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) override {
+    std::copy_n(in.data(), in.size(), memory_.get() + offset);
+    return absl::OkStatus();
+  }
   uint8_t* data() { return memory_.get(); }
 
  private:

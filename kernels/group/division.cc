@@ -8,23 +8,17 @@ namespace lossd::kernels {
 namespace {
 
 // The member of each slice.
-std::vector<int> MembersOf(absl::Span<const Slice> slices, int members) {
+std::vector<int> MembersOf(absl::Span<const Slice> slices, int members, int first_member) {
   std::vector<int> member_of(slices.size(), 0);
-  std::vector<int64_t> rows(static_cast<size_t>(members), 0);
-  std::vector<size_t> free;
-  for (size_t i = 0; i < slices.size(); ++i) {
-    if (slices[i].retained_offset >= 0) {
-      rows[0] += slices[i].rows;
-    } else {
-      free.push_back(i);
-    }
-  }
-  std::stable_sort(free.begin(), free.end(),
+  std::vector<int64_t> rows(static_cast<size_t>(members), 0);  // of the members from first_member on
+  std::vector<size_t> largest_first(slices.size());
+  std::iota(largest_first.begin(), largest_first.end(), size_t{0});
+  std::stable_sort(largest_first.begin(), largest_first.end(),
                    [&](size_t a, size_t b) { return slices[a].rows > slices[b].rows; });
-  for (const size_t i : free) {
+  for (const size_t i : largest_first) {
     const auto least = std::min_element(rows.begin(), rows.end());
     *least += slices[i].rows;
-    member_of[i] = static_cast<int>(least - rows.begin());
+    member_of[i] = (first_member + static_cast<int>(least - rows.begin())) % members;
   }
   return member_of;
 }
@@ -47,17 +41,16 @@ void AddParts(absl::Span<const Slice> slices, const std::vector<int>& member_of,
 
 }  // namespace
 
-std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int sole_member) {
-  if (slices.empty()) return {{.member = sole_member}};
+std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits,
+                              int first_member) {
+  if (slices.empty()) return {{.member = first_member}};
   const int64_t rows = std::accumulate(slices.begin(), slices.end(), int64_t{0},
                                        [](int64_t sum, const Slice& slice) { return sum + slice.rows; });
-  const bool retained = std::any_of(slices.begin(), slices.end(),
-                                    [](const Slice& slice) { return slice.retained_offset >= 0; });
   std::vector<int> member_of;
   if (rows < limits.least_rows && rows <= limits.member_rows) {
-    member_of.assign(slices.size(), retained ? 0 : sole_member);
+    member_of.assign(slices.size(), first_member);
   } else {
-    member_of = MembersOf(slices, limits.members);
+    member_of = MembersOf(slices, limits.members, first_member);
   }
   std::vector<ChunkPart> parts;
   for (int member = 0; member < limits.members; ++member) {

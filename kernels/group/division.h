@@ -30,10 +30,11 @@ struct DivisionLimits {
 };
 
 // Slices stay whole and in order. Each goes to the member that has the fewest rows so far, the largest slices
-// first; so members differ by the rows of one slice at most. Slices with a retained_offset are those of
-// member 0, where that memory is. A chunk that is not divided is `sole_member`'s. A member's slices become
-// several parts if they have more rows than a chunk of its may. An empty chunk is one part without slices.
-std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int sole_member);
+// first; so members differ by the rows of one slice at most. Of members that have as few, it is the first
+// from `first_member` on; a chunk that is not divided is `first_member`'s. Where hidden states are makes no
+// difference. A member's slices become several parts if they have more rows than a chunk of its may. An empty
+// chunk is one part without slices.
+std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int first_member);
 
 }  // namespace lossd::kernels
 

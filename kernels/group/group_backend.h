@@ -55,9 +55,8 @@ struct GroupOptions {
 // else by vocabulary.
 //
 // Staging memory, unless the options have it come from elsewhere, and the memory of deferred microbatches is
-// that of member 0, which computes every slice
-// whose hidden states are retained (by vocabulary, all members read that memory). `members`: >= 1, all alike,
-// member i made as replica {i, members}. INVALID_ARGUMENT naming what is wrong.
+// that of member 0; all members read and write both. `members`: >= 1, all alike, member i made as replica
+// {i, members}. INVALID_ARGUMENT naming what is wrong.
 //
 // A limit of workspace holds for each member. Figures of memory are sums over the members, and peaks sums of
 // their peaks.

@@ -69,7 +69,7 @@ std::vector<ChunkPart> GroupHead::Parts(const Chunk& chunk) {
     whole.least_rows = std::numeric_limits<int64_t>::max();
     return Divide(chunk.slices, whole, static_cast<int>(chunk.turn % count));
   }
-  return Divide(chunk.slices, limits_, static_cast<int>(next_sole_++ % count));
+  return Divide(chunk.slices, limits_, static_cast<int>(next_first_++ % count));
 }
 
 void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {

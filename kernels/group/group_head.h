@@ -39,8 +39,9 @@ class GroupHead final : public HeadKernels {
   MemoryBytes memory() const override { return heads_.memory(); }
   std::vector<Choice> Describe() const override;
 
-  // A chunk is divided among the members by Divide. An independent chunk that accumulates is computed by one
-  // member if that can take it, by its turn; one of few rows too, each time by the next.
+  // A chunk is divided among the members by Divide, each time from the next member on, which computes a chunk
+  // of few rows alone. An independent chunk that accumulates is computed by one member if that can take it,
+  // by its turn.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -79,9 +80,9 @@ class GroupHead final : public HeadKernels {
   const DivisionLimits limits_;
   Members* const members_;
   std::unique_ptr<Replicas> replicas_;
-  uint64_t next_sole_ = 0;
-  bool summed_ = true;     // the owners have all sums, and all others have zeros
-  absl::Status sum_lost_;  // not OK: a sum failed half-way, since then the gradients were not zeroed
+  uint64_t next_first_ = 0;  // of Divide
+  bool summed_ = true;       // the owners have all sums, and all others have zeros
+  absl::Status sum_lost_;    // not OK: a sum failed half-way, since then the gradients were not zeroed
 };
 
 }  // namespace lossd::kernels

@@ -51,23 +51,6 @@ absl::Status Take(const char* what, const std::string& bytes, size_t want, void*
   return absl::OkStatus();
 }
 
-absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, FindPlace find,
-                       v1::ChunkSlice* message) {
-  if (length == 0) return absl::OkStatus();
-  std::string* const bytes = message->mutable_hidden();
-  if (slice.hidden == nullptr) {
-    bytes->resize(length);
-    return kernels::ReadBytesOf(chunk.retained, slice.retained_offset,
-                                {reinterpret_cast<uint8_t*>(bytes->data()), length});
-  }
-  if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
-    *message->mutable_hidden_at() = *std::move(place);
-  } else {
-    bytes->assign(static_cast<const char*>(slice.hidden), length);
-  }
-  return absl::OkStatus();
-}
-
 // By vocabulary the leader writes the gradients, perhaps while the others still read.
 void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace find,
                     v1::ChunkSlice* message) {
@@ -75,6 +58,37 @@ void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace f
   if (std::optional<v1::RowsPlace> place = find(slice.grad_hidden, length)) {
     *message->mutable_grad_hidden_at() = *std::move(place);
   }
+}
+
+// Retained hidden states lie where the gradients are going to lie, if that has a place.
+absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t length,
+                         v1::ChunkSlice* message) {
+  auto* bytes = static_cast<uint8_t*>(slice.grad_hidden);
+  if (message->has_grad_hidden_at()) {
+    *message->mutable_hidden_at() = message->grad_hidden_at();
+  } else {
+    message->mutable_hidden()->resize(length);
+    bytes = reinterpret_cast<uint8_t*>(message->mutable_hidden()->data());
+  }
+  return kernels::ReadBytesOf(chunk.retained, slice.retained_offset, {bytes, length});
+}
+
+// After PlaceGradients. Hidden states that are to be retained the leader keeps, by vocabulary the first part.
+absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, bool is_part,
+                       FindPlace find, v1::ChunkSlice* message) {
+  if (length == 0) return absl::OkStatus();
+  if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
+  if (slice.retained_offset >= 0 && !is_part) {
+    absl::Status kept = kernels::WriteBytesOf(chunk.retained, slice.retained_offset,
+                                              {static_cast<const uint8_t*>(slice.hidden), length});
+    if (!kept.ok()) return kept;
+  }
+  if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
+    *message->mutable_hidden_at() = *std::move(place);
+  } else {
+    message->mutable_hidden()->assign(static_cast<const char*>(slice.hidden), length);
+  }
+  return absl::OkStatus();
 }
 
 // As many bytes as the rows have, which the message brings or names.
@@ -107,8 +121,9 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
   const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
-  if (absl::Status status = PutHidden(chunk, slice, length, find, &message); !status.ok()) return status;
   PlaceGradients(slice, length, is_part, find, &message);
+  absl::Status status = PutHidden(chunk, slice, length, is_part, find, &message);
+  if (!status.ok()) return status;
   Put(slice.targets, slice.rows, message.mutable_targets());
   Put(slice.row_weights, slice.rows, message.mutable_row_weights());
   Put(slice.accumulate, slice.rows, message.mutable_accumulate());

@@ -19,9 +19,11 @@ namespace lossd::ranks {
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head);
 // Where bytes lie in memory that the worker has mapped; nullopt: in none.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
-// `row_bytes`: of a row of hidden states, which may lie in the chunk's retained memory. UNIMPLEMENTED if that
-// is not the host's. Hidden states that have a place are named, and so is where their gradients go; other
-// gradients come with the results. `is_part`: another part of the head delivers the gradients.
+// `row_bytes`: of a row of hidden states, which may lie in the chunk's retained memory, or are to be kept
+// there, which is done here. UNIMPLEMENTED if the host cannot. Hidden states that have a place are named, and
+// so is where their gradients go; other gradients come with the results. Retained hidden states are copied to
+// the place of their gradients, if that has one. `is_part`: another part of the head delivers the gradients,
+// and keeps hidden states.
 absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
                                          size_t row_bytes, bool is_part, FindPlace find);
 // Writes results to where the slice wants them. `in_place`: the worker was told where the gradients go, and

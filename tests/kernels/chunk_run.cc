@@ -118,13 +118,19 @@ int64_t RetainedBytesOf(const Problem& problem, const SliceData& slice) {
   return slice.rows() * problem.config.hidden_size * static_cast<int64_t>(SizeOf(problem.hidden_dtype));
 }
 
-void PlaceRetained(const Problem& problem, const RunOptions& options, Chunk& chunk) {
+// Hidden states that are taken from there lie nowhere else.
+void PlaceRetained(const Problem& problem, const RunOptions& options, ChunkBuffers& buffers, Chunk& chunk) {
   chunk.retained = options.retained;
   int64_t offset = 0;
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
-    chunk.slices[i].retained_offset = offset;
-    if (options.take_retained) chunk.slices[i].hidden = nullptr;
+    const RetainedPlace place = options.places.empty()
+                                    ? RetainedPlace{.offset = offset, .take = options.take_retained}
+                                    : options.places[i];
     offset += RetainedBytesOf(problem, problem.slices[i]);
+    chunk.slices[i].retained_offset = place.offset;
+    if (!place.take) continue;
+    chunk.slices[i].hidden = nullptr;
+    std::fill(buffers.hidden[i].begin(), buffers.hidden[i].end(), uint8_t{0xff});
   }
 }
 
@@ -165,7 +171,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   chunk.accumulate_gradients = problem.accumulate_gradients;
   chunk.independent = options.independent;
   chunk.slices = absl::MakeSpan(buffers.slices);
-  if (options.retained != nullptr) PlaceRetained(problem, options, chunk);
+  if (options.retained != nullptr) PlaceRetained(problem, options, buffers, chunk);
   absl::Notification have_results;
   absl::Notification done;
   ChunkCallbacks callbacks;

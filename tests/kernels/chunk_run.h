@@ -35,13 +35,20 @@ struct ChunkRun {
   float sample_threshold = 0.0f;
 };
 
+// Of a slice, in retained memory.
+struct RetainedPlace {
+  int64_t offset = -1;  // Slice::retained_offset
+  bool take = false;    // its hidden states are there; else they are kept there
+};
+
 struct RunOptions {
   bool grad_hidden_in_place = false;  // grad_hidden == hidden
   bool want_row_outputs = true;
   // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
   RetainedMemory* retained = nullptr;
   bool take_retained = false;
-  bool independent = false;  // Chunk::independent
+  std::vector<RetainedPlace> places = {};  // instead, one a slice
+  bool independent = false;                // Chunk::independent
 };
 
 // Bytes of retained memory that a problem's slices take.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Retained hidden states of the CUDA backend: device memory. Thread-compatible; ReadBytes is thread-safe.
+// Retained hidden states of the CUDA backend: device memory. Thread-compatible; HostBytes is thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_CUDA_RETAINED_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_CUDA_RETAINED_H_
 
@@ -25,6 +25,13 @@ class CudaRetained final : public RetainedMemory, public HostBytes {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
     return ToStatus(cudaMemcpy(out.data(), data() + offset, out.size(), cudaMemcpyDeviceToHost),
                     "cudaMemcpy");
+  }
+  absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) override {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(data() + offset, in.data(), in.size(), cudaMemcpyHostToDevice, cudaStreamPerThread),
+        "cudaMemcpyAsync");
+    return ToStatus(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
   }
 
  private:

@@ -39,30 +39,33 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
   const cudaStream_t stream = device_->upload();
   const int64_t row_bytes = RowBytes(job);
   const auto* from = static_cast<const uint8_t*>(place.slice->hidden);
+  uint8_t* keep = nullptr;
   const int64_t rows = place.slice->rows;
   if (place.slice->retained_offset >= 0) {
     uint8_t* const retained =
         static_cast<CudaRetained*>(job.chunk->retained)->data() + place.slice->retained_offset;
-    // Of the parts of a head the first keeps them, and its device has that memory.
-    const bool keeps = from != nullptr && sizes_.part == 0;
-    if (keeps) LOSSD_RETURN_IF_ERROR(Copy(retained, from, rows * row_bytes, stream));
-    if (keeps || from == nullptr) from = retained;
+    // Of the parts of a head the first keeps them.
+    if (from != nullptr && sizes_.part == 0) keep = retained;
+    if (from == nullptr) from = retained;
   }
+  // That memory may be another GPU's, so what is to be kept comes from this one's.
+  const auto bring = [&](void* to, int64_t first, int64_t count) {
+    LOSSD_RETURN_IF_ERROR(Copy(to, from + first * row_bytes, count * row_bytes, stream));
+    if (keep == nullptr) return absl::OkStatus();
+    return Copy(keep + first * row_bytes, to, count * row_bytes, stream);
+  };
   if (config_.norm != Norm::kNone) {
-    return Copy(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, from, rows * row_bytes,
-                stream);
+    return bring(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, 0, rows);
   }
   auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
-  if (IsDirect(job, place)) {
-    return Copy(hidden + place.compact_begin * row_bytes, from, rows * row_bytes, stream);
-  }
+  if (IsDirect(job, place)) return bring(hidden + place.compact_begin * row_bytes, 0, rows);
   const DeviceMatrix buffer = {workspace_.upload_buffer, job.chunk->hidden_dtype, sizes_.hidden,
                                sizes_.hidden};
   const DeviceMatrix target = {hidden, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
   const int64_t block_rows = sizes_.transfer_bytes / row_bytes;
   for (int64_t r = 0; r < rows; r += block_rows) {
     const int64_t count = std::min(block_rows, rows - r);
-    LOSSD_RETURN_IF_ERROR(Copy(buffer.data, from + r * row_bytes, count * row_bytes, stream));
+    LOSSD_RETURN_IF_ERROR(bring(buffer.data, r, count));
     LOSSD_RETURN_IF_CUDA_ERROR(
         LaunchGatherRows(buffer, target, slot.device_in.compact_of_raw + place.raw_begin + r, count, stream),
         "gather kernel");

@@ -142,7 +142,7 @@ void ExpectSameBits(const ChunkRun& got, const ChunkRun& want) {
 }
 
 // Whatever the options, and where hidden states wait for their backward pass.
-TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) {
+void ExpectBitsOfAsManyDevices(Split split) {
   if (OnGpus()) GTEST_SKIP() << "devices of one process exchange by NCCL, which adds in another order";
   Rng rng = FreshRng();
   for (const int count : {2, 3, 4}) {
@@ -151,7 +151,7 @@ TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) {
     for (int repeat = 0; repeat < 12; ++repeat) {
       ProblemSpec spec = RandomSpec(UniformInt(rng, 1, 90), UniformInt(rng, 1, 70),
                                     UniformInt(rng, count, 300), DType::kBFloat16, DType::kFloat32, rng);
-      spec.config.split = Split::kVocabulary;
+      spec.config.split = split;
       spec.options.gradients = static_cast<Gradients>(repeat % 4);
       spec.options.filter_epsilon = 1e-3f;
       spec.options.sample_threshold = 1.0f / 64;
@@ -171,6 +171,58 @@ TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) {
       EXPECT_EQ(GradientsOf(*of_ranks), GradientsOf(*of_devices));
       if (!problem.accumulate_gradients) continue;
       EXPECT_EQ(*of_ranks->GradNorm(), *of_devices->GradNorm());
+    }
+  }
+}
+
+TEST(RanksBits, ByVocabularyTheyAreThoseOfAsManyDevices) { ExpectBitsOfAsManyDevices(Split::kVocabulary); }
+TEST(RanksBits, ByRowsTheyAreThoseOfAsManyDevices) { ExpectBitsOfAsManyDevices(Split::kRows); }
+
+// ---- Deferred rows ----
+
+using Traffic = std::map<int, ranks::RankTraffic>;
+
+Traffic TrafficOf(ranks::testing::RankGroup& group) {
+  Traffic traffic;
+  for (const ranks::RankState& state : group.leader().States()) traffic[state.rank] = state.traffic;
+  return traffic;
+}
+
+TEST(RanksDeferredRows, AreDividedAmongAllRanks) {
+  if (OnGpus() && !HaveGpusFor(2)) GTEST_SKIP() << "no GPUs";
+  constexpr int64_t kRows = 48;  // of each rank
+  Rng rng = FreshRng();
+  for (const int count : OnGpus() ? std::vector<int>{2} : std::vector<int>{2, 4}) {
+    Backend& backend = SharedGroup(count, 0);
+    ranks::testing::RankGroup& group = SharedRanks(count, 0);
+    ProblemSpec spec;
+    spec.config = {.hidden_size = 64, .vocab_size = 11, .split = Split::kRows};
+    spec.config.compute_dtype = OnGpus() ? DType::kBFloat16 : DType::kFloat32;
+    spec.slice_rows.assign(static_cast<size_t>(2 * count), kRows / 2);
+    const Problem problem = MakeProblem(spec, rng);
+    const auto head = MakeHead(backend, problem);
+    ASSERT_NE(head, nullptr);
+    const auto kept = backend.AllocateRetained(RetainedBytes(problem)).value();
+    Problem forward = problem;
+    forward.accumulate_gradients = false;
+    for (SliceData& slice : forward.slices) slice.want_grad_hidden = false;
+    for (const bool backward : {false, true}) {
+      const Traffic before = TrafficOf(group);
+      const ChunkRun run =
+          RunChunk(*head, backward ? problem : forward, {.retained = kept.get(), .take_retained = backward});
+      ASSERT_TRUE(run.done.ok()) << run.done;
+      for (const auto& [rank, after] : TrafficOf(group)) {
+        SCOPED_TRACE(absl::StrCat("rank ", rank, " of ", count, backward ? ", backward" : ", forward"));
+        if (rank == 0) continue;  // counts nothing here
+        EXPECT_EQ(after.rows - before.at(rank).rows, kRows);
+        const int64_t bytes = kRows * 64 * int64_t{sizeof(float)};
+        const int64_t sent = after.sent_bytes - before.at(rank).sent_bytes;
+        if (ranks::testing::SharesRows()) {
+          EXPECT_LT(sent, bytes) << "hidden states lie in shared memory";
+        } else {
+          EXPECT_GT(sent, bytes);
+        }
+      }
     }
   }
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/server/service/deferred_training.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 #include "tests/support/server_process.h"
@@ -52,6 +53,36 @@ TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
     const Trained of_devices = TrainAt(devices.target(), data, seed, split);
     RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
     const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1, split);
+    EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
+    EXPECT_EQ(of_ranks.grads, of_devices.grads);
+    EXPECT_EQ(of_ranks.norms, of_devices.norms);
+  }
+}
+
+Trained DeferAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
+                v1::Split split) {
+  std::mt19937_64 rng(seed);
+  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_split(split);
+  EXPECT_TRUE(client->CreateHead(head).ok());
+  return DeferredTraining(*client, data, /*ones=*/false)
+      .Run(
+          3, [](size_t i) { return i % 2 == 0; }, rng);
+}
+
+TEST(RanksSplitsTest, DeferredRowsOfDeterministicRanksHaveTheBitsOfAsManyDevices) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  for (const auto& [count, split] : std::vector<std::pair<int, v1::Split>>{
+           {2, v1::SPLIT_ROWS}, {3, v1::SPLIT_ROWS}, {2, v1::SPLIT_VOCABULARY}}) {
+    SCOPED_TRACE(absl::StrCat(count, " ", v1::Split_Name(split)));
+    ServerProcess devices(LOSSD_BINARY, {absl::StrCat("--cpu_devices=", count), "--deterministic"});
+    const Trained of_devices = DeferAt(devices.target(), data, seed, split);
+    RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
+    const Trained of_ranks = DeferAt(ranks.target(), data, seed + 1, split);
     EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
     EXPECT_EQ(of_ranks.grads, of_devices.grads);
     EXPECT_EQ(of_ranks.norms, of_devices.norms);

@@ -8,6 +8,8 @@
 
 #include <string>
 
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/host_bytes.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
 
 namespace lossd::ranks {
@@ -81,6 +83,67 @@ TEST_F(WorkerStreamTest, GradientsGoElsewhereIfHiddenStatesAreToStay) {
   worker_.AwaitHeard();
   EXPECT_NE(elsewhere[1][0], 0.0f);
   EXPECT_EQ(hidden_[1][0], 0.0f);
+}
+
+// In memory of the leader, all of it.
+constexpr size_t kSliceBytes = kRows * kHidden * sizeof(float);
+
+TEST_F(WorkerStreamTest, RowsToBeRetainedAreKeptBeforeTheWorkerHearsOfThem) {
+  ShareHidden();
+  auto backend = kernels::CreateCpuBackend({.threads = 1}).value();
+  const auto retained = backend->AllocateRetained(2 * kSliceBytes).value();
+  chunk_.retained = retained.get();
+  slices_[1].retained_offset = kSliceBytes;
+  hidden_[0][0] = 5;
+  hidden_[1][0] = 7;
+  float kept = 3;
+  const auto bytes = absl::Span<uint8_t>(reinterpret_cast<uint8_t*>(&kept), sizeof(kept));
+  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  worker_.set_on_write([&](int message) {
+    if (message != 3) return;  // the second slice
+    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), kSliceBytes, bytes).ok());
+    EXPECT_EQ(kept, 7);
+    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), 0, bytes).ok());
+    EXPECT_EQ(kept, 3) << "nothing was to be kept there";
+  });
+  Submit();
+  EXPECT_EQ(worker_.slices().size(), kSlices);
+}
+
+// Not where the leader delivers the gradients, and the other parts of the head read.
+TEST_F(WorkerStreamTest, RetainedRowsLieWhereTheirGradientsGoIfThatIsShared) {
+  auto backend = kernels::CreateCpuBackend({.threads = 1}).value();
+  const auto retained = backend->AllocateRetained(kSliceBytes).value();
+  const float value = 7;
+  const auto bytes = absl::Span<const uint8_t>(reinterpret_cast<const uint8_t*>(&value), sizeof(value));
+  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  chunk_.retained = retained.get();
+  slices_[1].hidden = nullptr;
+  slices_[1].retained_offset = 0;
+  Submit();
+  EXPECT_EQ(worker_.slices()[1].hidden().substr(0, 4), std::string("\0\0\xe0\x40", 4));
+  EXPECT_EQ(hidden_[1][0], 0);
+  const uint64_t region = ShareHidden();
+  Submit(/*is_part=*/true);
+  EXPECT_EQ(worker_.slices()[3].hidden().size(), kSliceBytes);
+  EXPECT_EQ(hidden_[1][0], 0);
+  Submit();
+  const v1::ChunkSlice& slice = worker_.slices()[5];
+  EXPECT_TRUE(slice.hidden().empty());
+  for (const v1::RowsPlace& place : {slice.hidden_at(), slice.grad_hidden_at()}) {
+    EXPECT_EQ(place.region(), region);
+    EXPECT_EQ(place.offset(), kSliceBytes);
+  }
+  EXPECT_EQ(hidden_[1][0], 7);
+}
+
+TEST_F(WorkerStreamTest, RetainedRowsThatCannotBeReadAreALoss) {
+  slices_[0].hidden = nullptr;
+  slices_[0].retained_offset = 0;
+  Submit();
+  reader_.join();
+  EXPECT_EQ(end_.message(), "the host cannot read retained memory");
+  EXPECT_EQ(results_heard(), 1u);
 }
 
 TEST_F(WorkerStreamTest, GradientsInPlaceThatHaveNoneAreALoss) {
