@@ -23,6 +23,7 @@ using test::RankServerOptions;
 using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
 
@@ -259,6 +260,11 @@ TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
 
 // ---- What is said of ranks ----
 
+std::string CollectiveSeconds(int rank, const char* operation) {
+  return absl::StrCat("lossd_rank_collective_seconds_total{rank=\"", rank, "\",operation=\"", operation,
+                      "\"}");
+}
+
 // Of a series of a page of metrics; -1 if it is not there.
 double ValueOf(const std::string& metrics, const std::string& series) {
   const size_t found = metrics.find(absl::StrCat("\n", series, " "));
@@ -278,6 +284,30 @@ TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {
   while (client->GetServer()->ranks(1).memory().staging() == 0) {
     ASSERT_LT(absl::Now(), deadline);
     ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(data, 0, 0), {.grad_hidden = grads.data()}).ok());
+  }
+}
+
+TEST(RanksServiceTest, MetricsCountTheExchangesOfChunksByVocabulary) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--http=127.0.0.1:0", "--split=vocabulary"}});
+  const auto client = Connect(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  Trained trained;
+  Train(*client, {MakeSmallRows(400, rng)}, 0, 1, rng, trained);
+  const absl::Time deadline = absl::Now() + kLimit;
+  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "hidden_gradients")) <= 0) {
+    ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  const std::string metrics = test::HttpGet(ranks.http(), "/metrics");
+  EXPECT_EQ(ValueOf(metrics, "lossd_rank_rows_total{rank=\"0\"}"),
+            ValueOf(metrics, "lossd_rank_rows_total{rank=\"1\"}"));
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_GT(ValueOf(metrics, absl::StrCat("lossd_rank_rows_total{rank=\"", rank, "\"}")), 0) << rank;
+    EXPECT_GT(ValueOf(metrics, CollectiveSeconds(rank, "row_statistics")), 0) << rank;
+    EXPECT_GT(ValueOf(metrics, CollectiveSeconds(rank, "hidden_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(metrics, CollectiveSeconds(rank, "sum_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(metrics, CollectiveSeconds(rank, "spread_values")), 0) << rank;
   }
 }
 
@@ -302,14 +332,23 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   Trained trained;
   Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
   const absl::Time deadline = absl::Now() + kLimit;
-  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"),
-                 "lossd_rank_collective_seconds_total{rank=\"1\"}") <= 0) {
+  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "spread_values")) <= 0) {
     ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
     absl::SleepFor(absl::Milliseconds(20));
   }
   const std::string trained_metrics = test::HttpGet(ranks.http(), "/metrics");
-  for (const char* const name : {"rows", "chunks", "sent_bytes", "received_bytes", "busy_seconds"}) {
+  for (const char* const name : {"sent_bytes", "received_bytes"}) {
     EXPECT_GT(ValueOf(trained_metrics, absl::StrCat("lossd_rank_", name, "_total{rank=\"1\"}")), 0) << name;
+    EXPECT_THAT(trained_metrics, Not(HasSubstr(absl::StrCat("lossd_rank_", name, "_total{rank=\"0\"}"))));
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    for (const char* const name : {"rows", "chunks", "busy_seconds"}) {
+      EXPECT_GT(ValueOf(trained_metrics, absl::StrCat("lossd_rank_", name, "_total{rank=\"", rank, "\"}")), 0)
+          << name << " of rank " << rank;
+    }
+    EXPECT_GT(ValueOf(trained_metrics, CollectiveSeconds(rank, "sum_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(trained_metrics, CollectiveSeconds(rank, "row_statistics")), 0) << rank;
+    EXPECT_EQ(ValueOf(trained_metrics, CollectiveSeconds(rank, "hidden_gradients")), 0) << rank;
   }
   const std::string probes = absl::StrCat("127.0.0.1:", port);
   EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/livez")), 200);
