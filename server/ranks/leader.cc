@@ -307,8 +307,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
     return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> made =
-      kernels::CreateGroupBackend(std::move(members), make_replicas, group);
+  auto made = kernels::CreateGroupBackend(std::move(members), make_replicas, group);
   if (made.ok()) group_ = dynamic_cast<const kernels::GroupWork*>(made->get());
   return made;
 }
@@ -365,12 +364,11 @@ void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_le
 
 std::vector<RankReport> LeaderImpl::Reports() const {
   const kernels::MemberWork work = group_->WorkOf(0);
-  std::vector<RankReport> reports;
-  reports.push_back({.state = {.host = HostName(),
-                               .device = own_info_.device,
-                               .memory = own_->memory(),
-                               .chunks = work.chunks,
-                               .rows = work.rows}});
+  std::vector<RankReport> reports = {{.state = {.host = HostName(),
+                                                .device = own_info_.device,
+                                                .memory = own_->memory(),
+                                                .chunks = work.chunks,
+                                                .rows = work.rows}}};
   absl::MutexLock lock(&mutex_);
   for (const auto& [rank, worker] : workers_) reports.push_back(worker->report());
   return reports;
