@@ -181,13 +181,18 @@ TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
   EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
 }
 
+TEST(RanksServiceTest, CpusHaveNoNccl) {
+  const Ends ends = EndsOf({.ranks = 2, .flags = {"--backend=cpu", "--collectives=nccl"}});
+  EXPECT_EQ(ends.statuses, (std::vector<int>{2, 2}));
+  EXPECT_THAT(ends.leader, HasSubstr("collectives must be auto or gloo on CPUs, got nccl"));
+}
+
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
-           {{"--collectives=nccl"}, "collectives must be auto or gloo on CPUs, got nccl"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},
@@ -363,7 +368,7 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
     EXPECT_EQ(server->ranks(rank).rank(), static_cast<uint32_t>(rank));
     EXPECT_FALSE(server->ranks(rank).lost());
     EXPECT_GE(server->ranks(rank).memory().weights(), kSmallHidden * kSmallVocab * 4);
-    EXPECT_THAT(server->ranks(rank).device(), HasSubstr("OpenBLAS"));
+    EXPECT_THAT(server->ranks(rank).device(), HasSubstr(test::RanksOnGpus() ? "cuda:" : "OpenBLAS"));
   }
 }
 
