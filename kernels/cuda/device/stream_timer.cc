@@ -11,6 +11,13 @@ BusyClock::Clock::duration FromMilliseconds(float milliseconds) {
       std::chrono::duration<float, std::milli>(milliseconds));
 }
 
+// What does not succeed is nobody's error here, and must not stay the last one of this thread, which launches
+// of kernels ask for.
+bool Succeeds(cudaError_t result) {
+  if (result != cudaSuccess) cudaGetLastError();
+  return result == cudaSuccess;
+}
+
 }  // namespace
 
 StreamTimer::~StreamTimer() {
@@ -22,9 +29,10 @@ StreamTimer::~StreamTimer() {
 }
 
 bool StreamTimer::Create(Pair* pair) {
-  if (cudaEventCreate(&pair->begin) != cudaSuccess) return false;
-  if (cudaEventCreate(&pair->end) == cudaSuccess) return true;
+  if (!Succeeds(cudaEventCreate(&pair->begin))) return false;
+  if (Succeeds(cudaEventCreate(&pair->end))) return true;
   cudaEventDestroy(pair->begin);
+  *pair = Pair();
   return false;
 }
 
@@ -46,9 +54,9 @@ absl::Status StreamTimer::Time(ExchangeKind kind, cudaStream_t stream,
     absl::MutexLock lock(&mutex_);
     timed = Take(&events);
   }
-  if (timed) timed = cudaEventRecord(events.begin, stream) == cudaSuccess;
+  if (timed) timed = Succeeds(cudaEventRecord(events.begin, stream));
   absl::Status status = enqueue();
-  if (timed) timed = cudaEventRecord(events.end, stream) == cudaSuccess;
+  if (timed) timed = Succeeds(cudaEventRecord(events.end, stream));
   absl::MutexLock lock(&mutex_);
   if (timed) {
     under_way_.push_back({kind, events});
@@ -64,10 +72,10 @@ void StreamTimer::Collect() {
 }
 
 void StreamTimer::CollectEnded() {
-  while (!under_way_.empty() && cudaEventQuery(under_way_.front().events.end) == cudaSuccess) {
+  while (!under_way_.empty() && Succeeds(cudaEventQuery(under_way_.front().events.end))) {
     const UnderWay& first = under_way_.front();
     float milliseconds = 0.0f;
-    if (cudaEventElapsedTime(&milliseconds, first.events.begin, first.events.end) == cudaSuccess) {
+    if (Succeeds(cudaEventElapsedTime(&milliseconds, first.events.begin, first.events.end))) {
       clocks_->of(first.kind).Add(FromMilliseconds(milliseconds));
     }
     free_.push_back(first.events);
