@@ -2,7 +2,7 @@
 // Heads whose replicas lie in several processes, one replica in each: how a process takes part in the sums.
 // A backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
 //
-// Driven by the backend's driving thread, but for Abort, which is thread-safe.
+// Driven by the backend's driving thread, but for Abort and Times, which are thread-safe.
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
 
@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "kernels/exchange_times.h"
 
 namespace lossd::kernels {
 
@@ -60,6 +61,9 @@ class RankLink {
   // driving thread or the one that tells the chunk's results, and the chunk fails with what it returns. It
   // may block: no chunk is computed any more. Called before the first chunk.
   virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) = 0;
+
+  // How long this rank has been in exchanges, since the link was made.
+  virtual ExchangeTimes Times() const = 0;
 
   // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
   virtual void Abort(const absl::Status& reason) = 0;

@@ -37,12 +37,14 @@ class GlooLink final : public RankLink, public RankTransfers {
   void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) override {
     on_chunk_failure_ = std::move(on_failure);
   }
+  ExchangeTimes Times() const override { return clocks_.Totals(); }
   void Abort(const absl::Status& reason) override { transfers_->Abort(reason); }
 
   Replica replica() const override { return transfers_->replica(); }
   absl::Span<uint8_t> Room(int rank) override { return {room_.get() + rank * kRoomBytes, kRoomBytes}; }
-  absl::Status Exchange(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) override;
-  // As Exchange, of which WatchChunks hears nothing.
+  absl::Status Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
+                        absl::Span<const RankTransfer> receive) override;
+  // As Exchange, of which neither WatchChunks nor Times hears.
   absl::Status Transfer(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
     return transfers_->Exchange(send, receive);
   }
@@ -50,6 +52,7 @@ class GlooLink final : public RankLink, public RankTransfers {
  private:
   const std::unique_ptr<HostTransfers> transfers_;
   AlignedBytes room_;  // [ranks, kRoomBytes]
+  ExchangeClocks clocks_;
   std::function<absl::Status(const absl::Status&)> on_chunk_failure_;
 };
 
@@ -65,8 +68,13 @@ absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
   return transfers_->Connect(addresses);
 }
 
-absl::Status GlooLink::Exchange(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
-  absl::Status status = Transfer(send, receive);
+absl::Status GlooLink::Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
+                                absl::Span<const RankTransfer> receive) {
+  absl::Status status;
+  {
+    const auto counting = clocks_.During(kind);
+    status = Transfer(send, receive);
+  }
   return status.ok() || !on_chunk_failure_ ? status : on_chunk_failure_(status);
 }
 
@@ -162,7 +170,7 @@ class GlooReplicas final : public Replicas {
 absl::StatusOr<std::unique_ptr<Replicas>> GlooLink::Join(HeadKernels* head) {
   auto* const cpu = dynamic_cast<CpuHead*>(head);
   if (cpu == nullptr) return errors::FieldError("head", "be one of a CPU backend", "another one");
-  return std::make_unique<GlooReplicas>(this, &cpu->params());
+  return std::make_unique<TimedReplicas>(std::make_unique<GlooReplicas>(this, &cpu->params()), &clocks_);
 }
 
 absl::Status GlooLink::JoinClasses(HeadKernels* head) {

@@ -18,7 +18,7 @@ int64_t RowsOf(RowRange range) { return range.end - range.begin; }
 
 template <typename T>
 absl::Status RankExchange::ForAll(
-    int part, const T* own, int64_t n,
+    ExchangeKind kind, int part, const T* own, int64_t n,
     absl::FunctionRef<void(int64_t first, int64_t n, absl::Span<const T* const> of_rank)> merge) {
   static_assert(std::is_trivially_copyable_v<T>);
   std::vector<const T*> of_rank(static_cast<size_t>(ranks()));
@@ -34,7 +34,7 @@ absl::Status RankExchange::ForAll(
       send.push_back(Sending(rank, own + first, count, sizeof(T)));
       receive.push_back({rank, room, static_cast<size_t>(count) * sizeof(T)});
     }
-    if (absl::Status status = transfers_->Exchange(send, receive); !status.ok()) return status;
+    if (absl::Status status = transfers_->Exchange(kind, send, receive); !status.ok()) return status;
     merge(first, count, of_rank);
   }
   return absl::OkStatus();
@@ -44,9 +44,10 @@ absl::Status RankExchange::ForAll(
 absl::Status RankExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                            absl::Span<RowStatistics> merged) {
   const RowStatistics none;
-  if (own.empty()) return ForAll<RowStatistics>(part, &none, 1, [](auto...) {});
+  if (own.empty()) return ForAll<RowStatistics>(ExchangeKind::kRowStatistics, part, &none, 1, [](auto...) {});
   std::vector<const RowStatistics*> of_row(static_cast<size_t>(ranks()));
-  return ForAll<RowStatistics>(part, own.data(), static_cast<int64_t>(own.size()),
+  return ForAll<RowStatistics>(ExchangeKind::kRowStatistics, part, own.data(),
+                               static_cast<int64_t>(own.size()),
                                [&](int64_t first, int64_t n, absl::Span<const RowStatistics* const> of_rank) {
                                  for (int64_t row = 0; row < n; ++row) {
                                    for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = of_rank[i] + row;
@@ -58,7 +59,8 @@ absl::Status RankExchange::MergeStatistics(int part, absl::Span<const RowStatist
 absl::Status RankExchange::MergeGradients(int part, absl::Span<const GradientSums> own,
                                           absl::Span<RowResult> results) {
   std::vector<const GradientSums*> of_row(static_cast<size_t>(ranks()));
-  return ForAll<GradientSums>(part, own.data(), static_cast<int64_t>(own.size()),
+  return ForAll<GradientSums>(ExchangeKind::kRowStatistics, part, own.data(),
+                              static_cast<int64_t>(own.size()),
                               [&](int64_t first, int64_t n, absl::Span<const GradientSums* const> of_rank) {
                                 for (int64_t row = 0; row < n; ++row) {
                                   for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = of_rank[i] + row;
@@ -92,7 +94,9 @@ absl::StatusOr<RowRange> RankExchange::SumRows(int part, float* own, RowRange ro
       of_rank[static_cast<size_t>(rank)] = reinterpret_cast<const float*>(room);
       if (n > 0) receive.push_back({rank, room, static_cast<size_t>(n) * sizeof(float)});
     }
-    if (absl::Status status = transfers_->Exchange(send, receive); !status.ok()) return status;
+    if (absl::Status status = transfers_->Exchange(ExchangeKind::kHiddenGradients, send, receive);
+        !status.ok())
+      return status;
     for (int64_t i = 0; i < n; ++i) {
       float sum = 0.0f;
       for (const float* of_part : of_rank) sum += of_part[i];
@@ -103,7 +107,7 @@ absl::StatusOr<RowRange> RankExchange::SumRows(int part, float* own, RowRange ro
 }
 
 absl::Status RankExchange::AddSums(int part, const float* own, float* to, int64_t n) {
-  return ForAll<float>(part, own, n,
+  return ForAll<float>(ExchangeKind::kHiddenGradients, part, own, n,
                        [&](int64_t first, int64_t count, absl::Span<const float* const> of_rank) {
                          for (int64_t i = 0; i < count; ++i) {
                            float sum = 0.0f;
@@ -127,7 +131,8 @@ absl::StatusOr<RowRange> RankExchange::CollectRows(int part, float* own, RowRang
       send.push_back({0, first, bytes});
     }
   }
-  if (absl::Status status = transfers_->Exchange(send, receive); !status.ok()) return status;
+  if (absl::Status status = transfers_->Exchange(ExchangeKind::kHiddenGradients, send, receive); !status.ok())
+    return status;
   return part == 0 ? Intersect(wanted, rows) : RowRange();
 }
 

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cpu/class_exchange.h"
+#include "kernels/exchange_times.h"
 #include "kernels/host_transfers.h"
 #include "kernels/replica.h"
 
@@ -24,8 +25,8 @@ class RankTransfers {
   // Where to put what a rank sends: aligned to 64, of the same size for all ranks. Overwritten by the next
   // user.
   virtual absl::Span<uint8_t> Room(int rank) = 0;
-  // As HostTransfers::Exchange.
-  virtual absl::Status Exchange(absl::Span<const RankTransfer> send,
+  // As HostTransfers::Exchange; `kind` is what its time counts as.
+  virtual absl::Status Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
                                 absl::Span<const RankTransfer> receive) = 0;
 };
 
@@ -50,7 +51,7 @@ class RankExchange final : public ClassExchange {
   // [first, first + n) of all ranks, in their order.
   template <typename T>
   absl::Status ForAll(
-      int part, const T* own, int64_t n,
+      ExchangeKind kind, int part, const T* own, int64_t n,
       absl::FunctionRef<void(int64_t first, int64_t n, absl::Span<const T* const> of_rank)> merge);
 
   RankTransfers* const transfers_;

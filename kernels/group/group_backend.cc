@@ -23,7 +23,8 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
 class GroupBackend final : public Backend,
                            public StagingAdopter,
                            public DeviceMemorySharer,
-                           public HeadPlanner {
+                           public HeadPlanner,
+                           public GroupWork {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -126,6 +127,8 @@ class GroupBackend final : public Backend,
   absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
     return first().PlanHostMemory(kind, bytes);
   }
+
+  MemberWork WorkOf(int member) const override { return members_.thread(member).work(); }
 
  private:
   Backend& first() const { return members_.backend(0); }

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/group/member_thread.h"
 #include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
@@ -34,6 +35,14 @@ class GroupStaging {
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Allocate(Backend* first, int64_t bytes) = 0;
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Adopt(Backend* first, absl::Span<uint8_t> memory,
                                                                const AdoptOptions& options) = 0;
+};
+
+// A group's backend is one too.
+class GroupWork {
+ public:
+  virtual ~GroupWork() = default;
+  // Thread-safe.
+  virtual MemberWork WorkOf(int member) const = 0;
 };
 
 struct GroupOptions {

@@ -30,6 +30,7 @@ class GroupChunk {
 
   size_t parts() const { return parts_.size(); }
   int member(size_t part) const { return divided_[part].member; }
+  int64_t rows(size_t part) const { return divided_[part].rows; }
   Chunk* chunk(size_t part) { return &parts_[part].chunk; }
 
   // What a part's callbacks say. True for the last of the parts.

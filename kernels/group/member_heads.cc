@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "kernels/group/group_chunk.h"
@@ -81,15 +82,16 @@ void MemberHeads::Start(const std::shared_ptr<GroupChunk>& chunk, size_t part) {
   MemberThread& thread = members_->thread(member);
   thread.Post([chunk, part, &thread, &head = head(member), order = order_] {
     thread.StartChunk();
-    head.Submit(chunk->chunk(part), {.on_results =
-                                         [chunk, part, order](const absl::Status& status) {
-                                           if (chunk->OnResults(part, status)) order->OnResults(*chunk);
-                                         },
-                                     .on_done =
-                                         [chunk, part, order, &thread](const absl::Status& status) {
-                                           thread.EndChunk();
-                                           if (chunk->OnDone(part, status)) order->OnDone(*chunk);
-                                         }});
+    head.Submit(chunk->chunk(part),
+                {.on_results =
+                     [chunk, part, order](const absl::Status& status) {
+                       if (chunk->OnResults(part, status)) order->OnResults(*chunk);
+                     },
+                 .on_done =
+                     [chunk, part, order, &thread](const absl::Status& status) {
+                       thread.EndChunk(status.ok() ? std::optional(chunk->rows(part)) : std::nullopt);
+                       if (chunk->OnDone(part, status)) order->OnDone(*chunk);
+                     }});
   });
 }
 

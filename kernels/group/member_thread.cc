@@ -34,11 +34,21 @@ void MemberThread::StartChunk() {
   };
   mutex_.Await(absl::Condition(&takes_chunk));
   ++chunks_;
+  busy_.Begin();
 }
 
-void MemberThread::EndChunk() {
+void MemberThread::EndChunk(std::optional<int64_t> rows) {
+  busy_.End();
   absl::MutexLock lock(&mutex_);
   --chunks_;
+  if (!rows.has_value()) return;
+  ++chunks_done_;
+  rows_done_ += *rows;
+}
+
+MemberWork MemberThread::work() const {
+  absl::MutexLock lock(&mutex_);
+  return {.chunks = chunks_done_, .rows = rows_done_, .busy = busy_.Total()};
 }
 
 void MemberThread::Run(int index) {
@@ -56,7 +66,9 @@ void MemberThread::Run(int index) {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
+    busy_.Begin();
     task();
+    busy_.End();
   }
 }
 

@@ -6,14 +6,24 @@
 #ifndef LOSSD_KERNELS_GROUP_MEMBER_THREAD_H_
 #define LOSSD_KERNELS_GROUP_MEMBER_THREAD_H_
 
+#include <cstdint>
 #include <deque>
+#include <optional>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/busy_clock.h"
 
 namespace lossd::kernels {
+
+// What a member has done, since its thread started.
+struct MemberWork {
+  int64_t chunks = 0;   // or parts of them, computed without an error
+  int64_t rows = 0;     // of these, those without a target included
+  absl::Duration busy;  // there was a chunk to compute, or something else to do
+};
 
 class MemberThread {
  public:
@@ -31,16 +41,21 @@ class MemberThread {
 
   // Called by a task: waits until the member takes another chunk. Chunks end without this thread's help.
   void StartChunk();
-  void EndChunk();
+  // `rows`: that it had, or none if it has failed.
+  void EndChunk(std::optional<int64_t> rows);
+
+  MemberWork work() const;
 
  private:
   void Run(int index);
 
   const int max_chunks_;
-  absl::Mutex mutex_;
+  BusyClock busy_;
+  mutable absl::Mutex mutex_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  int chunks_ ABSL_GUARDED_BY(mutex_) = 0;
+  int chunks_ ABSL_GUARDED_BY(mutex_) = 0;  // that have started and not ended
+  int64_t chunks_done_ ABSL_GUARDED_BY(mutex_) = 0, rows_done_ ABSL_GUARDED_BY(mutex_) = 0;
   std::thread thread_;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/app/part_options.h"
 
-#include <optional>
 #include <utility>
 
 #include "server/app/check_options.h"
@@ -51,29 +50,14 @@ rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regio
           .regions = regions};
 }
 
-namespace {
-
-std::optional<metrics::RankTraffic> TrafficOf(const ranks::RankState& state) {
-  if (state.rank == 0) return std::nullopt;
-  return metrics::RankTraffic{.chunks = state.traffic.chunks,
-                              .rows = state.traffic.rows,
-                              .sent_bytes = state.traffic.sent_bytes,
-                              .received_bytes = state.traffic.received_bytes};
-}
-
-}  // namespace
-
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
   std::vector<metrics::RankReading> readings;
   if (leader == nullptr) return readings;
-  for (ranks::RankState& state : leader->States()) {
-    readings.push_back({.rank = state.rank,
-                        .host = std::move(state.host),
-                        .device = std::move(state.device),
-                        .lost = state.lost,
-                        .memory = state.memory,
-                        .traffic = TrafficOf(state),
-                        .metrics = metrics::FromPlain(FromProto(state.metrics))});
+  for (ranks::RankReport& report : leader->Reports()) {
+    const bool is_leader = report.state.rank == 0;
+    readings.push_back({.state = std::move(report.state),
+                        .metrics = is_leader ? metrics::RankTimeFamilies(leader->times())
+                                             : metrics::FromPlain(FromProto(report.metrics))});
   }
   return readings;
 }

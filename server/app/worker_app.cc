@@ -116,9 +116,9 @@ metrics::HttpHandlers WorkerApp::Handlers() const {
 }
 
 ranks::v1::Metrics WorkerApp::Metrics() {
-  const ranks::WorkerTimes times = worker_->times();
+  const kernels::RankTimes times = worker_->times();
   absl::MutexLock lock(&mutex_);
-  return ToProto(metrics::WorkerFamilies(times.busy, times.collectives, gpus_));
+  return ToProto(metrics::WorkerFamilies(times, gpus_));
 }
 
 absl::Status WorkerApp::StartHttp() {

@@ -1,51 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/rank_metrics.h"
 
+#include <cstdint>
+#include <optional>
+#include <string>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
-
 namespace {
 
-void AddTraffic(const std::vector<RankReading>& ranks, std::vector<prometheus::MetricFamily>* families) {
-  const auto add = [&](const char* name, const char* help, int64_t RankTraffic::*value) {
-    prometheus::MetricFamily family = MakeFamily(name, help, prometheus::MetricType::Counter);
-    for (const RankReading& one : ranks) {
-      if (!one.traffic.has_value()) continue;
-      AddSample(&family, {{"rank", absl::StrCat(one.rank)}}, static_cast<double>(*one.traffic.*value));
-    }
-    families->push_back(std::move(family));
-  };
-  add("lossd_rank_chunks_total", "Chunks, or parts of them, that a worker has computed.",
-      &RankTraffic::chunks);
-  add("lossd_rank_rows_total", "Rows of these.", &RankTraffic::rows);
-  add("lossd_rank_sent_bytes_total", "Bytes of messages from rank 0 to a worker.", &RankTraffic::sent_bytes);
-  add("lossd_rank_received_bytes_total", "Bytes of messages from a worker to rank 0.",
-      &RankTraffic::received_bytes);
+using kernels::RankState;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+// A counter of the ranks of which `value` says something.
+void AddCounter(const std::vector<RankReading>& ranks, const char* name, const char* help,
+                absl::FunctionRef<std::optional<int64_t>(const RankState&)> value,
+                std::vector<MetricFamily>* families) {
+  MetricFamily family = MakeFamily(name, help, MetricType::Counter);
+  for (const RankReading& one : ranks) {
+    const std::optional<int64_t> count = value(one.state);
+    if (!count.has_value()) continue;
+    AddSample(&family, {{"rank", absl::StrCat(one.state.rank)}}, static_cast<double>(*count));
+  }
+  families->push_back(std::move(family));
+}
+
+std::optional<int64_t> BytesOf(const RankState& rank, int64_t kernels::RankTraffic::*bytes) {
+  return rank.traffic.has_value() ? std::optional(*rank.traffic.*bytes) : std::nullopt;
+}
+
+void AddWork(const std::vector<RankReading>& ranks, std::vector<MetricFamily>* families) {
+  AddCounter(
+      ranks, "lossd_rank_chunks_total", "Chunks, or parts of them, that a rank has computed.",
+      [](const RankState& rank) { return rank.chunks; }, families);
+  AddCounter(
+      ranks, "lossd_rank_rows_total", "Rows of these.", [](const RankState& rank) { return rank.rows; },
+      families);
+  AddCounter(
+      ranks, "lossd_rank_sent_bytes_total", "Bytes of messages from rank 0 to a worker.",
+      [](const RankState& rank) { return BytesOf(rank, &kernels::RankTraffic::sent_bytes); }, families);
+  AddCounter(
+      ranks, "lossd_rank_received_bytes_total", "Bytes of messages from a worker to rank 0.",
+      [](const RankState& rank) { return BytesOf(rank, &kernels::RankTraffic::received_bytes); }, families);
 }
 
 }  // namespace
 
-void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families) {
-  for (prometheus::MetricFamily& family : *families) {
+std::vector<MetricFamily> RankTimeFamilies(const kernels::RankTimes& times) {
+  MetricFamily collectives =
+      MakeFamily("lossd_rank_collective_seconds_total",
+                 "Of that, in exchanges with other ranks and the wait for them, by what is exchanged.",
+                 MetricType::Counter);
+  for (size_t kind = 0; kind < kernels::kExchangeKinds; ++kind) {
+    const auto operation = std::string(kernels::Name(static_cast<kernels::ExchangeKind>(kind)));
+    AddSample(&collectives, {{"operation", operation}}, absl::ToDoubleSeconds(times.exchanges[kind]));
+  }
+  return {Single("lossd_rank_busy_seconds_total", "Time in which a rank had chunks or requests to do.",
+                 MetricType::Counter, absl::ToDoubleSeconds(times.busy)),
+          std::move(collectives)};
+}
+
+void AddRankLabel(int rank, std::vector<MetricFamily>* families) {
+  for (MetricFamily& family : *families) {
     for (prometheus::ClientMetric& metric : family.metric)
       metric.label.insert(metric.label.begin(), {"rank", absl::StrCat(rank)});
   }
 }
 
-void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families) {
-  using prometheus::MetricType;
+void AddRankFamilies(std::vector<RankReading> ranks, std::vector<MetricFamily>* families) {
   if (ranks.empty()) return;
-  prometheus::MetricFamily up =
+  MetricFamily up =
       MakeFamily("lossd_rank_up", "1 while the process of this rank is there, else 0.", MetricType::Gauge);
-  prometheus::MetricFamily memory =
+  MetricFamily memory =
       MakeFamily("lossd_rank_memory_bytes", "Planned memory in use, by rank and purpose.", MetricType::Gauge);
-  prometheus::MetricFamily peak = MakeFamily(
-      "lossd_rank_memory_peak_bytes", "Most planned memory of a rank since the start.", MetricType::Gauge);
-  for (const RankReading& one : ranks) {
+  MetricFamily peak = MakeFamily("lossd_rank_memory_peak_bytes",
+                                 "Most planned memory of a rank since the start.", MetricType::Gauge);
+  for (const RankReading& reading : ranks) {
+    const RankState& one = reading.state;
     const std::string rank = absl::StrCat(one.rank);
     AddSample(&up, {{"rank", rank}, {"host", one.host}, {"device", one.device}}, one.lost ? 0 : 1);
     AddSample(&peak, {{"rank", rank}}, static_cast<double>(one.memory.peak_total));
@@ -58,10 +95,10 @@ void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::Met
   families->push_back(std::move(up));
   families->push_back(std::move(memory));
   families->push_back(std::move(peak));
-  AddTraffic(ranks, families);
+  AddWork(ranks, families);
   const size_t own = families->size();
   for (RankReading& one : ranks) {
-    AddRankLabel(one.rank, &one.metrics);
+    AddRankLabel(one.state.rank, &one.metrics);
     AddFamilies(std::move(one.metrics), own, families);
   }
 }

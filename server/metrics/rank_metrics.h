@@ -5,32 +5,16 @@
 
 #include <prometheus/metric_family.h>
 
-#include <cstdint>
 #include <functional>
-#include <optional>
-#include <string>
 #include <vector>
 
-#include "kernels/memory.h"
+#include "kernels/rank_state.h"
 
 namespace lossd::metrics {
 
-// What has gone to a worker and come from it, since the ranks came together.
-struct RankTraffic {
-  int64_t chunks = 0;
-  int64_t rows = 0;
-  int64_t sent_bytes = 0;
-  int64_t received_bytes = 0;
-};
-
 struct RankReading {
-  int rank = 0;
-  std::string host;
-  std::string device;
-  bool lost = false;
-  kernels::MemoryStats memory;                    // as the rank last said
-  std::optional<RankTraffic> traffic;             // of a worker
-  std::vector<prometheus::MetricFamily> metrics;  // of a worker, without the label rank, as it last said
+  kernels::RankState state;
+  std::vector<prometheus::MetricFamily> metrics;  // of the rank's own, without the label rank
 };
 
 // Of all ranks, by rank; thread-safe.
@@ -38,6 +22,9 @@ using ReadRanks = std::function<std::vector<RankReading>()>;
 
 // Adds the families of all ranks; those that several ranks have of their own become one, with the label rank.
 void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families);
+
+// What a rank's time went into, without the label rank.
+std::vector<prometheus::MetricFamily> RankTimeFamilies(const kernels::RankTimes& times);
 
 // Adds the label to every sample, before its others.
 void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families);

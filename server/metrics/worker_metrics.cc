@@ -2,21 +2,16 @@
 #include "server/metrics/worker_metrics.h"
 
 #include "server/metrics/families.h"
+#include "server/metrics/rank_metrics.h"
 
 namespace lossd::metrics {
 
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
-std::vector<PlainFamily> WorkerFamilies(absl::Duration busy, absl::Duration collectives,
+std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus) {
-  std::vector<MetricFamily> families = {
-      Single("lossd_rank_busy_seconds_total",
-             "Time in which a worker had chunks or requests of rank 0 to do.", MetricType::Counter,
-             absl::ToDoubleSeconds(busy)),
-      Single("lossd_rank_collective_seconds_total",
-             "Of that, in sums of gradients and the spreading of values, with the wait for other ranks.",
-             MetricType::Counter, absl::ToDoubleSeconds(collectives))};
+  std::vector<MetricFamily> families = RankTimeFamilies(times);
   const size_t of_gpus = families.size();
   for (const std::unique_ptr<GpuMonitor>& gpu : gpus) AddFamilies(gpu->Collect(), of_gpus, &families);
   return ToPlain(families);

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "kernels/rank_state.h"
 #include "server/metrics/gpu_monitor.h"
 
 namespace lossd::metrics {
@@ -30,9 +30,8 @@ struct PlainFamily {
   std::vector<Sample> samples;
 };
 
-// `busy`: the time in which the worker had chunks or requests to do; `collectives`: of that, in sums of
-// gradients and the spreading of values. Both since its start. And the metrics of its GPUs.
-std::vector<PlainFamily> WorkerFamilies(absl::Duration busy, absl::Duration collectives,
+// What a worker's time went into, and the metrics of its GPUs.
+std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
 
 std::vector<PlainFamily> ToPlain(const std::vector<prometheus::MetricFamily>& families);

@@ -42,7 +42,8 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
   void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
-  std::vector<RankState> States() const override;
+  std::vector<RankReport> Reports() const override;
+  kernels::RankTimes times() const override { return {group_->WorkOf(0).busy, link_->Times()}; }
 
  private:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
@@ -72,6 +73,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   kernels::RankTraits traits_;
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
+  const kernels::GroupWork* group_ = nullptr;  // of the backend that Form has made
   std::unique_ptr<kernels::RankLink> link_;
   LeaderRows rows_;
   mutable absl::Mutex mutex_;
@@ -305,7 +307,9 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
     return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
-  return kernels::CreateGroupBackend(std::move(members), make_replicas, group);
+  auto made = kernels::CreateGroupBackend(std::move(members), make_replicas, group);
+  if (made.ok()) group_ = dynamic_cast<const kernels::GroupWork*>(made->get());
+  return made;
 }
 
 absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::CreatedBackend own) {
@@ -358,12 +362,16 @@ void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_le
   if (leaving.has_value()) on_leaving(leaving->first, leaving->second);
 }
 
-std::vector<RankState> LeaderImpl::States() const {
-  std::vector<RankState> states;
-  states.push_back({.host = HostName(), .device = own_info_.device, .memory = own_->memory()});
+std::vector<RankReport> LeaderImpl::Reports() const {
+  const kernels::MemberWork work = group_->WorkOf(0);
+  std::vector<RankReport> reports = {{.state = {.host = HostName(),
+                                                .device = own_info_.device,
+                                                .memory = own_->memory(),
+                                                .chunks = work.chunks,
+                                                .rows = work.rows}}};
   absl::MutexLock lock(&mutex_);
-  for (const auto& [rank, worker] : workers_) states.push_back(worker->state());
-  return states;
+  for (const auto& [rank, worker] : workers_) reports.push_back(worker->report());
+  return reports;
 }
 
 LeaderImpl::~LeaderImpl() {

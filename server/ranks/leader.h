@@ -21,7 +21,7 @@
 #include "kernels/group/group_backend.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
-#include "server/ranks/rank_state.h"
+#include "server/ranks/rank_report.h"
 
 namespace lossd::ranks {
 
@@ -64,7 +64,9 @@ class Leader {
   virtual void WatchLeaving(std::function<void(int rank, const std::string& reason)> on_leaving) = 0;
 
   // Of all ranks, by rank.
-  virtual std::vector<RankState> States() const = 0;
+  virtual std::vector<RankReport> Reports() const = 0;
+  // Of rank 0; workers say theirs in their metrics. After Form, while its backend is there.
+  virtual kernels::RankTimes times() const = 0;
 };
 
 }  // namespace lossd::ranks

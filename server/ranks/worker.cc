@@ -16,9 +16,9 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "kernels/busy_clock.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
-#include "server/ranks/busy_clock.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/messages.h"
 #include "server/ranks/worker_heads.h"
@@ -97,7 +97,7 @@ class WorkerImpl final : public Worker {
     const Clock::time_point since = busy_since_;
     return since == kIdle ? absl::ZeroDuration() : absl::FromChrono(Clock::now() - since);
   }
-  WorkerTimes times() const override { return {busy_.Total(), collectives_.Total()}; }
+  kernels::RankTimes times() const override { return {busy_.Total(), link_->Times()}; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -130,7 +130,7 @@ class WorkerImpl final : public Worker {
   const std::unique_ptr<kernels::RankLink> link_;
   Queue<v1::ToWorker> requests_;   // bounded: the leader waits for answers, and sends so many chunks
   Queue<v1::FromWorker> answers_;  // likewise
-  BusyClock busy_;                 // of chunks and requests
+  kernels::BusyClock busy_;        // of chunks and requests
   WorkerHeads heads_;
   std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
@@ -139,7 +139,6 @@ class WorkerImpl final : public Worker {
   std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
   std::atomic<bool> leaving_{false};
   std::atomic<bool> metrics_wait_{false};  // to be written
-  BusyClock collectives_;
   absl::Notification stopping_;
   absl::Mutex attempt_mutex_;
   std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
@@ -294,14 +293,9 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());
       break;
     }
-    case v1::ToWorker::kRequest: {
-      const v1::Request& request = message.request();
-      const bool with_others = request.has_sum_gradients() || request.has_spread_values();
-      if (with_others) collectives_.Begin();
-      *answer.mutable_answer() = heads_.Execute(request);
-      if (with_others) collectives_.End();
+    case v1::ToWorker::kRequest:
+      *answer.mutable_answer() = heads_.Execute(message.request());
       break;
-    }
     case v1::ToWorker::kChunk:
       chunk_ = std::move(*message.mutable_chunk());
       return SubmitIfComplete();

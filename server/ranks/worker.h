@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/create_backend.h"
+#include "kernels/rank_state.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
 
@@ -34,13 +35,6 @@ struct WorkerOptions {
   // `metrics_interval` once joined, on a thread of the worker's. At most kMostMetricsBytes (worker_stream.h).
   std::function<v1::Metrics()> metrics = nullptr;
   absl::Duration metrics_interval = absl::Seconds(2);
-};
-
-// What a worker's time went into, since it started.
-struct WorkerTimes {
-  absl::Duration busy;         // there was a chunk to compute or a request to carry out
-  absl::Duration collectives;  // of that, in sums of gradients and the spreading of values, with the wait for
-                               // other ranks
 };
 
 class Worker {
@@ -66,7 +60,7 @@ class Worker {
   // How long the driving thread has been at what the leader asked for last: the creation of a head, a step, a
   // sum with other ranks, the submission of a chunk. 0 while it waits to be asked. Takes no lock.
   virtual absl::Duration Silence() const = 0;
-  virtual WorkerTimes times() const = 0;
+  virtual kernels::RankTimes times() const = 0;
 };
 
 }  // namespace lossd::ranks

@@ -358,17 +358,17 @@ bool WorkerStream::lost() const {
   return !lost_.ok();
 }
 
-RankState WorkerStream::state() const {
+RankReport WorkerStream::report() const {
   absl::MutexLock lock(&mutex_);
-  return {.rank = rank(),
-          .host = hello_.host(),
-          .device = hello_.backend().device(),
-          .lost = !lost_.ok(),
-          .memory = memory_,
-          .traffic = {.chunks = chunks_,
-                      .rows = rows_,
-                      .sent_bytes = sent_bytes_,
-                      .received_bytes = received_bytes_},
+  return {.state = {.rank = rank(),
+                    .host = hello_.host(),
+                    .device = hello_.backend().device(),
+                    .lost = !lost_.ok(),
+                    .memory = memory_,
+                    .chunks = chunks_,
+                    .rows = rows_,
+                    .traffic =
+                        kernels::RankTraffic{.sent_bytes = sent_bytes_, .received_bytes = received_bytes_}},
           .metrics = metrics_};
 }
 

@@ -21,7 +21,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
-#include "server/ranks/rank_state.h"
+#include "server/ranks/rank_report.h"
 #include "server/ranks/row_regions.h"
 
 namespace lossd::ranks {
@@ -87,7 +87,7 @@ class WorkerStream {
 
   // Of the worker's backend, as it last said.
   kernels::MemoryStats memory() const;
-  RankState state() const;
+  RankReport report() const;
   bool lost() const;
 
   // Has the worker end, without a loss.
@@ -147,7 +147,7 @@ class WorkerStream {
   std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);
   kernels::MemoryStats memory_ ABSL_GUARDED_BY(mutex_);
   v1::Metrics metrics_ ABSL_GUARDED_BY(mutex_);
-  std::atomic<int64_t> chunks_{0}, rows_{0}, sent_bytes_{0}, received_bytes_{0};  // RankTraffic
+  std::atomic<int64_t> chunks_{0}, rows_{0}, sent_bytes_{0}, received_bytes_{0};  // RankState
 };
 
 }  // namespace lossd::ranks

@@ -15,11 +15,11 @@ void AddRanks(const metrics::ReadRanks& read, v1::ServerDescription* description
   if (!read) return;
   for (const metrics::RankReading& reading : read()) {
     v1::RankDescription* const rank = description->add_ranks();
-    rank->set_rank(static_cast<uint32_t>(reading.rank));
-    rank->set_host(reading.host);
-    rank->set_device(reading.device);
-    rank->set_lost(reading.lost);
-    *rank->mutable_memory() = messages::ToProto(reading.memory.current);
+    rank->set_rank(static_cast<uint32_t>(reading.state.rank));
+    rank->set_host(reading.state.host);
+    rank->set_device(reading.state.device);
+    rank->set_lost(reading.state.lost);
+    *rank->mutable_memory() = messages::ToProto(reading.state.memory.current);
   }
 }
 

@@ -4,8 +4,9 @@
   check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
 Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
-with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet and the
-objects of the Prometheus operator with the schemas beside this file, and pods in them with that of a Pod. Compose files are compared with the schema of
+with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet, a JobSet and the
+objects of the Prometheus operator with the schemas beside this file, and Jobs and pods in them with those of Kubernetes. The flags of a
+JobSet have to name as many ranks as it has pods, and the pod of the first. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
 names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
@@ -29,8 +30,9 @@ import kustomize
 import yaml
 
 KUBERNETES = "1.30"
-SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
+SCHEMAS = {"JobSet": "jobset.schema.json", "LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
            "ServiceMonitor": "servicemonitor.schema.json"}
+OF_RANKS = ("ranks", "leaderworkerset", "jobset")  # overlays of several processes
 DRAIN_SECONDS = 30  # --drain_timeout's default
 DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.
@@ -54,13 +56,22 @@ def check_object(manifest):
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         return
     check_schema(manifest, Path(__file__).with_name(SCHEMAS[manifest["kind"]]))
+    for job in jobs_of(manifest):
+        described = {"name": "job", **job["template"].get("metadata", {})}
+        kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": described, "spec": job["template"]["spec"]}, KUBERNETES, strict=True)
     for template in pod_templates(manifest):
         described = {"name": "pod", **template.get("metadata", {})}
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", "metadata": described, "spec": template["spec"]}, KUBERNETES, strict=True)
 
 
+def jobs_of(manifest):
+    return manifest["spec"]["replicatedJobs"] if manifest["kind"] == "JobSet" else []
+
+
 def pod_templates(manifest):
     spec = manifest.get("spec", {})
+    if manifest["kind"] == "JobSet":
+        return [job["template"]["spec"]["template"] for job in jobs_of(manifest)]
     if manifest["kind"] == "LeaderWorkerSet":
         of_group = spec["leaderWorkerTemplate"]
         return [of_group[name] for name in ("leaderTemplate", "workerTemplate") if name in of_group]
@@ -104,6 +115,21 @@ def flags_of_pod(template, manifests):
         else:
             flags.append(argument)
     return dict(flag[2:].partition("=")[::2] for flag in flags)
+
+
+def check_jobs(manifests):
+    """Which rank a pod is, and where the first one is found, follows from the names and numbers of a JobSet."""
+    for manifest in manifests:
+        for job in jobs_of(manifest):
+            spec, name = job["template"]["spec"], manifest["metadata"]["name"]
+            flags = flags_of_pod(spec["template"], manifests)
+            if job.get("replicas", 1) != 1 or spec.get("completionMode") != "Indexed" or flags["launcher"] != "jobset":
+                raise ValueError(f"replicatedJobs {job['name']}: the ranks are the pods of one indexed Job")
+            if not spec["parallelism"] == spec["completions"] == int(flags["ranks"]):
+                raise ValueError(f"--ranks={flags['ranks']} with {spec['parallelism']} pods, of which {spec['completions']} complete")
+            first = f"{name}-{job['name']}-0-0.{manifest['spec'].get('network', {}).get('subdomain', name)}"
+            if flags["leader"].partition(":")[0] != first:
+                raise ValueError(f"--leader={flags['leader']}: the first pod is {first}")
 
 
 def seconds(duration):
@@ -162,12 +188,12 @@ def keys_asked_of_secrets(manifests):
 def keys_made(page, overlay):
     """Of each secret that the page's commands make for this overlay. A comment says which one a command is for; without, it is for the base."""
     made = {}
-    named = "mtls" if overlay in ("mtls", "ranks", "leaderworkerset") else None
+    named = "mtls" if overlay in ("mtls", *OF_RANKS) else None
     for line in page.read_text(encoding="utf-8").splitlines():
         command = re.match(r" +kubectl create secret generic (\S+) (.*?)(?:# for (\S+))?$", line)
         if command and command[3] == named:
             made[command[1]] = set(re.findall(r"--from-file=(\S+)", command[2]))
-    if overlay in ("ranks", "leaderworkerset"):  # as their first lines say
+    if overlay in OF_RANKS:  # as their first lines say
         for keys in made.values():
             keys.add("ranks")
     return made
@@ -200,6 +226,7 @@ def check_kustomization(folder, ask_kubectl=True):
             raise ValueError(f"{manifest['kind']} {manifest['metadata'].get('name')}: {error}") from error
     check_selectors(manifests)
     check_pods(manifests)
+    check_jobs(manifests)
     check_secrets(manifests, folder)
     return f"{len(manifests)} objects{'' if theirs is None else ', as by kubectl'}"
 

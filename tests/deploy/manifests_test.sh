@@ -50,6 +50,13 @@ plant $overlays/ranks/lossd.yaml 's/selector: {app: lossd}$/selector: {app: othe
 plant $overlays/leaderworkerset/lossd.yaml 's/RecreateGroupOnPodRestart/RecreateGroup/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/fsGroup: 7070/fsGroup: group/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/leaderTemplate:/leader:/' $overlays/leaderworkerset
+plant $overlays/jobset/lossd.yaml 's/BlockingRecreate/RecreateBlocking/' $overlays/jobset
+plant $overlays/jobset/lossd.yaml 's/backoffLimit/backofLimit/' $overlays/jobset
+plant $overlays/jobset/lossd.yaml 's/restartPolicy: Never/restartPolicies: Never/' $overlays/jobset
+plant $overlays/jobset/lossd.yaml 's/parallelism: 2/parallelism: 3/' $overlays/jobset
+plant $overlays/jobset/lossd.yaml 's/- name: ranks$/- name: rank/' $overlays/jobset
+plant $overlays/jobset/lossd.yaml 's/--rank_timeout/--rank_timout/'
+plant $overlays/jobset/lossd.yaml 's/\[PodFailurePolicy\]/[PodFailure]/' $overlays/jobset
 plant kubernetes/components/monitoring/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored
 plant kubernetes/components/monitoring/prometheusrule.yaml 's/for: 15m/for: 15 minutes/' $overlays/monitored
 plant kubernetes/components/monitoring/kustomization.yaml 's/grafana_dashboard: "1"/grafana_dashboard: [1]/' $overlays/monitored

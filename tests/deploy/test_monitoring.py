@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What deploy/prometheus and deploy/grafana ask for is there: Prometheus, with the configuration as it stands, scrapes a server
-that trains, and every query of rules and dashboard gives something.
+that trains, two ranks on the CPU, and every query of rules and dashboard gives something.
 
 Prometheus is Debian's. Scrapes and rules run every second instead of as often as the files say; nothing else is changed.
 """
@@ -8,6 +8,7 @@ Prometheus is Debian's. Scrapes and rules run every second instead of as often a
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -35,6 +36,7 @@ from server_process import ServerProcess  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 16
+RANKED = os.environ.get("LOSSD_TEST_RANKED") == "1"  # the build has what ranks on CPUs exchange by
 
 if shutil.which("prometheus") is None:
     pytest.skip("prometheus is not installed", allow_module_level=True)
@@ -46,6 +48,11 @@ def groups() -> list[dict[str, Any]]:
 
 def needs_a_gpu(query: str) -> bool:
     return "lossd_gpu_" in query or "joules" in query or "gpu_utilization" in query
+
+
+def is_asked(query: str) -> bool:
+    """Whether a server here has an answer."""
+    return not needs_a_gpu(query) and (RANKED or "lossd_rank_" not in query)
 
 
 class Training:
@@ -60,7 +67,8 @@ class Training:
         self.errors: list[float] = []  # of the sampled rows of each step
         self.dropped: list[float] = []  # by a filtered row of each step
         self.tokens = 0
-        client.create_head("lm", hidden_size=16, vocab_size=64)
+        client.create_head("lm", hidden_size=16, vocab_size=64, split="rows")
+        client.create_head("divided", hidden_size=16, vocab_size=64, split="vocabulary")
 
     def step(self) -> None:
         step = self._client.describe_head("lm").state.step
@@ -82,6 +90,8 @@ class Training:
         self.tokens += self._client.compute_loss("lm", hidden, self._rng.integers(0, 64, 8)).valid_rows  # takes no part in the step
         self.norms.append(self._client.apply_step("lm", step, lossd.SGD(lr=0.125)).grad_norm)
         self.losses.append(total / 84)
+        hidden = self._rng.standard_normal((8, 16), dtype=np.float32)
+        self._client.compute_loss("divided", hidden, self._rng.integers(0, 64, 8), grad_hidden=True)
         self._client.save_checkpoint("lm", keep=2)
         with pytest.raises(lossd.LossdError):
             self._client.describe_head("there is none")
@@ -89,13 +99,22 @@ class Training:
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Training, Prometheus]]:
-    process = ServerProcess("--http=127.0.0.1:0", f"--max_connections={CONNECTIONS}")
+    flags = ["--http=127.0.0.1:0", f"--max_connections={CONNECTIONS}"]
+    worker = None
+    if RANKED:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            together = ["--backend=cpu", "--ranks=2", f"--leader=127.0.0.1:{free.getsockname()[1]}"]
+        flags += ["--rank=0", *together]
+        with (tmp_path_factory.mktemp("worker") / "log").open("wb") as log:
+            worker = subprocess.Popen([os.environ["LOSSD_BINARY"], "--rank=1", *together], stdout=log, stderr=log)
+    process = ServerProcess(*flags)
     ports = json.loads((process.folder / "ports").read_text())
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), ports["http"])
     with lossd.Client(process.target) as client:
         yield process, Training(client), prometheus
     prometheus.stop()
     process.stop()
+    assert worker is None or worker.wait(PATIENCE) == 0
 
 
 def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
@@ -104,7 +123,7 @@ def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Pro
     # A limit is reached. Not closed before it is counted: the server accepts them when it comes to it.
     idle = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]
     recorded = [rule["record"] for group in groups() for rule in group["rules"] if "record" in rule]
-    wanted = {query for query in [*dashboard.queries(), *recorded] if not needs_a_gpu(query)}
+    wanted = {query for query in [*dashboard.queries(), *recorded] if is_asked(query)}
     assert len(wanted) > 40
     deadline = time.monotonic() + PATIENCE
     while wanted and time.monotonic() < deadline:
@@ -143,13 +162,18 @@ def test_the_picture_is_drawn_from_every_query(monitored: tuple[ServerProcess, T
     training.step()
     panels = board.collect(prometheus.address, 60)
     assert [panel.title for panel in panels] == [panel["title"] for panel in dashboard.panels()]
-    empty = {panel.title for panel in panels if not panel.series and panel.row != "GPUs"}
+    without = {"GPUs"} if RANKED else {"GPUs", "Ranks"}
+    empty = {panel.title for panel in panels if not panel.series and panel.row not in without}
     assert not empty
     for panel in panels:
         for name, times, values in panel.series:
             assert name and "{" not in name and len(times) == len(values) > 0, panel.title
     named = {panel.title: [name for name, _, _ in panel.series] for panel in panels}
     assert named["Loss by head"] == ["lm"]
+    if RANKED:
+        assert set(named["Ranks: computing"]) == {"rank 0", "rank 1"}
+        assert {f"rank {rank} {what}" for rank in (0, 1) for what in ("sum_gradients", "spread_values", "row_statistics", "hidden_gradients")} == set(
+            named["Ranks: exchanging"])
     assert set(named["Chunks per second by gradients"]) == {"exact", "filtered", "sampled"}
 
 

@@ -9,11 +9,7 @@
 #ifndef LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
 #define LOSSD_TESTS_SUPPORT_RANK_SERVER_H_
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -32,22 +28,15 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::test {
 
-// A port of the loopback that was free a moment ago.
-inline int FreePort() {
-  const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* const any = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(bind(descriptor, any, length), 0);
-  EXPECT_EQ(getsockname(descriptor, any, &length), 0);
-  close(descriptor);
-  return ntohs(address.sin_port);
+// Whether LOSSD_RANK_FLAGS puts ranks on GPUs.
+inline bool RanksOnGpus() {
+  const char* const flags = std::getenv("LOSSD_RANK_FLAGS");
+  return flags != nullptr && absl::StrContains(flags, "--backend=cuda");
 }
 
 struct RankServerOptions {
@@ -56,7 +45,8 @@ struct RankServerOptions {
   std::function<std::vector<std::string>(int rank)> flags_of = nullptr;  // of one, after those
   // What a launcher sets: "NAME=value", of a rank whose leader waits on `port`. Null: flags say it.
   std::function<std::vector<std::string>(int rank, int port)> environment = nullptr;
-  bool await = true;  // until rank 0 serves
+  bool await = true;           // until rank 0 serves
+  std::string temporary = {};  // TMPDIR of all ranks; empty: that of the test
 };
 
 class RankServer {
@@ -78,6 +68,14 @@ class RankServer {
     return ends;
   }
   void KillAll() { processes_.clear(); }
+  // Waits until rank 0 serves or has ended, and says whether it serves; also without `await`.
+  bool AwaitServing() {
+    const absl::Time deadline = absl::Now() + absl::Minutes(3);
+    while (!ReadPorts() && absl::Now() < deadline && processes_.front()->Running()) {
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    return ReadPorts();
+  }
 
   // Starts all ranks, with the same checkpoint folder.
   void Start() {
@@ -113,8 +111,9 @@ class RankServer {
 
   std::vector<std::string> CommandOf(int rank, int port) const {
     std::vector<std::string> command;
+    if (!options_.temporary.empty()) command = {"/usr/bin/env", absl::StrCat("TMPDIR=", options_.temporary)};
     if (options_.environment) {
-      command = {"/usr/bin/env"};
+      if (command.empty()) command = {"/usr/bin/env"};
       for (std::string& variable : options_.environment(rank, port)) command.push_back(std::move(variable));
     }
     for (const std::string& part :
@@ -144,16 +143,15 @@ class RankServer {
     return command;
   }
 
-  void AwaitServing() {
-    const absl::Time deadline = absl::Now() + absl::Minutes(3);
-    while (target_.empty() && absl::Now() < deadline && processes_.front()->Running()) {
-      absl::SleepFor(absl::Milliseconds(5));
-      std::ifstream file(PortFile());
-      const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-      if (!json.is_object()) continue;
-      target_ = json["grpc"];
-      http_ = json["http"];
-    }
+  // False if rank 0 has not said yet where it serves.
+  bool ReadPorts() {
+    if (!target_.empty()) return true;
+    std::ifstream file(PortFile());
+    const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object()) return false;
+    target_ = json["grpc"];
+    http_ = json["http"];
+    return true;
   }
 
   const std::string program_;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lossd process with the CPU backend and little memory, killed when the object goes. Thread-compatible.
+// A lossd process with the CPU backend and little memory, killed when the object goes; or several that are
+// one server, of which the others compute for it. Thread-compatible.
 //
 // Environment:
 //   LOSSD_TEST_FLAGS    further flags of every server, with spaces between them
+//   LOSSD_TEST_RANKS    of so many processes every server is; 1 by default
 //   LOSSD_TEST_PROGRAM  what is run in place of the program that a test names
 //   LOSSD_TEST_SOCKETS  "unix": servers listen on a Unix socket unless a test says where; else on the
 //   loopback
@@ -26,6 +28,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::test {
@@ -59,7 +62,10 @@ class ServerProcess {
   // Its exit status, minus the signal that ended it, or -1000 if it still runs after `limit`.
   int WaitFor(absl::Duration limit) { return process_->WaitFor(limit); }
   // Ends it at once, as kill -9 does.
-  void Kill() { process_ = nullptr; }
+  void Kill() {
+    process_ = nullptr;
+    workers_.clear();
+  }
 
   // Starts it again after Kill, with the same checkpoint folder; on a Unix socket also at the same address.
   void Start() { Start(OnUnixSockets() ? "unix:" + folder_.File("grpc") : "127.0.0.1:0"); }
@@ -82,7 +88,7 @@ class ServerProcess {
     for (absl::string_view flag : absl::StrSplit(more == nullptr ? "" : more, ' ', absl::SkipEmpty())) {
       command.emplace_back(flag);
     }
-    process_ = std::make_unique<ChildProcess>(command, folder_.File("log"));
+    StartProcesses(command);
     target_.clear();
     for (int i = 0; i < 4000 && target_.empty(); ++i) {
       absl::SleepFor(absl::Milliseconds(5));
@@ -96,10 +102,27 @@ class ServerProcess {
   }
 
  private:
+  void StartProcesses(std::vector<std::string> command) {
+    workers_.clear();
+    const char* const ranks = std::getenv("LOSSD_TEST_RANKS");
+    const int count = ranks == nullptr ? 1 : std::atoi(ranks);
+    if (count > 1) {
+      command.push_back(absl::StrCat("--ranks=", count));
+      command.push_back(absl::StrCat("--leader=127.0.0.1:", FreePort()));
+      command.emplace_back("--rank=0");
+    }
+    process_ = std::make_unique<ChildProcess>(command, folder_.File("log"));
+    for (int rank = 1; rank < count; ++rank) {
+      command.back() = absl::StrCat("--rank=", rank);
+      workers_.push_back(std::make_unique<ChildProcess>(command, folder_.File(absl::StrCat("log-", rank))));
+    }
+  }
+
   std::string program_;
   const std::vector<std::string> flags_;
   TempFolder folder_;
-  std::unique_ptr<ChildProcess> process_;
+  std::unique_ptr<ChildProcess> process_;               // rank 0
+  std::vector<std::unique_ptr<ChildProcess>> workers_;  // the other ranks
   std::string target_;
   std::string http_;
 };

@@ -14,6 +14,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/host_collectives.h"
 #include "kernels/cuda/device/nccl.h"
+#include "kernels/cuda/device/stream_timer.h"
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_replicas.h"
 #include "kernels/cuda/heads/rank_class_exchange.h"
@@ -49,6 +50,7 @@ class CudaLink final : public RankLink {
   absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) override;
   absl::Status JoinClasses(HeadKernels* head) override;
   void WatchChunks(OnChunkFailure on_failure) override { on_chunk_failure_ = std::move(on_failure); }
+  ExchangeTimes Times() const override { return clocks_.Totals(); }
   void Abort(const absl::Status& reason) override;
 
  private:
@@ -64,6 +66,8 @@ class CudaLink final : public RankLink {
   const std::vector<std::string> offered_;
   const std::unique_ptr<HostTransfers> transfers_;  // null: not offered
   bool by_nccl_ = false;                            // set once, before Address
+  ExchangeClocks clocks_;
+  StreamTimer timer_{&clocks_};
   OnChunkFailure on_chunk_failure_;
   mutable absl::Mutex mutex_;
   absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
@@ -130,7 +134,7 @@ absl::StatusOr<std::unique_ptr<Replicas>> CudaLink::Join(HeadKernels* head) {
   if (!cuda.ok()) return cuda.status();
   absl::StatusOr<std::shared_ptr<Collectives>> collectives = Connected();
   if (!collectives.ok()) return collectives.status();
-  return MakeHeadReplicas(*std::move(collectives), {*cuda});
+  return std::make_unique<TimedReplicas>(MakeHeadReplicas(*std::move(collectives), {*cuda}), &clocks_);
 }
 
 absl::Status CudaLink::JoinClasses(HeadKernels* head) {
@@ -142,7 +146,7 @@ absl::Status CudaLink::JoinClasses(HeadKernels* head) {
   absl::StatusOr<std::shared_ptr<Collectives>> collectives = Connected();
   if (!collectives.ok()) return collectives.status();
   (*cuda)->Join(std::make_unique<RankClassExchange>(*std::move(collectives), (*cuda)->device().compute(),
-                                                    &on_chunk_failure_));
+                                                    &timer_, &on_chunk_failure_));
   return absl::OkStatus();
 }
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/collectives.h"
+#include "kernels/cuda/device/stream_timer.h"
 
 namespace lossd::kernels::cuda {
 
@@ -18,24 +19,31 @@ using OnChunkFailure = std::function<absl::Status(const absl::Status&)>;
 
 class RankClassExchange final : public ClassExchange {
  public:
-  // `on_failure` outlives the object; what it is may be set until the first chunk.
-  RankClassExchange(std::shared_ptr<Collectives> collectives, cudaStream_t stream,
+  // `timer` and `on_failure` outlive the object; what that is may be set until the first chunk.
+  RankClassExchange(std::shared_ptr<Collectives> collectives, cudaStream_t stream, StreamTimer* timer,
                     const OnChunkFailure* on_failure)
-      : collectives_(std::move(collectives)), stream_(stream), on_failure_(on_failure) {}
+      : collectives_(std::move(collectives)), stream_(stream), timer_(timer), on_failure_(on_failure) {}
 
-  absl::Status Sum(float* data, int64_t n) override { return collectives_->SumOfAll(Part(data), n); }
+  absl::Status Sum(float* data, int64_t n) override {
+    return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
+                        [&] { return collectives_->SumOfAll(Part(data), n); });
+  }
   absl::Status Gather(const void* own, void* all, int64_t bytes) override {
-    return collectives_->Gather(Part(all), own, bytes);
+    return timer_->Time(ExchangeKind::kRowStatistics, stream_,
+                        [&] { return collectives_->Gather(Part(all), own, bytes); });
   }
   RowRange RowsHere(int64_t rows) const override {
     return {collectives_->first_member() == 0 ? 0 : rows, rows};
   }
   absl::Status SumRows(float* data, int64_t rows, int64_t cols) override {
-    return collectives_->Enqueue([&] { return collectives_->Sum({Part(data)}, rows * cols, /*root=*/0); });
+    return timer_->Time(ExchangeKind::kHiddenGradients, stream_, [&] {
+      return collectives_->Enqueue([&] { return collectives_->Sum({Part(data)}, rows * cols, /*root=*/0); });
+    });
   }
 
   absl::Status Wait(const Event& event) override {
     absl::Status status = collectives_->Wait(/*local=*/0, event.get());
+    timer_->Collect();
     return status.ok() ? status : Tell(std::move(status));
   }
   void Abort(const absl::Status& reason) override {
@@ -51,6 +59,7 @@ class RankClassExchange final : public ClassExchange {
 
   const std::shared_ptr<Collectives> collectives_;
   const cudaStream_t stream_;
+  StreamTimer* const timer_;
   const OnChunkFailure* const on_failure_;
 };
 

@@ -84,7 +84,29 @@ class GlooLinkTest : public ::testing::Test {
 TEST_F(GlooLinkTest, AChunkThatAllTakePartInIsToldToNobody) {
   Start(3, absl::Minutes(1));
   ForAll([this](Rank& rank) { EXPECT_TRUE(RunChunk(*rank.head, problem_).done.ok()); });
-  for (const Rank& rank : ranks_) EXPECT_TRUE(rank.failures.empty());
+  for (const Rank& rank : ranks_) {
+    EXPECT_TRUE(rank.failures.empty());
+    const ExchangeTimes times = rank.link->Times();
+    EXPECT_GT(times[static_cast<size_t>(ExchangeKind::kRowStatistics)], absl::ZeroDuration());
+    EXPECT_GT(times[static_cast<size_t>(ExchangeKind::kHiddenGradients)], absl::ZeroDuration());
+    EXPECT_EQ(times[static_cast<size_t>(ExchangeKind::kSumGradients)], absl::ZeroDuration());
+    EXPECT_EQ(times[static_cast<size_t>(ExchangeKind::kSpreadValues)], absl::ZeroDuration());
+  }
+}
+
+// An operator is to see who waits for whom.
+TEST_F(GlooLinkTest, TheWaitForARankThatComesLateCounts) {
+  constexpr absl::Duration kLate = absl::Milliseconds(100);
+  Start(2, absl::Minutes(1));
+  const auto row_statistics = [this](size_t rank) {
+    return ranks_[rank].link->Times()[static_cast<size_t>(ExchangeKind::kRowStatistics)];
+  };
+  std::thread waits([this] { EXPECT_TRUE(RunChunk(*ranks_[0].head, problem_).done.ok()); });
+  while (row_statistics(0) == absl::ZeroDuration()) absl::SleepFor(absl::Milliseconds(1));
+  absl::SleepFor(kLate);
+  EXPECT_TRUE(RunChunk(*ranks_[1].head, problem_).done.ok());
+  waits.join();
+  EXPECT_GE(row_statistics(0), kLate);
 }
 
 TEST_F(GlooLinkTest, ARankThatHangsIsNamedAndTheChunkFailsWithWhatTheWatcherSays) {

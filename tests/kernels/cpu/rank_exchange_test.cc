@@ -57,7 +57,7 @@ class PostTransfers final : public RankTransfers {
   absl::Span<uint8_t> Room(int rank) override {
     return {reinterpret_cast<uint8_t*>(rooms_[static_cast<size_t>(rank)].data()), room_bytes_};
   }
-  absl::Status Exchange(absl::Span<const RankTransfer> send,
+  absl::Status Exchange(ExchangeKind, absl::Span<const RankTransfer> send,
                         absl::Span<const RankTransfer> receive) override {
     if (fails_) return absl::UnavailableError("rank 7 is away");
     for (const RankTransfer& transfer : send) {

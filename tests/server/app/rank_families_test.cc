@@ -66,11 +66,17 @@ TEST_F(RankFamiliesTest, WhatAWorkerSendsIsWhatItWouldAnswerAScrape) {
   EXPECT_THAT(Text(Sent(collected)), HasSubstr("lossd_gpu_xid_errors_total{gpu=\"GPU-0123"));
   std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus;
   gpus.push_back(PlayedGpu());
-  const std::string times = Text(metrics::FromPlain(
-      FromProto(ToProto(metrics::WorkerFamilies(absl::Milliseconds(2500), absl::Milliseconds(500), gpus)))));
+  const std::string times = Text(metrics::FromPlain(FromProto(
+      ToProto(metrics::WorkerFamilies({.busy = absl::Milliseconds(2500),
+                                       .exchanges = {absl::Milliseconds(500), absl::ZeroDuration(),
+                                                     absl::Milliseconds(250), absl::Milliseconds(125)}},
+                                      gpus)))));
   EXPECT_THAT(times, HasSubstr("# TYPE lossd_rank_busy_seconds_total counter\n"
                                "lossd_rank_busy_seconds_total 2.5\n"));
-  EXPECT_THAT(times, HasSubstr("lossd_rank_collective_seconds_total 0.5\n"));
+  const std::string collectives = "lossd_rank_collective_seconds_total{operation=";
+  EXPECT_THAT(times, HasSubstr(collectives + "\"sum_gradients\"} 0.5\n" + collectives +
+                               "\"spread_values\"} 0\n" + collectives + "\"row_statistics\"} 0.25\n" +
+                               collectives + "\"hidden_gradients\"} 0.125\n"));
   EXPECT_THAT(times, HasSubstr("lossd_gpu_power_watts{gpu=\"GPU-0123"));
 }
 
@@ -80,11 +86,15 @@ TEST_F(RankFamiliesTest, AllRanksAreOnOnePage) {
   std::vector<metrics::RankReading> ranks(3);
   for (int rank = 1; rank < 3; ++rank) {
     metrics::RankReading& one = ranks[static_cast<size_t>(rank)];
-    one.rank = rank;
-    one.traffic = metrics::RankTraffic{.chunks = 1, .rows = 20, .sent_bytes = 300, .received_bytes = 4000};
+    one.state.rank = rank;
+    one.state.chunks = 1;
+    one.state.rows = 20;
+    one.state.traffic = kernels::RankTraffic{.sent_bytes = 300, .received_bytes = 4000};
     one.metrics = GpuFamilies(*gpu);
   }
-  ranks[2].lost = true;
+  ranks[2].state.lost = true;
+  ranks[0].state.rows = 7;
+  ranks[0].metrics = metrics::RankTimeFamilies({.busy = absl::Seconds(3)});
   metrics::AddRankFamilies(ranks, &families);
   const std::string text = Text(families);
   EXPECT_THAT(text, HasSubstr("lossd_rank_up{rank=\"1\",host=\"\",device=\"\"} 1\n"));
@@ -97,7 +107,10 @@ TEST_F(RankFamiliesTest, AllRanksAreOnOnePage) {
     EXPECT_THAT(text, HasSubstr("lossd_rank_received_bytes_total" + label + "} 4000\n"));
     EXPECT_THAT(text, HasSubstr("lossd_gpu_temperature_celsius" + label + ",gpu=\"GPU-0123"));
   }
-  EXPECT_THAT(text, Not(HasSubstr("lossd_rank_rows_total{rank=\"0\"")));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_rows_total{rank=\"0\"} 7\n"));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_busy_seconds_total{rank=\"0\"} 3\n"));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_collective_seconds_total{rank=\"0\",operation=\"sum_gradients\"}"));
+  EXPECT_THAT(text, Not(HasSubstr("lossd_rank_sent_bytes_total{rank=\"0\"")));
   const std::string type = "# TYPE lossd_gpu_temperature_celsius";
   EXPECT_EQ(text.find(type), text.rfind(type)) << "one family";
 }
@@ -109,7 +122,7 @@ TEST_F(RankFamiliesTest, TheLeadersGpusHaveTheLabelWhereThereAreSeveralRanks) {
   EXPECT_THAT(metrics.RenderText(), HasSubstr("lossd_gpu_power_watts{gpu="));
   metrics.Attach(nullptr, nullptr, [&gpu] {
     std::vector<metrics::RankReading> ranks(2);
-    ranks[1].rank = 1;
+    ranks[1].state.rank = 1;
     ranks[1].metrics = GpuFamilies(*gpu);
     return ranks;
   });

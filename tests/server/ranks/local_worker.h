@@ -32,6 +32,7 @@ class NoLink final : public kernels::RankLink {
   }
   absl::Status JoinClasses(kernels::HeadKernels*) override { return {}; }
   void WatchChunks(std::function<absl::Status(const absl::Status&)>) override {}
+  kernels::ExchangeTimes Times() const override { return {}; }
   void Abort(const absl::Status&) override {}
 };
 

@@ -23,6 +23,7 @@ using test::RankServerOptions;
 using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr absl::Duration kLimit = absl::Minutes(3);  // for what a slow machine does
 
@@ -180,13 +181,18 @@ TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
   EXPECT_TRUE(client->CreateHead(SmallHead()).ok());
 }
 
+TEST(RanksServiceTest, CpusHaveNoNccl) {
+  const Ends ends = EndsOf({.ranks = 2, .flags = {"--backend=cpu", "--collectives=nccl"}});
+  EXPECT_EQ(ends.statuses, (std::vector<int>{2, 2}));
+  EXPECT_THAT(ends.leader, HasSubstr("collectives must be auto or gloo on CPUs, got nccl"));
+}
+
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--cpu_devices=2"},
             "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
-           {{"--collectives=nccl"}, "collectives must be auto or gloo on CPUs, got nccl"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
            {{"--rank_silence_timeout=-1s"}, "rank_silence_timeout must be positive"},
            {{"--collective_timeout=0s"}, "collective_timeout must be positive"},
@@ -259,6 +265,11 @@ TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
 
 // ---- What is said of ranks ----
 
+std::string CollectiveSeconds(int rank, const char* operation) {
+  return absl::StrCat("lossd_rank_collective_seconds_total{rank=\"", rank, "\",operation=\"", operation,
+                      "\"}");
+}
+
 // Of a series of a page of metrics; -1 if it is not there.
 double ValueOf(const std::string& metrics, const std::string& series) {
   const size_t found = metrics.find(absl::StrCat("\n", series, " "));
@@ -278,6 +289,30 @@ TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {
   while (client->GetServer()->ranks(1).memory().staging() == 0) {
     ASSERT_LT(absl::Now(), deadline);
     ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(data, 0, 0), {.grad_hidden = grads.data()}).ok());
+  }
+}
+
+TEST(RanksServiceTest, MetricsCountTheExchangesOfChunksByVocabulary) {
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--http=127.0.0.1:0", "--split=vocabulary"}});
+  const auto client = Connect(ranks.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(1);
+  Trained trained;
+  Train(*client, {MakeSmallRows(400, rng)}, 0, 1, rng, trained);
+  const absl::Time deadline = absl::Now() + kLimit;
+  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "hidden_gradients")) <= 0) {
+    ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  const std::string metrics = test::HttpGet(ranks.http(), "/metrics");
+  EXPECT_EQ(ValueOf(metrics, "lossd_rank_rows_total{rank=\"0\"}"),
+            ValueOf(metrics, "lossd_rank_rows_total{rank=\"1\"}"));
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_GT(ValueOf(metrics, absl::StrCat("lossd_rank_rows_total{rank=\"", rank, "\"}")), 0) << rank;
+    EXPECT_GT(ValueOf(metrics, CollectiveSeconds(rank, "row_statistics")), 0) << rank;
+    EXPECT_GT(ValueOf(metrics, CollectiveSeconds(rank, "hidden_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(metrics, CollectiveSeconds(rank, "sum_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(metrics, CollectiveSeconds(rank, "spread_values")), 0) << rank;
   }
 }
 
@@ -302,14 +337,23 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   Trained trained;
   Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
   const absl::Time deadline = absl::Now() + kLimit;
-  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"),
-                 "lossd_rank_collective_seconds_total{rank=\"1\"}") <= 0) {
+  while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "spread_values")) <= 0) {
     ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
     absl::SleepFor(absl::Milliseconds(20));
   }
   const std::string trained_metrics = test::HttpGet(ranks.http(), "/metrics");
-  for (const char* const name : {"rows", "chunks", "sent_bytes", "received_bytes", "busy_seconds"}) {
+  for (const char* const name : {"sent_bytes", "received_bytes"}) {
     EXPECT_GT(ValueOf(trained_metrics, absl::StrCat("lossd_rank_", name, "_total{rank=\"1\"}")), 0) << name;
+    EXPECT_THAT(trained_metrics, Not(HasSubstr(absl::StrCat("lossd_rank_", name, "_total{rank=\"0\"}"))));
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    for (const char* const name : {"rows", "chunks", "busy_seconds"}) {
+      EXPECT_GT(ValueOf(trained_metrics, absl::StrCat("lossd_rank_", name, "_total{rank=\"", rank, "\"}")), 0)
+          << name << " of rank " << rank;
+    }
+    EXPECT_GT(ValueOf(trained_metrics, CollectiveSeconds(rank, "sum_gradients")), 0) << rank;
+    EXPECT_EQ(ValueOf(trained_metrics, CollectiveSeconds(rank, "row_statistics")), 0) << rank;
+    EXPECT_EQ(ValueOf(trained_metrics, CollectiveSeconds(rank, "hidden_gradients")), 0) << rank;
   }
   const std::string probes = absl::StrCat("127.0.0.1:", port);
   EXPECT_EQ(test::HttpStatus(test::HttpGet(probes, "/livez")), 200);
@@ -324,7 +368,7 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
     EXPECT_EQ(server->ranks(rank).rank(), static_cast<uint32_t>(rank));
     EXPECT_FALSE(server->ranks(rank).lost());
     EXPECT_GE(server->ranks(rank).memory().weights(), kSmallHidden * kSmallVocab * 4);
-    EXPECT_THAT(server->ranks(rank).device(), HasSubstr("OpenBLAS"));
+    EXPECT_THAT(server->ranks(rank).device(), HasSubstr(test::RanksOnGpus() ? "cuda:" : "OpenBLAS"));
   }
 }
 

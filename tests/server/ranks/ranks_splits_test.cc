@@ -39,6 +39,7 @@ Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, u
 }
 
 TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
+  if (test::RanksOnGpus()) GTEST_SKIP() << "the devices of one process are parts of the CPU";
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
@@ -215,6 +216,7 @@ TEST(RanksSplitsTest, CheckpointsKeepEveryBitBetweenAllNumbersOfRanksAndBothWays
 
 // One process writes a checkpoint, and ranks that divide the vocabulary go on from it.
 TEST(RanksSplitsTest, RanksByVocabularyGoOnFromACheckpointOfOneProcess) {
+  if (test::RanksOnGpus()) GTEST_SKIP() << "the one process is on the CPU, which gives other bits";
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
@@ -243,7 +245,9 @@ TEST(RanksSplitsTest, RanksByVocabularyHaveTheirClassesEach) {
   const auto client = Connect(ranks.target());
   const auto before = client->GetServer();
   ASSERT_TRUE(before.ok()) << before.status();
-  for (const auto& rank : before->ranks()) EXPECT_EQ(rank.memory().workspace(), 2u << 20) << rank.rank();
+  if (!test::RanksOnGpus()) {  // a room of 1 MiB for each rank; the link of a GPU has other memory
+    for (const auto& rank : before->ranks()) EXPECT_EQ(rank.memory().workspace(), 2u << 20) << rank.rank();
+  }
   const auto head = client->CreateHead(SmallHead());
   ASSERT_TRUE(head.ok()) << head.status();
   const auto after = client->GetServer();

@@ -27,7 +27,7 @@ TEST_F(WorkerStreamTest, MemoryIsWhatTheWorkerSaidLastWithChunksToo) {
   Say(done);
   worker_.AwaitHeard();
   EXPECT_EQ(stream_.memory().peak_total, 77);
-  EXPECT_EQ(stream_.state().memory.peak_total, 77);
+  EXPECT_EQ(stream_.report().state.memory.peak_total, 77);
 }
 
 TEST_F(WorkerStreamTest, TrafficIsCounted) {
@@ -37,14 +37,15 @@ TEST_F(WorkerStreamTest, TrafficIsCounted) {
   Say(Results(1));
   Say(Done(1));
   worker_.AwaitHeard();
-  const RankTraffic once = stream_.state().traffic;
+  const kernels::RankState once = stream_.report().state;
   EXPECT_EQ(once.chunks, 1);
   EXPECT_EQ(once.rows, kSlices * kRows);
   const int64_t payload = kSlices * kRows * kHidden * sizeof(float);
-  EXPECT_GT(once.sent_bytes, payload);
-  EXPECT_GT(once.received_bytes, payload);
-  EXPECT_LT(once.sent_bytes, payload + 400);
-  EXPECT_LT(once.received_bytes, payload + 400);
+  ASSERT_TRUE(once.traffic.has_value());
+  EXPECT_GT(once.traffic->sent_bytes, payload);
+  EXPECT_GT(once.traffic->received_bytes, payload);
+  EXPECT_LT(once.traffic->sent_bytes, payload + 400);
+  EXPECT_LT(once.traffic->received_bytes, payload + 400);
   Submit();  // number 2, which fails
   v1::FromWorker failed = Results(2);
   failed.mutable_results()->mutable_status()->set_code(static_cast<int>(absl::StatusCode::kInternal));
@@ -53,10 +54,11 @@ TEST_F(WorkerStreamTest, TrafficIsCounted) {
   done.mutable_done()->mutable_status()->set_code(static_cast<int>(absl::StatusCode::kInternal));
   Say(done);
   worker_.AwaitHeard();
-  const RankTraffic twice = stream_.state().traffic;
+  const kernels::RankState twice = stream_.report().state;
   EXPECT_EQ(twice.chunks, 1);
   EXPECT_EQ(twice.rows, once.rows);
-  EXPECT_EQ(twice.sent_bytes, 2 * once.sent_bytes);
+  ASSERT_TRUE(twice.traffic.has_value());
+  EXPECT_EQ(twice.traffic->sent_bytes, 2 * once.traffic->sent_bytes);
 }
 
 v1::FromWorker MetricsWith(const std::string& help) {
@@ -68,11 +70,11 @@ v1::FromWorker MetricsWith(const std::string& help) {
 }
 
 TEST_F(WorkerStreamTest, MetricsAreThoseThatCameLast) {
-  EXPECT_EQ(stream_.state().metrics.families_size(), 0);
+  EXPECT_EQ(stream_.report().metrics.families_size(), 0);
   Say(MetricsWith("first"));
   Say(MetricsWith("second"));
   worker_.AwaitHeard();
-  const v1::Metrics metrics = stream_.state().metrics;
+  const v1::Metrics metrics = stream_.report().metrics;
   ASSERT_EQ(metrics.families_size(), 1);
   EXPECT_EQ(metrics.families(0).help(), "second");
 }

@@ -56,7 +56,10 @@ class RankClassExchangeTest : public ::testing::Test {
  protected:
   struct Rank {
     explicit Rank(int rank, const OnChunkFailure* on_failure)
-        : collectives(std::make_shared<NotedCollectives>(rank)), exchange(collectives, nullptr, on_failure) {}
+        : collectives(std::make_shared<NotedCollectives>(rank)),
+          exchange(collectives, nullptr, &timer, on_failure) {}
+    ExchangeClocks clocks;
+    StreamTimer timer{&clocks};
     std::shared_ptr<NotedCollectives> collectives;
     RankClassExchange exchange;
   };

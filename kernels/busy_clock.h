@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long at least one of several things has been under way. Thread-safe.
-#ifndef LOSSD_SERVER_RANKS_BUSY_CLOCK_H_
-#define LOSSD_SERVER_RANKS_BUSY_CLOCK_H_
+#ifndef LOSSD_KERNELS_BUSY_CLOCK_H_
+#define LOSSD_KERNELS_BUSY_CLOCK_H_
 
 #include <chrono>
 
@@ -9,7 +9,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
-namespace lossd::ranks {
+namespace lossd::kernels {
 
 class BusyClock {
  public:
@@ -24,6 +24,11 @@ class BusyClock {
     absl::MutexLock lock(&mutex_);
     if (--under_way_ == 0) total_ += now - since_;
   }
+  // What has taken `time`, and is over; at no time when something else was under way.
+  void Add(Clock::duration time) {
+    absl::MutexLock lock(&mutex_);
+    total_ += time;
+  }
   // What is under way counts until now.
   absl::Duration Total(Clock::time_point now = Clock::now()) const {
     absl::MutexLock lock(&mutex_);
@@ -37,6 +42,6 @@ class BusyClock {
   Clock::duration total_ ABSL_GUARDED_BY(mutex_) = Clock::duration::zero();
 };
 
-}  // namespace lossd::ranks
+}  // namespace lossd::kernels
 
-#endif  // LOSSD_SERVER_RANKS_BUSY_CLOCK_H_
+#endif  // LOSSD_KERNELS_BUSY_CLOCK_H_

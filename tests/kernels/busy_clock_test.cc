@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/ranks/busy_clock.h"
+#include "kernels/busy_clock.h"
 
 #include <gtest/gtest.h>
 
-namespace lossd::ranks {
+namespace lossd::kernels {
 namespace {
 
 BusyClock::Clock::time_point At(int seconds) {
@@ -23,7 +23,9 @@ TEST(BusyClockTest, TimesThatOverlapCountOnce) {
   clock.Begin(At(100));
   clock.End(At(103));
   EXPECT_EQ(clock.Total(At(200)), absl::Seconds(9));
+  clock.Add(std::chrono::seconds(4));
+  EXPECT_EQ(clock.Total(At(200)), absl::Seconds(13));
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::kernels
