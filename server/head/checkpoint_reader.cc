@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -115,6 +116,10 @@ absl::Status CheckpointReader::VerifyShards(const std::string& directory, const 
   reader.subject_.config = config;
   reader.shards_ = std::move(shards);
   for (const ManifestShard& shard : reader.shards_) {
+    std::error_code error;
+    const auto there =
+        std::filesystem::symlink_status(absl::StrCat(directory, "/", folder, "/", shard.file), error);
+    if (std::filesystem::is_symlink(there)) return reader.DataLoss(shard, "the tensor file is a link");
     if (absl::Status opened = reader.OpenShard(directory, shard); !opened.ok()) return opened;
   }
   return reader.Verify(options);
