@@ -70,7 +70,8 @@ class Save {
     own_->Close(status);
     status.Update(own_->AwaitEnd());
     disk_thread.join();
-    if (!site_error_.ok() && !options_.cancelled()) return site_error_;
+    // One that was cancelled has not failed: its error follows from what happened here.
+    if (!site_error_.ok() && !absl::IsCancelled(site_error_)) return site_error_;
     if (!status.ok()) return status;
     return saved;
   }

@@ -36,7 +36,9 @@ class FileWork {
     if (!in_time) return absl::DeadlineExceededError("it does not answer in time");
     v1::FilesProgress progress = worker_->requests().Progress(request_);
     if (progress.ready()) return progress;
-    return Await().status();
+    const absl::Status ended = Await().status();
+    return ended.ok() ? absl::InternalError(absl::StrCat("rank ", rank(), " ends without having begun"))
+                      : ended;
   }
   void GoOn(v1::GoOn with) {
     with.set_request(request_);

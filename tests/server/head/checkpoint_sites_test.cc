@@ -77,6 +77,7 @@ class PlayedSite final : public SaveSite {
   }
   bool AwaitRead(absl::Time) override { return true; }
   absl::StatusOr<std::vector<ManifestShard>> Await() override {
+    if (seen_->cancelled) return absl::CancelledError("rank 1: the save was cancelled");
     if (!conduct_.write.ok()) return conduct_.write;
     return lines_;
   }
