@@ -21,7 +21,7 @@
 namespace lossd::kernels {
 
 // Thread-safety as HeadKernels.
-class GroupHead final : public HeadKernels {
+class GroupHead final : public HeadKernels, public RemoteParts {
  public:
   // `heads`: one of each member, `replicas`: theirs. The members outlive the head.
   GroupHead(const HeadConfig& config, int64_t least_rows, Members* members,
@@ -53,6 +53,8 @@ class GroupHead final : public HeadKernels {
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
+  std::vector<RemotePart> remote_parts() const override { return heads_.Remote(Split::kRows); }
+  void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
 
  private:
   // Some rows that one member owns: rows [first, first + rows), which begin at `offset` of the rows asked

@@ -35,6 +35,25 @@ MemoryBytes MemberHeads::memory() const {
   return sum;
 }
 
+std::vector<RemotePart> MemberHeads::Remote(Split split) const {
+  std::vector<RemotePart> parts;
+  for (int member = 0; member < size(); ++member) {
+    for (RemotePart part : RemotePartsOf(head(member))) {
+      part.replica = {member, size()};
+      part.split = split;
+      parts.push_back(part);
+    }
+  }
+  return parts;
+}
+
+void MemberHeads::PassBy(absl::Span<const int> ranks) const {
+  ForEach([&](int, HeadKernels& head) {
+    kernels::PassBy(head, ranks);
+    return absl::OkStatus();
+  }).IgnoreError();
+}
+
 absl::Status MemberHeads::ForEach(absl::FunctionRef<absl::Status(int member, HeadKernels& head)> fn) const {
   return members_->ForEach([&](int member) { return fn(member, head(member)); });
 }

@@ -17,6 +17,7 @@
 #include "kernels/group/chunk_order.h"
 #include "kernels/group/division.h"
 #include "kernels/group/members.h"
+#include "kernels/remote_parts.h"
 
 namespace lossd::kernels {
 
@@ -36,6 +37,9 @@ class MemberHeads {
   // The fewest that a chunk of one of them may have.
   int64_t chunk_rows() const;
   MemoryBytes memory() const;  // of all
+  // Those of all members, of a head that is divided so.
+  std::vector<RemotePart> Remote(Split split) const;
+  void PassBy(absl::Span<const int> ranks) const;
 
   // Computes a chunk in parts, or calls back with the refusal when its turn comes.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts);

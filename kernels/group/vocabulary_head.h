@@ -20,7 +20,7 @@
 namespace lossd::kernels {
 
 // Thread-safety as HeadKernels.
-class VocabularyHead final : public HeadKernels {
+class VocabularyHead final : public HeadKernels, public RemoteParts {
  public:
   // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
   // whose config's split is kVocabulary, joined. The members outlive the head.
@@ -50,6 +50,8 @@ class VocabularyHead final : public HeadKernels {
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
+  std::vector<RemotePart> remote_parts() const override { return heads_.Remote(Split::kVocabulary); }
+  void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
 
  private:
   // Rows [first, first + rows) of a tensor, which one member has; their bytes begin at `offset` of those

@@ -159,7 +159,9 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
         return (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
       },
-      save);
+      save,
+      options_.sites == nullptr ? std::vector<std::unique_ptr<head::SaveSite>>()
+                                : options_.sites->ForSave(RemotePartsOf(head->name)));
   if (!saved.ok()) return saved.status();
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
@@ -168,6 +170,24 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));
   return response;
+}
+
+// None if the head has gone meanwhile, which what comes next notices.
+std::vector<kernels::RemotePart> Checkpoints::RemotePartsOf(const std::string& head) const {
+  std::vector<kernels::RemotePart> parts;
+  engine_
+      ->OnDevice(head,
+                 [&](head::Head& on_device) {
+                   parts = kernels::RemotePartsOf(on_device.kernels());
+                   return absl::OkStatus();
+                 })
+      .IgnoreError();
+  return parts;
+}
+
+std::vector<std::unique_ptr<head::LoadSite>> Checkpoints::LoadSites(const std::string& head) const {
+  if (options_.sites == nullptr) return {};
+  return options_.sites->ForLoad(RemotePartsOf(head));
 }
 
 void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response) {

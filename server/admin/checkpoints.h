@@ -11,7 +11,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -22,6 +24,7 @@
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
 #include "server/head/disk.h"
+#include "server/head/file_sites.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::admin {
@@ -35,6 +38,7 @@ struct CheckpointOptions {
   int64_t memory_reserve_bytes = 0;           // the buffer leaves so much of the host's memory to others
   int64_t limit_bytes = 0;                    // of all files below the directory; 0: none
   head::Disk* disk = head::Disk::Real();
+  head::FileSites* sites = nullptr;  // other processes that have parts of heads; null: there are none
 };
 
 class Checkpoints {
@@ -61,6 +65,8 @@ class Checkpoints {
   // Ends saves with CANCELLED, now and in the future.
   void CancelSaves() { saves_cancelled_ = true; }
 
+  // The other processes that have parts of a head, for one load.
+  std::vector<std::unique_ptr<head::LoadSite>> LoadSites(const std::string& head) const;
   // For a load that begins now.
   head::LoadOptions LoadOptions(bool verify_first) const;
 
@@ -70,6 +76,7 @@ class Checkpoints {
   absl::StatusOr<v1::SaveCheckpointResponse> SaveInTurn(const v1::SaveCheckpointRequest& request,
                                                         const SaveCallbacks& callbacks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(save_mutex_);
+  std::vector<kernels::RemotePart> RemotePartsOf(const std::string& head) const;
   // Removes what `request` lets go; a failure is logged.
   void Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response);
 

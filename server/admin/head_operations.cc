@@ -9,10 +9,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/remote_parts.h"
 #include "server/admin/choice_log.h"
 #include "server/admin/head_source.h"
 #include "server/head/head.h"
 #include "server/head/initializer.h"
+#include "server/head/site_loading.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/enums.h"
@@ -303,18 +305,35 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader,
                                          bool is_new) {
   const head::CheckpointSubject& saved = reader.subject();
+  head::SiteLoading sites(saved.config, checkpoints_.LoadSites(head));
+  sites.Open(reader.name(), reader.content_digest());
+  const auto pass_by = [&](const std::vector<int>& ranks) {
+    return engine_->OnDevice(head, [&](head::Head& on_device) {
+      kernels::PassBy(on_device.kernels(), ranks);
+      return absl::OkStatus();
+    });
+  };
+  const auto begin = [&] {
+    absl::Status status = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step);
+    if (status.ok()) status = pass_by(sites.ranks());
+    if (status.ok()) sites.Start();
+    return status;
+  };
   bool begun = false;
+  head::LoadOptions options = checkpoints_.LoadOptions(/*verify_first=*/!is_new);
+  options.wanted = [&](const head::TensorPart& part) { return sites.Wants(part); };
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
         if (!std::exchange(begun, true)) {
-          absl::Status begin = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step);
-          if (!begin.ok()) return begin;
+          if (absl::Status begins = begin(); !begins.ok()) return begins;
         }
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
         });
       },
-      checkpoints_.LoadOptions(/*verify_first=*/!is_new));
+      options);
+  status = sites.Await(std::move(status));
+  if (begun) status.Update(pass_by({}));
   if (!status.ok()) return status;
   return engine_->EndLoad(head);
 }

@@ -198,12 +198,17 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
     if (!ca.ok()) return ca.status();
     credentials = grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = "", .pem_cert_chain = ""});
   }
+  const int threads = CheckpointThreads(options, own.backend->info());
   return ranks::Worker::Create({.rank = options.ranks.launch.rank,
                                 .leader = options.ranks.launch.leader,
                                 .credentials = std::move(credentials),
                                 .secret = *std::move(secret),
                                 .limits = LimitsOf(options),
                                 .settings = SettingsOf(options),
+                                .files = {.directory = options.checkpoint_directory,
+                                          .buffer_bytes = options.checkpoint_buffer_bytes,
+                                          .reserve_bytes = options.memory_reserve_bytes,
+                                          .threads = threads},
                                 .timeout = options.ranks.timeout,
                                 .on_joined = std::move(callbacks.on_joined),
                                 .metrics = std::move(callbacks.metrics)},

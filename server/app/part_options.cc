@@ -22,8 +22,10 @@ engine::EngineOptions EngineOptionsOf(const ServerOptions& options) {
 }
 
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend, regions::Regions* regions) {
+                                             const kernels::BackendInfo& backend, regions::Regions* regions,
+                                             head::FileSites* sites) {
   rpc::HeadServiceOptions out;
+  out.operations.checkpoints.sites = sites;
   out.operations.checkpoints.directory = options.checkpoint_directory;
   out.operations.checkpoints.buffer_bytes = options.checkpoint_buffer_bytes;
   out.operations.checkpoints.shards = {.most_bytes = options.checkpoint_shard_bytes,

@@ -19,9 +19,10 @@ namespace lossd::app {
 
 engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
-// In both, `regions` is null if the server shares no memory.
+// In both, `regions` is null if the server shares no memory. `sites`: CheckpointOptions::sites.
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
-                                             const kernels::BackendInfo& backend, regions::Regions* regions);
+                                             const kernels::BackendInfo& backend, regions::Regions* regions,
+                                             head::FileSites* sites);
 rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
 // None without a leader.

@@ -202,8 +202,10 @@ void ServerImpl::WatchRanks() {
 
 void ServerImpl::CreateServices() {
   regions::Regions* const regions = shared_memory_ == nullptr ? nullptr : shared_memory_->regions();
-  head_service_ = rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info(), regions),
-                                           engine_.get(), &security_->access_control(), metrics_.get());
+  head_service_ =
+      rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info(), regions,
+                                                    leader_ == nullptr ? nullptr : leader_->file_sites()),
+                               engine_.get(), &security_->access_control(), metrics_.get());
   loss_service_ = std::make_unique<rpc::LossService>(LossServiceOptionsOf(options_, regions), engine_.get(),
                                                      &security_->access_control(), metrics_.get(),
                                                      head_service_->requests());

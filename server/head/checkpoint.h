@@ -29,25 +29,19 @@
 #include "kernels/head_config.h"
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/disk.h"
+#include "server/head/file_sites.h"
 #include "server/head/folder_lock.h"
 #include "server/head/manifest.h"
 #include "server/head/read_ahead.h"
+#include "server/head/shard_files.h"
 #include "server/head/shards.h"
 
 namespace lossd::head {
 
-// Yields, or takes, the fp32 values of rows [row_begin, row_begin + rows) of a tensor. The span has
-// exactly their bytes. An error ends the operation and is returned.
-using TensorSource = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t row_begin, int64_t rows,
-                                                    absl::Span<uint8_t> out)>;
+// Takes the fp32 values of rows [row_begin, row_begin + rows) of a tensor. The span has exactly their bytes.
+// An error ends the operation and is returned.
 using TensorSink = absl::FunctionRef<absl::Status(kernels::TensorId id, int64_t row_begin, int64_t rows,
                                                   absl::Span<const uint8_t> in)>;
-
-struct SaveProgress {
-  int64_t total_bytes = 0;    // of all tensors
-  int64_t read_bytes = 0;     // from the source
-  int64_t written_bytes = 0;  // to the files; the rest of read_bytes is in the read-ahead buffers
-};
 
 struct SaveOptions {
   int64_t slice_bytes = int64_t{8} << 20;  // the most a callback handles at once; at least one row
@@ -90,9 +84,13 @@ struct SavedCheckpoint {
 //
 // The source is called by this thread, ahead of the disk, which other threads serve: reading waits for the
 // disk only once the buffer is full. Rows come in any order.
+//
+// `sites`: other processes that have some of the classes. If the checkpoint has several files, those that
+// prove to see the folder write their classes by themselves; the source is not asked for these then.
 absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, absl::string_view name,
                                                const CheckpointSubject& subject, TensorSource source,
-                                               const SaveOptions& options = {});
+                                               const SaveOptions& options = {},
+                                               std::vector<std::unique_ptr<SaveSite>> sites = {});
 
 struct LoadOptions {
   // The most the sink gets at once; at least one row. So little that it is still in a processor's cache when
@@ -103,6 +101,9 @@ struct LoadOptions {
   // Everything is read and compared before the sink gets anything. Without it the sink's caller has to throw
   // away what the sink got when Load fails.
   bool verify_first = true;
+  // Whether the sink wants any of these rows, which a file has of a tensor; null: it wants all. Rows of a
+  // file that are wanted in part come as a whole.
+  std::function<bool(const TensorPart&)> wanted = nullptr;
 };
 
 // While there is one, the checkpoint is not pruned.
@@ -113,7 +114,15 @@ class CheckpointReader {
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& directory,
                                                                 absl::string_view checkpoint);
 
+  const std::string& name() const { return name_; }  // "<head>/<name>"
   const CheckpointSubject& subject() const { return subject_; }
+  const std::string& content_digest() const { return content_digest_; }  // ContentDigest
+
+  // Reads files that are not a checkpoint yet: whether `folder` below the directory has what `shards` say, of
+  // a head like `config`, bit for bit. DATA_LOSS naming the file if not.
+  static absl::Status VerifyShards(const std::string& directory, const std::string& folder,
+                                   const kernels::HeadConfig& config, std::vector<ManifestShard> shards,
+                                   const LoadOptions& options);
 
   // First reads everything and compares all checksums, then hands all tensors to `sink`, which this thread
   // calls; rows come in any order. If this fails before the sink was called, nothing was changed; DATA_LOSS
@@ -144,6 +153,7 @@ class CheckpointReader {
   std::string name_;  // "<head>/<name>"
   FolderLock lock_;
   CheckpointSubject subject_;
+  std::string content_digest_;
   std::vector<ManifestShard> shards_;
   std::vector<std::unique_ptr<formats::SafetensorsReader>> files_;  // of the shards
   std::vector<StoredPart> parts_;

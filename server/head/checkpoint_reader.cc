@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -55,6 +56,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   }
   absl::StatusOr<Manifest> manifest = ReadManifest(directory, checkpoint);
   if (!manifest.ok()) return manifest.status();
+  reader->content_digest_ = ContentDigest(*manifest);
   reader->subject_ = std::move(manifest->subject);
   reader->shards_ = std::move(manifest->shards);
   for (const ManifestShard& shard : reader->shards_) {
@@ -106,6 +108,23 @@ absl::Status CheckpointReader::OpenShard(const std::string& directory, const Man
   return absl::OkStatus();
 }
 
+absl::Status CheckpointReader::VerifyShards(const std::string& directory, const std::string& folder,
+                                            const kernels::HeadConfig& config,
+                                            std::vector<ManifestShard> shards, const LoadOptions& options) {
+  CheckpointReader reader;
+  reader.name_ = folder;
+  reader.subject_.config = config;
+  reader.shards_ = std::move(shards);
+  for (const ManifestShard& shard : reader.shards_) {
+    std::error_code error;
+    const auto there =
+        std::filesystem::symlink_status(absl::StrCat(directory, "/", folder, "/", shard.file), error);
+    if (std::filesystem::is_symlink(there)) return reader.DataLoss(shard, "the tensor file is a link");
+    if (absl::Status opened = reader.OpenShard(directory, shard); !opened.ok()) return opened;
+  }
+  return reader.Verify(options);
+}
+
 absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options) const {
   if (options.verify_first) {
     if (absl::Status status = Verify(options); !status.ok()) return status;
@@ -128,10 +147,14 @@ absl::Status CheckpointReader::Verify(const LoadOptions& options) const {
 absl::Status CheckpointReader::Deliver(TensorSink sink, const LoadOptions& options) const {
   const int64_t slice_bytes = MostSliceBytes(subject_.config, options.slice_bytes);
   const int threads = Threads(options, slice_bytes);
+  std::vector<const StoredPart*> parts;
+  for (const StoredPart& part : parts_) {
+    if (options.wanted == nullptr || options.wanted(part.part)) parts.push_back(&part);
+  }
   ReadAhead ahead(slice_bytes, threads + 1);
   std::thread reading([&] {
-    ahead.Close(RunInThreads(threads, parts_.size(), [&](size_t part) {
-      return ReadPart(parts_[part], options.slice_bytes, ahead, [&](ReadAhead::Block& block) {
+    ahead.Close(RunInThreads(threads, parts.size(), [&](size_t part) {
+      return ReadPart(*parts[part], options.slice_bytes, ahead, [&](ReadAhead::Block& block) {
         ahead.Put(std::move(block));
         return absl::OkStatus();
       });

@@ -17,6 +17,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
 
@@ -138,5 +139,38 @@ absl::StatusOr<std::unique_ptr<formats::InputFile>> OpenBelow(const std::string&
   if (!descriptor.ok()) return descriptor.status();
   return formats::InputFile::Adopt(*descriptor, std::string(relative));
 }
+
+// ---- FolderBelow ----
+
+absl::StatusOr<FolderBelow> FolderBelow::Open(const std::string& directory,
+                                              absl::Span<const std::string> names) {
+  const std::string relative = absl::StrJoin(names, "/");
+  const std::optional<std::string> root = RealPath(directory);
+  if (!root.has_value()) return formats::FileError(relative, "resolve", errno);
+  constexpr int kFolder = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  FolderBelow folder(open(root->c_str(), kFolder), relative);
+  for (const std::string& name : names) {
+    if (name.empty() || name == "." || name == ".." || absl::StrContains(name, '/') ||
+        absl::StrContains(name, '\0')) {
+      return BadPath(relative, "leads elsewhere");
+    }
+    const int parent = folder.descriptor_;
+    if (parent >= 0) folder.descriptor_ = openat(parent, name.c_str(), kFolder);
+    const int error = errno;
+    if (parent >= 0) close(parent);
+    if (folder.descriptor_ < 0) return formats::FileError(relative, "open folder", error);
+  }
+  return folder;
+}
+
+FolderBelow::FolderBelow(FolderBelow&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)), name_(std::move(other.name_)) {}
+
+FolderBelow::~FolderBelow() {
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+// The dot: the number alone is a link, which not everybody follows.
+std::string FolderBelow::path() const { return absl::StrCat("/proc/self/fd/", descriptor_, "/."); }
 
 }  // namespace lossd::head

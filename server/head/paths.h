@@ -6,10 +6,12 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "proto/tensorfile/file.h"
 
 namespace lossd::head {
@@ -28,6 +30,27 @@ absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::str
 // `relative` in errors.
 absl::StatusOr<std::unique_ptr<formats::InputFile>> OpenBelow(const std::string& directory,
                                                               absl::string_view relative);
+
+// A folder below a directory, held open: whatever is renamed or replaced meanwhile, path() leads to it.
+class FolderBelow {
+ public:
+  // `names`: of the folders on the way, from the directory on. No symbolic link is followed, but on the way
+  // to the directory itself. INVALID_ARGUMENT for a name that could lead elsewhere; NOT_FOUND or INTERNAL if
+  // one is no folder. Errors repeat the names alone.
+  static absl::StatusOr<FolderBelow> Open(const std::string& directory, absl::Span<const std::string> names);
+  FolderBelow(FolderBelow&& other) noexcept;
+  FolderBelow& operator=(FolderBelow&&) = delete;
+  ~FolderBelow();
+
+  std::string path() const;                          // of this process, while it is open
+  const std::string& name() const { return name_; }  // for people, from the directory on
+
+ private:
+  FolderBelow(int descriptor, std::string name) : descriptor_(descriptor), name_(std::move(name)) {}
+
+  int descriptor_;
+  std::string name_;
+};
 
 }  // namespace lossd::head
 

@@ -41,16 +41,24 @@ int64_t CheckpointBytes(const kernels::HeadConfig& config) {
 std::string ClassRange::Text() const { return absl::StrCat("classes [", begin, ", ", end, ")"); }
 
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ShardRules& rules) {
-  const int64_t bytes = CheckpointBytes(config);
+  return DivideClasses(config, {0, config.vocab_size}, rules, kMostShards);
+}
+
+std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ClassRange& classes,
+                                      const ShardRules& rules, size_t most) {
+  int64_t bytes = 0;
+  for (const TensorPart& part : PartsOf(config, classes)) {
+    bytes += Bytes({part.rows, kernels::ShapeOf(config, part.id.param).cols});
+  }
   const int64_t threads = std::max(rules.threads, 1);
   int64_t shards = DividedUp(bytes, std::max<int64_t>(rules.most_bytes, 1));
   shards = std::max(shards, std::min(threads, bytes / kLeastShardBytes));
   if (shards > threads) shards = DividedUp(shards, threads) * threads;
-  shards = std::clamp<int64_t>(shards, 1, std::min<int64_t>(config.vocab_size, kMostShards));
+  shards = std::clamp<int64_t>(shards, 1, std::min<int64_t>(classes.size(), static_cast<int64_t>(most)));
   std::vector<ClassRange> ranges;
-  const int64_t least = config.vocab_size / shards;
-  const int64_t larger = config.vocab_size % shards;  // ranges that have one class more
-  int64_t begin = 0;
+  const int64_t least = classes.size() / shards;
+  const int64_t larger = classes.size() % shards;  // ranges that have one class more
+  int64_t begin = classes.begin;
   for (int64_t shard = 0; shard < shards; ++shard) {
     const int64_t end = begin + least + (shard < larger ? 1 : 0);
     ranges.push_back({begin, end});

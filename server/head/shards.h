@@ -37,6 +37,9 @@ struct ShardRules {
 // All classes of a head, in order, in ranges that differ by at most one class. With a head that is large
 // enough each thread has the same number of files.
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ShardRules& rules);
+// The same for some classes of a head, into at most so many ranges.
+std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ClassRange& classes,
+                                      const ShardRules& rules, size_t most);
 
 // The tensors a checkpoint of such a head holds, in file order: values and moments, no gradients.
 std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config);

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/head/temporary_folder.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <random>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 
 namespace lossd::head {
 namespace {
@@ -22,11 +26,11 @@ std::string TemporaryName(const std::string& parent, absl::string_view name) {
 }  // namespace
 
 absl::StatusOr<TemporaryFolder> TemporaryFolder::Create(Disk* disk, const std::string& parent,
-                                                        absl::string_view name) {
+                                                        absl::string_view name, FolderLock::Kind kind) {
   std::string path = TemporaryName(parent, name);
   if (absl::Status status = disk->CreateFolder(path); !status.ok()) return status;
   TemporaryFolder folder(disk, std::move(path));
-  absl::StatusOr<FolderLock> lock = FolderLock::Try(folder.path_, FolderLock::Kind::kExclusive);
+  absl::StatusOr<FolderLock> lock = FolderLock::Try(folder.path_, kind);
   if (absl::IsUnimplemented(lock.status())) return absl::FailedPreconditionError(lock.status().message());
   if (!lock.ok()) return lock.status();
   folder.lock_ = *std::move(lock);
@@ -61,6 +65,20 @@ absl::Status TemporaryFolder::Become(const std::string& target) {
   if (absl::Status status = disk_->Rename(path_, target); !status.ok()) return status;
   path_.clear();
   return absl::OkStatus();
+}
+
+absl::Status ValidateTemporaryName(absl::string_view name) {
+  constexpr size_t kMostLength = 64 + 9;  // a checkpoint's name, and what TemporaryName puts behind it
+  const auto is_usual = [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
+  };
+  absl::string_view rest = name;
+  if (absl::ConsumePrefix(&rest, kPrefix) && !rest.empty() && rest.size() <= kMostLength &&
+      std::all_of(rest.begin(), rest.end(), is_usual)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("'", absl::CHexEscape(name.substr(0, 2 * kMostLength)),
+                                                 "' is no temporary folder's name"));
 }
 
 void RemoveLeftovers(Disk* disk, const std::string& parent) {

@@ -19,9 +19,10 @@ namespace lossd::head {
 class TemporaryFolder {
  public:
   // Makes an empty one in `parent` for a checkpoint that will be called `name`. `disk` outlives it.
-  // FAILED_PRECONDITION if the file system has no locks.
-  static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent,
-                                                absl::string_view name);
+  // FAILED_PRECONDITION if the file system has no locks. `kind`: shared if other processes write into it, who
+  // lock it too.
+  static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent, absl::string_view name,
+                                                FolderLock::Kind kind = FolderLock::Kind::kExclusive);
   // Turns the folder `name` of `parent` into one, so that after a crash it is either there as it was or not
   // at all. FAILED_PRECONDITION if it is locked, because it is being read.
   static absl::StatusOr<TemporaryFolder> Adopt(Disk* disk, const std::string& parent, absl::string_view name);
@@ -43,6 +44,9 @@ class TemporaryFolder {
   std::string path_;  // empty: nothing to remove
   FolderLock lock_;
 };
+
+// INVALID_ARGUMENT unless a temporary folder may be called so.
+absl::Status ValidateTemporaryName(absl::string_view name);
 
 // Removes temporary folders in `parent` that no process uses any more; what cannot be removed stays.
 void RemoveLeftovers(Disk* disk, const std::string& parent);

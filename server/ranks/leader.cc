@@ -18,6 +18,7 @@
 #include "server/ranks/grpc_transport.h"
 #include "server/ranks/leader_rows.h"
 #include "server/ranks/local_address.h"
+#include "server/ranks/rank_files.h"
 #include "server/ranks/rank_replicas.h"
 #include "server/ranks/remote_backend.h"
 #include "server/ranks/worker_stream.h"
@@ -39,6 +40,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Listen();
   int port() const override { return port_; }
   const std::string& collectives() const override { return collectives_; }
+  head::FileSites* file_sites() override { return &files_; }
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
   void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
@@ -76,6 +78,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   const kernels::GroupWork* group_ = nullptr;  // of the backend that Form has made
   std::unique_ptr<kernels::RankLink> link_;
   LeaderRows rows_;
+  RankFiles files_;
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
@@ -326,6 +329,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
     EndForming(status);
     return status;
   }
+  files_.SetWorkers(AllWorkers());
   return MakeGroup(std::move(own.backend));
 }
 

@@ -19,6 +19,7 @@
 #include "kernels/backend.h"
 #include "kernels/create_backend.h"
 #include "kernels/group/group_backend.h"
+#include "server/head/file_sites.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
 #include "server/ranks/rank_report.h"
@@ -57,6 +58,9 @@ class Leader {
 
   // What carries the sums and exchanges of the ranks (kernels/rank_link.h), after Form.
   virtual const std::string& collectives() const = 0;
+
+  // How its workers save and load their parts of heads, after Form. Lives as long as the leader.
+  virtual head::FileSites* file_sites() = 0;
 
   // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
   virtual void WatchLoss(std::function<void(const absl::Status&)> on_lost) = 0;

@@ -11,11 +11,12 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/remote_parts.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
 
-class RemoteHead final : public kernels::HeadKernels {
+class RemoteHead final : public kernels::HeadKernels, public kernels::RemoteParts {
  public:
   // `description`: what the worker has said of the head.
   RemoteHead(const kernels::HeadConfig& config, uint64_t id, const v1::HeadDescription& description,
@@ -39,6 +40,10 @@ class RemoteHead final : public kernels::HeadKernels {
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const kernels::OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
+  std::vector<kernels::RemotePart> remote_parts() const override {
+    return {{.rank = worker_->rank(), .head = id_.id}};
+  }
+  void PassBy(absl::Span<const int> ranks) override;
 
   // The worker's part of what all ranks do together: sent here, answered once all have done theirs.
   uint64_t StartSumGradients();
@@ -58,6 +63,7 @@ class RemoteHead final : public kernels::HeadKernels {
   const int64_t slice_rows_;
   const kernels::MemoryBytes memory_;
   const std::vector<kernels::Choice> choices_;
+  bool passed_by_ = false;
 };
 
 class RemoteBackend final : public kernels::Backend {

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -21,6 +20,7 @@
 #include "server/log/log.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/messages.h"
+#include "server/ranks/thread_queue.h"
 #include "server/ranks/worker_heads.h"
 #include "server/ranks/worker_stream.h"
 
@@ -43,37 +43,11 @@ bool IsFinal(const grpc::Status& status) {
   }
 }
 
-// Messages between two threads. Thread-safe.
-template <typename Message>
-class Queue {
- public:
-  void Push(Message message) {
-    absl::MutexLock lock(&mutex_);
-    messages_.push_back(std::move(message));
-  }
-  void Close() {
-    absl::MutexLock lock(&mutex_);
-    closed_ = true;
-  }
-  // nullopt once it is closed; what is left is dropped.
-  std::optional<Message> Pop() {
-    absl::MutexLock lock(&mutex_);
-    const auto news = [this] {
-      mutex_.AssertHeld();
-      return closed_ || !messages_.empty();
-    };
-    mutex_.Await(absl::Condition(&news));
-    if (closed_) return std::nullopt;
-    Message message = std::move(messages_.front());
-    messages_.pop_front();
-    return message;
-  }
-
- private:
-  absl::Mutex mutex_;
-  std::deque<Message> messages_ ABSL_GUARDED_BY(mutex_);
-  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
-};
+WorkerFilesOptions FilesOptions(const WorkerOptions& options) {
+  WorkerFilesOptions files = options.files;
+  files.rank = options.rank;
+  return files;
+}
 
 class WorkerImpl final : public Worker {
  public:
@@ -81,10 +55,16 @@ class WorkerImpl final : public Worker {
       : options_(options),
         backend_(std::move(own.backend)),
         link_(std::move(own.link)),
-        heads_(backend_.get(), link_.get(), [this](v1::FromWorker message) {
-          if (message.has_done()) busy_.End();
-          answers_.Push(std::move(message));
-        }) {
+        heads_(backend_.get(), link_.get(),
+               [this](v1::FromWorker message) {
+                 if (message.has_done()) busy_.End();
+                 answers_.Push(std::move(message));
+               }),
+        files_(
+            FilesOptions(options),
+            {.on_driver = [this](std::function<void()> task) { requests_.Push({.task = std::move(task)}); },
+             .find = [this](uint64_t head) { return heads_.Find(head); },
+             .send = [this](v1::FromWorker message) { answers_.Push(std::move(message)); }}) {
     link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   }
   ~WorkerImpl() override { Stop(); }
@@ -128,10 +108,17 @@ class WorkerImpl final : public Worker {
   const WorkerOptions options_;
   const std::unique_ptr<kernels::Backend> backend_;
   const std::unique_ptr<kernels::RankLink> link_;
-  Queue<v1::ToWorker> requests_;   // bounded: the leader waits for answers, and sends so many chunks
-  Queue<v1::FromWorker> answers_;  // likewise
-  kernels::BusyClock busy_;        // of chunks and requests
+  // What the driving thread does: what the leader asks for, or a part of the work on files.
+  struct Work {
+    v1::ToWorker message = {};
+    std::function<void()> task = nullptr;
+  };
+
+  ThreadQueue<Work> requests_;           // bounded: the leader waits for answers, and sends so many chunks
+  ThreadQueue<v1::FromWorker> answers_;  // likewise
+  kernels::BusyClock busy_;              // of chunks and requests
   WorkerHeads heads_;
+  WorkerFiles files_;
   std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
   std::vector<v1::ChunkSlice> slices_;
@@ -228,7 +215,7 @@ absl::Status WorkerImpl::Serve(v1::ToWorker message) {
   do {
     if (message.has_end()) return absl::OkStatus();
     if (message.has_refusal()) return FromProto(message.refusal().status());
-    requests_.Push(std::move(message));
+    requests_.Push({.message = std::move(message)});
     message = v1::ToWorker();
   } while (stream->Read(&message));
   if (leaving_ && !joined_) return absl::OkStatus();
@@ -259,10 +246,14 @@ void WorkerImpl::ReportMetrics() {
 }
 
 void WorkerImpl::Drive() {
-  while (std::optional<v1::ToWorker> message = requests_.Pop()) {
+  while (std::optional<Work> work = requests_.Pop()) {
     busy_since_ = Clock::now();
     busy_.Begin();
-    if (absl::Status status = Handle(*message); !status.ok()) ReportLoss(status);
+    if (work->task != nullptr) {
+      work->task();
+    } else if (absl::Status status = Handle(work->message); !status.ok()) {
+      ReportLoss(status);
+    }
     busy_.End();
     busy_since_ = kIdle;
   }
@@ -293,9 +284,15 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       *answer.mutable_answer()->mutable_memory() = ToProto(backend_->memory());
       break;
     }
-    case v1::ToWorker::kRequest:
-      *answer.mutable_answer() = heads_.Execute(message.request());
+    case v1::ToWorker::kRequest: {
+      const v1::Request& request = message.request();
+      if (WorkerFiles::IsFor(request)) {
+        files_.Handle(request);
+        return absl::OkStatus();
+      }
+      *answer.mutable_answer() = heads_.Execute(request);
       break;
+    }
     case v1::ToWorker::kChunk:
       chunk_ = std::move(*message.mutable_chunk());
       return SubmitIfComplete();
@@ -357,6 +354,7 @@ void WorkerImpl::Stop() {
     if (attempt_ != nullptr) attempt_->context.TryCancel();
   }
   if (driver_.joinable()) driver_.join();
+  files_.End();
   if (writer_.joinable()) writer_.join();
   if (reporter_.joinable()) reporter_.join();
   absl::MutexLock lock(&attempt_mutex_);

@@ -18,6 +18,7 @@
 #include "kernels/rank_state.h"
 #include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
+#include "server/ranks/worker_files.h"
 
 namespace lossd::ranks {
 
@@ -28,6 +29,7 @@ struct WorkerOptions {
   std::string secret;
   ChannelLimits limits;
   Settings settings;                          // but those of the backend
+  WorkerFilesOptions files = {};              // but the rank
   absl::Duration timeout = absl::Minutes(5);  // for the leader to take this rank
   // Called once, when joined() becomes true, on the driving thread; must not call into the worker.
   std::function<void()> on_joined = [] {};

@@ -156,6 +156,11 @@ v1::Answer WorkerHeads::Execute(const v1::Request& request) {
   return answer;
 }
 
+kernels::HeadKernels* WorkerHeads::Find(uint64_t head) const {
+  const auto found = heads_.find(head);
+  return found == heads_.end() ? nullptr : found->second.kernels.get();
+}
+
 absl::Status WorkerHeads::Do(const v1::Request& request, v1::Answer& answer) {
   if (request.has_plan()) return Plan(request.plan(), answer);
   if (request.has_create()) return Create(request.head(), request.create(), answer);

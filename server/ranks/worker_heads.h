@@ -30,6 +30,7 @@ class WorkerHeads {
   absl::Status UseRowsOf(const v1::Prepare& prepare);
 
   v1::Answer Execute(const v1::Request& request);
+  kernels::HeadKernels* Find(uint64_t head) const;  // null: there is none
   // A chunk with all its slices. INTERNAL if it is not one.
   absl::Status Submit(const v1::ChunkStart& start, std::vector<v1::ChunkSlice> slices);
 

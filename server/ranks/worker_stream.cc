@@ -23,7 +23,10 @@ int64_t RowsOf(const Chunk& chunk) {
 }  // namespace
 
 WorkerStream::WorkerStream(v1::Hello hello, WorkerTransport* transport)
-    : hello_(std::move(hello)), transport_(transport), cancelled_by_(transport) {}
+    : hello_(std::move(hello)),
+      requests_(static_cast<int>(hello_.rank())),
+      transport_(transport),
+      cancelled_by_(transport) {}
 
 // ---- Writing ----
 
@@ -88,15 +91,8 @@ void WorkerStream::ShareRows(const RowRegions* regions) {
   regions_ = regions;
 }
 
-uint64_t WorkerStream::NewRequest() {
-  absl::MutexLock lock(&mutex_);
-  const uint64_t id = next_id_++;
-  pending_[id];
-  return id;
-}
-
 uint64_t WorkerStream::Start(v1::Request request) {
-  const uint64_t id = NewRequest();
+  const uint64_t id = requests_.Add();
   request.set_id(id);
   v1::ToWorker message;
   *message.mutable_request() = std::move(request);
@@ -105,30 +101,12 @@ uint64_t WorkerStream::Start(v1::Request request) {
 }
 
 uint64_t WorkerStream::StartConnect(const std::vector<std::string>& addresses) {
-  const uint64_t id = NewRequest();
+  const uint64_t id = requests_.Add();
   v1::ToWorker message;
   message.mutable_connect()->set_request(id);
   for (const std::string& address : addresses) message.mutable_connect()->add_addresses(address);
   SendAlone(message);
   return id;
-}
-
-absl::StatusOr<v1::Answer> WorkerStream::Await(uint64_t request, absl::Time deadline) {
-  absl::MutexLock lock(&mutex_);
-  Pending& pending = pending_[request];
-  const auto over = [&] {
-    mutex_.AssertHeld();
-    return pending.done || !lost_.ok();
-  };
-  if (!mutex_.AwaitWithDeadline(absl::Condition(&over), deadline)) {
-    return absl::DeadlineExceededError(absl::StrCat("rank ", rank(), " does not answer"));
-  }
-  v1::Answer answer = std::move(pending.answer);
-  const bool answered = pending.done;
-  pending_.erase(request);
-  if (!answered) return lost_;
-  if (absl::Status status = FromProto(answer.status()); !status.ok()) return status;
-  return answer;
 }
 
 // ---- Chunks ----
@@ -142,7 +120,7 @@ void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks
     absl::MutexLock lock(&mutex_);
     lost = lost_;
     if (lost.ok()) {
-      id = next_id_++;
+      id = next_chunk_++;
       flights_[id] = std::make_unique<Flight>(Flight{.chunk = chunk,
                                                      .callbacks = std::move(callbacks),
                                                      .row_bytes = row_bytes,
@@ -217,6 +195,7 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
     lost_ = status;
     ended = ended_;
   }
+  requests_.Fail(status);
   {
     absl::MutexLock lock(&write_mutex_);
     transport_ = nullptr;
@@ -239,6 +218,8 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
     }
     case v1::FromWorker::kAnswer:
       return OnAnswer(*message.mutable_answer());
+    case v1::FromWorker::kFiles:
+      return requests_.OnProgress(*message.mutable_files());
     case v1::FromWorker::kSlice:
       return OnSlice(message.slice());
     case v1::FromWorker::kResults:
@@ -262,16 +243,11 @@ absl::Status WorkerStream::OnMessage(v1::FromWorker& message) {
 }
 
 absl::Status WorkerStream::OnAnswer(v1::Answer& answer) {
-  absl::MutexLock lock(&mutex_);
-  if (answer.has_memory()) memory_ = FromProto(answer.memory());
-  const auto found = pending_.find(answer.request());
-  if (found == pending_.end()) {
-    return absl::InternalError(
-        absl::StrCat("it answered request ", answer.request(), ", which there is not"));
+  if (answer.has_memory()) {
+    absl::MutexLock lock(&mutex_);
+    memory_ = FromProto(answer.memory());
   }
-  found->second.answer.Swap(&answer);
-  found->second.done = true;
-  return absl::OkStatus();
+  return requests_.OnAnswer(answer);
 }
 
 WorkerStream::Flight* WorkerStream::FindFlight(uint64_t chunk) {

@@ -21,6 +21,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/ranks/pending_requests.h"
 #include "server/ranks/rank_report.h"
 #include "server/ranks/row_regions.h"
 
@@ -80,8 +81,11 @@ class WorkerStream {
   uint64_t Start(v1::Request request);
   uint64_t StartConnect(const std::vector<std::string>& addresses);
   // DEADLINE_EXCEEDED: the answer has not come.
-  absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline = absl::InfiniteFuture());
+  absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline = absl::InfiniteFuture()) {
+    return requests_.Await(request, deadline);
+  }
   absl::StatusOr<v1::Answer> Call(v1::Request request) { return Await(Start(std::move(request))); }
+  PendingRequests& requests() { return requests_; }
   // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
   void Submit(const RemoteHeadId& head, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
 
@@ -96,10 +100,6 @@ class WorkerStream {
   void GiveUp(const absl::Status& reason);
 
  private:
-  struct Pending {
-    bool done = false;
-    v1::Answer answer;
-  };
   struct Flight {
     kernels::Chunk* chunk = nullptr;
     kernels::ChunkCallbacks callbacks;
@@ -114,7 +114,6 @@ class WorkerStream {
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void SendAlone(const v1::ToWorker& message) ABSL_LOCKS_EXCLUDED(write_mutex_);
-  uint64_t NewRequest();
   void SendChunk(uint64_t id, const RemoteHeadId& head, const kernels::Chunk& chunk, size_t row_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void NoteRead(uint64_t chunk, std::vector<bool> in_place) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -130,6 +129,7 @@ class WorkerStream {
   void FailAll(const absl::Status& status);
 
   const v1::Hello hello_;
+  PendingRequests requests_;
   absl::Mutex write_mutex_;  // held while a chunk is read for sending; before mutex_
   WorkerTransport* transport_ ABSL_GUARDED_BY(write_mutex_);  // null: the stream has ended
   const RowRegions* regions_ ABSL_GUARDED_BY(write_mutex_) = nullptr;
@@ -142,8 +142,7 @@ class WorkerStream {
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // by the leader
   bool prepared_ ABSL_GUARDED_BY(mutex_) = false;
   v1::Prepared preparation_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
-  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_chunk_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);
   kernels::MemoryStats memory_ ABSL_GUARDED_BY(mutex_);
   v1::Metrics metrics_ ABSL_GUARDED_BY(mutex_);

@@ -2,7 +2,8 @@
 // Faults between any two messages of the leader and its workers: a rank is killed, its connection is cut,
 // closed or stands still, or a rank is asked to stop. Every time all ranks end as they should, the server
 // starts again from its newest checkpoint, and has the state of a run that nobody disturbed after as many
-// steps, bit for bit: no step is half applied.
+// steps, bit for bit: no step is half applied, and no checkpoint half written. Every rank writes files of the
+// checkpoints, and reads them, by itself.
 //
 // Environment:
 //   LOSSD_RANK_FAULTS      so many faults of each group, at boundaries drawn from a seed, which is printed
@@ -12,12 +13,14 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/faults/fault_proxy.h"
 #include "tests/server/ranks/small_steps.h"
@@ -87,6 +90,7 @@ class Group {
     proxy_.Heal();
     server_.Start();
     ASSERT_FALSE(server_.target().empty());
+    ExpectNoLeftovers();
     const auto head = client()->DescribeHead("head");
     ASSERT_TRUE(head.ok()) << head.status();
     const uint64_t step = head->state().step();
@@ -103,17 +107,24 @@ class Group {
 
  private:
   RankServerOptions Options() {
-    return {.ranks = ranks_,
-            .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
-                      "--rank_silence_timeout=4s", absl::StrCat("--split=", split_)},
-            .flags_of = [this](int rank) {
-              if (rank != 0) return std::vector<std::string>{absl::StrCat("--leader=", proxy_.target())};
-              const std::string leader = absl::StrCat("127.0.0.1:", test::FreePort());
-              proxy_.SetServer(leader);
-              return std::vector<std::string>{absl::StrCat("--leader=", leader)};
-            }};
+    return {
+        .ranks = ranks_,
+        .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2", "--rank_silence_timeout=4s",
+                  "--checkpoint_shard_bytes=4KiB", absl::StrCat("--split=", split_)},
+        .flags_of = [this](int rank) {
+          if (rank != 0) return std::vector<std::string>{absl::StrCat("--leader=", proxy_.target())};
+          const std::string leader = absl::StrCat("127.0.0.1:", test::FreePort());
+          proxy_.SetServer(leader);
+          return std::vector<std::string>{absl::StrCat("--leader=", leader)};
+        }};
   }
 
+  // The start has removed what a save had begun.
+  void ExpectNoLeftovers() const {
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(server_.checkpoint_folder())) {
+      EXPECT_FALSE(absl::StartsWith(entry.path().filename().string(), ".tmp-")) << entry.path();
+    }
+  }
   std::unique_ptr<client::Client> client() const { return ConnectOnce(server_.target()); }
   std::array<int64_t, 2> Passed() const {
     return {proxy_.messages(Direction::kToServer), proxy_.messages(Direction::kToClient)};

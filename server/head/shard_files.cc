@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/head/shard_files.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/head/checkpoint_layout.h"
+#include "server/head/parallel.h"
+#include "server/head/shard_writer.h"
+
+namespace lossd::head {
+namespace {
+
+constexpr absl::Duration kProgressInterval = absl::Milliseconds(200);
+
+int64_t BufferCount(const kernels::HeadConfig& config, const WritingOptions& options) {
+  return std::max<int64_t>(2, options.buffer_bytes / MostSliceBytes(config, options.slice_bytes));
+}
+
+int64_t BytesOf(const kernels::HeadConfig& config, const std::vector<PlannedFile>& files) {
+  int64_t bytes = 0;
+  for (const PlannedFile& file : files) {
+    for (const TensorPart& part : PartsOf(config, file.classes)) {
+      bytes += Bytes({part.rows, kernels::ShapeOf(config, part.id.param).cols});
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+ShardFiles::ShardFiles(const kernels::HeadConfig& config, std::vector<PlannedFile> files,
+                       WritingOptions options)
+    : config_(config),
+      files_(std::move(files)),
+      options_(std::move(options)),
+      lanes_(std::min(files_.size(), static_cast<size_t>(std::max(options_.threads, 1)))),
+      lines_(files_.size()),
+      ahead_(MostSliceBytes(config, options_.slice_bytes), BufferCount(config, options_), lanes_) {
+  progress_.total_bytes = BytesOf(config, files_);
+}
+
+// ---- The thread that reads ----
+
+// Reads for all lanes in turn, most for those that write fastest.
+absl::Status ShardFiles::Read(TensorSource source) {
+  std::vector<SliceCursor> cursors;
+  for (size_t lane = 0; lane < lanes_; ++lane) cursors.push_back(CursorOf(lane));
+  std::vector<bool> open(lanes_, true);
+  for (size_t left = lanes_; left > 0;) {
+    absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
+    if (!block.ok()) return block.status();
+    const size_t lane = ahead_.ShortestLane(open);
+    block->part = cursors[lane].Next();
+    block->bytes =
+        static_cast<size_t>(Bytes({block->part.rows, kernels::ShapeOf(config_, block->part.id.param).cols}));
+    const absl::Status status =
+        source(block->part.id, block->part.row_begin, block->part.rows, block->span());
+    if (!status.ok()) return status;
+    progress_.read_bytes += static_cast<int64_t>(block->bytes);
+    ahead_.Put(*std::move(block), lane);
+    ReportIfDue();
+    if (!cursors[lane].done()) continue;
+    open[lane] = false;
+    --left;
+  }
+  return absl::OkStatus();
+}
+
+// All slices that a lane writes.
+SliceCursor ShardFiles::CursorOf(size_t lane) const {
+  std::vector<TensorPart> parts;
+  for (size_t file = lane; file < files_.size(); file += lanes_) {
+    for (const TensorPart& part : PartsOf(config_, files_[file].classes)) parts.push_back(part);
+  }
+  return {config_, std::move(parts), options_.slice_bytes};
+}
+
+absl::StatusOr<ReadAhead::Block> ShardFiles::AwaitBlock() {
+  while (!options_.cancelled()) {
+    std::optional<ReadAhead::Block> block = ahead_.Take(absl::Now() + kProgressInterval);
+    if (block.has_value()) return *std::move(block);
+    if (absl::Status status = ahead_.result(); !status.ok()) return status;
+    ReportIfDue();
+  }
+  return absl::CancelledError("the save was cancelled");
+}
+
+absl::Status ShardFiles::AwaitEnd() {
+  while (!ahead_.WaitUntilEnded(absl::Now() + kProgressInterval)) {
+    if (options_.cancelled()) ahead_.Close(absl::CancelledError("the save was cancelled"));
+    ReportIfDue();
+  }
+  return ahead_.result();
+}
+
+void ShardFiles::ReportIfDue() {
+  if (absl::Now() < next_report_) return;
+  next_report_ = absl::Now() + kProgressInterval;
+  progress_.written_bytes = written_bytes_;
+  options_.on_progress(progress_);
+}
+
+// ---- The disk's threads ----
+
+absl::StatusOr<std::vector<ManifestShard>> ShardFiles::Write(const std::string& folder) {
+  absl::Status status = RunInThreads(static_cast<int>(lanes_), lanes_, [&](size_t lane) {
+    absl::Status written = WriteLane(folder, lane);
+    ahead_.Fail(written);  // if it is an error
+    return written;
+  });
+  if (!ahead_.result().ok()) status = ahead_.result();  // the error that came first
+  if (!status.ok()) return status;
+  return std::move(lines_);
+}
+
+// Writes the files of a lane, one after the other.
+absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
+  for (size_t file = lane; file < files_.size(); file += lanes_) {
+    absl::StatusOr<ManifestShard> line = WriteFile(folder, lane, files_[file]);
+    if (!line.ok()) return line.status();
+    lines_[file] = *std::move(line);
+  }
+  return absl::OkStatus();
+}
+
+// Writes what the reading thread brings.
+absl::StatusOr<ManifestShard> ShardFiles::WriteFile(const std::string& folder, size_t lane,
+                                                    const PlannedFile& file) {
+  auto writer = ShardWriter::Create(options_.disk, folder, file.name, config_, file.classes);
+  if (!writer.ok()) return writer.status();
+  while (!(*writer)->is_complete()) {
+    std::optional<ReadAhead::Block> block = ahead_.Next(lane);
+    if (!block.has_value()) {
+      if (absl::Status why = ahead_.closed_with(); !why.ok()) return why;
+      break;  // Finish says what is missing
+    }
+    if (absl::Status status = (*writer)->Append(*block); !status.ok()) return status;
+    written_bytes_ += static_cast<int64_t>(block->bytes);
+    ahead_.GiveBack(*std::move(block));
+  }
+  return (*writer)->Finish();
+}
+
+}  // namespace lossd::head
