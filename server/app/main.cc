@@ -328,7 +328,7 @@ void Drain(Server& server, ServiceManager& manager, StopEvents& events, const St
 }
 
 int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvents& events) {
-  const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, &manager, events);
+  const lossd::app::RanksEnd end = lossd::app::RunWorker(options, &manager, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
     if (end.joined) return 0;

@@ -15,6 +15,11 @@
 
 namespace lossd::ranks {
 
+// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU; `why`: what needs one for each. CPUs
+// have no names, and are not compared.
+absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
+                       absl::Span<const v1::Hello> workers);
+
 struct CollectivesChoice {
   std::string collectives;  // kernels/rank_link.h
   std::string reason;       // why not the best that the leader has; empty if it is that

@@ -39,6 +39,9 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Listen();
   int port() const override { return port_; }
   const std::string& collectives() const override { return collectives_; }
+  std::shared_ptr<grpc::Channel> LocalChannel() override {
+    return server_->InProcessChannel(ArgumentsOf(options_.limits));
+  }
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
   void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
@@ -77,6 +80,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status disagreement_ ABSL_GUARDED_BY(mutex_);  // of a process whose numbers of ranks do not fit
   Workers workers_ ABSL_GUARDED_BY(mutex_);
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
@@ -132,6 +136,11 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
   absl::MutexLock lock(&mutex_);
   silent_.erase(context);
   if (!read || !message.has_hello()) return absl::InvalidArgumentError("a rank says Hello first");
+  if (!SameDevices(settings_, message.hello())) {
+    const absl::Status status = CheckAgreement(settings_, traits_, message.hello());
+    disagreement_.Update(status);
+    return status;
+  }
   if (message.hello().rank() < 1 || message.hello().rank() >= static_cast<uint32_t>(options_.ranks)) {
     return errors::FieldError("rank", absl::StrCat("be in [1, ", options_.ranks, ") for a worker"),
                               message.hello().rank());
@@ -203,6 +212,7 @@ absl::Status LeaderImpl::Late() const {
 }
 
 absl::Status LeaderImpl::CheckAll() const {
+  if (!disagreement_.ok()) return disagreement_;
   for (const auto& [rank, worker] : workers_) {
     if (absl::Status status = CheckAgreement(settings_, traits_, worker->hello()); !status.ok())
       return status;
@@ -223,7 +233,7 @@ absl::Status LeaderImpl::AwaitAll() {
   size_t seen = 0;
   const auto news = [&] {
     mutex_.AssertHeld();
-    return workers_.size() != seen;
+    return workers_.size() != seen || !disagreement_.ok();
   };
   while (true) {
     mutex_.AwaitWithTimeout(absl::Condition(&news), kLook);
@@ -264,6 +274,10 @@ absl::Status LeaderImpl::Connect() {
   const Workers workers = AllWorkers();
   std::vector<v1::Hello> hellos;
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
+  if (options_.devices > 1) {
+    absl::Status status = CheckGpus("processes of several devices", gpu_, hellos);
+    if (!status.ok()) return status;
+  }
   const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
   if (!collectives.ok()) return collectives.status();
   collectives_ = *collectives;

@@ -6,6 +6,7 @@
 #ifndef LOSSD_SERVER_RANKS_LEADER_H_
 #define LOSSD_SERVER_RANKS_LEADER_H_
 
+#include <grpcpp/channel.h>
 #include <grpcpp/security/server_credentials.h>
 
 #include <functional>
@@ -26,7 +27,8 @@
 namespace lossd::ranks {
 
 struct LeaderOptions {
-  int ranks = 2;
+  int ranks = 2;       // of all processes
+  int devices = 1;     // of each process, and so many of the ranks. Also a setting (kDevices)
   std::string listen;  // "host:port" of the workers' service; port 0: any free one
   std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
   std::string secret;                                    // empty: whoever reaches the address may be a rank
@@ -49,6 +51,9 @@ class Leader {
 
   // The port that was chosen.
   virtual int port() const = 0;
+
+  // To the workers' service from within this process, for workers that run in it. Ends with the leader.
+  virtual std::shared_ptr<grpc::Channel> LocalChannel() = 0;
 
   // The backend of all ranks, of which `own` is the leader's. The leader outlives it.
   // INVALID_ARGUMENT, naming rank and values, if ranks do not agree; DEADLINE_EXCEEDED naming those that have

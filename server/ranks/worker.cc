@@ -87,9 +87,10 @@ class WorkerImpl final : public Worker {
         }) {
     link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   }
-  ~WorkerImpl() override { Stop(); }
+  ~WorkerImpl() override { Close(); }
 
   absl::Status Run() override;
+  void Close() override;
   void Leave(const std::string& reason) override;
   void ReportLoss(const absl::Status& status) override;
   bool joined() const override { return joined_; }
@@ -123,7 +124,6 @@ class WorkerImpl final : public Worker {
   absl::Status OnChunkFailure(const absl::Status& failure);
   void Write();
   void ReportMetrics();
-  void Stop();
 
   const WorkerOptions options_;
   const std::unique_ptr<kernels::Backend> backend_;
@@ -132,6 +132,7 @@ class WorkerImpl final : public Worker {
   Queue<v1::FromWorker> answers_;  // likewise
   BusyClock busy_;                 // of chunks and requests
   WorkerHeads heads_;
+  absl::Status failure_;                 // of Run
   std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
   std::vector<v1::ChunkSlice> slices_;
@@ -173,8 +174,11 @@ v1::FromWorker WorkerImpl::Hello() const {
 // UNAVAILABLE if it may be tried again.
 absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
   auto attempt = std::make_unique<Attempt>();
-  attempt->channel =
-      grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
+  attempt->channel = options_.channel;
+  if (attempt->channel == nullptr) {
+    attempt->channel =
+        grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
+  }
   attempt->stub = v1::RankService::NewStub(attempt->channel);
   AddSecret(options_.secret, &attempt->context);
   attempt->stream = attempt->stub->Join(&attempt->context);
@@ -215,7 +219,11 @@ absl::Status WorkerImpl::Join() {
 
 // ---- Serving ----
 
-absl::Status WorkerImpl::Run() { return Join(); }
+absl::Status WorkerImpl::Run() {
+  absl::Status status = Join();
+  if (!status.ok()) failure_ = status;
+  return status;
+}
 
 absl::Status WorkerImpl::Serve(v1::ToWorker message) {
   Stream* stream = nullptr;
@@ -279,7 +287,9 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       if (!address.ok()) return address.status();
       const absl::Status shared = heads_.UseRowsOf(message.prepare());
       log::Log(log::LogLevel::kInfo, "ranks exchange",
-               {{"collectives", collectives}, {"rows", shared.ok() ? "shared memory" : shared.message()}});
+               {{"rank", options_.rank},
+                {"collectives", collectives},
+                {"rows", shared.ok() ? "shared memory" : shared.message()}});
       answer.mutable_prepared()->set_address(*std::move(address));
       answer.mutable_prepared()->set_rows_refused(std::string(shared.message()));
       break;
@@ -354,7 +364,8 @@ void WorkerImpl::ReportLoss(const absl::Status& status) {
   answers_.Push(std::move(message));
 }
 
-void WorkerImpl::Stop() {
+void WorkerImpl::Close() {
+  if (stopping_.HasBeenNotified()) return;
   stopping_.Notify();
   requests_.Close();
   answers_.Close();
@@ -362,6 +373,7 @@ void WorkerImpl::Stop() {
     absl::MutexLock lock(&attempt_mutex_);
     if (attempt_ != nullptr) attempt_->context.TryCancel();
   }
+  if (!failure_.ok()) link_->Abort(failure_);
   if (driver_.joinable()) driver_.join();
   if (writer_.joinable()) writer_.join();
   if (reporter_.joinable()) reporter_.join();

@@ -6,6 +6,7 @@
 #ifndef LOSSD_SERVER_RANKS_WORKER_H_
 #define LOSSD_SERVER_RANKS_WORKER_H_
 
+#include <grpcpp/channel.h>
 #include <grpcpp/security/credentials.h>
 
 #include <functional>
@@ -23,6 +24,8 @@ namespace lossd::ranks {
 struct WorkerOptions {
   int rank = 1;
   std::string leader;  // "host:port"
+  // Leader::LocalChannel, of a worker in the leader's process; null: connects to `leader`.
+  std::shared_ptr<grpc::Channel> channel;
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::string secret;
   ChannelLimits limits;
@@ -46,7 +49,7 @@ struct WorkerTimes {
 class Worker {
  public:
   static std::unique_ptr<Worker> Create(const WorkerOptions& options, kernels::CreatedBackend own);
-  // Leave first, or let Run end.
+  // Leave first, or let Run end. Closes it.
   virtual ~Worker() = default;
 
   // Returns when the worker's part is over:
@@ -55,6 +58,10 @@ class Worker {
   // where the ranks did not come together. UNAVAILABLE once joined(): the leader or this rank's device is
   // lost. Then the backend may hang, and the process had better end without taking it down.
   virtual absl::Status Run() = 0;
+
+  // After Run: closes the stream, which the leader may wait for, and ends the worker's threads. Whatever this
+  // rank waits for of others is given up if Run has failed.
+  virtual void Close() = 0;
 
   // Asks the leader to end all ranks. Does not wait.
   virtual void Leave(const std::string& reason) = 0;
