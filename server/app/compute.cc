@@ -71,9 +71,9 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
   compute.leader = *std::move(leader);
   if (devices > 1) {
     own->erase(own->begin());
-    absl::StatusOr<std::unique_ptr<LocalRanks>> others =
-        LocalRanks::Start(options, *std::move(own),
-                          {.first_rank = 1, .devices = devices, .channel = compute.leader->LocalChannel()});
+    absl::StatusOr<std::unique_ptr<LocalRanks>> others = LocalRanks::Start(
+        options, *std::move(own),
+        {.first_rank = 1, .devices = devices, .local_address = compute.leader->local_address()});
     if (!others.ok()) return others.status();
     compute.other_devices = *std::move(others);
   }

@@ -66,7 +66,7 @@ absl::Status LocalRanks::Add(kernels::CreatedBackend own) {
       CreateWorker(options_,
                    {.rank = rank->rank,
                     .devices = local_.devices,
-                    .channel = local_.channel,
+                    .local_address = local_.local_address,
                     .on_joined = [this] { OnJoined(); },
                     .metrics = [one = rank.get()] { return one->Metrics(); }},
                    std::move(own));

@@ -6,8 +6,6 @@
 #ifndef LOSSD_SERVER_APP_LOCAL_RANKS_H_
 #define LOSSD_SERVER_APP_LOCAL_RANKS_H_
 
-#include <grpcpp/channel.h>
-
 #include <functional>
 #include <memory>
 #include <optional>
@@ -34,9 +32,9 @@ struct RanksEnd {
 };
 
 struct LocalRanksOptions {
-  int first_rank = 1;                      // of the first backend; the others follow
-  int devices = 1;                         // of each process
-  std::shared_ptr<grpc::Channel> channel;  // Leader::LocalChannel, in the leader's process
+  int first_rank = 1;         // of the first backend; the others follow
+  int devices = 1;            // of each process
+  std::string local_address;  // Leader::local_address, in the leader's process
   // Called once, when all are joined; and when the first has ended with an error, or else all have ended. On
   // threads of the ranks; must not call in here.
   std::function<void()> on_joined = [] {};

@@ -161,16 +161,16 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
                                                             kernels::CreatedBackend own) {
   absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
   if (!secret.ok()) return secret.status();
+  const bool local = !spec.local_address.empty();
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
-  if (!options.ranks.ca.empty()) {
+  if (!local && !options.ranks.ca.empty()) {
     const absl::StatusOr<std::string> ca =
         access::ReadAccessFile({"rank_ca", options.ranks.ca}, access::Secrecy::kPublic);
     if (!ca.ok()) return ca.status();
     credentials = grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = "", .pem_cert_chain = ""});
   }
   return ranks::Worker::Create({.rank = spec.rank,
-                                .leader = options.ranks.launch.leader,
-                                .channel = std::move(spec.channel),
+                                .leader = local ? spec.local_address : options.ranks.launch.leader,
                                 .credentials = std::move(credentials),
                                 .secret = *std::move(secret),
                                 .limits = LimitsOf(options),

@@ -36,8 +36,8 @@ absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
 // A rank other than 0; as ranks::WorkerOptions.
 struct WorkerSpec {
   int rank = 1;
-  int devices = 1;                         // of each process
-  std::shared_ptr<grpc::Channel> channel;  // in process 0
+  int devices = 1;            // of each process
+  std::string local_address;  // Leader::local_address, in the leader's process
   std::function<void()> on_joined;
   std::function<ranks::v1::Metrics()> metrics;
 };

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -39,9 +40,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::Status Listen();
   int port() const override { return port_; }
   const std::string& collectives() const override { return collectives_; }
-  std::shared_ptr<grpc::Channel> LocalChannel() override {
-    return server_->InProcessChannel(ArgumentsOf(options_.limits));
-  }
+  const std::string& local_address() const override { return local_address_; }
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
   void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
@@ -70,6 +69,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 
   const LeaderOptions options_;
   int port_ = 0;
+  std::string local_address_;
   Settings settings_;              // written before the service starts to admit; then const
   std::string gpu_, collectives_;  // written by Form
   kernels::RankTraits traits_;
@@ -94,6 +94,13 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 absl::Status LeaderImpl::Listen() {
   grpc::ServerBuilder builder;
   builder.AddListeningPort(options_.listen, options_.credentials, &port_);
+  // gRPC's own channel within a process ends the program when a call begins as the server ends.
+  if (options_.devices > 1) {
+    absl::BitGen random;
+    local_address_ = absl::StrCat("unix-abstract:lossd-ranks-", absl::Hex(absl::Uniform<uint64_t>(random)),
+                                  absl::Hex(absl::Uniform<uint64_t>(random)));
+    builder.AddListeningPort(local_address_, grpc::InsecureServerCredentials());
+  }
   Configure(options_.limits, &builder);
   grpc::ResourceQuota quota("ranks");
   quota.SetMaxThreads(2 * options_.ranks + kSpareThreads);

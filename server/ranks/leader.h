@@ -6,7 +6,6 @@
 #ifndef LOSSD_SERVER_RANKS_LEADER_H_
 #define LOSSD_SERVER_RANKS_LEADER_H_
 
-#include <grpcpp/channel.h>
 #include <grpcpp/security/server_credentials.h>
 
 #include <functional>
@@ -52,8 +51,9 @@ class Leader {
   // The port that was chosen.
   virtual int port() const = 0;
 
-  // To the workers' service from within this process, for workers that run in it. Ends with the leader.
-  virtual std::shared_ptr<grpc::Channel> LocalChannel() = 0;
+  // Where workers of this process reach it (WorkerOptions::leader), without TLS; empty if a process has one
+  // device.
+  virtual const std::string& local_address() const = 0;
 
   // The backend of all ranks, of which `own` is the leader's. The leader outlives it.
   // INVALID_ARGUMENT, naming rank and values, if ranks do not agree; DEADLINE_EXCEEDED naming those that have

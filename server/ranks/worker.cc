@@ -174,11 +174,8 @@ v1::FromWorker WorkerImpl::Hello() const {
 // UNAVAILABLE if it may be tried again.
 absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
   auto attempt = std::make_unique<Attempt>();
-  attempt->channel = options_.channel;
-  if (attempt->channel == nullptr) {
-    attempt->channel =
-        grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
-  }
+  attempt->channel =
+      grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
   attempt->stub = v1::RankService::NewStub(attempt->channel);
   AddSecret(options_.secret, &attempt->context);
   attempt->stream = attempt->stub->Join(&attempt->context);

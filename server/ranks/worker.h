@@ -6,7 +6,6 @@
 #ifndef LOSSD_SERVER_RANKS_WORKER_H_
 #define LOSSD_SERVER_RANKS_WORKER_H_
 
-#include <grpcpp/channel.h>
 #include <grpcpp/security/credentials.h>
 
 #include <functional>
@@ -23,9 +22,7 @@ namespace lossd::ranks {
 
 struct WorkerOptions {
   int rank = 1;
-  std::string leader;  // "host:port"
-  // Leader::LocalChannel, of a worker in the leader's process; null: connects to `leader`.
-  std::shared_ptr<grpc::Channel> channel;
+  std::string leader;  // "host:port", or Leader::local_address
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::string secret;
   ChannelLimits limits;

@@ -182,8 +182,6 @@ TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
 
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
-           {{"--cpu_devices=2"},
-            "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
            {{"--collectives=nccl"}, "collectives must be auto or gloo on CPUs, got nccl"},
