@@ -221,8 +221,7 @@ TEST_F(FormingTest, ARankThatWaitsForTheLeaderLeaves) {
 TEST_F(FormingTest, AnotherNumberOfDevicesEndsAllWithTheReason) {
   const std::unique_ptr<ThreadWorker> good = Start(1, "2"), bad = Start(3, "3");
   const absl::Status failed = Form();
-  EXPECT_EQ(failed,
-            absl::InvalidArgumentError("process 1: number of devices must be what process 0 has, 2, got 3"));
+  EXPECT_EQ(failed.message(), "process 1: number of devices must be what process 0 has, 2, got 3");
   leader_.reset();
   good->worker().Leave("the leader has gone");  // it may not have been there yet
   EXPECT_THAT(good->AwaitEnd(), AnyOf(failed, absl::OkStatus()));
