@@ -31,6 +31,8 @@ import yaml
 KUBERNETES = "1.30"
 SCHEMAS = {"LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
            "ServiceMonitor": "servicemonitor.schema.json"}
+# Overlays of several processes; what the secret has is that of mtls and one file more.
+RANKS = ("ranks", "leaderworkerset", "leaderworkerset-gpus")
 DRAIN_SECONDS = 30  # --drain_timeout's default
 DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.
@@ -162,12 +164,12 @@ def keys_asked_of_secrets(manifests):
 def keys_made(page, overlay):
     """Of each secret that the page's commands make for this overlay. A comment says which one a command is for; without, it is for the base."""
     made = {}
-    named = "mtls" if overlay in ("mtls", "ranks", "leaderworkerset") else None
+    named = "mtls" if overlay in ("mtls", *RANKS) else None
     for line in page.read_text(encoding="utf-8").splitlines():
         command = re.match(r" +kubectl create secret generic (\S+) (.*?)(?:# for (\S+))?$", line)
         if command and command[3] == named:
             made[command[1]] = set(re.findall(r"--from-file=(\S+)", command[2]))
-    if overlay in ("ranks", "leaderworkerset"):  # as their first lines say
+    if overlay in RANKS:  # as their first lines say
         for keys in made.values():
             keys.add("ranks")
     return made
