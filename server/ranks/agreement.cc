@@ -71,6 +71,11 @@ bool SameDevices(const Settings& leader, const v1::Hello& worker) {
   return DevicesOf(leader) == (devices == nullptr ? "1" : *devices);
 }
 
+absl::Status CheckRank(const v1::Hello& worker, int ranks) {
+  if (worker.rank() >= 1 && worker.rank() < static_cast<uint32_t>(ranks)) return absl::OkStatus();
+  return errors::FieldError("rank", absl::StrCat("be in [1, ", ranks, ") for a worker"), worker.rank());
+}
+
 std::string ProtocolHash() {
   google::protobuf::FileDescriptorProto file;
   v1::Hello::descriptor()->file()->CopyTo(&file);

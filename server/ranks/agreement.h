@@ -29,6 +29,9 @@ inline constexpr char kDevices[] = "number of devices";
 // together.
 bool SameDevices(const Settings& leader, const v1::Hello& worker);
 
+// INVALID_ARGUMENT unless a worker's rank is in [1, ranks).
+absl::Status CheckRank(const v1::Hello& worker, int ranks);
+
 // Of the messages between ranks: two processes with the same value read each other's messages alike. 16
 // hexadecimal digits.
 std::string ProtocolHash();

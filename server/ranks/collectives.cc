@@ -63,7 +63,11 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
 }
 
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
-                                           absl::Span<const v1::Hello> workers) {
+                                           int devices, absl::Span<const v1::Hello> workers) {
+  if (devices > 1) {
+    absl::Status status = CheckGpus("processes of several devices", leader_gpu, workers);
+    if (!status.ok()) return status;
+  }
   const absl::StatusOr<CollectivesChoice> choice =
       ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers);
   if (!choice.ok()) return choice.status();

@@ -33,9 +33,10 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
-// The same for the leader's own link, which uses it from then on. Logs the choice.
+// The same for the leader's own link, which uses it from then on. Logs the choice. Processes that have
+// several `devices` each may have no GPU in common, whatever the collectives.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
-                                           absl::Span<const v1::Hello> workers);
+                                           int devices, absl::Span<const v1::Hello> workers);
 
 }  // namespace lossd::ranks
 

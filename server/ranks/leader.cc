@@ -8,11 +8,9 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "kernels/errors/field_error.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
 #include "server/ranks/collectives.h"
@@ -94,11 +92,8 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 absl::Status LeaderImpl::Listen() {
   grpc::ServerBuilder builder;
   builder.AddListeningPort(options_.listen, options_.credentials, &port_);
-  // gRPC's own channel within a process ends the program when a call begins as the server ends.
   if (options_.devices > 1) {
-    absl::BitGen random;
-    local_address_ = absl::StrCat("unix-abstract:lossd-ranks-", absl::Hex(absl::Uniform<uint64_t>(random)),
-                                  absl::Hex(absl::Uniform<uint64_t>(random)));
+    local_address_ = NewLocalAddress();
     builder.AddListeningPort(local_address_, grpc::InsecureServerCredentials());
   }
   Configure(options_.limits, &builder);
@@ -144,14 +139,10 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
   silent_.erase(context);
   if (!read || !message.has_hello()) return absl::InvalidArgumentError("a rank says Hello first");
   if (!SameDevices(settings_, message.hello())) {
-    const absl::Status status = CheckAgreement(settings_, traits_, message.hello());
-    disagreement_.Update(status);
-    return status;
+    disagreement_.Update(CheckAgreement(settings_, traits_, message.hello()));
+    return disagreement_;
   }
-  if (message.hello().rank() < 1 || message.hello().rank() >= static_cast<uint32_t>(options_.ranks)) {
-    return errors::FieldError("rank", absl::StrCat("be in [1, ", options_.ranks, ") for a worker"),
-                              message.hello().rank());
-  }
+  if (absl::Status status = CheckRank(message.hello(), options_.ranks); !status.ok()) return status;
   return std::move(*message.mutable_hello());
 }
 
@@ -281,11 +272,7 @@ absl::Status LeaderImpl::Connect() {
   const Workers workers = AllWorkers();
   std::vector<v1::Hello> hellos;
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
-  if (options_.devices > 1) {
-    absl::Status status = CheckGpus("processes of several devices", gpu_, hellos);
-    if (!status.ok()) return status;
-  }
-  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
+  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, options_.devices, hellos);
   if (!collectives.ok()) return collectives.status();
   collectives_ = *collectives;
   rows_.Prepare(workers, *collectives, options_.share_rows);

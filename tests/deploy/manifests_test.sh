@@ -50,7 +50,7 @@ plant $overlays/ranks/lossd.yaml 's/selector: {app: lossd}$/selector: {app: othe
 plant $overlays/leaderworkerset/lossd.yaml 's/RecreateGroupOnPodRestart/RecreateGroup/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/fsGroup: 7070/fsGroup: group/' $overlays/leaderworkerset
 plant $overlays/leaderworkerset/lossd.yaml 's/leaderTemplate:/leader:/' $overlays/leaderworkerset
-plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/gpu: 8/gpu: eight/' $overlays/leaderworkerset-gpus
+plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/gpu: 8/gpu: [8]/' $overlays/leaderworkerset-gpus
 plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/workerTemplate/workTemplate/' $overlays/leaderworkerset-gpus
 plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/--devices/--device_list/'
 plant kubernetes/components/monitoring/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored

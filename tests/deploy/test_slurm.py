@@ -83,4 +83,4 @@ def test_tasks_that_refuse_their_flags_end_the_job(slurm: Slurm, tmp_path: Path)
 def test_flags_that_follow_the_script_are_those_of_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
     status, calls, said = slurm.run("--cpu_devices=0", LOSSD_CHECKPOINTS=str(tmp_path))
     assert (status, calls) == (2, []), said
-    assert said.count("lossd: cpu_devices must be at least 1, got 0") == 2
+    assert said.count("cpu_devices must be at least 1, got 0") >= 2
