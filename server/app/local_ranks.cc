@@ -11,6 +11,12 @@
 #include "server/log/log.h"
 
 namespace lossd::app {
+namespace {
+
+// For ranks to end at the end of the process.
+constexpr absl::Duration kPatience = absl::Seconds(20);
+
+}  // namespace
 
 std::string RankNames(int first, int count) {
   std::string names = absl::StrCat(count == 1 ? "rank " : "ranks ", first);
@@ -34,13 +40,19 @@ struct LocalRanks::Rank {
     stopped.swap(gpus);
   }
 
+  // Whether it is, after a while.
+  bool AwaitClosed() {
+    absl::MutexLock lock(&mutex);
+    return mutex.AwaitWithTimeout(absl::Condition(&closed), kPatience);
+  }
+
   const int rank;
   std::unique_ptr<ranks::Worker> worker;  // const once it is there
   DeviceWatch watch;
   absl::Mutex mutex;
   std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus ABSL_GUARDED_BY(mutex);
+  bool closed ABSL_GUARDED_BY(mutex) = false;  // the last that the thread does
   std::thread thread;
-  bool lost = false;  // of the thread
 };
 
 absl::StatusOr<std::unique_ptr<LocalRanks>> LocalRanks::Start(const ServerOptions& options,
@@ -92,25 +104,28 @@ LocalRanks::~LocalRanks() {
     if (rank->thread.joinable()) rank->worker->Leave("the process ends");
   }
   for (auto& rank : ranks_) {
-    if (rank->thread.joinable()) rank->thread.join();
-    if (rank->lost) {
-      (void)rank.release();
+    if (!rank->thread.joinable()) continue;
+    if (rank->AwaitClosed()) {
+      rank->thread.join();
     } else {
-      rank->StopMonitors();
+      rank->thread.detach();
+      (void)rank.release();
     }
   }
 }
 
-// The stream is closed here, and not with the object: the leader's end waits for it.
+// The stream is closed here, and not with the object: the leader's end waits for it. A rank that is lost
+// tells so first, for it may hang.
 void LocalRanks::Run(Rank* rank) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};
-  rank->lost = !status.ok() && end.joined;
-  if (!rank->lost) {
-    rank->StopMonitors();
-    rank->worker->Close();
-  }
-  OnEnd(end);
+  const bool lost = !status.ok() && end.joined;
+  if (lost) OnEnd(end);
+  rank->StopMonitors();
+  rank->worker->Close();
+  if (!lost) OnEnd(end);
+  absl::MutexLock lock(&rank->mutex);
+  rank->closed = true;
 }
 
 void LocalRanks::OnJoined() {

@@ -51,7 +51,7 @@ class LocalRanks {
                                                            std::vector<kernels::CreatedBackend> backends,
                                                            LocalRanksOptions local);
   // After the leader, if that is in this process. Waits for the ranks, which leave if they wait for the
-  // leader. What belongs to a rank that had joined and is lost stays for ever: it may hang.
+  // leader. What belongs to a rank that does not end within 20 seconds stays for ever: its device hangs.
   ~LocalRanks();
   LocalRanks(const LocalRanks&) = delete;
   LocalRanks& operator=(const LocalRanks&) = delete;

@@ -4,6 +4,7 @@
 #define LOSSD_TESTS_SERVER_RANKS_THREAD_WORKER_H_
 
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <memory>
 #include <thread>
@@ -23,6 +24,7 @@ class ThreadWorker {
   // Joins the leader: ranks with an odd number as within a process of two, the others over the loopback.
   ThreadWorker(Leader& leader, const RankSpec& spec, const ChannelLimits& limits,
                const Settings& settings = {}) {
+    signal(SIGPIPE, SIG_IGN);  // as programs do: another rank may close its connections
     auto backend = MakeRankBackend(spec);
     EXPECT_TRUE(backend.ok()) << backend.status();
     WorkerOptions options = {.rank = spec.rank,

@@ -3,6 +3,7 @@
 // server, with its second device beside it, and what the other processes are made of.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <functional>
 #include <memory>
@@ -29,6 +30,7 @@ using ::testing::HasSubstr;
 
 // As process `process` of so many.
 ServerOptions OptionsOf(int process, int processes, int port) {
+  signal(SIGPIPE, SIG_IGN);  // as the program does: another rank may close its connections
   ServerOptions options = SmallServer();
   options.backend = "cpu";
   options.cpu_devices = 2;
