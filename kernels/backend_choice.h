@@ -27,8 +27,9 @@ struct BackendChoice {
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
   bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains
 
-  // With a count above 1: the heads are replicas, and the other ones are in other processes, one in each
-  // (rank_link.h). Then one device: neither `devices` nor `cpu_devices`.
+  // With a count above 1: the heads are replicas, and the backends of the other ones have nothing in common
+  // with this one but a link (rank_link.h). Then one device: no `devices`, and `cpu_devices` says how many
+  // such backends divide the threads of this process.
   Replica replica;
   // CUDA: the number of this process among those of its host. Where several GPUs are visible, and no other is
   // named, the GPU of that number is this one's.

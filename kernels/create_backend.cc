@@ -33,8 +33,10 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.memory_reserve_bytes = choice.memory_reserve_bytes;
   options.replica = choice.replica;
-  absl::StatusOr<std::unique_ptr<Backend>> backend =
-      choice.cpu_devices == 1 ? CreateCpuBackend(options) : CreateCpuGroup(options, choice);
+  if (choice.replica.count > 1) options.sharers = choice.cpu_devices;
+  absl::StatusOr<std::unique_ptr<Backend>> backend = choice.cpu_devices == 1 || choice.replica.count > 1
+                                                         ? CreateCpuBackend(options)
+                                                         : CreateCpuGroup(options, choice);
   if (!backend.ok()) return backend.status();
   CreatedBackend created{.backend = *std::move(backend), .link = nullptr, .note = std::move(note)};
   if (choice.replica.count == 1) return created;
@@ -60,23 +62,15 @@ absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::uni
   return created;
 }
 
-// One of several processes has one device.
+// A backend with a link has one device.
 absl::Status CheckReplica(const BackendChoice& choice) {
   const Replica replica = choice.replica;
   if (replica.count < 1) return errors::FieldError("replica.count", "be >= 1", replica.count);
   if (replica.index < 0 || replica.index >= replica.count) {
     return errors::FieldError("replica.index", absl::StrCat("be in [0, ", replica.count, ")"), replica.index);
   }
-  if (replica.count == 1) return absl::OkStatus();
-  if (!choice.devices.empty()) {
-    return errors::FieldError("devices", "be empty with several ranks, of which each has one device",
-                              choice.devices);
-  }
-  if (choice.cpu_devices != 1) {
-    return errors::FieldError("cpu_devices", "be 1 with several ranks, of which each has one device",
-                              choice.cpu_devices);
-  }
-  return absl::OkStatus();
+  if (replica.count == 1 || choice.devices.empty()) return absl::OkStatus();
+  return errors::FieldError("devices", "be empty for one of several replicas", choice.devices);
 }
 
 absl::Status Check(const BackendChoice& choice) {
@@ -97,7 +91,36 @@ absl::Status Check(const BackendChoice& choice) {
     return errors::FieldError("collectives", "be auto, nccl or gloo", choice.collectives);
   }
   if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
-  return CheckReplica(choice);
+  return absl::OkStatus();
+}
+
+// Of the device `index` of `count` of a process.
+BackendChoice ChoiceOf(const BackendChoice& process, int index, int count) {
+  BackendChoice choice = process;
+  choice.replica = {process.replica.index * count + index, process.replica.count * count};
+  return choice;
+}
+
+absl::StatusOr<std::vector<CreatedBackend>> CreateAll(const std::vector<BackendChoice>& choices) {
+  std::vector<CreatedBackend> created;
+  for (const BackendChoice& choice : choices) {
+    absl::StatusOr<CreatedBackend> one = CreateBackend(choice);
+    if (!one.ok()) return one.status();
+    created.push_back(*std::move(one));
+  }
+  return created;
+}
+
+absl::StatusOr<std::vector<CreatedBackend>> CreateOnGpus(const BackendChoice& process) {
+  const absl::StatusOr<std::vector<std::string>> gpus = GpuUuidsOf(process.devices);
+  if (!gpus.ok()) return gpus.status();
+  std::vector<BackendChoice> choices;
+  for (const std::string& gpu : *gpus) {
+    choices.push_back(ChoiceOf(process, static_cast<int>(choices.size()), static_cast<int>(gpus->size())));
+    choices.back().devices.clear();
+    choices.back().device = gpu;
+  }
+  return CreateAll(choices);
 }
 
 }  // namespace
@@ -110,13 +133,33 @@ absl::StatusOr<Split> SplitOf(const BackendChoice& choice) {
 }
 
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
-  if (absl::Status status = Check(choice); !status.ok()) return status;
+  absl::Status status = Check(choice);
+  status.Update(CheckReplica(choice));
+  if (!status.ok()) return status;
   if (choice.backend == "cpu") return CreateCpu(choice, "");
   absl::StatusOr<std::unique_ptr<Backend>> gpu = CreateGpuBackend(choice);
   if (gpu.ok()) return WithGpuLink(choice, *std::move(gpu));
   const bool wants_gpu = choice.backend == "cuda" || !choice.devices.empty();
   if (wants_gpu || !absl::IsUnavailable(gpu.status())) return gpu.status();
   return CreateCpu(choice, std::string(gpu.status().message()));
+}
+
+absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice) {
+  if (absl::Status status = Check(choice); !status.ok()) return status;
+  if (!choice.devices.empty()) return CreateOnGpus(choice);
+  // One on a GPU, if that is what "auto" takes: `cpu_devices` says nothing of GPUs.
+  BackendChoice one = choice;
+  one.cpu_devices = 1;
+  absl::StatusOr<std::vector<CreatedBackend>> first = CreateAll({one});
+  if (!first.ok() || choice.cpu_devices <= 1 || first->front().backend->info().name != "cpu") return first;
+  std::vector<BackendChoice> choices;
+  for (int i = 0; i < choice.cpu_devices; ++i) {
+    choices.push_back(ChoiceOf(choice, i, choice.cpu_devices));
+    choices.back().backend = "cpu";
+  }
+  absl::StatusOr<std::vector<CreatedBackend>> all = CreateAll(choices);
+  if (all.ok()) all->front().note = first->front().note;
+  return all;
 }
 
 }  // namespace lossd::kernels

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -25,6 +26,11 @@ struct CreatedBackend {
 // INVALID_ARGUMENT naming the option if one is out of range, UNAVAILABLE if "cuda" was asked for and this
 // build or this machine has none. Thread-safe.
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice);
+
+// The backends of one of several processes, a backend for each device that `devices` or `cpu_devices` names,
+// each with a link of its own. `choice.replica` counts the processes, of which all have as many devices; the
+// replicas of the results are numbered through, process by process. Errors as above. Thread-safe.
+absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice);
 
 }  // namespace lossd::kernels
 

@@ -4,6 +4,8 @@
 #define LOSSD_KERNELS_GPU_BACKEND_H_
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -14,6 +16,10 @@ namespace lossd::kernels {
 
 // UNAVAILABLE if this build or this machine has no usable GPU.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice);
+
+// The UUIDs of the GPUs that `devices` names (device_choice.h), in its order. UNAVAILABLE as above;
+// INVALID_ARGUMENT naming the field "devices".
+absl::StatusOr<std::vector<std::string>> GpuUuidsOf(const std::string& devices);
 
 // The link of a backend that CreateGpuBackend has made of this choice, which is one of several replicas.
 // `backend` outlives RankLink::Connect.

@@ -76,6 +76,16 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   return CreateOne(choice, *device, choice.replica);
 }
 
+absl::StatusOr<std::vector<std::string>> GpuUuidsOf(const std::string& devices) {
+  const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
+  if (!uuids.ok()) return uuids.status();
+  const absl::StatusOr<std::vector<int>> found = FindGpus(devices, *uuids);
+  if (!found.ok()) return found.status();
+  std::vector<std::string> named;
+  for (const int index : *found) named.push_back((*uuids)[static_cast<size_t>(index)]);
+  return named;
+}
+
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice& choice, Backend* backend) {
   const absl::StatusOr<std::vector<std::string>> uuids = VisibleGpuUuids();
   if (!uuids.ok()) return uuids.status();

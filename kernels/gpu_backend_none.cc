@@ -7,6 +7,10 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice&) 
   return absl::UnavailableError("this build has no CUDA backend");
 }
 
+absl::StatusOr<std::vector<std::string>> GpuUuidsOf(const std::string&) {
+  return absl::UnavailableError("this build has no CUDA backend");
+}
+
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&, Backend*) {
   return absl::UnavailableError("this build has no CUDA backend");
 }

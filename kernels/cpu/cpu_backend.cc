@@ -184,12 +184,16 @@ std::shared_ptr<MemoryAccounting> AccountingOf(const CpuBackendOptions& options)
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
   if (absl::Status status = Check(options); !status.ok()) return status;
+  if (options.sharers < 1 || options.sharers > kMostThreads) {
+    return errors::FieldError("cpu_devices", absl::StrCat("be in [1, ", kMostThreads, "]"), options.sharers);
+  }
   if (options.replica.index < 0 || options.replica.index >= options.replica.count) {
     return errors::FieldError("replica.index", absl::StrCat("be in [0, ", options.replica.count, ")"),
                               options.replica.index);
   }
   UseSingleThreadedBlas();
-  return std::make_unique<CpuBackend>(options, options.replica, ThreadsOf(options), AccountingOf(options));
+  const int threads = std::max(1, ThreadsOf(options) / options.sharers);
+  return std::make_unique<CpuBackend>(options, options.replica, threads, AccountingOf(options));
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateCpuMembers(const CpuBackendOptions& options,

@@ -22,6 +22,7 @@ struct CpuBackendOptions {
   // are refused.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
   Replica replica;        // of the heads of a group (kernels/group)
+  int sharers = 1;        // so many backends share the threads, and this one has its part, at least one
   std::string host_root;  // what stands before /proc and /sys, where the system says what it can give
 };
 

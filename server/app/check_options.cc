@@ -7,7 +7,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
-#include "server/app/compute.h"
+#include "server/app/rank_parts.h"
 
 namespace lossd::app {
 namespace {

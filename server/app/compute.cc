@@ -4,142 +4,18 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/str_cat.h"
-#include "kernels/errors/field_error.h"
 #include "kernels/nccl_environment.h"
-#include "server/access/access_file.h"
-#include "server/app/addresses.h"
 #include "server/app/check_options.h"
+#include "server/app/rank_parts.h"
 #include "server/log/log.h"
-#include "server/ranks/local_address.h"
 
 namespace lossd::app {
 namespace {
-
-constexpr size_t kLeastSecretBytes = 16;
-constexpr size_t kMostSecretBytes = 1024;
-// So that a slice with all that belongs to its rows fits into a message.
-constexpr int64_t kMostSliceBytes = int64_t{128} << 20;
-
-absl::Status CheckPositive(absl::string_view option, absl::Duration value) {
-  if (value > absl::ZeroDuration()) return absl::OkStatus();
-  return errors::FieldError(option, "be positive", absl::FormatDuration(value));
-}
-
-// Where rank 0 listens for the others.
-absl::StatusOr<Address> RankAddress(const RankOptions& options) {
-  if (!options.listen.empty()) return ParseAddress("rank_listen", options.listen);
-  absl::StatusOr<Address> leader = ParseAddress("leader", options.launch.leader);
-  // A name may mean another address here than on the other hosts.
-  if (leader.ok() && !IsLoopback(*leader)) leader->host = "[::]";
-  return leader;
-}
-
-absl::Status CheckReach(const ServerOptions& options) {
-  const absl::StatusOr<Address> leader = ParseAddress("leader", options.ranks.launch.leader);
-  if (!leader.ok()) return leader.status();
-  if (leader->port == Address::kUnixSocket) {
-    return errors::FieldError("leader", "be host:port", options.ranks.launch.leader);
-  }
-  const absl::StatusOr<Address> listen = RankAddress(options.ranks);
-  if (!listen.ok()) return listen.status();
-  const bool guarded = !options.ranks.ca.empty() && !options.ranks.secret_file.empty();
-  if (guarded || options.security.insecure || (IsLoopback(*leader) && IsLoopback(*listen)))
-    return absl::OkStatus();
-  return errors::FieldError(
-      "leader",
-      "be a loopback address unless the ranks' connections are encrypted and ranks are admitted by a secret: "
-      "give "
-      "--tls_cert, --tls_key, --rank_ca and --rank_secret_file, or allow it with --insecure",
-      options.ranks.launch.leader);
-}
-
-absl::StatusOr<std::string> ReadSecret(const RankOptions& options) {
-  if (options.secret_file.empty()) return "";
-  const access::AccessFile file = {"rank_secret_file", options.secret_file};
-  absl::StatusOr<std::string> text = access::ReadAccessFile(file, access::Secrecy::kSecret);
-  if (!text.ok()) return text.status();
-  const std::string secret(absl::StripAsciiWhitespace(*text));
-  for (const char c : secret) {
-    if (!absl::ascii_isgraph(static_cast<unsigned char>(c))) {
-      return access::AccessFileError(file, "hold one line of printable characters without spaces");
-    }
-  }
-  if (secret.size() < kLeastSecretBytes || secret.size() > kMostSecretBytes) {
-    return access::AccessFileError(
-        file, absl::StrCat("hold ", kLeastSecretBytes, " to ", kMostSecretBytes, " characters"));
-  }
-  return secret;
-}
-
-std::string Text(bool value) { return value ? "true" : "false"; }
-
-ranks::Settings SettingsOf(const ServerOptions& options) {
-  return {{"version", options.version},
-          {"messages between ranks", ranks::ProtocolHash()},
-          {"ranks", absl::StrCat(options.ranks.launch.ranks)},
-          {"deterministic", Text(options.deterministic)},
-          {"split", options.split},
-          {"collectives", options.ranks.collectives},
-          {"collective_timeout", absl::FormatDuration(options.ranks.collective_timeout)},
-          {"rank_silence_timeout", absl::FormatDuration(options.ranks.silence_timeout)},
-          {"workspace_bytes", absl::StrCat(options.workspace_bytes)},
-          {"memory_limit_bytes", absl::StrCat(options.memory_limit_bytes)},
-          {"slice_bytes", absl::StrCat(options.slice_bytes)}};
-}
 
 bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backend) {
   if (backend.uuids.size() > 1) return true;
   return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
 }
-
-ranks::ChannelLimits LimitsOf(const ServerOptions& options) {
-  return {.slice_bytes = options.slice_bytes, .silence = options.ranks.silence_timeout};
-}
-
-}  // namespace
-
-absl::Status CheckRanks(const ServerOptions& options) {
-  const RankOptions& ranks = options.ranks;
-  if (!ranks.several()) return absl::OkStatus();
-  absl::Status status = CheckReach(options);
-  status.Update(CheckPositive("rank_timeout", ranks.timeout));
-  status.Update(CheckPositive("rank_silence_timeout", ranks.silence_timeout));
-  status.Update(CheckPositive("collective_timeout", ranks.collective_timeout));
-  if (options.security.tls_cert.empty() != ranks.ca.empty()) {
-    status.Update(errors::FieldError("rank_ca",
-                                     "be given together with tls_cert where there are several ranks",
-                                     ranks.ca.empty() ? "nothing" : ranks.ca));
-  }
-  if (options.slice_bytes > kMostSliceBytes) {
-    status.Update(
-        errors::FieldError("slice_bytes", "be at most 128 MiB with several ranks", options.slice_bytes));
-  }
-  return status;
-}
-
-absl::StatusOr<kernels::CreatedBackend> CreateOwnBackend(const ServerOptions& options) {
-  kernels::BackendChoice choice = BackendOf(options);
-  if (options.ranks.several()) {
-    const absl::StatusOr<Address> leader = ParseAddress("leader", options.ranks.launch.leader);
-    if (!leader.ok()) return leader.status();
-    absl::StatusOr<std::string> host =
-        options.ranks.host.empty() ? ranks::LocalAddressFor(leader->host) : options.ranks.host;
-    if (!host.ok()) return host.status();
-    choice.link_host = *std::move(host);
-  }
-  absl::StatusOr<kernels::CreatedBackend> own = kernels::CreateBackend(choice);
-  if (own.ok() && !own->note.empty()) {
-    log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", own->note}});
-  }
-  if (own.ok() && MayUseNccl(options, own->backend->info())) {
-    log::Log(log::LogLevel::kInfo, "settings of NCCL", {{kernels::kNcclMulticast, kernels::NcclMulticast()}});
-  }
-  return own;
-}
-
-namespace {
 
 // Of a process alone. GPUs take NCCL; CPU devices are threads with one memory.
 std::string CollectivesOf(const ServerOptions& options, const kernels::BackendInfo& backend) {
@@ -147,72 +23,65 @@ std::string CollectivesOf(const ServerOptions& options, const kernels::BackendIn
   return backend.name == "cpu" && options.cpu_devices > 1 ? "threads" : "";
 }
 
+absl::StatusOr<Backends> CreateOne(const ServerOptions& options) {
+  absl::StatusOr<kernels::CreatedBackend> one = kernels::CreateBackend(BackendOf(options));
+  if (!one.ok()) return one.status();
+  Backends backends;
+  backends.push_back(*std::move(one));
+  return backends;
+}
+
+absl::StatusOr<Backends> CreateOneForEachRank(const ServerOptions& options) {
+  kernels::BackendChoice choice = BackendOf(options);
+  absl::StatusOr<std::string> host = RankHost(options);
+  if (!host.ok()) return host.status();
+  choice.link_host = *std::move(host);
+  return kernels::CreateRankBackends(choice);
+}
+
 }  // namespace
+
+absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options) {
+  absl::StatusOr<Backends> own = options.ranks.several() ? CreateOneForEachRank(options) : CreateOne(options);
+  if (!own.ok()) return own.status();
+  if (absl::Status status = CheckRankCount(options, static_cast<int>(own->size())); !status.ok())
+    return status;
+  const kernels::CreatedBackend& first = own->front();
+  if (!first.note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", first.note}});
+  if (MayUseNccl(options, first.backend->info())) {
+    log::Log(log::LogLevel::kInfo, "settings of NCCL", {{kernels::kNcclMulticast, kernels::NcclMulticast()}});
+  }
+  return own;
+}
 
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials) {
-  absl::StatusOr<kernels::CreatedBackend> own = CreateOwnBackend(options);
+  absl::StatusOr<Backends> own = CreateOwnBackends(options);
   if (!own.ok()) return own.status();
+  kernels::CreatedBackend first = std::move(own->front());
+  Compute compute;
   if (!options.ranks.several()) {
-    std::string collectives = CollectivesOf(options, own->backend->info());
-    return Compute{
-        .leader = nullptr, .backend = std::move(own->backend), .collectives = std::move(collectives)};
+    compute.collectives = CollectivesOf(options, first.backend->info());
+    compute.backend = std::move(first.backend);
+    return compute;
   }
-  const absl::StatusOr<Address> listen = RankAddress(options.ranks);
-  if (!listen.ok()) return listen.status();
-  const absl::StatusOr<kernels::Split> split = kernels::SplitOf(BackendOf(options));
-  if (!split.ok()) return split.status();
-  absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
-  if (!secret.ok()) return secret.status();
-  absl::StatusOr<std::unique_ptr<ranks::Leader>> leader =
-      ranks::Leader::Start({.ranks = options.ranks.launch.ranks,
-                            .listen = listen->text(),
-                            .credentials = credentials,
-                            .secret = *std::move(secret),
-                            .limits = LimitsOf(options),
-                            .settings = SettingsOf(options),
-                            .group = {.split = *split},
-                            .share_rows = options.ranks.shared_memory,
-                            .timeout = options.ranks.timeout,
-                            .collective_timeout = options.ranks.collective_timeout,
-                            .stop = options.ranks.stop_requested});
+  const auto devices = static_cast<int>(own->size());
+  absl::StatusOr<std::unique_ptr<ranks::Leader>> leader = StartLeader(options, devices, credentials);
   if (!leader.ok()) return leader.status();
-  log::Log(log::LogLevel::kInfo, "waiting for the other ranks",
-           {{"ranks", options.ranks.launch.ranks}, {"port", (*leader)->port()}});
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> backend = (*leader)->Form(*std::move(own));
-  if (!backend.ok()) return backend.status();
-  std::string collectives = (*leader)->collectives();
-  return Compute{
-      .leader = *std::move(leader), .backend = *std::move(backend), .collectives = std::move(collectives)};
-}
-
-absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options,
-                                                            kernels::CreatedBackend own,
-                                                            WorkerCallbacks callbacks) {
-  absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
-  if (!secret.ok()) return secret.status();
-  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
-  if (!options.ranks.ca.empty()) {
-    const absl::StatusOr<std::string> ca =
-        access::ReadAccessFile({"rank_ca", options.ranks.ca}, access::Secrecy::kPublic);
-    if (!ca.ok()) return ca.status();
-    credentials = grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = "", .pem_cert_chain = ""});
+  compute.leader = *std::move(leader);
+  if (devices > 1) {
+    own->erase(own->begin());
+    absl::StatusOr<std::unique_ptr<LocalRanks>> others = LocalRanks::Start(
+        options, *std::move(own),
+        {.first_rank = 1, .devices = devices, .local_address = compute.leader->local_address()});
+    if (!others.ok()) return others.status();
+    compute.other_devices = *std::move(others);
   }
-  const int threads = CheckpointThreads(options, own.backend->info());
-  return ranks::Worker::Create({.rank = options.ranks.launch.rank,
-                                .leader = options.ranks.launch.leader,
-                                .credentials = std::move(credentials),
-                                .secret = *std::move(secret),
-                                .limits = LimitsOf(options),
-                                .settings = SettingsOf(options),
-                                .files = {.directory = options.checkpoint_directory,
-                                          .buffer_bytes = options.checkpoint_buffer_bytes,
-                                          .reserve_bytes = options.memory_reserve_bytes,
-                                          .threads = threads},
-                                .timeout = options.ranks.timeout,
-                                .on_joined = std::move(callbacks.on_joined),
-                                .metrics = std::move(callbacks.metrics)},
-                               std::move(own));
+  absl::StatusOr<std::unique_ptr<kernels::Backend>> backend = compute.leader->Form(std::move(first));
+  if (!backend.ok()) return backend.status();
+  compute.collectives = compute.leader->collectives();
+  compute.backend = *std::move(backend);
+  return compute;
 }
 
 }  // namespace lossd::app

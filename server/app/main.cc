@@ -112,7 +112,8 @@ ABSL_FLAG(
 ABSL_FLAG(
     std::string, devices, ServerOptions().devices,
     "CUDA backend: several GPUs, as --device names them with commas between them, or all. Every head is "
-    "on all of them, and they share the rows (docs/scaling.md)");
+    "on all of them, and they share the rows (docs/scaling.md). With --ranks, or a launcher, those of this "
+    "process");
 ABSL_FLAG(
     bool, exit_on_device_loss, true,
     "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
@@ -121,7 +122,7 @@ ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0:
 ABSL_FLAG(
     int, cpu_devices, ServerOptions().cpu_devices,
     "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
-    "GPUs do; to try that out");
+    "GPUs do; to try that out. With --ranks, or a launcher, those of this process");
 ABSL_FLAG(std::string, split, ServerOptions().split,
           "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
           "any, which is by rows if "
@@ -133,7 +134,7 @@ ABSL_FLAG(
     "recompute "
     "their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
-          "Refuse heads that would take the planned memory beyond this; 0: no limit");
+          "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
 ABSL_FLAG(
     ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
     "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
@@ -328,7 +329,7 @@ void Drain(Server& server, ServiceManager& manager, StopEvents& events, const St
 }
 
 int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvents& events) {
-  const lossd::app::WorkerEnd end = lossd::app::RunWorker(options, &manager, events);
+  const lossd::app::RanksEnd end = lossd::app::RunWorker(options, &manager, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
     if (end.joined) return 0;

@@ -19,7 +19,9 @@ ABSL_FLAG(
     "or "
     "jobset, whose environment says which of them this one is; auto: by whichever of these; none: --rank and "
     "--ranks say it, or there is one process");
-ABSL_FLAG(int, ranks, 0, "How many processes are one server; 0: as the launcher says, or one");
+ABSL_FLAG(int, ranks, 0,
+          "How many processes are one server; 0: as the launcher says, or one. Each may have several devices "
+          "(--devices, --cpu_devices), all as many");
 ABSL_FLAG(
     int, rank, -1,
     "Which of them this one is; 0 serves clients, and the others compute for it. -1: as the launcher says");

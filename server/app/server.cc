@@ -90,8 +90,9 @@ class ServerImpl final : public Server {
 
   // In order of dependence: each uses those above it.
   std::unique_ptr<Security> security_;
-  std::unique_ptr<ranks::Leader> leader_;  // null: one rank
-  std::string collectives_;                // as ServerDescription.collectives
+  std::unique_ptr<LocalRanks> other_devices_;  // null: none
+  std::unique_ptr<ranks::Leader> leader_;      // null: one rank
+  std::string collectives_;                    // as ServerDescription.collectives
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<SharedMemory> shared_memory_;  // null: none
   std::unique_ptr<metrics::Metrics> metrics_;
@@ -167,6 +168,7 @@ void ServerImpl::LogStart() const {
 absl::Status ServerImpl::CreateEngine() {
   absl::StatusOr<Compute> compute = CreateCompute(options_, security_->rank_credentials());
   if (!compute.ok()) return compute.status();
+  other_devices_ = std::move(compute->other_devices);
   leader_ = std::move(compute->leader);
   backend_ = std::move(compute->backend);
   collectives_ = std::move(compute->collectives);
@@ -194,8 +196,9 @@ void ServerImpl::WatchRanks() {
     metrics_->OnDeviceError(status);
     device_watch_->OnDeviceError(status);
   });
-  leader_->WatchLeaving([this](int rank, const std::string& reason) {
-    log::Log(log::LogLevel::kInfo, "a rank was asked to stop", {{"rank", rank}, {"reason", reason}});
+  leader_->WatchLeaving([this](const ranks::Leaving& leaving) {
+    log::Log(log::LogLevel::kInfo, "a rank was asked to stop",
+             {{"rank", leaving.rank}, {"reason", leaving.reason}});
     options_.ranks.on_leaving();
   });
 }

@@ -5,7 +5,6 @@
 
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,10 +12,7 @@
 #include "absl/time/clock.h"
 #include "server/app/check_options.h"
 #include "server/app/compute.h"
-#include "server/app/device_watch.h"
-#include "server/app/gpu_watch.h"
 #include "server/app/health.h"
-#include "server/app/rank_families.h"
 #include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
@@ -31,43 +27,36 @@ constexpr absl::Duration kLook = absl::Milliseconds(200);
 
 class WorkerApp {
  public:
-  WorkerApp(const ServerOptions& options, ServiceManager* manager) : options_(options), manager_(manager) {}
+  WorkerApp(const ServerOptions& options, ServiceManager* manager, StopEvents* events)
+      : options_(options), manager_(manager), events_(events) {}
   ~WorkerApp() {
     keep_alive_.reset();
     http_.reset();
-    if (runs_.joinable()) runs_.join();
-    {  // Monitors call into the worker, and it asks them.
-      std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus;
-      absl::MutexLock lock(&mutex_);
-      gpus.swap(gpus_);
-    }
-    worker_.reset();
+    ranks_.reset();
   }
 
   absl::Status Start();
-  WorkerEnd Run(StopEvents& events);
+  RanksEnd Run();
 
  private:
+  absl::Status StartRanks();
   absl::Status StartHttp();
-  ranks::v1::Metrics Metrics();
   metrics::HttpHandlers Handlers() const;
   Health health() const {
-    return {.device_lost = device_watch_->lost(), .device_silence = worker_->Silence()};
+    return {.device_lost = ranks_->device_lost(), .device_silence = ranks_->Silence()};
   }
   // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
-  absl::Status AwaitEnd(const StopEvents& events, absl::Duration limit);
+  absl::Status AwaitEnd(absl::Duration limit);
 
   const ServerOptions& options_;
   ServiceManager* const manager_;
+  StopEvents* const events_;
   std::unique_ptr<Security> security_;
-  std::unique_ptr<ranks::Worker> worker_;
-  std::optional<DeviceWatch> device_watch_;
+  std::unique_ptr<LocalRanks> ranks_;
   std::unique_ptr<metrics::HttpServer> http_;
   std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;
-  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_ ABSL_GUARDED_BY(mutex_);
-  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
-  std::thread runs_;
+  std::optional<RanksEnd> end_ ABSL_GUARDED_BY(mutex_);
 };
 
 absl::Status WorkerApp::Start() {
@@ -75,32 +64,33 @@ absl::Status WorkerApp::Start() {
   absl::StatusOr<std::unique_ptr<Security>> security = Security::Create(options_.security);
   if (!security.ok()) return security.status();
   security_ = *std::move(security);
-  absl::StatusOr<kernels::CreatedBackend> own = CreateOwnBackend(options_);
-  if (!own.ok()) return own.status();
-  const kernels::BackendInfo info = own->backend->info();
-  absl::StatusOr<std::unique_ptr<ranks::Worker>> worker =
-      CreateWorker(options_, *std::move(own),
-                   {.on_joined =
-                        [manager = manager_, rank = options_.ranks.launch.rank] {
-                          manager->Ready(absl::StrCat("computes as rank ", rank));
-                        },
-                    .metrics = [this] { return Metrics(); }});
-  if (!worker.ok()) return worker.status();
-  worker_ = *std::move(worker);
-  device_watch_.emplace([this](const absl::Status& status) { worker_->ReportLoss(status); });
-  {
-    absl::MutexLock lock(&mutex_);
-    gpus_ = WatchGpus(info, {&*device_watch_});
-  }
+  if (absl::Status status = StartRanks(); !status.ok()) return status;
   keep_alive_.emplace(manager_, [this] { return Live(health(), options_.liveness_timeout); });
-  log::Log(log::LogLevel::kInfo, "worker",
-           {{"version", options_.version},
-            {"rank", options_.ranks.launch.rank},
-            {"ranks", options_.ranks.launch.ranks},
-            {"leader", options_.ranks.launch.leader},
-            {"backend", info.name},
-            {"device", info.device}});
   return options_.ranks.worker_http.empty() ? absl::OkStatus() : StartHttp();
+}
+
+absl::Status WorkerApp::StartRanks() {
+  absl::StatusOr<Backends> own = CreateOwnBackends(options_);
+  if (!own.ok()) return own.status();
+  const auto devices = static_cast<int>(own->size());
+  const int first = options_.ranks.launch.rank * devices;
+  const std::string names = RankNames(first, devices);
+  absl::StatusOr<std::unique_ptr<LocalRanks>> ranks =
+      LocalRanks::Start(options_, *std::move(own),
+                        {.first_rank = first,
+                         .devices = devices,
+                         .on_joined = [this, names] { manager_->Ready(absl::StrCat("computes as ", names)); },
+                         .on_end =
+                             [this](const RanksEnd& end) {
+                               {
+                                 absl::MutexLock lock(&mutex_);
+                                 end_ = end;
+                               }
+                               events_->NotifyDeviceLost();
+                             }});
+  if (!ranks.ok()) return ranks.status();
+  ranks_ = *std::move(ranks);
+  return absl::OkStatus();
 }
 
 metrics::HttpHandlers WorkerApp::Handlers() const {
@@ -108,17 +98,11 @@ metrics::HttpHandlers WorkerApp::Handlers() const {
   metrics::HttpHandlers handlers;
   handlers["/livez"] = [this](const auto&) { return Liveness(health(), options_.liveness_timeout); };
   handlers["/readyz"] = [this](const auto&) {
-    return worker_->joined() ? Readiness(health())
-                             : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
+    return ranks_->joined() ? Readiness(health())
+                            : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
   };
   handlers["/healthz"] = handlers["/readyz"];
   return handlers;
-}
-
-ranks::v1::Metrics WorkerApp::Metrics() {
-  const kernels::RankTimes times = worker_->times();
-  absl::MutexLock lock(&mutex_);
-  return ToProto(metrics::WorkerFamilies(times, gpus_));
 }
 
 absl::Status WorkerApp::StartHttp() {
@@ -134,7 +118,7 @@ absl::Status WorkerApp::StartHttp() {
   return absl::OkStatus();
 }
 
-absl::Status WorkerApp::AwaitEnd(const StopEvents& events, absl::Duration limit) {
+absl::Status WorkerApp::AwaitEnd(absl::Duration limit) {
   const absl::Time deadline = absl::Now() + limit;
   absl::MutexLock lock(&mutex_);
   const auto ended = [this] {
@@ -142,42 +126,33 @@ absl::Status WorkerApp::AwaitEnd(const StopEvents& events, absl::Duration limit)
     return end_.has_value();
   };
   while (!mutex_.AwaitWithTimeout(absl::Condition(&ended), kLook)) {
-    if (events.Pending() != 0) return absl::CancelledError("second signal: leaving at once");
+    if (events_->Pending() != 0) return absl::CancelledError("second signal: leaving at once");
     if (absl::Now() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
   }
   return absl::OkStatus();
 }
 
-WorkerEnd WorkerApp::Run(StopEvents& events) {
-  runs_ = std::thread([this, &events] {
-    absl::Status status = worker_->Run();
-    {
-      absl::MutexLock lock(&mutex_);
-      end_ = std::move(status);
-    }
-    events.NotifyDeviceLost();
-  });
-  const StopEvents::Event event = events.Wait();
+RanksEnd WorkerApp::Run() {
+  const StopEvents::Event event = events_->Wait();
   if (event.signal != 0) {
     log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
     manager_->Stopping(absl::StrCat("asking rank 0 to drain: ", strsignal(event.signal)),
                        options_.drain_timeout + kGrace);
-    worker_->Leave(absl::StrCat("rank ", options_.ranks.launch.rank, " got ", strsignal(event.signal)));
-    const absl::Status ended = AwaitEnd(events, options_.drain_timeout + kGrace);
+    ranks_->Leave(strsignal(event.signal));
+    const absl::Status ended = AwaitEnd(options_.drain_timeout + kGrace);
     if (!ended.ok()) return {ended, false};
   }
   absl::MutexLock lock(&mutex_);
-  return {*end_, worker_->joined()};
+  return *end_;
 }
 
 }  // namespace
 
-WorkerEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events) {
+RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events) {
   // Not taken down unless it had joined and ended well: what it would wait for may hang.
-  auto app = std::make_unique<WorkerApp>(options, manager);
-  WorkerEnd end{app->Start(), false};
-  if (!end.status.ok()) return end;
-  end = app->Run(events);
+  auto app = std::make_unique<WorkerApp>(options, manager, &events);
+  RanksEnd end{app->Start(), false};
+  if (end.status.ok()) end = app->Run();
   if (!end.status.ok() || !end.joined) (void)app.release();
   return end;
 }

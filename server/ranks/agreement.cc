@@ -10,6 +10,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
@@ -26,6 +27,21 @@ const std::string* Find(const v1::Hello& hello, const std::string& name) {
     if (setting.name() == name) return &setting.value();
   }
   return nullptr;
+}
+
+std::string DevicesOf(const Settings& leader) {
+  for (const auto& [name, value] : leader) {
+    if (name == kDevices) return value;
+  }
+  return "1";
+}
+
+// Settings are those of a process, which is several ranks where it has several devices.
+std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_process) {
+  uint32_t count = 1;
+  if (!by_process) return absl::StrCat("rank ", worker.rank());
+  if (!absl::SimpleAtoi(devices, &count) || count == 0) count = 1;
+  return absl::StrCat("process ", worker.rank() / count);
 }
 
 absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& worker) {
@@ -50,6 +66,16 @@ Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
   return flags;
 }
 
+bool SameDevices(const Settings& leader, const v1::Hello& worker) {
+  const std::string* const devices = Find(worker, kDevices);
+  return DevicesOf(leader) == (devices == nullptr ? "1" : *devices);
+}
+
+absl::Status CheckRank(const v1::Hello& worker, int ranks) {
+  if (worker.rank() >= 1 && worker.rank() < static_cast<uint32_t>(ranks)) return absl::OkStatus();
+  return errors::FieldError("rank", absl::StrCat("be in [1, ", ranks, ") for a worker"), worker.rank());
+}
+
 std::string ProtocolHash() {
   google::protobuf::FileDescriptorProto file;
   v1::Hello::descriptor()->file()->CopyTo(&file);
@@ -62,11 +88,15 @@ std::string ProtocolHash() {
 
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
                             const v1::Hello& worker) {
+  const std::string* const devices = Find(worker, kDevices);
+  const std::string its_devices = devices == nullptr ? "1" : *devices;
+  const bool by_process = DevicesOf(leader) != "1" || its_devices != "1";
   for (const auto& [name, value] : leader) {
     const std::string* const got = Find(worker, name);
     if (got != nullptr && *got == value) continue;
-    return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": ", name),
-                              absl::StrCat("be what rank 0 has, ", value), got == nullptr ? "nothing" : *got);
+    return errors::FieldError(absl::StrCat(NameOf(its_devices, worker, by_process), ": ", name),
+                              absl::StrCat("be what ", by_process ? "process" : "rank", " 0 has, ", value),
+                              got == nullptr ? "nothing" : *got);
   }
   return CheckDevice(traits, worker);
 }

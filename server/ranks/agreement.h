@@ -22,14 +22,24 @@ using Settings = std::vector<std::pair<std::string, std::string>>;
 // `flags`, and what the backend adds to the settings of its rank: which it is, and the kind of its device.
 Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend);
 
+// The name of the setting that says how many devices each process has, which are ranks of their own.
+inline constexpr char kDevices[] = "number of devices";
+
+// Whether a worker's process has as many devices as the leader's. If not, their numbers of ranks do not fit
+// together.
+bool SameDevices(const Settings& leader, const v1::Hello& worker);
+
+// INVALID_ARGUMENT unless a worker's rank is in [1, ranks).
+absl::Status CheckRank(const v1::Hello& worker, int ranks);
+
 // Of the messages between ranks: two processes with the same value read each other's messages alike. 16
 // hexadecimal digits.
 std::string ProtocolHash();
 
-// INVALID_ARGUMENT naming rank, setting and both values if a worker's settings are not the leader's, or the
-// memory of its GPU is not that of the leader's: a product may be sold with several sizes, and what is
-// planned for one has to fit the other. Memories may differ by a hundredth, which drivers keep for
-// themselves.
+// INVALID_ARGUMENT naming rank (or process, where processes have several devices), setting and both values if
+// a worker's settings are not the leader's, or the memory of its GPU is not that of the leader's: a product
+// may be sold with several sizes, and what is planned for one has to fit the other. Memories may differ by a
+// hundredth, which drivers keep for themselves.
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
                             const v1::Hello& worker);
 

@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+
 namespace lossd::ranks {
 namespace {
 
@@ -64,6 +67,13 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;
+}
+
+std::string NewLocalAddress() {
+  absl::BitGen random;
+  return absl::StrCat("unix-abstract:lossd-ranks-",
+                      absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16),
+                      absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16));
 }
 
 void AddSecret(const std::string& secret, grpc::ClientContext* context) {

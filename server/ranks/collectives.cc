@@ -13,20 +13,6 @@
 namespace lossd::ranks {
 namespace {
 
-// Every rank has a GPU that no rank before it has.
-absl::Status CheckGpus(const std::string& leader_gpu, absl::Span<const v1::Hello> workers) {
-  std::map<std::string, uint32_t> taken = {{leader_gpu, 0}};
-  for (const v1::Hello& worker : workers) {
-    const auto [other, is_new] = taken.emplace(worker.gpu_uuid(), worker.rank());
-    if (is_new) continue;
-    return errors::FieldError(
-        absl::StrCat("rank ", worker.rank(), ": device"),
-        absl::StrCat("be a GPU of its own for collectives nccl, and rank ", other->second, " has this one"),
-        worker.gpu_uuid());
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckOffer(const std::string& collectives, const std::string& nccl_version,
                         const v1::Hello& worker) {
   const auto& offered = worker.collectives();
@@ -43,13 +29,29 @@ absl::Status CheckOffer(const std::string& collectives, const std::string& nccl_
 
 }  // namespace
 
+absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
+                       absl::Span<const v1::Hello> workers) {
+  if (leader_gpu.empty()) return absl::OkStatus();
+  std::map<std::string, uint32_t> taken = {{leader_gpu, 0}};
+  for (const v1::Hello& worker : workers) {
+    const auto [other, is_new] = taken.emplace(worker.gpu_uuid(), worker.rank());
+    if (is_new) continue;
+    return errors::FieldError(
+        absl::StrCat("rank ", worker.rank(), ": device"),
+        absl::StrCat("be a GPU of its own for ", why, ", and rank ", other->second, " has this one"),
+        worker.gpu_uuid());
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
                                                     const std::string& leader_gpu,
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers) {
   absl::Status in_the_way;  // of the best
   for (const std::string& collectives : offered) {
-    absl::Status status = collectives == kernels::kNccl ? CheckGpus(leader_gpu, workers) : absl::OkStatus();
+    absl::Status status =
+        collectives == kernels::kNccl ? CheckGpus("collectives nccl", leader_gpu, workers) : absl::OkStatus();
     for (const v1::Hello& worker : workers) {
       status.Update(CheckOffer(collectives, nccl_version, worker));
     }
@@ -61,7 +63,11 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
 }
 
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
-                                           absl::Span<const v1::Hello> workers) {
+                                           int devices, absl::Span<const v1::Hello> workers) {
+  if (devices > 1) {
+    absl::Status status = CheckGpus("processes of several devices", leader_gpu, workers);
+    if (!status.ok()) return status;
+  }
   const absl::StatusOr<CollectivesChoice> choice =
       ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers);
   if (!choice.ok()) return choice.status();

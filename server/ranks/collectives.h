@@ -15,6 +15,11 @@
 
 namespace lossd::ranks {
 
+// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU; `why`: what needs one for each. CPUs
+// have no names, and are not compared.
+absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
+                       absl::Span<const v1::Hello> workers);
+
 struct CollectivesChoice {
   std::string collectives;  // kernels/rank_link.h
   std::string reason;       // why not the best that the leader has; empty if it is that
@@ -28,9 +33,10 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
-// The same for the leader's own link, which uses it from then on. Logs the choice.
+// The same for the leader's own link, which uses it from then on. Logs the choice. Processes that have
+// several `devices` each may have no GPU in common, whatever the collectives.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
-                                           absl::Span<const v1::Hello> workers);
+                                           int devices, absl::Span<const v1::Hello> workers);
 
 }  // namespace lossd::ranks
 

@@ -14,9 +14,6 @@
 namespace lossd::ranks {
 namespace {
 
-// More processes than this are a mistake.
-constexpr int kMostRanks = 1024;
-
 // The variables of a launcher, of each the first that is set. MASTER_PORT is no port of ours: torchrun's own
 // store may listen there.
 struct Launcher {

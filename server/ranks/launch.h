@@ -12,7 +12,11 @@
 
 namespace lossd::ranks {
 
-// The processes that together are one server are its ranks, as MPI calls them.
+// A server has at most so many processes, and so many ranks.
+inline constexpr int kMostRanks = 1024;
+
+// The processes that together are one server are its ranks, as MPI calls them. Where each has several
+// devices, those are the ranks, and what launchers and flags number are the processes.
 struct Launch {
   int rank = 0;                   // 0 is the leader, which serves clients
   int ranks = 1;                  // > 1: there are workers

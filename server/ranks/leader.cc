@@ -4,17 +4,16 @@
 #include <grpcpp/grpcpp.h>
 
 #include <map>
-#include <optional>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "kernels/errors/field_error.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
 #include "server/ranks/collectives.h"
+#include "server/ranks/first_news.h"
 #include "server/ranks/grpc_transport.h"
 #include "server/ranks/leader_rows.h"
 #include "server/ranks/local_address.h"
@@ -41,9 +40,14 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   int port() const override { return port_; }
   const std::string& collectives() const override { return collectives_; }
   head::FileSites* file_sites() override { return &files_; }
+  const std::string& local_address() const override { return local_address_; }
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
-  void WatchLoss(std::function<void(const absl::Status&)> on_lost) override;
-  void WatchLeaving(std::function<void(int, const std::string&)> on_leaving) override;
+  void WatchLoss(std::function<void(const absl::Status&)> on_lost) override {
+    loss_.Watch(std::move(on_lost));
+  }
+  void WatchLeaving(std::function<void(const Leaving&)> on_leaving) override {
+    leaving_.Watch(std::move(on_leaving));
+  }
   std::vector<RankReport> Reports() const override;
   kernels::RankTimes times() const override { return {group_->WorkOf(0).busy, link_->Times()}; }
 
@@ -55,7 +59,6 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   absl::StatusOr<v1::Hello> ReadHello(grpc::ServerContext* context, GrpcTransport* transport);
   absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
   void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
-  void OnLeaving(int rank, const std::string& reason);
   absl::Status OnChunkFailure(const absl::Status& failure);  // on the driving thread of the leader's backend
 
   // ---- On the thread that forms ----
@@ -70,6 +73,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 
   const LeaderOptions options_;
   int port_ = 0;
+  std::string local_address_;
   Settings settings_;              // written before the service starts to admit; then const
   std::string gpu_, collectives_;  // written by Form
   kernels::RankTraits traits_;
@@ -82,12 +86,12 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status disagreement_ ABSL_GUARDED_BY(mutex_);  // of a process whose numbers of ranks do not fit
   Workers workers_ ABSL_GUARDED_BY(mutex_);
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
-  std::function<void(const absl::Status&)> on_lost_ ABSL_GUARDED_BY(mutex_);
-  std::optional<std::pair<int, std::string>> leaving_ ABSL_GUARDED_BY(mutex_);
-  std::function<void(int, const std::string&)> on_leaving_ ABSL_GUARDED_BY(mutex_);
+  FirstNews<absl::Status> loss_;
+  FirstNews<Leaving> leaving_;
 
   std::unique_ptr<grpc::Server> server_;
 };
@@ -95,6 +99,10 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
 absl::Status LeaderImpl::Listen() {
   grpc::ServerBuilder builder;
   builder.AddListeningPort(options_.listen, options_.credentials, &port_);
+  if (options_.devices > 1) {
+    local_address_ = NewLocalAddress();
+    builder.AddListeningPort(local_address_, grpc::InsecureServerCredentials());
+  }
   Configure(options_.limits, &builder);
   grpc::ResourceQuota quota("ranks");
   quota.SetMaxThreads(2 * options_.ranks + kSpareThreads);
@@ -119,7 +127,9 @@ grpc::Status LeaderImpl::Join(grpc::ServerContext* context, GrpcTransport::Strea
   status = Enter(worker);
   if (!status.ok()) return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
   worker->Run([&](const absl::Status& lost) { Leave(worker, lost); },
-              [&](const std::string& reason) { OnLeaving(worker->rank(), reason); });
+              [&](const std::string& reason) {
+                leaving_.Tell({worker->rank(), reason});
+              });
   return grpc::Status::OK;
 }
 
@@ -137,10 +147,11 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
   absl::MutexLock lock(&mutex_);
   silent_.erase(context);
   if (!read || !message.has_hello()) return absl::InvalidArgumentError("a rank says Hello first");
-  if (message.hello().rank() < 1 || message.hello().rank() >= static_cast<uint32_t>(options_.ranks)) {
-    return errors::FieldError("rank", absl::StrCat("be in [1, ", options_.ranks, ") for a worker"),
-                              message.hello().rank());
+  if (!SameDevices(settings_, message.hello())) {
+    disagreement_.Update(CheckAgreement(settings_, traits_, message.hello()));
+    return disagreement_;
   }
+  if (absl::Status status = CheckRank(message.hello(), options_.ranks); !status.ok()) return status;
   return std::move(*message.mutable_hello());
 }
 
@@ -160,7 +171,6 @@ absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
 
 // The others may wait for it: all of them are given up, and with them everything that is asked of the ranks.
 void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
-  std::function<void(const absl::Status&)> on_lost;
   Workers others;
   {
     absl::MutexLock lock(&mutex_);
@@ -170,11 +180,10 @@ void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::
     }
     if (!formed_ || !lost_.ok()) return;
     lost_ = status;
-    on_lost = std::move(on_lost_);
     others = workers_;
   }
   log::Log(log::LogLevel::kError, "rank is lost", {{"rank", worker->rank()}, {"error", status.message()}});
-  if (on_lost) on_lost(status);
+  loss_.Tell(status);
   for (const auto& [rank, other] : others) {
     if (other != worker) other->GiveUp(status);
   }
@@ -208,6 +217,7 @@ absl::Status LeaderImpl::Late() const {
 }
 
 absl::Status LeaderImpl::CheckAll() const {
+  if (!disagreement_.ok()) return disagreement_;
   for (const auto& [rank, worker] : workers_) {
     if (absl::Status status = CheckAgreement(settings_, traits_, worker->hello()); !status.ok())
       return status;
@@ -228,7 +238,7 @@ absl::Status LeaderImpl::AwaitAll() {
   size_t seen = 0;
   const auto news = [&] {
     mutex_.AssertHeld();
-    return workers_.size() != seen;
+    return workers_.size() != seen || !disagreement_.ok();
   };
   while (true) {
     mutex_.AwaitWithTimeout(absl::Condition(&news), kLook);
@@ -269,7 +279,7 @@ absl::Status LeaderImpl::Connect() {
   const Workers workers = AllWorkers();
   std::vector<v1::Hello> hellos;
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
-  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, hellos);
+  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, options_.devices, hellos);
   if (!collectives.ok()) return collectives.status();
   collectives_ = *collectives;
   rows_.Prepare(workers, *collectives, options_.share_rows);
@@ -335,37 +345,6 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
 
 // ---- Afterwards ----
 
-void LeaderImpl::WatchLoss(std::function<void(const absl::Status&)> on_lost) {
-  absl::Status lost;
-  {
-    absl::MutexLock lock(&mutex_);
-    lost = lost_;
-    if (lost.ok()) on_lost_ = on_lost;
-  }
-  if (!lost.ok()) on_lost(lost);
-}
-
-void LeaderImpl::OnLeaving(int rank, const std::string& reason) {
-  std::function<void(int, const std::string&)> on_leaving;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (leaving_.has_value()) return;
-    leaving_ = {rank, reason};
-    on_leaving = std::move(on_leaving_);
-  }
-  if (on_leaving) on_leaving(rank, reason);
-}
-
-void LeaderImpl::WatchLeaving(std::function<void(int, const std::string&)> on_leaving) {
-  std::optional<std::pair<int, std::string>> leaving;
-  {
-    absl::MutexLock lock(&mutex_);
-    leaving = leaving_;
-    if (!leaving.has_value()) on_leaving_ = on_leaving;
-  }
-  if (leaving.has_value()) on_leaving(leaving->first, leaving->second);
-}
-
 std::vector<RankReport> LeaderImpl::Reports() const {
   const kernels::MemberWork work = group_->WorkOf(0);
   std::vector<RankReport> reports = {{.state = {.host = HostName(),
@@ -385,9 +364,9 @@ LeaderImpl::~LeaderImpl() {
     workers = workers_;
     formed_ = false;
     forming_ = false;
-    on_lost_ = nullptr;
-    on_leaving_ = nullptr;
   }
+  loss_.Unwatch();
+  leaving_.Unwatch();
   for (const auto& [rank, worker] : workers) worker->End();
   // Workers close their streams; what is left is cancelled.
   constexpr absl::Duration kGoodbye = absl::Seconds(5);

@@ -27,7 +27,8 @@
 namespace lossd::ranks {
 
 struct LeaderOptions {
-  int ranks = 2;
+  int ranks = 2;       // of all processes
+  int devices = 1;     // of each process, and so many of the ranks. Also a setting (kDevices)
   std::string listen;  // "host:port" of the workers' service; port 0: any free one
   std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
   std::string secret;                                    // empty: whoever reaches the address may be a rank
@@ -41,6 +42,12 @@ struct LeaderOptions {
   std::function<bool()> stop = [] { return false; };
 };
 
+// A worker that was asked to stop.
+struct Leaving {
+  int rank = 1;
+  std::string reason;
+};
+
 class Leader {
  public:
   // Listens. UNAVAILABLE if it cannot.
@@ -50,6 +57,10 @@ class Leader {
 
   // The port that was chosen.
   virtual int port() const = 0;
+
+  // Where workers of this process reach it (WorkerOptions::leader), without TLS; empty if a process has one
+  // device.
+  virtual const std::string& local_address() const = 0;
 
   // The backend of all ranks, of which `own` is the leader's. The leader outlives it.
   // INVALID_ARGUMENT, naming rank and values, if ranks do not agree; DEADLINE_EXCEEDED naming those that have
@@ -65,7 +76,7 @@ class Leader {
   // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
   virtual void WatchLoss(std::function<void(const absl::Status&)> on_lost) = 0;
   // `on_leaving` is called when a worker has been asked to stop, likewise.
-  virtual void WatchLeaving(std::function<void(int rank, const std::string& reason)> on_leaving) = 0;
+  virtual void WatchLeaving(std::function<void(const Leaving&)> on_leaving) = 0;
 
   // Of all ranks, by rank.
   virtual std::vector<RankReport> Reports() const = 0;

@@ -67,9 +67,10 @@ class WorkerImpl final : public Worker {
              .send = [this](v1::FromWorker message) { answers_.Push(std::move(message)); }}) {
     link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   }
-  ~WorkerImpl() override { Stop(); }
+  ~WorkerImpl() override { Close(); }
 
   absl::Status Run() override;
+  void Close() override;
   void Leave(const std::string& reason) override;
   void ReportLoss(const absl::Status& status) override;
   bool joined() const override { return joined_; }
@@ -103,7 +104,6 @@ class WorkerImpl final : public Worker {
   absl::Status OnChunkFailure(const absl::Status& failure);
   void Write();
   void ReportMetrics();
-  void Stop();
 
   const WorkerOptions options_;
   const std::unique_ptr<kernels::Backend> backend_;
@@ -119,6 +119,7 @@ class WorkerImpl final : public Worker {
   kernels::BusyClock busy_;              // of chunks and requests
   WorkerHeads heads_;
   WorkerFiles files_;
+  absl::Status failure_;                 // of Run
   std::string refusal_;                  // the last time that another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
   std::vector<v1::ChunkSlice> slices_;
@@ -201,7 +202,11 @@ absl::Status WorkerImpl::Join() {
 
 // ---- Serving ----
 
-absl::Status WorkerImpl::Run() { return Join(); }
+absl::Status WorkerImpl::Run() {
+  absl::Status status = Join();
+  if (!status.ok()) failure_ = status;
+  return status;
+}
 
 absl::Status WorkerImpl::Serve(v1::ToWorker message) {
   Stream* stream = nullptr;
@@ -269,7 +274,9 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
       if (!address.ok()) return address.status();
       const absl::Status shared = heads_.UseRowsOf(message.prepare());
       log::Log(log::LogLevel::kInfo, "ranks exchange",
-               {{"collectives", collectives}, {"rows", shared.ok() ? "shared memory" : shared.message()}});
+               {{"rank", options_.rank},
+                {"collectives", collectives},
+                {"rows", shared.ok() ? "shared memory" : shared.message()}});
       answer.mutable_prepared()->set_address(*std::move(address));
       answer.mutable_prepared()->set_rows_refused(std::string(shared.message()));
       break;
@@ -345,7 +352,8 @@ void WorkerImpl::ReportLoss(const absl::Status& status) {
   answers_.Push(std::move(message));
 }
 
-void WorkerImpl::Stop() {
+void WorkerImpl::Close() {
+  if (stopping_.HasBeenNotified()) return;
   stopping_.Notify();
   requests_.Close();
   answers_.Close();
@@ -353,6 +361,7 @@ void WorkerImpl::Stop() {
     absl::MutexLock lock(&attempt_mutex_);
     if (attempt_ != nullptr) attempt_->context.TryCancel();
   }
+  if (!failure_.ok()) link_->Abort(failure_);
   if (driver_.joinable()) driver_.join();
   files_.End();
   if (writer_.joinable()) writer_.join();

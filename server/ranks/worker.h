@@ -24,7 +24,7 @@ namespace lossd::ranks {
 
 struct WorkerOptions {
   int rank = 1;
-  std::string leader;  // "host:port"
+  std::string leader;  // "host:port", or Leader::local_address
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::string secret;
   ChannelLimits limits;
@@ -42,7 +42,7 @@ struct WorkerOptions {
 class Worker {
  public:
   static std::unique_ptr<Worker> Create(const WorkerOptions& options, kernels::CreatedBackend own);
-  // Leave first, or let Run end.
+  // Leave first, or let Run end. Closes it.
   virtual ~Worker() = default;
 
   // Returns when the worker's part is over:
@@ -51,6 +51,10 @@ class Worker {
   // where the ranks did not come together. UNAVAILABLE once joined(): the leader or this rank's device is
   // lost. Then the backend may hang, and the process had better end without taking it down.
   virtual absl::Status Run() = 0;
+
+  // After Run: closes the stream, which the leader may wait for, and ends the worker's threads. Whatever this
+  // rank waits for of others is given up if Run has failed.
+  virtual void Close() = 0;
 
   // Asks the leader to end all ranks. Does not wait.
   virtual void Leave(const std::string& reason) = 0;

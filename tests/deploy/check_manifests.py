@@ -32,7 +32,8 @@ import yaml
 KUBERNETES = "1.30"
 SCHEMAS = {"JobSet": "jobset.schema.json", "LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
            "ServiceMonitor": "servicemonitor.schema.json"}
-OF_RANKS = ("ranks", "leaderworkerset", "jobset")  # overlays of several processes
+# Overlays of several processes; what the secret has is that of mtls and one file more.
+OF_RANKS = ("ranks", "leaderworkerset", "leaderworkerset-gpus", "jobset")
 DRAIN_SECONDS = 30  # --drain_timeout's default
 DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations.md)
 # Of the programs that start lossd.

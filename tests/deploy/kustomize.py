@@ -7,6 +7,7 @@ labels and without suffixes, patches of JSON (RFC 6902) with a target. check_man
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,7 +26,8 @@ def known(what: str, found: dict[str, Any], *allowed: str) -> None:
 
 def documents(path: Path) -> list[Object]:
     with open(path, encoding="utf-8") as file:
-        return [document for document in yaml.safe_load_all(file) if document is not None]
+        # By way of JSON, so that what an alias repeats is a copy, which a patch changes alone.
+        return [json.loads(json.dumps(document)) for document in yaml.safe_load_all(file) if document is not None]
 
 
 def render(folder: Path) -> list[Object]:

@@ -57,6 +57,9 @@ plant $overlays/jobset/lossd.yaml 's/parallelism: 2/parallelism: 3/' $overlays/j
 plant $overlays/jobset/lossd.yaml 's/- name: ranks$/- name: rank/' $overlays/jobset
 plant $overlays/jobset/lossd.yaml 's/--rank_timeout/--rank_timout/'
 plant $overlays/jobset/lossd.yaml 's/\[PodFailurePolicy\]/[PodFailure]/' $overlays/jobset
+plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/gpu: 8/gpu: [8]/' $overlays/leaderworkerset-gpus
+plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/workerTemplate/workTemplate/' $overlays/leaderworkerset-gpus
+plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/--devices/--device_list/'
 plant kubernetes/components/monitoring/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored
 plant kubernetes/components/monitoring/prometheusrule.yaml 's/for: 15m/for: 15 minutes/' $overlays/monitored
 plant kubernetes/components/monitoring/kustomization.yaml 's/grafana_dashboard: "1"/grafana_dashboard: [1]/' $overlays/monitored

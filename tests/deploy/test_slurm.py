@@ -40,12 +40,12 @@ class Slurm:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def run(self, **environment: str) -> tuple[int, list[str], str]:
-        """The status, the calls of scontrol, and what the tasks said."""
+    def run(self, *flags: str, **environment: str) -> tuple[int, list[str], str]:
+        """The status, the calls of scontrol, and what the tasks said. `flags` follow the script's name."""
         calls = self._folder / "calls"
         calls.write_text("")
         ended = subprocess.run(
-            [SCRIPT], capture_output=True, text=True, timeout=240,
+            [SCRIPT, *flags], capture_output=True, text=True, timeout=240,
             env={"PATH": f"{self._folder}:{PROGRAMS}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "PLAYED_CALLS": str(calls), **environment})
         return ended.returncode, calls.read_text().splitlines(), ended.stdout + ended.stderr
 
@@ -78,3 +78,9 @@ def test_tasks_that_refuse_their_flags_end_the_job(slurm: Slurm, tmp_path: Path)
     status, calls, said = slurm.run(LOSSD_ACCESS=str(tmp_path / "nothing"), LOSSD_CHECKPOINTS=str(tmp_path))
     assert (status, calls) == (2, []), said
     assert str(tmp_path / "nothing") in said
+
+
+def test_flags_that_follow_the_script_are_those_of_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
+    status, calls, said = slurm.run("--cpu_devices=0", LOSSD_CHECKPOINTS=str(tmp_path))
+    assert (status, calls) == (2, []), said
+    assert said.count("cpu_devices must be at least 1, got 0") >= 2

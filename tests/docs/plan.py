@@ -104,6 +104,8 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2", Serve()),
     (r"docs/scaling\.md", r"lossctl create lm .* --split vocabulary", Run(instead=SMALL)),
     (r"docs/scaling\.md", r"lossd --rank=[01] .*", RunBy("ranks_start_test")),
+    (r"docs/scaling\.md", r"lossd --launcher=.* --devices=all .*", GPU),
+    (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2 --rank=.*", RunBy("ranks_devices_test")),
     (r"docs/security\.md", r"(?s).*", RunBy("docs_mutual_tls_test")),
     (r"deploy/wheel/README\.md|client/python/README\.md", r"python3 -m venv venv && \. venv/bin/activate", RunBy("packages_test")),
     (r"deploy/wheel/README\.md", r"pip install lossd-\*\.whl lossd_server-\*\.whl", RunBy("packages_test")),

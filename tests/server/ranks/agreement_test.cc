@@ -4,7 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
+
+#include "absl/strings/str_cat.h"
 
 namespace lossd::ranks {
 namespace {
@@ -39,6 +42,38 @@ TEST(AgreementTest, EverySettingHasToBeTheSame) {
                 "rank 2: split must be what rank 0 has, any, got rows");
   ExpectRefused(CheckAgreement(leader, {}, Worker({{"split", "any"}})),
                 "rank 2: version must be what rank 0 has, 1.2, got nothing");
+}
+
+// Whose settings they are: those of rank 2 of processes with two devices are of process 1.
+TEST(AgreementTest, ProcessesOfSeveralDevicesAreNamed) {
+  const Settings leader = {{"version", "1.2"}, {kDevices, "2"}, {"split", "any"}};
+  const auto worker = [](const std::string& devices, const std::string& split) {
+    return Worker({{"version", "1.2"}, {kDevices, devices}, {"split", split}});
+  };
+  EXPECT_TRUE(SameDevices(leader, worker("2", "rows")));
+  EXPECT_TRUE(CheckAgreement(leader, {}, worker("2", "any")).ok());
+  ExpectRefused(CheckAgreement(leader, {}, worker("2", "rows")),
+                "process 1: split must be what process 0 has, any, got rows");
+  EXPECT_FALSE(SameDevices(leader, worker("1", "any")));
+  ExpectRefused(CheckAgreement(leader, {}, worker("1", "any")),
+                "process 2: number of devices must be what process 0 has, 2, got 1");
+  ExpectRefused(CheckAgreement({{kDevices, "1"}}, {}, worker("2", "any")), "process 1: number of devices");
+  // Another version may not know of them, and says what it likes.
+  EXPECT_FALSE(SameDevices(leader, Worker({{"version", "1.1"}})));
+  ExpectRefused(CheckAgreement(leader, {}, Worker({{"version", "1.1"}})), "process 2: version must be");
+  for (const char* const devices : {"0", "-1", "many", "99999999999"}) {
+    ExpectRefused(CheckAgreement(leader, {}, worker(devices, "any")), "process 2: number of devices must be");
+  }
+}
+
+TEST(AgreementTest, AWorkerHasARankBesideTheLeaders) {
+  v1::Hello worker;
+  for (const uint32_t rank : {0u, 4u, UINT32_MAX}) {
+    worker.set_rank(rank);
+    ExpectRefused(CheckRank(worker, 4), absl::StrCat("rank must be in [1, 4) for a worker, got ", rank));
+  }
+  worker.set_rank(3);
+  EXPECT_TRUE(CheckRank(worker, 4).ok());
 }
 
 TEST(AgreementTest, TheHashOfTheMessagesIsOfTheFileAlone) {

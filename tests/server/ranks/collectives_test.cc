@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/server/ranks/local_worker.h"
+
 namespace lossd::ranks {
 namespace {
 
@@ -68,6 +70,20 @@ TEST(RankCollectivesTest, NcclOfOneVersion) {
   const absl::Status only = ChooseCollectives({"nccl"}, "GPU-0", kVersion, workers).status();
   EXPECT_EQ(only.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(only.message()), HasSubstr(reason));
+}
+
+// A link that knows no collectives but Gloo.
+TEST(RankCollectivesTest, ProcessesOfSeveralDevicesHaveNoGpuInCommon) {
+  NoLink link;
+  const std::vector<v1::Hello> workers = {Worker(1, "GPU-1", kBoth), Worker(2, "GPU-0", kBoth)};
+  const absl::Status status = UseCollectives(&link, "GPU-0", /*devices=*/2, workers).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(
+      status.message(),
+      "rank 2: device must be a GPU of its own for processes of several devices, and rank 0 has this one, "
+      "got GPU-0");
+  EXPECT_TRUE(UseCollectives(&link, "GPU-0", /*devices=*/1, workers).ok()) << "as tests do";
+  EXPECT_TRUE(UseCollectives(&link, "", /*devices=*/2, {Worker(1, "", kBoth), Worker(2, "", kBoth)}).ok());
 }
 
 TEST(RankCollectivesTest, RanksOnCpusHaveNoGpuInCommon) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A group of ranks for tests: the leader in this process, the workers in processes of their own.
+// A group of ranks for tests: the leader in this process, the workers in processes of their own, or on
+// threads of this one.
 #ifndef LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
 #define LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
 
@@ -14,29 +15,40 @@
 #include "absl/strings/str_cat.h"
 #include "server/ranks/leader.h"
 #include "tests/server/ranks/rank_backend.h"
+#include "tests/server/ranks/thread_worker.h"
 #include "tests/support/child_process.h"
 
 namespace lossd::ranks::testing {
 
-// LOSSD_RANK_WORKER: the program, where tests do not lie where they were built.
+// LOSSD_RANK_WORKER: the program, where tests do not lie where they were built; "" where they were built for
+// workers on threads.
 // LOSSD_RANK_SHARED_MEMORY: whether rows lie in memory that the ranks share; "yes" by default.
 inline bool SharesRows() { return FromEnvironment("LOSSD_RANK_SHARED_MEMORY", "yes") == "yes"; }
 
 inline std::string RankWorker() { return FromEnvironment("LOSSD_RANK_WORKER", LOSSD_RANK_WORKER_PROCESS); }
 
+inline bool OnThreads() { return RankWorker().empty(); }
+
 class RankGroup {
  public:
   // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank. `way`: RankSpec::way.
   RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes, const std::string& way = "") {
+    // GPUs may be shared here, which processes with several refuse.
     auto leader = Leader::Start({.ranks = ranks,
+                                 .devices = OnThreads() && RankBackend() == "cpu" ? 2 : 1,
                                  .listen = "127.0.0.1:0",
                                  .credentials = grpc::InsecureServerCredentials(),
-                                 .limits = {.slice_bytes = 64 << 20},
+                                 .limits = kLimits,
                                  .group = {.least_rows = least_rows},
                                  .share_rows = SharesRows()});
     EXPECT_TRUE(leader.ok()) << leader.status();
     leader_ = *std::move(leader);
     for (int rank = 1; rank < ranks; ++rank) {
+      if (OnThreads()) {
+        threads_.push_back(
+            std::make_unique<ThreadWorker>(*leader_, RankSpec{rank, ranks, workspace_bytes, way}, kLimits));
+        continue;
+      }
       workers_.push_back(std::make_unique<test::ChildProcess>(std::vector<std::string>{
           RankWorker(), absl::StrCat(rank), absl::StrCat(ranks), absl::StrCat("127.0.0.1:", leader_->port()),
           absl::StrCat(workspace_bytes), way}));
@@ -65,14 +77,17 @@ class RankGroup {
     }
     return count;
   }
-  // Of rank 1 and so on.
+  // Of rank 1 and so on, if it is one.
   test::ChildProcess& worker(int rank) { return *workers_[static_cast<size_t>(rank) - 1]; }
+  // Likewise, if it is on threads.
+  ThreadWorker& thread(int rank) { return *threads_[static_cast<size_t>(rank) - 1]; }
   // Ends all ranks. The exit statuses of the workers.
   std::vector<int> End() {
     rows_.reset();
     backend_.reset();
     leader_.reset();
     std::vector<int> ends;
+    for (const auto& worker : threads_) ends.push_back(worker->AwaitEnd().ok() ? 0 : 3);
     for (const auto& worker : workers_) ends.push_back(worker->WaitFor(absl::Minutes(2)));
     return ends;
   }
@@ -80,6 +95,9 @@ class RankGroup {
  private:
   static constexpr int64_t kRowBytes = int64_t{8} << 20;
 
+  static constexpr ChannelLimits kLimits = {.slice_bytes = 64 << 20};
+
+  std::vector<std::unique_ptr<ThreadWorker>> threads_;
   std::vector<std::unique_ptr<test::ChildProcess>> workers_;
   std::unique_ptr<Leader> leader_;
   std::unique_ptr<kernels::Backend> backend_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conformance suite on groups of ranks in several processes.
+// The conformance suite on groups of ranks in several processes; a second program has them on threads of one.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -99,6 +99,11 @@ std::vector<ConformanceCase> Cases() {
     vocabulary("RecomputedFused", "fused", kRecomputed, kF16, kF16);
     return cases;
   }
+  if (ranks::testing::OnThreads()) {
+    add("Divided", 4, 0, kF32, kF16);
+    add("Vocabulary", 3, 0, kF32, kBf16, Split::kVocabulary);
+    return cases;
+  }
   add("Divided", 2, 0, kF32, kF32);
   add("InTurn", 2, 512, kF32, kBf16);
   add("Divided", 4, 0, kF32, kF16);
@@ -180,11 +185,14 @@ TEST(RanksBits, ByRowsTheyAreThoseOfAsManyDevices) { ExpectBitsOfAsManyDevices(S
 
 // ---- Deferred rows ----
 
-using Traffic = std::map<int, ranks::RankTraffic>;
+using Traffic = std::map<int, RankTraffic>;
 
 Traffic TrafficOf(ranks::testing::RankGroup& group) {
   Traffic traffic;
-  for (const ranks::RankState& state : group.leader().States()) traffic[state.rank] = state.traffic;
+  int rank = 0;
+  for (const ranks::RankReport& report : group.leader().Reports()) {
+    traffic[rank++] = report.state.traffic.value_or(RankTraffic{});
+  }
   return traffic;
 }
 
@@ -229,6 +237,7 @@ TEST(RanksDeferredRows, AreDividedAmongAllRanks) {
 
 TEST(RanksMemory, IsSharedWhileItLasts) {
   if (OnGpus() && !HaveGpusFor(2)) GTEST_SKIP() << "no GPUs";
+  if (ranks::testing::OnThreads()) GTEST_SKIP() << "one process has the mappings of all";
   ranks::testing::RankGroup& group = SharedRanks(2, 0);
   const int shared = ranks::testing::SharesRows() ? 1 : 0;
   EXPECT_EQ(group.Mappings(1), shared);

@@ -30,14 +30,15 @@ std::vector<int> Ends(int ranks, int killed) {
   return ends;
 }
 
-void KillAndGoOn(int ranks, int kills, const std::string& split = "rows") {
+void KillAndGoOn(int ranks, int kills, const std::string& split = "rows", int devices = 1) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = SomeData(rng);
-  RankServer server(LOSSD_BINARY, {.ranks = ranks,
-                                   .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
-                                             absl::StrCat("--split=", split)}});
+  RankServer server(LOSSD_BINARY,
+                    {.ranks = ranks,
+                     .flags = {"--deterministic", "--restore=latest", "--keep_checkpoints=2",
+                               absl::StrCat("--split=", split), absl::StrCat("--cpu_devices=", devices)}});
   for (int i = 0; i < kills && !server.target().empty(); ++i) {
     const int victim = static_cast<int>(rng() % static_cast<uint64_t>(ranks));
     const absl::Duration after = absl::Microseconds(rng() % 120'000);  // some steps
@@ -55,7 +56,8 @@ void KillAndGoOn(int ranks, int kills, const std::string& split = "rows") {
   ASSERT_TRUE(TrainOn(server.target(), data, 0).ok());
   const uint64_t steps = ConnectOnce(server.target())->DescribeHead("head")->state().step() + 1;
   ASSERT_TRUE(TrainOn(server.target(), data, steps).ok());
-  EXPECT_EQ(Tensors(*ConnectOnce(server.target())), Undisturbed(LOSSD_BINARY, ranks, data, steps, split))
+  EXPECT_EQ(Tensors(*ConnectOnce(server.target())),
+            Undisturbed(LOSSD_BINARY, ranks * devices, data, steps, split))
       << steps << " steps";
 }
 
@@ -64,6 +66,10 @@ TEST(RanksFaultsTest, FourRanks) { KillAndGoOn(4, Times(6)); }
 // Within the exchanges of chunks most of the time.
 TEST(RanksFaultsTest, TwoRanksByVocabulary) { KillAndGoOn(2, Times(8), "vocabulary"); }
 TEST(RanksFaultsTest, FourRanksByVocabulary) { KillAndGoOn(4, Times(4), "vocabulary"); }
+
+// What comes out is also what as many processes with one device make of it.
+TEST(RanksFaultsTest, TwoProcessesOfTwoDevices) { KillAndGoOn(2, Times(8), "rows", 2); }
+TEST(RanksFaultsTest, TwoProcessesOfTwoDevicesByVocabulary) { KillAndGoOn(2, Times(8), "vocabulary", 2); }
 
 }  // namespace
 }  // namespace lossd::app::testing

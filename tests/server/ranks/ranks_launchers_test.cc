@@ -83,6 +83,27 @@ TEST(RanksLaunchersTest, EachEnvironmentMakesOneServer) {
   }
 }
 
+TEST(RanksLaunchersTest, EachStartsProcessesOfTwoDevices) {
+  std::mt19937_64 rng(1);
+  const std::vector<SmallRows> data = {MakeSmallRows(1400, rng), MakeSmallRows(90, rng)};
+  for (const Launcher& launcher : Launchers()) {
+    SCOPED_TRACE(launcher.name);
+    std::vector<std::string> flags = launcher.flags(2);
+    flags.push_back(absl::StrCat("--launcher=", launcher.name));
+    flags.emplace_back("--cpu_devices=2");
+    RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = flags, .environment = [&](int rank, int) {
+                                      return launcher.environment(rank, 2);
+                                    }});
+    const auto client = Connect(ranks.target());
+    EXPECT_EQ(client->GetServer()->ranks_size(), 4);
+    ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+    Trained trained;
+    Train(*client, data, 0, 1, rng, trained);
+    ranks.rank(1).Signal(SIGTERM);
+    EXPECT_THAT(ranks.WaitForAll(kLimit), Each(0));
+  }
+}
+
 // ---- torchrun ----
 
 constexpr char kTorchrun[] = "/usr/bin/torchrun";  // runs deploy/torchrun.sh

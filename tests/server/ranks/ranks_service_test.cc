@@ -189,8 +189,6 @@ TEST(RanksServiceTest, CpusHaveNoNccl) {
 
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
-           {{"--cpu_devices=2"},
-            "cpu_devices must be 1 with several ranks, of which each has one device, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},
