@@ -54,7 +54,7 @@ class SaveSite {
   virtual absl::StatusOr<std::vector<ManifestShard>> Await() = 0;
 
   // ---- Thread-safe ----
-  virtual SaveProgress progress() const = 0;
+  virtual SaveProgress progress() = 0;
   virtual bool failed() const = 0;  // it has ended with an error
   virtual void Cancel() = 0;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ranks/rank_files.h"
 
+#include <atomic>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,7 +60,13 @@ class FileWork {
     return absl::Status(answer.status().code(),
                         absl::StrCat("rank ", rank(), ": ", answer.status().message()));
   }
-  v1::FilesProgress progress() const { return worker_->requests().Progress(request_); }
+  // What it has said last, also once it has ended.
+  head::SaveProgress progress() {
+    const v1::FilesProgress progress = worker_->requests().Progress(request_);
+    if (progress.read_bytes() > read_bytes_) read_bytes_ = progress.read_bytes();
+    if (progress.written_bytes() > written_bytes_) written_bytes_ = progress.written_bytes();
+    return {.read_bytes = read_bytes_, .written_bytes = written_bytes_};
+  }
   bool failed() const { return worker_->requests().HasFailed(request_); }
   void Cancel() {
     if (cancelled_.exchange(true)) return;
@@ -77,6 +84,7 @@ class FileWork {
   uint64_t request_ = 0;
   bool awaited_ = false;
   std::atomic<bool> cancelled_{false};
+  std::atomic<int64_t> read_bytes_{0}, written_bytes_{0};
 };
 
 head::ManifestShard LineOf(const v1::FileLine& line) {
@@ -130,10 +138,7 @@ class RankSave final : public head::SaveSite {
     return lines;
   }
 
-  head::SaveProgress progress() const override {
-    const v1::FilesProgress progress = work_.progress();
-    return {.read_bytes = progress.read_bytes(), .written_bytes = progress.written_bytes()};
-  }
+  head::SaveProgress progress() override { return work_.progress(); }
   bool failed() const override { return work_.failed(); }
   void Cancel() override { work_.Cancel(); }
 

@@ -81,7 +81,7 @@ class PlayedSite final : public SaveSite {
     if (!conduct_.write.ok()) return conduct_.write;
     return lines_;
   }
-  SaveProgress progress() const override { return {}; }
+  SaveProgress progress() override { return {}; }
   bool failed() const override { return false; }
   void Cancel() override { seen_->cancelled = true; }
 
