@@ -202,6 +202,10 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& c
   return std::make_unique<DeviceBackend>(*std::move(backend), 0, /*connected=*/true);
 }
 
+absl::StatusOr<std::vector<std::string>> GpuUuidsOf(const std::string&) {
+  return absl::UnavailableError("this device is not one of several ranks");
+}
+
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGpuLink(const BackendChoice&, Backend*) {
   return absl::UnavailableError("this device has no link");
 }

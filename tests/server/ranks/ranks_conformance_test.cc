@@ -185,15 +185,12 @@ TEST(RanksBits, ByRowsTheyAreThoseOfAsManyDevices) { ExpectBitsOfAsManyDevices(S
 
 // ---- Deferred rows ----
 
-using Traffic = std::map<int, RankTraffic>;
+using States = std::map<int, RankState>;
 
-Traffic TrafficOf(ranks::testing::RankGroup& group) {
-  Traffic traffic;
-  int rank = 0;
-  for (const ranks::RankReport& report : group.leader().Reports()) {
-    traffic[rank++] = report.state.traffic.value_or(RankTraffic{});
-  }
-  return traffic;
+States StatesOf(ranks::testing::RankGroup& group) {
+  States states;
+  for (const ranks::RankReport& report : group.leader().Reports()) states[report.state.rank] = report.state;
+  return states;
 }
 
 TEST(RanksDeferredRows, AreDividedAmongAllRanks) {
@@ -215,16 +212,16 @@ TEST(RanksDeferredRows, AreDividedAmongAllRanks) {
     forward.accumulate_gradients = false;
     for (SliceData& slice : forward.slices) slice.want_grad_hidden = false;
     for (const bool backward : {false, true}) {
-      const Traffic before = TrafficOf(group);
+      const States before = StatesOf(group);
       const ChunkRun run =
           RunChunk(*head, backward ? problem : forward, {.retained = kept.get(), .take_retained = backward});
       ASSERT_TRUE(run.done.ok()) << run.done;
-      for (const auto& [rank, after] : TrafficOf(group)) {
+      for (const auto& [rank, after] : StatesOf(group)) {
         SCOPED_TRACE(absl::StrCat("rank ", rank, " of ", count, backward ? ", backward" : ", forward"));
-        if (rank == 0) continue;  // counts nothing here
         EXPECT_EQ(after.rows - before.at(rank).rows, kRows);
+        if (rank == 0) continue;  // no rows travel to it
         const int64_t bytes = kRows * 64 * int64_t{sizeof(float)};
-        const int64_t sent = after.sent_bytes - before.at(rank).sent_bytes;
+        const int64_t sent = after.traffic->sent_bytes - before.at(rank).traffic->sent_bytes;
         if (ranks::testing::SharesRows()) {
           EXPECT_LT(sent, bytes) << "hidden states lie in shared memory";
         } else {
