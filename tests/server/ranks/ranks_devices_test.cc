@@ -218,7 +218,8 @@ TEST(RanksDevicesStateTest, MetricsProbesAndGetServerShowEveryDevice) {
   Trained trained;
   Train(*client, {MakeSmallRows(2600, rng)}, 0, 1, rng, trained);
   for (const int rank : {1, 2, 3}) {  // the first is in the leader's process
-    const std::string series = absl::StrCat("\nlossd_rank_collective_seconds_total{rank=\"", rank, "\"} ");
+    const std::string series = absl::StrCat("\nlossd_rank_collective_seconds_total{rank=\"", rank,
+                                            "\",operation=\"sum_gradients\"} ");
     const absl::Time deadline = absl::Now() + kLimit;
     std::string metrics = test::HttpGet(ranks.http(), "/metrics");
     while (!absl::StrContains(metrics, series) || absl::StrContains(metrics, series + "0\n")) {
