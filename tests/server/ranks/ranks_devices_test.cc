@@ -35,24 +35,6 @@ RankServerOptions TwoDevicesEach(int processes, std::vector<std::string> flags =
   return {.ranks = processes, .flags = std::move(flags)};
 }
 
-Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
-                v1::Split split) {
-  std::mt19937_64 rng(seed);
-  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
-  v1::CreateHeadRequest head = SmallHead();
-  head.mutable_spec()->set_split(split);
-  EXPECT_TRUE(client->CreateHead(head).ok());
-  Trained trained;
-  Train(*client, data, 0, 3, rng, trained);
-  return trained;
-}
-
-void ExpectSameBits(const Trained& got, const Trained& want) {
-  EXPECT_EQ(got.tensors, want.tensors);
-  EXPECT_EQ(got.grads, want.grads);
-  EXPECT_EQ(got.norms, want.norms);
-}
-
 class RanksDevicesTest : public ::testing::TestWithParam<v1::Split> {};
 
 TEST_P(RanksDevicesTest, TwoProcessesOfTwoGiveTheBitsOfFourDevicesAndOfFourProcesses) {

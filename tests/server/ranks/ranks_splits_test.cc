@@ -26,18 +26,6 @@ using test::RankServer;
 using test::ServerProcess;
 using ::testing::HasSubstr;
 
-Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
-                v1::Split split = v1::SPLIT_UNSPECIFIED) {
-  std::mt19937_64 rng(seed);
-  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
-  v1::CreateHeadRequest head = SmallHead();
-  head.mutable_spec()->set_split(split);
-  EXPECT_TRUE(client->CreateHead(head).ok());
-  Trained trained;
-  Train(*client, data, 0, 3, rng, trained);
-  return trained;
-}
-
 TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
   if (test::RanksOnGpus()) GTEST_SKIP() << "the devices of one process are parts of the CPU";
   const uint64_t seed = std::random_device{}();
@@ -54,9 +42,7 @@ TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
     const Trained of_devices = TrainAt(devices.target(), data, seed, split);
     RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
     const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1, split);
-    EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
-    EXPECT_EQ(of_ranks.grads, of_devices.grads);
-    EXPECT_EQ(of_ranks.norms, of_devices.norms);
+    ExpectSameBits(of_ranks, of_devices);
   }
 }
 
@@ -84,9 +70,7 @@ TEST(RanksSplitsTest, DeferredRowsOfDeterministicRanksHaveTheBitsOfAsManyDevices
     const Trained of_devices = DeferAt(devices.target(), data, seed, split);
     RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
     const Trained of_ranks = DeferAt(ranks.target(), data, seed + 1, split);
-    EXPECT_EQ(of_ranks.tensors, of_devices.tensors);
-    EXPECT_EQ(of_ranks.grads, of_devices.grads);
-    EXPECT_EQ(of_ranks.norms, of_devices.norms);
+    ExpectSameBits(of_ranks, of_devices);
   }
 }
 

@@ -47,18 +47,6 @@ Trained TrainOn(const ServerOptions& options, const std::vector<SmallRows>& data
   return trained;
 }
 
-// Relative to the largest of the values.
-void ExpectNear(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
-  ASSERT_EQ(got.size(), want.size());
-  double largest = 0.0;
-  double difference = 0.0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    largest = std::max(largest, std::fabs(double{want[i]}));
-    difference = std::max(difference, std::fabs(double{got[i]} - double{want[i]}));
-  }
-  EXPECT_LE(difference, tolerance * largest);
-}
-
 TEST(DeferredDevicesTest, SeveralDevicesTrainAsOneDoes) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);

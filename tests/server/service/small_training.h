@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <random>
 #include <string>
@@ -88,6 +89,37 @@ inline std::vector<SmallRows> RandomData(std::mt19937_64& rng) {
   std::vector<SmallRows> data;
   for (const size_t most : {3000, 3000, 1500, 400, 60}) data.push_back(MakeSmallRows(1 + rng() % most, rng));
   return data;
+}
+
+// Three steps of a new head.
+inline Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
+                       v1::Split split = v1::SPLIT_UNSPECIFIED) {
+  std::mt19937_64 rng(seed);
+  const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_split(split);
+  EXPECT_TRUE(client->CreateHead(head).ok());
+  Trained trained;
+  Train(*client, data, 0, 3, rng, trained);
+  return trained;
+}
+
+inline void ExpectSameBits(const Trained& got, const Trained& want) {
+  EXPECT_EQ(got.tensors, want.tensors);
+  EXPECT_EQ(got.grads, want.grads);
+  EXPECT_EQ(got.norms, want.norms);
+}
+
+// Relative to the largest of the values: sums of thousands of rows in another order.
+inline void ExpectNear(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
+  ASSERT_EQ(got.size(), want.size());
+  double largest = 0.0;
+  double difference = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    largest = std::max(largest, std::fabs(double{want[i]}));
+    difference = std::max(difference, std::fabs(double{got[i]} - double{want[i]}));
+  }
+  EXPECT_LE(difference, tolerance * largest);
 }
 
 }  // namespace lossd::app::testing
