@@ -36,6 +36,11 @@ std::string DevicesOf(const Settings& leader) {
   return "1";
 }
 
+std::string DevicesOf(const v1::Hello& worker) {
+  const std::string* const devices = Find(worker, kDevices);
+  return devices == nullptr ? "1" : *devices;
+}
+
 // Settings are those of a process, which is several ranks where it has several devices.
 std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_process) {
   uint32_t count = 1;
@@ -67,8 +72,7 @@ Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
 }
 
 bool SameDevices(const Settings& leader, const v1::Hello& worker) {
-  const std::string* const devices = Find(worker, kDevices);
-  return DevicesOf(leader) == (devices == nullptr ? "1" : *devices);
+  return DevicesOf(leader) == DevicesOf(worker);
 }
 
 absl::Status CheckRank(const v1::Hello& worker, int ranks) {
@@ -88,8 +92,7 @@ std::string ProtocolHash() {
 
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
                             const v1::Hello& worker) {
-  const std::string* const devices = Find(worker, kDevices);
-  const std::string its_devices = devices == nullptr ? "1" : *devices;
+  const std::string its_devices = DevicesOf(worker);
   const bool by_process = DevicesOf(leader) != "1" || its_devices != "1";
   for (const auto& [name, value] : leader) {
     const std::string* const got = Find(worker, name);

@@ -3,7 +3,6 @@
 // does, and a deterministic one gives the bits of gradients that come directly.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <random>
