@@ -36,6 +36,7 @@
 #include "bench/gpu_timer.h"
 #include "bench/loss_errors.h"
 #include "bench/norm_times.h"
+#include "bench/step_times.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
@@ -65,6 +66,7 @@ ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in
 ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
+ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head has then");
 
 namespace lossd::bench {
 namespace {
@@ -159,7 +161,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       .hidden_size = shape.hidden,
       .vocab_size = shape.vocab,
       .compute_dtype = ComputeType(),
-      .optimizer_state = kernels::OptimizerState::kNone,
+      .optimizer_state =
+          absl::GetFlag(FLAGS_steps) > 0 ? kernels::OptimizerState::kAdam : kernels::OptimizerState::kNone,
       .logits = way.logits,
       .gradients = way.gradients,
       .split = FromName({kernels::Split::kAny, kernels::Split::kRows, kernels::Split::kVocabulary}, "split",
@@ -196,7 +199,9 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   result["dropped_mass"] = full.dropped_mass();
   const int iterations = absl::GetFlag(FLAGS_iterations);
   full.WarmUp(backend->max_chunks_in_flight());
+  const ExchangeWatch exchanges(*backend);
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
+  result["exchanges"] = exchanges.PerOne(iterations + 1);
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
   Microbatch forward(*backend, *head, shape, data, ComputeType(), options, Call::kLoss);
   forward.WarmUp(backend->max_chunks_in_flight());
@@ -208,11 +213,15 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
                                  result["loss_and_gradients"]["median_ms"].get<double>();
     result["deferred"] = std::move(deferred);
   }
+  if (const int steps = absl::GetFlag(FLAGS_steps); steps > 0) {
+    result["step"] = TimeSteps(*backend, *head, steps, [&] { full.Run(1, 1); });
+  }
   return result;
 }
 
 struct Floor {
   Times logits, hidden_gradient, weight_gradient;
+  int64_t rows = 0;  // that were measured
   double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
 };
 
@@ -221,13 +230,22 @@ BareProducts MakeBare(const DataShape& shape, const LossData& data, int64_t rows
                       timer);
 }
 
+Times Scaled(const Times& times, double factor) {
+  return {times.median * factor, times.min * factor, times.max * factor};
+}
+
+// Of all rows. Where their logits are too large, that of some, times as many as there are.
 Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
+  constexpr int64_t kMostLogits = int64_t{6} << 30;
+  const int64_t rows = std::min(shape.rows, kMostLogits / shape.vocab);
+  const double factor = static_cast<double>(shape.rows) / static_cast<double>(rows);
   Floor floor;
-  BareProducts bare = MakeBare(shape, data, shape.rows, timer);
-  floor.logits = bare.Logits();
+  BareProducts bare = MakeBare(shape, data, rows, timer);
+  floor.logits = Scaled(bare.Logits(), factor);
   bare.RowLoss(true);  // the other two multiply real gradients
-  floor.hidden_gradient = bare.HiddenGradient();
-  floor.weight_gradient = bare.WeightGradient(DType::kBFloat16, 0.0f);
+  floor.hidden_gradient = Scaled(bare.HiddenGradient(), factor);
+  floor.weight_gradient = Scaled(bare.WeightGradient(DType::kBFloat16, 0.0f), factor);
+  floor.rows = rows;
   return floor;
 }
 
@@ -260,6 +278,7 @@ void AddFloor(const Floor& floor, Json& result) {
   result["floor"] = {{"logits", ToJson(floor.logits)},
                      {"hidden_gradient", ToJson(floor.hidden_gradient)},
                      {"weight_gradient", ToJson(floor.weight_gradient)},
+                     {"rows", floor.rows},
                      {"total_ms", floor.total()}};
   result["ratio"] = result["loss_and_gradients"]["median_ms"].get<double>() / floor.total();
   result["forward_ratio"] = result["loss_only"]["median_ms"].get<double>() / floor.logits.median;
@@ -279,6 +298,11 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
              result["loss_and_gradients"]["max_ms"].get<double>(), result["ratio"].get<double>(),
              result["loss_only"]["median_ms"].get<double>(), result["forward_ratio"].get<double>())
       << std::endl;
+  if (result.contains("step")) {
+    std::cout << absl::StrFormat("  norm and update %.2f ms",
+                                 result["step"]["norm_and_update"]["median_ms"].get<double>())
+              << std::endl;
+  }
   if (result.contains("deferred")) std::cout << DeferredText(result["deferred"]) << std::endl;
   std::cout << result.dump() << std::endl;
 }

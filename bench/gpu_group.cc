@@ -3,14 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/cuda_replicas.h"
-#include "kernels/group/group_backend.h"
 
 namespace lossd::bench {
 
@@ -35,7 +37,33 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateGpus(int devices,
   using Heads = absl::Span<kernels::HeadKernels* const>;
   return kernels::CreateGroupBackend(std::move(members),
                                      [shared](Heads heads) { return shared->Connect(heads); },
-                                     {.join_classes = [shared](Heads heads) { return shared->Join(heads); }});
+                                     {.join_classes = [shared](Heads heads) { return shared->Join(heads); },
+                                      .exchanges = shared->exchanges()});
+}
+
+ExchangeWatch::ExchangeWatch(const kernels::Backend& backend)
+    : members_(dynamic_cast<const kernels::GroupMembers*>(&backend)), begin_(Read()) {}
+
+std::vector<kernels::ExchangeTimes> ExchangeWatch::Read() const {
+  std::vector<kernels::ExchangeTimes> times;
+  if (members_ == nullptr) return times;
+  for (const kernels::MemberState& member : members_->MemberStates()) times.push_back(member.exchanges);
+  return times;
+}
+
+nlohmann::json ExchangeWatch::PerOne(int count) const {
+  const std::vector<kernels::ExchangeTimes> end = Read();
+  nlohmann::json found;
+  for (size_t kind = 0; kind < kernels::kExchangeKinds && !end.empty(); ++kind) {
+    std::vector<double> of_gpus;
+    for (size_t i = 0; i < end.size(); ++i) {
+      of_gpus.push_back(absl::ToDoubleMilliseconds(end[i][kind] - begin_[i][kind]) / count);
+    }
+    const auto [least, most] = std::minmax_element(of_gpus.begin(), of_gpus.end());
+    const auto operation = std::string(kernels::Name(static_cast<kernels::ExchangeKind>(kind)));
+    if (*most > 0.0) found[operation] = {{"least", *least}, {"most", *most}};
+  }
+  return found;
 }
 
 }  // namespace lossd::bench

@@ -21,9 +21,13 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions&
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> members =
       CreateCpuMembers(options, choice.cpu_devices);
   if (!members.ok()) return members.status();
+  const auto clocks = std::make_shared<MemberExchanges>(choice.cpu_devices);
+  const auto join = [clocks](absl::Span<HeadKernels* const> heads) {
+    return JoinTimedCpuClasses(heads, clocks);
+  };
   return CreateGroupBackend(
       *std::move(members), MakeCpuReplicas,
-      {.members_share_memory = true, .split = *SplitOf(choice), .join_classes = JoinCpuClasses});
+      {.members_share_memory = true, .split = *SplitOf(choice), .join_classes = join, .exchanges = clocks});
 }
 
 absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::string note) {

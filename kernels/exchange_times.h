@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a rank is in its exchanges with other ranks, by what is exchanged.
+// How long a device is in its exchanges with others, ranks or devices of one process, by what is exchanged.
 //
-// ExchangeClocks is thread-safe.
+// ExchangeClocks and MemberExchanges are thread-safe.
 #ifndef LOSSD_KERNELS_EXCHANGE_TIMES_H_
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
@@ -9,8 +9,11 @@
 #include <cstddef>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
@@ -32,7 +35,7 @@ constexpr absl::string_view Name(ExchangeKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// Since the start, with the wait for the other ranks; by kind.
+// Since the start, with the wait for the others; by kind.
 using ExchangeTimes = std::array<absl::Duration, kExchangeKinds>;
 
 class ExchangeClocks {
@@ -53,25 +56,47 @@ class ExchangeClocks {
   std::array<BusyClock, kExchangeKinds> clocks_;
 };
 
-// Replicas whose exchanges are counted.
-class TimedReplicas final : public Replicas {
+// Of the devices of one process that share heads.
+class MemberExchanges {
  public:
-  // `clocks` outlive the object.
-  TimedReplicas(std::unique_ptr<Replicas> replicas, ExchangeClocks* clocks)
-      : replicas_(std::move(replicas)), clocks_(clocks) {}
-
-  absl::Status SumGradients() override {
-    const auto counting = clocks_->During(ExchangeKind::kSumGradients);
-    return replicas_->SumGradients();
-  }
-  absl::Status SpreadValues() override {
-    const auto counting = clocks_->During(ExchangeKind::kSpreadValues);
-    return replicas_->SpreadValues();
+  explicit MemberExchanges(int members) : clocks_(static_cast<size_t>(members)) {}
+  ExchangeClocks& of(int member) { return clocks_[static_cast<size_t>(member)]; }
+  ExchangeTimes Totals(int member) const { return clocks_[static_cast<size_t>(member)].Totals(); }
+  // In order.
+  std::vector<ExchangeClocks*> All() {
+    std::vector<ExchangeClocks*> all;
+    for (ExchangeClocks& clocks : clocks_) all.push_back(&clocks);
+    return all;
   }
 
  private:
+  std::vector<ExchangeClocks> clocks_;
+};
+
+// Replicas whose exchanges are counted.
+class TimedReplicas final : public Replicas {
+ public:
+  // `clocks`: of those that exchange at once; they outlive the object.
+  TimedReplicas(std::unique_ptr<Replicas> replicas, std::vector<ExchangeClocks*> clocks)
+      : replicas_(std::move(replicas)), clocks_(std::move(clocks)) {}
+
+  absl::Status SumGradients() override {
+    return Count(ExchangeKind::kSumGradients, [&] { return replicas_->SumGradients(); });
+  }
+  absl::Status SpreadValues() override {
+    return Count(ExchangeKind::kSpreadValues, [&] { return replicas_->SpreadValues(); });
+  }
+
+ private:
+  absl::Status Count(ExchangeKind kind, absl::FunctionRef<absl::Status()> exchange) const {
+    for (ExchangeClocks* const clocks : clocks_) clocks->of(kind).Begin();
+    absl::Status status = exchange();
+    for (ExchangeClocks* const clocks : clocks_) clocks->of(kind).End();
+    return status;
+  }
+
   const std::unique_ptr<Replicas> replicas_;
-  ExchangeClocks* const clocks_;
+  const std::vector<ExchangeClocks*> clocks_;
 };
 
 }  // namespace lossd::kernels

@@ -50,7 +50,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
         return group->Connect(heads);
       },
       {.split = *SplitOf(choice),
-       .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); }});
+       .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); },
+       .exchanges = group->exchanges()});
 }
 
 // The GPU of a process that has one.

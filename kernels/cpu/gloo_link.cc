@@ -170,7 +170,8 @@ class GlooReplicas final : public Replicas {
 absl::StatusOr<std::unique_ptr<Replicas>> GlooLink::Join(HeadKernels* head) {
   auto* const cpu = dynamic_cast<CpuHead*>(head);
   if (cpu == nullptr) return errors::FieldError("head", "be one of a CPU backend", "another one");
-  return std::make_unique<TimedReplicas>(std::make_unique<GlooReplicas>(this, &cpu->params()), &clocks_);
+  return std::make_unique<TimedReplicas>(std::make_unique<GlooReplicas>(this, &cpu->params()),
+                                         std::vector<ExchangeClocks*>{&clocks_});
 }
 
 absl::Status GlooLink::JoinClasses(HeadKernels* head) {

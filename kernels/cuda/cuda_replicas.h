@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/exchange_times.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {
@@ -24,6 +25,8 @@ class CudaReplicaGroup {
   // after that none of them exchanges anything any more.
   static absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> Create(std::vector<int> devices,
                                                                   absl::Duration timeout = absl::Minutes(1));
+  // What the exchanges of chunks by vocabulary count at, those of the replicas in order.
+  virtual const std::shared_ptr<MemberExchanges>& exchanges() const = 0;
   // The replicas of one head, in order, made by CUDA backends with replica = {i, count}. The group outlives
   // what it gives; so do the heads.
   virtual std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) = 0;

@@ -24,7 +24,7 @@ class GroupBackend final : public Backend,
                            public StagingAdopter,
                            public DeviceMemorySharer,
                            public HeadPlanner,
-                           public GroupWork {
+                           public GroupMembers {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -128,7 +128,18 @@ class GroupBackend final : public Backend,
     return first().PlanHostMemory(kind, bytes);
   }
 
-  MemberWork WorkOf(int member) const override { return members_.thread(member).work(); }
+  std::vector<MemberState> MemberStates() const override {
+    std::vector<MemberState> states;
+    for (int i = 0; i < members_.size(); ++i) {
+      const Backend& backend = members_.backend(i);
+      const bool counts = i == 0 || !options_.members_share_memory;
+      states.push_back({.device = backend.info().device,
+                        .memory = counts ? backend.memory() : MemoryStats(),
+                        .work = members_.thread(i).work(),
+                        .exchanges = options_.exchanges ? options_.exchanges->Totals(i) : ExchangeTimes()});
+    }
+    return states;
+  }
 
  private:
   Backend& first() const { return members_.backend(0); }
@@ -264,10 +275,14 @@ class GroupBackend final : public Backend,
   absl::Status Connect(const std::vector<std::unique_ptr<HeadKernels>>& heads,
                        std::unique_ptr<Replicas>& replicas) {
     const std::vector<HeadKernels*> all = Pointers(heads);
-    return members_.WithAll([&] {
+    return members_.WithAll([&]() -> absl::Status {
       absl::StatusOr<std::unique_ptr<Replicas>> made = make_replicas_(all);
-      if (made.ok()) replicas = *std::move(made);
-      return made.status();
+      if (!made.ok()) return made.status();
+      replicas = *std::move(made);
+      if (options_.exchanges) {
+        replicas = std::make_unique<TimedReplicas>(std::move(replicas), options_.exchanges->All());
+      }
+      return absl::OkStatus();
     });
   }
 

@@ -7,12 +7,15 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/exchange_times.h"
 #include "kernels/group/member_thread.h"
+#include "kernels/memory.h"
 #include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
@@ -37,12 +40,20 @@ class GroupStaging {
                                                                const AdoptOptions& options) = 0;
 };
 
+// What is known of one member of a group.
+struct MemberState {
+  std::string device;
+  MemoryStats memory;  // members that count their memory together: all of it, of member 0
+  MemberWork work;
+  ExchangeTimes exchanges;  // of the time that it was busy; none without GroupOptions::exchanges
+};
+
 // A group's backend is one too.
-class GroupWork {
+class GroupMembers {
  public:
-  virtual ~GroupWork() = default;
-  // Thread-safe.
-  virtual MemberWork WorkOf(int member) const = 0;
+  virtual ~GroupMembers() = default;
+  // In order. Thread-safe.
+  virtual std::vector<MemberState> MemberStates() const = 0;
 };
 
 struct GroupOptions {
@@ -54,6 +65,9 @@ struct GroupOptions {
   bool members_share_memory = false;
   Split split = Split::kAny;  // of heads whose config names none
   JoinClasses join_classes = RefuseToSplitVocabulary;
+  // Where the exchanges of members of one process are counted: those of a step by the group, those of chunks
+  // by what `join_classes` makes. Null: they are not.
+  std::shared_ptr<MemberExchanges> exchanges = nullptr;
   GroupStaging* staging = nullptr;  // outlives the backend; null: member 0
   // Asked when a chunk comes, on the driving thread; an error refuses it. For members that may still write to
   // the memory of a chunk that they have failed: once there is one, no other chunk is computed.

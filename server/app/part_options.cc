@@ -3,8 +3,10 @@
 
 #include <utility>
 
+#include "kernels/group/group_backend.h"
 #include "server/app/check_options.h"
 #include "server/app/rank_families.h"
+#include "server/ranks/local_address.h"
 
 namespace lossd::app {
 
@@ -60,6 +62,22 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
     readings.push_back({.state = std::move(report.state),
                         .metrics = is_leader ? metrics::RankTimeFamilies(leader->times())
                                              : metrics::FromPlain(FromProto(report.metrics))});
+  }
+  return readings;
+}
+
+std::vector<metrics::RankReading> DevicesOf(const kernels::Backend& backend) {
+  std::vector<metrics::RankReading> readings;
+  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(&backend);
+  if (group == nullptr) return readings;
+  for (kernels::MemberState& member : group->MemberStates()) {
+    readings.push_back({.state = {.rank = static_cast<int>(readings.size()),
+                                  .host = ranks::HostName(),
+                                  .device = std::move(member.device),
+                                  .memory = member.memory,
+                                  .chunks = member.work.chunks,
+                                  .rows = member.work.rows},
+                        .metrics = metrics::RankTimeFamilies({member.work.busy, member.exchanges})});
   }
   return readings;
 }

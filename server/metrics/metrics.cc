@@ -300,10 +300,10 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (backend_ != nullptr) CollectMemory(*backend_, &families);
     const size_t of_server = families.size();
     if (ranks_) AddRankFamilies(ranks_(), &families);
-    const bool several = families.size() > of_server;  // ranks; this one is rank 0
-    for (const GpuMonitor* gpu : gpus_) {
-      std::vector<MetricFamily> own = gpu->Collect();
-      if (several) AddRankLabel(0, &own);
+    const bool several = families.size() > of_server;  // ranks, of which the first are this process's
+    for (size_t i = 0; i < gpus_.size(); ++i) {
+      std::vector<MetricFamily> own = gpus_[i]->Collect();
+      if (several) AddRankLabel(static_cast<int>(i), &own);
       AddFamilies(std::move(own), of_server, &families);
     }
   }

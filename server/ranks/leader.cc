@@ -49,10 +49,12 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
     leaving_.Watch(std::move(on_leaving));
   }
   std::vector<RankReport> Reports() const override;
-  kernels::RankTimes times() const override { return {group_->WorkOf(0).busy, link_->Times()}; }
+  kernels::RankTimes times() const override { return {own_work().busy, link_->Times()}; }
 
  private:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
+
+  kernels::MemberWork own_work() const { return group_->MemberStates().front().work; }
 
   // ---- On threads of gRPC ----
   grpc::Status Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) override;
@@ -79,7 +81,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   kernels::RankTraits traits_;
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
-  const kernels::GroupWork* group_ = nullptr;  // of the backend that Form has made
+  const kernels::GroupMembers* group_ = nullptr;  // of the backend that Form has made
   std::unique_ptr<kernels::RankLink> link_;
   LeaderRows rows_;
   RankFiles files_;
@@ -321,7 +323,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   auto made = kernels::CreateGroupBackend(std::move(members), make_replicas, group);
-  if (made.ok()) group_ = dynamic_cast<const kernels::GroupWork*>(made->get());
+  if (made.ok()) group_ = dynamic_cast<const kernels::GroupMembers*>(made->get());
   return made;
 }
 
@@ -346,7 +348,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
 // ---- Afterwards ----
 
 std::vector<RankReport> LeaderImpl::Reports() const {
-  const kernels::MemberWork work = group_->WorkOf(0);
+  const kernels::MemberWork work = own_work();
   std::vector<RankReport> reports = {{.state = {.host = HostName(),
                                                 .device = own_info_.device,
                                                 .memory = own_->memory(),

@@ -134,7 +134,8 @@ absl::StatusOr<std::unique_ptr<Replicas>> CudaLink::Join(HeadKernels* head) {
   if (!cuda.ok()) return cuda.status();
   absl::StatusOr<std::shared_ptr<Collectives>> collectives = Connected();
   if (!collectives.ok()) return collectives.status();
-  return std::make_unique<TimedReplicas>(MakeHeadReplicas(*std::move(collectives), {*cuda}), &clocks_);
+  return std::make_unique<TimedReplicas>(MakeHeadReplicas(*std::move(collectives), {*cuda}),
+                                         std::vector<ExchangeClocks*>{&clocks_});
 }
 
 absl::Status CudaLink::JoinClasses(HeadKernels* head) {

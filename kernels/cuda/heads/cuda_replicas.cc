@@ -8,6 +8,7 @@
 #include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/nccl.h"
+#include "kernels/cuda/device/stream_timer.h"
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_replicas.h"
 
@@ -17,11 +18,16 @@ namespace {
 
 class NcclExchange final : public ClassExchange {
  public:
-  NcclExchange(Nccl* nccl, int part, cudaStream_t stream) : nccl_(nccl), part_(part), stream_(stream) {}
+  NcclExchange(Nccl* nccl, int part, cudaStream_t stream, StreamTimer* timer)
+      : nccl_(nccl), part_(part), stream_(stream), timer_(timer) {}
 
-  absl::Status Sum(float* data, int64_t n) override { return nccl_->SumOfAll(Part(data), n); }
+  absl::Status Sum(float* data, int64_t n) override {
+    return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
+                        [&] { return nccl_->SumOfAll(Part(data), n); });
+  }
   absl::Status Gather(const void* own, void* all, int64_t bytes) override {
-    return nccl_->Gather(Part(all), own, bytes);
+    return timer_->Time(ExchangeKind::kRowStatistics, stream_,
+                        [&] { return nccl_->Gather(Part(all), own, bytes); });
   }
   // The rows are divided evenly.
   RowRange RowsHere(int64_t rows) const override {
@@ -29,9 +35,14 @@ class NcclExchange final : public ClassExchange {
     return {begin, std::min(rows, begin + each)};
   }
   absl::Status SumRows(float* data, int64_t rows, int64_t cols) override {
-    return nccl_->SumPlaces(Part(data), RowsOfEach(rows) * cols);
+    return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
+                        [&] { return nccl_->SumPlaces(Part(data), RowsOfEach(rows) * cols); });
   }
-  absl::Status Wait(const Event& event) override { return nccl_->Wait(part_, event.get()); }
+  absl::Status Wait(const Event& event) override {
+    absl::Status status = nccl_->Wait(part_, event.get());
+    timer_->Collect();
+    return status;
+  }
   void Abort(const absl::Status& reason) override {
     nccl_->Abort(absl::UnavailableError(absl::StrCat("a part of the head failed: ", reason.message())))
         .IgnoreError();
@@ -44,11 +55,18 @@ class NcclExchange final : public ClassExchange {
   Nccl* const nccl_;
   const int part_;
   const cudaStream_t stream_;
+  StreamTimer* const timer_;
 };
 
 class NcclReplicaGroup final : public CudaReplicaGroup {
  public:
-  explicit NcclReplicaGroup(std::unique_ptr<Nccl> nccl) : nccl_(std::move(nccl)) {}
+  explicit NcclReplicaGroup(std::unique_ptr<Nccl> nccl)
+      : nccl_(std::move(nccl)), exchanges_(std::make_shared<MemberExchanges>(nccl_->members())) {
+    for (ExchangeClocks* const clocks : exchanges_->All()) {
+      timers_.push_back(std::make_unique<StreamTimer>(clocks));
+    }
+  }
+  const std::shared_ptr<MemberExchanges>& exchanges() const override { return exchanges_; }
   std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) override {
     std::vector<CudaHead*> replicas;
     for (HeadKernels* head : heads) replicas.push_back(static_cast<CudaHead*>(head));
@@ -58,7 +76,8 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
   absl::Status Join(absl::Span<HeadKernels* const> heads) override {
     for (size_t i = 0; i < heads.size(); ++i) {
       auto* const head = static_cast<CudaHead*>(heads[i]);
-      head->Join(std::make_unique<NcclExchange>(nccl_.get(), static_cast<int>(i), head->device().compute()));
+      head->Join(std::make_unique<NcclExchange>(nccl_.get(), static_cast<int>(i), head->device().compute(),
+                                                timers_[i].get()));
     }
     std::vector<Nccl::Part> parts;
     for (size_t i = 0; i < heads.size(); ++i) {
@@ -70,6 +89,8 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
 
  private:
   const std::shared_ptr<Nccl> nccl_;
+  const std::shared_ptr<MemberExchanges> exchanges_;
+  std::vector<std::unique_ptr<StreamTimer>> timers_;  // by replica
 };
 
 }  // namespace

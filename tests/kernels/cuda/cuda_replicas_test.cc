@@ -5,11 +5,17 @@
 
 #include <cmath>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/exchange_times.h"
+#include "kernels/group/group_backend.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
@@ -156,6 +162,48 @@ TEST_F(CudaReplicas, TrainAsOneHeadDoes) {
         spec.hidden_dtype = compute;
         spec.slice_rows = {40, 17};
         Train(spec, rng);
+      }
+    }
+  }
+}
+
+// Of a group of GPUs of one process: every exchange of a step and of a chunk, at every GPU, in no more time
+// than there was.
+TEST_F(CudaReplicas, TimeTheirExchanges) {
+  Rng rng = FreshRng();
+  const std::shared_ptr<CudaReplicaGroup> shared = std::move(group_);
+  using Heads = absl::Span<HeadKernels* const>;
+  auto group =
+      CreateGroupBackend(std::move(backends_), [shared](Heads heads) { return shared->Connect(heads); },
+                         {.least_rows = 0,
+                          .join_classes = [shared](Heads heads) { return shared->Join(heads); },
+                          .exchanges = shared->exchanges()});
+  ASSERT_TRUE(group.ok()) << group.status();
+  const auto* const members = dynamic_cast<const GroupMembers*>(group->get());
+  for (const Split split : {Split::kVocabulary, Split::kRows}) {
+    SCOPED_TRACE(Name(split));
+    ProblemSpec spec;
+    spec.config = {.hidden_size = 72, .vocab_size = 1003, .compute_dtype = DType::kBFloat16};
+    spec.config.norm = Norm::kRmsNorm;
+    spec.config.split = split;
+    spec.slice_rows = {40, 24};
+    const Problem problem = MakeProblem(spec, rng);
+    const std::vector<MemberState> before = members->MemberStates();
+    const absl::Time start = absl::Now();
+    const auto head = MakeHead(**group, problem);
+    ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+    ASSERT_TRUE(head->ApplyStep({.learning_rate = 1e-2, .epsilon = 1e-3}, 1).ok());
+    const absl::Duration took = absl::Now() - start;
+    const std::vector<MemberState> after = members->MemberStates();
+    for (size_t i = 0; i < after.size(); ++i) {
+      for (size_t kind = 0; kind < kExchangeKinds; ++kind) {
+        const auto exchange = static_cast<ExchangeKind>(kind);
+        const bool of_step =
+            exchange == ExchangeKind::kSumGradients || exchange == ExchangeKind::kSpreadValues;
+        const absl::Duration time = after[i].exchanges[kind] - before[i].exchanges[kind];
+        EXPECT_EQ(time > absl::ZeroDuration(), of_step == (split == Split::kRows))
+            << Name(exchange) << " of " << i;
+        EXPECT_LE(time, took) << Name(exchange) << " of " << i;
       }
     }
   }

@@ -129,9 +129,9 @@ TEST_F(GroupHeadTest, ResultsComeOnceFromAllMembers) {
 }
 
 TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
-  const auto* const work = dynamic_cast<const GroupWork*>(group_.get());
+  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
   ASSERT_NE(work, nullptr);
-  EXPECT_EQ(work->WorkOf(0).chunks, 0);
+  EXPECT_EQ(work->MemberStates()[0].work.chunks, 0);
   Submit({3, 5, 2}, 1);  // 5 go to each
   Submit({1}, 2);        // few rows: by one, the second, which fails
   member(0).GiveResults();
@@ -140,26 +140,26 @@ TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
   member(0).Finish();
   member(1).Finish();
   member(1).Finish(absl::InternalError("no"));
-  for (const int i : {0, 1}) {
-    EXPECT_EQ(work->WorkOf(i).chunks, 1) << i;
-    EXPECT_EQ(work->WorkOf(i).rows, 5) << i;
-    EXPECT_GT(work->WorkOf(i).busy, absl::ZeroDuration()) << i;
+  for (const size_t i : {size_t{0}, size_t{1}}) {
+    EXPECT_EQ(work->MemberStates()[i].work.chunks, 1) << i;
+    EXPECT_EQ(work->MemberStates()[i].work.rows, 5) << i;
+    EXPECT_GT(work->MemberStates()[i].work.busy, absl::ZeroDuration()) << i;
   }
 }
 
 // Its chunk is under way until it is done, however soon it was handed over.
 TEST_F(GroupHeadTest, AMemberIsBusyWithAChunkUntilItIsDone) {
-  const auto* const work = dynamic_cast<const GroupWork*>(group_.get());
+  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
   Submit({2}, 1);
   member(0).GiveResults();
-  const absl::Duration before = work->WorkOf(0).busy;
+  const absl::Duration before = work->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_GE(work->WorkOf(0).busy, before + absl::Milliseconds(20));
+  EXPECT_GE(work->MemberStates()[0].work.busy, before + absl::Milliseconds(20));
   member(0).Finish();
   head_->ZeroGradients().IgnoreError();  // the thread is done with everything
-  const absl::Duration idle = work->WorkOf(0).busy;
+  const absl::Duration idle = work->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_LT(work->WorkOf(0).busy - idle, absl::Milliseconds(20));
+  EXPECT_LT(work->MemberStates()[0].work.busy - idle, absl::Milliseconds(20));
 }
 
 // A member that is lost may still write where the rows of its last chunk were, and other rows may lie there

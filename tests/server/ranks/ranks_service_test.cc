@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/server/service/small_training.h"
+#include "tests/support/metrics_page.h"
 #include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
 #include "tests/support/test_pki.h"
@@ -18,8 +19,10 @@
 namespace lossd::app::testing {
 namespace {
 
+using test::CollectiveSeconds;
 using test::RankServer;
 using test::RankServerOptions;
+using test::ValueOf;
 using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
@@ -262,17 +265,6 @@ TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
 }
 
 // ---- What is said of ranks ----
-
-std::string CollectiveSeconds(int rank, const char* operation) {
-  return absl::StrCat("lossd_rank_collective_seconds_total{rank=\"", rank, "\",operation=\"", operation,
-                      "\"}");
-}
-
-// Of a series of a page of metrics; -1 if it is not there.
-double ValueOf(const std::string& metrics, const std::string& series) {
-  const size_t found = metrics.find(absl::StrCat("\n", series, " "));
-  return found == std::string::npos ? -1 : std::atof(metrics.c_str() + found + series.size() + 2);
-}
 
 // Chunks alone: no request comes after them for a while.
 TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {

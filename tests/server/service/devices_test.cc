@@ -12,10 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_training.h"
 #include "tests/server/service/test_server.h"
+#include "tests/support/metrics_page.h"
+#include "tests/support/raw_http.h"
 
 namespace lossd::app::testing {
 namespace {
@@ -124,6 +128,44 @@ TEST(DevicesServiceTest, GetServerSaysWhatCarriesTheSums) {
     ASSERT_TRUE(description.ok()) << description.status();
     EXPECT_EQ(description->collectives(), collectives);
   }
+}
+
+// Numbered as ranks, so that a page and a dashboard are the same for devices of one process and of several.
+TEST(DevicesServiceTest, MetricsCountWhatEachDeviceDoes) {
+  for (const std::string split : {"rows", "vocabulary"}) {
+    SCOPED_TRACE(split);
+    ServerOptions options = WithDevices(2, split);
+    options.http = "127.0.0.1:0";
+    TestServer server(options);
+    const auto client = Connect(server.target());
+    ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+    std::mt19937_64 rng(1);
+    Trained trained;
+    Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
+    const std::string metrics = test::HttpGet(server.server().http_address(), "/metrics");
+    const bool by_rows = split == "rows";
+    double rows = 0;
+    for (int device = 0; device < 2; ++device) {
+      SCOPED_TRACE(device);
+      const std::string of_device = absl::StrCat("{rank=\"", device, "\"}");
+      EXPECT_TRUE(absl::StrContains(metrics, absl::StrCat("\nlossd_rank_up{rank=\"", device, "\"")));
+      EXPECT_GT(test::ValueOf(metrics, absl::StrCat("lossd_rank_busy_seconds_total", of_device)), 0);
+      EXPECT_GT(test::ValueOf(metrics, absl::StrCat("lossd_rank_chunks_total", of_device)), 0);
+      rows += test::ValueOf(metrics, absl::StrCat("lossd_rank_rows_total", of_device));
+      for (const char* const of_step : {"sum_gradients", "spread_values"}) {
+        EXPECT_EQ(test::ValueOf(metrics, test::CollectiveSeconds(device, of_step)) > 0, by_rows) << of_step;
+      }
+      for (const char* const of_chunk : {"row_statistics", "hidden_gradients"}) {
+        EXPECT_EQ(test::ValueOf(metrics, test::CollectiveSeconds(device, of_chunk)) > 0, !by_rows)
+            << of_chunk;
+      }
+    }
+    EXPECT_EQ(rows, by_rows ? 1400 : 2 * 1400);
+  }
+  ServerOptions one = WithDevices(1);
+  one.http = "127.0.0.1:0";
+  TestServer alone(one);
+  EXPECT_FALSE(absl::StrContains(test::HttpGet(alone.server().http_address(), "/metrics"), "lossd_rank_"));
 }
 
 TEST(DevicesServiceTest, EachDeviceHasAllWeightsAndItsPartOfTheMoments) {
