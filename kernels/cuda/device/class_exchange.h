@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/cuda/device/device.h"
 
@@ -37,6 +38,8 @@ class ClassExchange {
   // all parts. The others are unspecified.
   virtual absl::Status SumRows(float* data, int64_t rows, int64_t cols) = 0;
 
+  // Calls `enqueue`, which enqueues a chunk, and sees to it that it comes back when another part stays away.
+  virtual absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) = 0;
   // Waits until the event has happened, or until it cannot any more.
   virtual absl::Status Wait(const Event& event) = 0;
   // No exchange of any part happens from now on.
@@ -50,6 +53,7 @@ class SoleExchange final : public ClassExchange {
   absl::Status Gather(const void*, void*, int64_t) override { return absl::OkStatus(); }
   RowRange RowsHere(int64_t rows) const override { return {0, rows}; }
   absl::Status SumRows(float*, int64_t, int64_t) override { return absl::OkStatus(); }
+  absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override { return enqueue(); }
   absl::Status Wait(const Event& event) override {
     return ToStatus(cudaEventSynchronize(event.get()), "cudaEventSynchronize");
   }

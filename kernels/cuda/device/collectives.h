@@ -3,7 +3,7 @@
 // the memory of the hosts where NCCL cannot.
 //
 // Threads: driven by one thread, the backends' driving thread, but for what one member does, which is for the
-// thread that drives its device, and Wait for an event, Abort and failure(), which are thread-safe.
+// thread that drives its device, and Wait for an event, Watched, Abort and failure(), which are thread-safe.
 // Errors: UNAVAILABLE for whatever goes wrong, and where an exchange does not end in time. After that every
 // exchange fails, with the first reason.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
@@ -41,6 +41,12 @@ class Collectives {
   virtual absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root) = 0;
   // A copy of what member `root` holds, to all others.
   virtual absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) = 0;
+  // `data` [members, floats] of every part: place i becomes the sum over all parts at member i; what the
+  // others hold there stays. As a Sum for each member, which goes one way at a time where this goes all ways
+  // at once.
+  virtual absl::Status SumShards(const std::vector<Part>& parts, int64_t floats);
+  // `data` [members, count]: a copy of what member i holds in place i, to all others; likewise.
+  virtual absl::Status SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count);
   // Enqueues what `exchange` asks for as one operation.
   virtual absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange) = 0;
   // Waits until the streams have done what was enqueued.
@@ -54,10 +60,37 @@ class Collectives {
   // Waits until the event has happened, and says whether all exchanges before it did. `local`: as in Part.
   virtual absl::Status Wait(int local, cudaEvent_t event) = 0;
 
+  // Calls `enqueue`, which enqueues work of one member, exchanges among it. Where that can hang because
+  // another member stays away, the exchanges are ended after the time that one may take.
+  virtual absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) { return enqueue(); }
+
   // Ends all exchanges; `reason` is what every later one says. Returns the first reason.
   virtual absl::Status Abort(absl::Status reason) = 0;
   virtual absl::Status failure() const = 0;
+
+ protected:
+  // Place `place` of every part, `bytes` each.
+  static std::vector<Part> PlaceOf(std::vector<Part> parts, int place, int64_t bytes) {
+    for (Part& part : parts) part.data = static_cast<uint8_t*>(part.data) + place * bytes;
+    return parts;
+  }
 };
+
+inline absl::Status Collectives::SumShards(const std::vector<Part>& parts, int64_t floats) {
+  const auto bytes = floats * static_cast<int64_t>(sizeof(float));
+  for (int i = 0; i < members(); ++i) {
+    if (absl::Status status = Sum(PlaceOf(parts, i, bytes), floats, i); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+inline absl::Status Collectives::SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count) {
+  const auto bytes = count * static_cast<int64_t>(SizeOf(dtype));
+  for (int i = 0; i < members(); ++i) {
+    if (absl::Status status = Spread(PlaceOf(parts, i, bytes), dtype, count, i); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace lossd::kernels::cuda
 

@@ -91,7 +91,9 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
     : devices_(std::move(devices)),
       replica_(replica),
       timeout_(timeout),
-      library_(std::make_unique<Library>()) {}
+      library_(std::make_unique<Library>()) {
+  if (!devices_.empty()) watch_.emplace(timeout, [this] { EndLate(); });
+}
 
 Nccl::~Nccl() = default;
 
@@ -181,7 +183,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, co
       absl::MutexLock lock(&joining->mutex);
       given_up = joining->given_up;
     }
-    if (status.ok() && !given_up) status = joining->nccl->MakeLinksHere();
+    if (status.ok() && !given_up) status = joining->nccl->MakeLinks();
     absl::MutexLock lock(&joining->mutex);
     joining->status = std::move(status);
     joining->done = true;
@@ -196,17 +198,33 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, co
   return std::move(joining->nccl);
 }
 
-absl::Status Nccl::MakeLinksHere() {
-  Scratch scratch;
-  LOSSD_RETURN_IF_ERROR(scratch.Allocate(kScratchBytes));
-  return MakeLinks({{0, scratch.data, scratch.stream}},
-                   kScratchBytes / static_cast<int64_t>(sizeof(float)) / members());
+absl::Status Nccl::MakeLinks() {
+  std::vector<Scratch> scratch(devices_.size());
+  std::vector<Part> parts;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[i]), "cudaSetDevice");
+    LOSSD_RETURN_IF_ERROR(scratch[i].Allocate(kScratchBytes));
+    parts.push_back({static_cast<int>(i), scratch[i].data, scratch[i].stream});
+  }
+  return MakeLinks(parts, kScratchBytes / static_cast<int64_t>(sizeof(float)) / members());
 }
 
 absl::Status Nccl::Check(int result, const char* call) const {
   if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
   return absl::UnavailableError(
       absl::StrCat(call, " failed: ", library_->error_string(static_cast<ncclResult_t>(result))));
+}
+
+absl::Status Nccl::Watched(absl::FunctionRef<absl::Status()> enqueue) {
+  const auto watching = watch_->During();
+  return enqueue();
+}
+
+void Nccl::EndLate() {
+  Abort(absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
+                                            absl::FormatDuration(timeout_),
+                                            ": a thread waits for its GPU, which waits for the others")))
+      .IgnoreError();
 }
 
 absl::Status Nccl::Abort(absl::Status reason) {
@@ -265,6 +283,20 @@ absl::Status Nccl::CallSumPlaces(const Part& part, int64_t floats) const {
       library_->reduce_scatter(part.data, place, static_cast<size_t>(floats), ncclFloat32, ncclSum,
                                library_->communicators[static_cast<size_t>(part.local)], part.stream),
       "ncclReduceScatter");
+}
+
+absl::Status Nccl::SumShards(const std::vector<Part>& parts, int64_t floats) {
+  for (const Part& part : parts) LOSSD_RETURN_IF_ERROR(CallSumPlaces(part, floats));
+  return absl::OkStatus();
+}
+
+absl::Status Nccl::SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count) {
+  const auto bytes = count * static_cast<int64_t>(SizeOf(dtype));
+  for (const Part& part : parts) {
+    const auto* const own = static_cast<const uint8_t*>(part.data) + (first_member() + part.local) * bytes;
+    LOSSD_RETURN_IF_ERROR(CallGather(part, own, bytes));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Nccl::SumOfAll(const Part& part, int64_t floats) {

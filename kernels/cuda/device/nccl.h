@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/cuda/device/collectives.h"
+#include "kernels/cuda/device/enqueue_watch.h"
 #include "kernels/dtype.h"
 #include "kernels/replica.h"
 
@@ -54,10 +56,13 @@ class Nccl final : public Collectives {
   int first_member() const override { return replica_.index; }
   absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root) override;
   absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) override;
+  absl::Status SumShards(const std::vector<Part>& parts, int64_t floats) override;
+  absl::Status SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count) override;
   absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange) override;
   absl::Status Wait(const std::vector<Part>& parts) override { return Wait(parts, timeout_); }
   absl::Status SumOfAll(const Part& part, int64_t floats) override;
   absl::Status Gather(const Part& part, const void* own, int64_t bytes) override;
+  absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override;
   absl::Status Wait(int local, cudaEvent_t event) override { return Wait(local, event, timeout_); }
   // All communicators at once.
   absl::Status Abort(absl::Status reason) override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -66,9 +71,10 @@ class Nccl final : public Collectives {
   // What one member does: data [members, floats]: the member's place becomes the sum over all members.
   absl::Status SumPlaces(const Part& part, int64_t floats);
   // Every kind of exchange, of several sizes, for all GPUs of this process at once, so that NCCL makes the
-  // links that they take: with the first exchange of a kind a thread waits for the others. `data` of the
-  // parts has room for `floats` of each member.
-  absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
+  // links that they take: with the first exchange of a kind a thread waits for the others inside NCCL, where
+  // no timeout ends it. Takes 64 MiB of each GPU meanwhile. Called once, before other exchanges; all
+  // processes at the same time (Join does it by itself).
+  absl::Status MakeLinks();
   // As Wait, at most `timeout`.
   absl::Status Wait(const std::vector<Part>& parts, absl::Duration timeout);
   absl::Status Wait(int local, cudaEvent_t event, absl::Duration timeout);
@@ -79,12 +85,14 @@ class Nccl final : public Collectives {
   // `replica`: of the first of the devices; the others follow.
   Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout);
   absl::Status Check(int result, const char* call) const;
-  // The two steps of Join.
+  // The first step of Join.
   absl::Status Enter(const std::string& id);
-  absl::Status MakeLinksHere();
+  // `data` of the parts has room for `floats` of each member.
+  absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
   absl::Status CallSumOfAll(const Part& part, int64_t floats) const;
   absl::Status CallGather(const Part& part, const void* own, int64_t bytes) const;
   absl::Status CallSumPlaces(const Part& part, int64_t floats) const;
+  void EndLate();  // on the thread of watch_
   // The communicators' own report, which comes without a call.
   absl::Status AsynchronousError() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Calls `fn` while nothing ends the communicators; the failure if they have ended.
@@ -97,6 +105,7 @@ class Nccl final : public Collectives {
   // Held by readers while they use the communicators.
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  std::optional<EnqueueWatch> watch_;  // of an object with GPUs; ends before what it aborts
 };
 
 }  // namespace lossd::kernels::cuda

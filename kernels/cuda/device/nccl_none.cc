@@ -26,7 +26,10 @@ absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { retur
 absl::Status Nccl::SumOfAll(const Part&, int64_t) { return failure(); }
 absl::Status Nccl::Gather(const Part&, const void*, int64_t) { return failure(); }
 absl::Status Nccl::SumPlaces(const Part&, int64_t) { return failure(); }
-absl::Status Nccl::MakeLinks(const std::vector<Part>&, int64_t) { return failure(); }
+absl::Status Nccl::MakeLinks() { return failure(); }
+absl::Status Nccl::SumShards(const std::vector<Part>&, int64_t) { return failure(); }
+absl::Status Nccl::SpreadShards(const std::vector<Part>&, DType, int64_t) { return failure(); }
+absl::Status Nccl::Watched(absl::FunctionRef<absl::Status()>) { return failure(); }
 absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()>) { return failure(); }
 absl::Status Nccl::Wait(const std::vector<Part>&, absl::Duration) { return failure(); }
 absl::Status Nccl::Wait(int, cudaEvent_t, absl::Duration) { return failure(); }

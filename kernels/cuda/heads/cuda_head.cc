@@ -135,7 +135,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   absl::Status status = CheckChunk(*chunk);
   if (status.ok()) {
     Prepare(chunk, *pending);
-    if (pending->job.rows() > 0) status = Enqueue(*pending);
+    if (pending->job.rows() > 0) status = link_.exchange->Watched([&] { return Enqueue(*pending); });
   }
   if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
   Report(pending, std::move(status), std::move(callbacks));

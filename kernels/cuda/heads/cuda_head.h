@@ -59,11 +59,6 @@ class CudaHead : public HeadKernels {
 
   // For a head that is split by vocabulary, before its first chunk.
   void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }
-  // Memory of the workspace that exchanges may be tried out in: so many floats for each part.
-  std::pair<void*, int64_t> exchange_memory() const {
-    return {workspace_.paths[Region::kHiddenGradient],
-            sizes_.chunk_rows / sizes_.parts * sizes_.padded_hidden};
-  }
   // For what connects the replicas of a head.
   Device& device() { return *device_; }
   HeadTensors& tensors() { return tensors_; }

@@ -38,6 +38,7 @@ class NcclExchange final : public ClassExchange {
     return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
                         [&] { return nccl_->SumPlaces(Part(data), RowsOfEach(rows) * cols); });
   }
+  absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override { return nccl_->Watched(enqueue); }
   absl::Status Wait(const Event& event) override {
     absl::Status status = nccl_->Wait(part_, event.get());
     timer_->Collect();
@@ -79,12 +80,7 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
       head->Join(std::make_unique<NcclExchange>(nccl_.get(), static_cast<int>(i), head->device().compute(),
                                                 timers_[i].get()));
     }
-    std::vector<Nccl::Part> parts;
-    for (size_t i = 0; i < heads.size(); ++i) {
-      auto* const head = static_cast<CudaHead*>(heads[i]);
-      parts.push_back({static_cast<int>(i), head->exchange_memory().first, head->device().compute()});
-    }
-    return nccl_->MakeLinks(parts, static_cast<CudaHead*>(heads[0])->exchange_memory().second);
+    return absl::OkStatus();
   }
 
  private:
@@ -100,6 +96,7 @@ absl::StatusOr<std::unique_ptr<CudaReplicaGroup>> CudaReplicaGroup::Create(std::
                                                                            absl::Duration timeout) {
   absl::StatusOr<std::unique_ptr<cuda::Nccl>> nccl = cuda::Nccl::Connect(std::move(devices), timeout);
   if (!nccl.ok()) return nccl.status();
+  if (absl::Status linked = (*nccl)->MakeLinks(); !linked.ok()) return linked;
   return std::make_unique<cuda::NcclReplicaGroup>(*std::move(nccl));
 }
 

@@ -18,14 +18,17 @@ class HeadReplicas final : public Replicas {
   // time; through the hosts, ranks are added in their order.
   absl::Status SumGradients() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
-    const auto sum = [&](int owner) {
-      return ForEachRange(
-          owner, [](HeadTensors& tensors) { return tensors.gradients(); },
-          [&](const std::vector<Collectives::Part>& parts, int64_t floats) {
-            return collectives_->Sum(parts, floats, owner);
-          });
+    const auto gradients = [](HeadTensors& tensors) { return tensors.gradients(); };
+    const auto sum_weight = [&](int64_t each) {
+      return OnWeight(gradients, [&](const auto& parts) { return collectives_->SumShards(parts, each); });
     };
-    LOSSD_RETURN_IF_ERROR(Exchange(sum));
+    const auto sum = [&](int owner, bool with_weight) {
+      const auto step = [&](const std::vector<Collectives::Part>& parts, int64_t floats) {
+        return collectives_->Sum(parts, floats, owner);
+      };
+      return with_weight ? ForEachRange(owner, gradients, step) : ForEachVector(owner, gradients, step);
+    };
+    LOSSD_RETURN_IF_ERROR(Exchange(sum_weight, sum));
     for (size_t i = 0; i < heads_.size(); ++i) {
       for (int owner = 0; owner < collectives_->members(); ++owner) {
         if (owner == collectives_->first_member() + static_cast<int>(i)) continue;
@@ -40,14 +43,21 @@ class HeadReplicas final : public Replicas {
   absl::Status SpreadValues() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
     const DType compute = heads_.front()->compute_dtype();
-    const auto spread = [&](int owner) -> absl::Status {
+    const auto weight_from = [&](int64_t first_class) {
+      std::vector<Collectives::Part> parts = Parts();
+      for (Collectives::Part& part : parts) {
+        part.data = Tensors(part.local).ComputeWeightFrom(first_class);
+      }
+      return parts;
+    };
+    const auto spread_weight = [&](int64_t each) {
+      return collectives_->SpreadShards(weight_from(0), compute, each);
+    };
+    const auto spread = [&](int owner, bool with_weight) -> absl::Status {
       const int64_t count = WeightRange(owner).count;
-      if (count > 0) {
-        std::vector<Collectives::Part> parts = Parts();
-        for (Collectives::Part& part : parts) {
-          part.data = Tensors(part.local).ComputeWeightFrom(ShardOfOwner(owner).first_class);
-        }
-        LOSSD_RETURN_IF_ERROR(collectives_->Spread(parts, compute, count, owner));
+      if (with_weight && count > 0) {
+        LOSSD_RETURN_IF_ERROR(
+            collectives_->Spread(weight_from(ShardOfOwner(owner).first_class), compute, count, owner));
       }
       return ForEachVector(
           owner, [](HeadTensors& tensors) { return tensors.values().params; },
@@ -55,7 +65,7 @@ class HeadReplicas final : public Replicas {
             return collectives_->Spread(parts, DType::kFloat32, floats, owner);
           });
     };
-    return Exchange(spread);
+    return Exchange(spread_weight, spread);
   }
 
  private:
@@ -115,10 +125,33 @@ class HeadReplicas final : public Replicas {
     return step(parts, range.count);
   }
 
-  // Ends when the devices have done it.
-  absl::Status Exchange(absl::FunctionRef<absl::Status(int owner)> of_owner) {
+  // All of the weight of a block, on all replicas.
+  absl::Status OnWeight(BlockOf block,
+                        absl::FunctionRef<absl::Status(const std::vector<Collectives::Part>&)> step) const {
+    return OnRange(
+        {0, 1}, [](const ParamBlock& b) { return b.weight; }, block,
+        [&](const std::vector<Collectives::Part>& parts, int64_t) { return step(parts); });
+  }
+
+  // The elements of the weight that each owner has, if all have as many; else 0.
+  int64_t EvenShard() const {
+    const int64_t each = WeightRange(0).count;
+    for (int owner = 1; owner < collectives_->members(); ++owner) {
+      if (WeightRange(owner).count != each) return 0;
+    }
+    return each;
+  }
+
+  // The weight, all shards at once where they are even, else those of one owner after the other, and the
+  // vectors. Ends when the devices have done it.
+  absl::Status Exchange(absl::FunctionRef<absl::Status(int64_t each)> of_weight,
+                        absl::FunctionRef<absl::Status(int owner, bool with_weight)> of_owner) {
+    const int64_t each = EvenShard();
     const auto all = [&]() -> absl::Status {
-      for (int owner = 0; owner < collectives_->members(); ++owner) LOSSD_RETURN_IF_ERROR(of_owner(owner));
+      if (each > 0) LOSSD_RETURN_IF_ERROR(of_weight(each));
+      for (int owner = 0; owner < collectives_->members(); ++owner) {
+        LOSSD_RETURN_IF_ERROR(of_owner(owner, /*with_weight=*/each == 0));
+      }
       return absl::OkStatus();
     };
     absl::Status status = collectives_->Enqueue(all);

@@ -41,6 +41,9 @@ class RankClassExchange final : public ClassExchange {
     });
   }
 
+  absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override {
+    return collectives_->Watched(enqueue);
+  }
   absl::Status Wait(const Event& event) override {
     absl::Status status = collectives_->Wait(/*local=*/0, event.get());
     timer_->Collect();

@@ -153,7 +153,7 @@ TEST_F(CudaReplicas, TrainAsOneHeadDoes) {
   Rng rng = FreshRng();
   for (const DType compute : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const Norm norm : {Norm::kNone, Norm::kRmsNorm, Norm::kLayerNorm}) {
-      for (const int64_t vocab : {1, 9, 1003}) {
+      for (const int64_t vocab : {1, 9, 1003, 1024}) {
         ProblemSpec spec;
         spec.config = {.hidden_size = 72, .vocab_size = vocab};
         spec.config.norm = norm;
