@@ -111,7 +111,7 @@ class Microbatch {
 
  private:
   struct Work {
-    kernels::Slice slice;
+    std::vector<kernels::Slice> slices;
     kernels::Chunk chunk;
   };
 
@@ -123,31 +123,40 @@ class Microbatch {
 
   void Submit(int64_t begin, std::vector<Clock::time_point>* ends) {
     auto work = std::make_shared<Work>();
-    kernels::Slice& slice = work->slice;
-    slice.rows = std::min(chunk_rows_, shape_.rows - begin);
-    slice.hidden = hidden_->bytes().data() + begin * shape_.hidden * element_;
-    slice.targets = data_.targets.data() + begin;
-    slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
-    slice.sample_seed = sample_seed_;
-    slice.first_row = begin;
     const bool gradients = call_ == Call::kLossAndGradients || call_ == Call::kBackward;
-    if (gradients) slice.grad_hidden = gradient_->bytes().data() + begin * shape_.hidden * element_;
-    slice.out.lse = lse_.data() + begin;
-    slice.out.loss = loss_.data() + begin;
-    if (deferral_ != nullptr) Defer(begin, slice, work->chunk);
+    const int64_t end = std::min(begin + chunk_rows_, shape_.rows);
+    // As many slices as there are devices that divide a chunk's rows.
+    const int64_t parts = head_.chunk_rows() / head_.slice_rows();
+    const int64_t most = std::min(head_.slice_rows(), kernels::cuda::CeilDiv(end - begin, parts));
+    for (int64_t first = begin; first < end; first += most) {
+      kernels::Slice slice;
+      slice.rows = std::min(most, end - first);
+      slice.hidden = hidden_->bytes().data() + first * shape_.hidden * element_;
+      slice.targets = data_.targets.data() + first;
+      slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
+      slice.sample_seed = sample_seed_;
+      slice.first_row = first;
+      if (gradients) slice.grad_hidden = gradient_->bytes().data() + first * shape_.hidden * element_;
+      slice.out.lse = lse_.data() + first;
+      slice.out.loss = loss_.data() + first;
+      if (deferral_ != nullptr) Defer(first, slice, work->chunk);
+      work->slices.push_back(slice);
+    }
     work->chunk.options = options_;
     work->chunk.hidden_dtype = dtype_;
     work->chunk.accumulate_gradients = gradients;
-    work->chunk.slices = absl::MakeSpan(&slice, 1);
+    work->chunk.slices = absl::MakeSpan(work->slices);
     kernels::ChunkCallbacks callbacks;
     callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
     callbacks.on_done = [this, work, ends, begin](absl::Status status) {
       Check(status, "on_done");
       absl::MutexLock lock(&mutex_);
       if (begin == 0) sums_ = {};
-      sums_.dropped_mass += work->slice.sums.dropped_mass;
-      sums_.sampling_variance += work->slice.sums.sampling_variance;
-      sums_.squared_gradient += work->slice.sums.squared_gradient;
+      for (const kernels::Slice& slice : work->slices) {
+        sums_.dropped_mass += slice.sums.dropped_mass;
+        sums_.sampling_variance += slice.sums.sampling_variance;
+        sums_.squared_gradient += slice.sums.squared_gradient;
+      }
       sample_threshold_ = work->chunk.sample_threshold;
       choices_ = work->chunk.choices;
       if (ends != nullptr) ends->push_back(Clock::now());

