@@ -6,9 +6,10 @@
 //   |got - want| <= gradient * |want| + magnitude * |sum of |terms|| + rounding to the output dtype,
 // the second part being what remains where terms cancel (reference::Gradient).
 //
-// Logits are sums in fp32 of what is multiplied. Where hidden states are rounded to a 16-bit compute dtype
-// first, because a norm or a conversion has made them, a logit is off by as much, and its p relatively: both
-// parts then grow with the logits.
+// Logits are sums in fp32 of what is multiplied, in an order that is the library's and differs between CPUs:
+// with V = 1 and D = 200 OpenBLAS has been seen 2.3e-6 off where the logit was 0.4. Where hidden states are
+// rounded to a 16-bit compute dtype first, because a norm or a conversion has made them, a logit is off by as
+// much, and its p relatively: both parts then grow with the logits.
 #ifndef LOSSD_TESTS_KERNELS_TOLERANCES_H_
 #define LOSSD_TESTS_KERNELS_TOLERANCES_H_
 
@@ -36,7 +37,7 @@ struct Tolerance {
 constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
   switch (compute) {
     case DType::kFloat32:
-      return {.logit = 1e-6, .gradient = 5e-6, .magnitude = 3e-7, .growth = 0x1p-4};
+      return {.logit = 3e-6, .gradient = 5e-6, .magnitude = 3e-7, .growth = 0x1p-4};
     case DType::kFloat16:
       return rounded ? Tolerance{.logit = 3e-3, .gradient = 4e-3, .magnitude = 1e-3, .growth = 0x1p-4}
                      : Tolerance{.logit = 3e-6, .gradient = 2e-3, .magnitude = 1e-3, .growth = 0.0};

@@ -42,8 +42,7 @@ class Collectives {
   // A copy of what member `root` holds, to all others.
   virtual absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) = 0;
   // `data` [members, floats] of every part: place i becomes the sum over all parts at member i; what the
-  // others hold there stays. As a Sum for each member, which goes one way at a time where this goes all ways
-  // at once.
+  // others hold there stays. As a Sum for each member, in one operation where that is possible.
   virtual absl::Status SumShards(const std::vector<Part>& parts, int64_t floats);
   // `data` [members, count]: a copy of what member i holds in place i, to all others; likewise.
   virtual absl::Status SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count);
