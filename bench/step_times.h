@@ -10,9 +10,9 @@
 
 namespace lossd::bench {
 
-// {"norm_and_update": of the host's clock, "exchanges": of ExchangeWatch}, of `count` steps after two that
-// are not timed; `accumulate` has a microbatch accumulate gradients, and waits for it. `head` has the state
-// of AdamW.
+// {"norm_and_update": of the host's clock, of `count` steps after two that are not timed, "exchanges": of
+// ExchangeWatch, of the last step}. `accumulate` has a microbatch accumulate gradients and waits for it,
+// which is no part of the time. `head` has the state of AdamW.
 nlohmann::json TimeSteps(const kernels::Backend& backend, kernels::HeadKernels& head, int count,
                          const std::function<void()>& accumulate);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of one rank, a device of a server of several processes. Values; thread-compatible.
+// What is known of one rank, a device of a server that has several, in one process or more. Values;
+// thread-compatible.
 #ifndef LOSSD_KERNELS_RANK_STATE_H_
 #define LOSSD_KERNELS_RANK_STATE_H_
 

@@ -22,9 +22,8 @@ std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
       for (engine::EngineObserver* observer : observers) observer->OnDeviceError(status);
     };
     auto monitor = metrics::GpuMonitor::Start(std::move(options));
-    if (monitor.ok()) {
-      monitors.push_back(*std::move(monitor));
-    } else {
+    monitors.push_back(monitor.ok() ? *std::move(monitor) : nullptr);
+    if (!monitor.ok()) {
       log::Log(log::LogLevel::kInfo, "no metrics of the GPU",
                {{"gpu", uuid}, {"reason", monitor.status().message()}});
     }

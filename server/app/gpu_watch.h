@@ -12,8 +12,8 @@
 
 namespace lossd::app {
 
-// One monitor for each GPU; a GPU that cannot be watched has a line in the log instead. The observers are
-// told of the loss of a GPU as of a failed operation, and outlive the result.
+// A monitor for each GPU, in order; null, and a line in the log, for one that cannot be watched. The
+// observers are told of the loss of a GPU as of a failed operation, and outlive the result.
 std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
     const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);
 

@@ -302,6 +302,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (ranks_) AddRankFamilies(ranks_(), &families);
     const bool several = families.size() > of_server;  // ranks, of which the first are this process's
     for (size_t i = 0; i < gpus_.size(); ++i) {
+      if (gpus_[i] == nullptr) continue;
       std::vector<MetricFamily> own = gpus_[i]->Collect();
       if (several) AddRankLabel(static_cast<int>(i), &own);
       AddFamilies(std::move(own), of_server, &families);

@@ -82,7 +82,8 @@ class Metrics final : public engine::EngineObserver {
       ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // After this returns none of them is used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // From now on the metrics of these GPUs are exported too, instead of those before.
+  // From now on the metrics of these GPUs are exported too, instead of those before; of several ranks, those
+  // of the first ranks, in order. Null: one without metrics.
   void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // From now on its expiry is exported; null: none is. It outlives this, or the next call.
   void AttachTls(access::ReloadedTls* tls) ABSL_LOCKS_EXCLUDED(sources_mutex_);

@@ -55,7 +55,7 @@ void AddWork(const std::vector<RankReading>& ranks, std::vector<MetricFamily>* f
 std::vector<MetricFamily> RankTimeFamilies(const kernels::RankTimes& times) {
   MetricFamily collectives =
       MakeFamily("lossd_rank_collective_seconds_total",
-                 "Of that, in exchanges with other ranks and the wait for them, by what is exchanged.",
+                 "Of that, in exchanges with the other ranks and the wait for them, by what is exchanged.",
                  MetricType::Counter);
   for (size_t kind = 0; kind < kernels::kExchangeKinds; ++kind) {
     const auto operation = std::string(kernels::Name(static_cast<kernels::ExchangeKind>(kind)));
@@ -75,8 +75,7 @@ void AddRankLabel(int rank, std::vector<MetricFamily>* families) {
 
 void AddRankFamilies(std::vector<RankReading> ranks, std::vector<MetricFamily>* families) {
   if (ranks.empty()) return;
-  MetricFamily up =
-      MakeFamily("lossd_rank_up", "1 while the process of this rank is there, else 0.", MetricType::Gauge);
+  MetricFamily up = MakeFamily("lossd_rank_up", "1 while this rank is there, else 0.", MetricType::Gauge);
   MetricFamily memory =
       MakeFamily("lossd_rank_memory_bytes", "Planned memory in use, by rank and purpose.", MetricType::Gauge);
   MetricFamily peak = MakeFamily("lossd_rank_memory_peak_bytes",

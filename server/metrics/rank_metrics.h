@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The processes of one server, as metrics: who is there, and what each holds. Stateless; thread-safe.
+// The ranks of one server, processes or devices, as metrics: who is there, and what each holds. Stateless;
+// thread-safe.
 #ifndef LOSSD_SERVER_METRICS_RANK_METRICS_H_
 #define LOSSD_SERVER_METRICS_RANK_METRICS_H_
 

@@ -13,7 +13,9 @@ std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus) {
   std::vector<MetricFamily> families = RankTimeFamilies(times);
   const size_t of_gpus = families.size();
-  for (const std::unique_ptr<GpuMonitor>& gpu : gpus) AddFamilies(gpu->Collect(), of_gpus, &families);
+  for (const std::unique_ptr<GpuMonitor>& gpu : gpus) {
+    if (gpu != nullptr) AddFamilies(gpu->Collect(), of_gpus, &families);
+  }
   return ToPlain(families);
 }
 

@@ -30,7 +30,7 @@ struct PlainFamily {
   std::vector<Sample> samples;
 };
 
-// What a worker's time went into, and the metrics of its GPUs.
+// What a worker's time went into, and the metrics of its GPUs. Null: one without metrics.
 std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
 

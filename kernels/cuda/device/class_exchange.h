@@ -15,6 +15,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/cuda/device/device.h"
+#include "kernels/exchange_times.h"
 
 namespace lossd::kernels::cuda {
 
@@ -28,8 +29,8 @@ class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
 
-  // data [n] becomes the sum over all parts.
-  virtual absl::Status Sum(float* data, int64_t n) = 0;
+  // data [n] becomes the sum over all parts. `kind`: what its time counts as.
+  virtual absl::Status Sum(ExchangeKind kind, float* data, int64_t n) = 0;
   // all [parts, bytes]: `own` of each part.
   virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
   // Of so many rows, those whose sums SumRows leaves with this part. Every row has one part.
@@ -49,7 +50,7 @@ class ClassExchange {
 // For a head that has all classes: there is nothing to exchange.
 class SoleExchange final : public ClassExchange {
  public:
-  absl::Status Sum(float*, int64_t) override { return absl::OkStatus(); }
+  absl::Status Sum(ExchangeKind, float*, int64_t) override { return absl::OkStatus(); }
   absl::Status Gather(const void*, void*, int64_t) override { return absl::OkStatus(); }
   RowRange RowsHere(int64_t rows) const override { return {0, rows}; }
   absl::Status SumRows(float*, int64_t, int64_t) override { return absl::OkStatus(); }

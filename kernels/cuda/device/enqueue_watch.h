@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Notices that a thread does not come back from enqueueing the work of a chunk. A call of the driver may wait
 // until the GPU has done what was enqueued before (cuBLASLt's first use of a kernel has been seen to), and if
-// that is an exchange which another GPU stays away from, nobody is left to see that it takes too long.
+// that is an exchange which another GPU stays away from, no thread is left to see that it takes too long.
 //
 // Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_ENQUEUE_WATCH_H_

@@ -64,7 +64,8 @@ class Nccl final : public Collectives {
   absl::Status Gather(const Part& part, const void* own, int64_t bytes) override;
   absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override;
   absl::Status Wait(int local, cudaEvent_t event) override { return Wait(local, event, timeout_); }
-  // All communicators at once.
+  // All communicators at once. Waits until no thread is inside a call of NCCL, and so cannot free one that
+  // hangs there: MakeLinks makes beforehand what such a call has been seen to wait for.
   absl::Status Abort(absl::Status reason) override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status failure() const override ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a stream is at exchanges with other ranks, from events around them.
+// How long a stream is at exchanges with other GPUs, from events around them.
 //
 // Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_STREAM_TIMER_H_

@@ -260,7 +260,7 @@ absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
     p.bias = job.terms.bias;
   }
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device_->compute()), "target kernel");
-  return link_.exchange->Sum(dots, job.rows());
+  return link_.exchange->Sum(ExchangeKind::kRowStatistics, dots, job.rows());
 }
 
 absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {

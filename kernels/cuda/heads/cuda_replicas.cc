@@ -21,9 +21,8 @@ class NcclExchange final : public ClassExchange {
   NcclExchange(Nccl* nccl, int part, cudaStream_t stream, StreamTimer* timer)
       : nccl_(nccl), part_(part), stream_(stream), timer_(timer) {}
 
-  absl::Status Sum(float* data, int64_t n) override {
-    return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
-                        [&] { return nccl_->SumOfAll(Part(data), n); });
+  absl::Status Sum(ExchangeKind kind, float* data, int64_t n) override {
+    return timer_->Time(kind, stream_, [&] { return nccl_->SumOfAll(Part(data), n); });
   }
   absl::Status Gather(const void* own, void* all, int64_t bytes) override {
     return timer_->Time(ExchangeKind::kRowStatistics, stream_,

@@ -80,7 +80,8 @@ absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) cons
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchNormBackward(p, b, device_->limits(), stream), "norm backward kernel");
   }
   if (exchanges) {
-    LOSSD_RETURN_IF_ERROR(link_->exchange->Sum(sums, 2 * sizes_.padded_hidden));
+    LOSSD_RETURN_IF_ERROR(
+        link_->exchange->Sum(ExchangeKind::kHiddenGradients, sums, 2 * sizes_.padded_hidden));
     LOSSD_RETURN_IF_ERROR(tensors_->AddNormGradients(sums, sums + sizes_.padded_hidden));
   }
   if (!job.layout.want_hidden_gradient || job.rows() == job.layout.raw_rows) return absl::OkStatus();

@@ -133,7 +133,7 @@ class HeadReplicas final : public Replicas {
         [&](const std::vector<Collectives::Part>& parts, int64_t) { return step(parts); });
   }
 
-  // The elements of the weight that each owner has, if all have as many; else 0.
+  // The elements of the weight that each owner has, padding included, if all have as many; else 0.
   int64_t EvenShard() const {
     const int64_t each = WeightRange(0).count;
     for (int owner = 1; owner < collectives_->members(); ++owner) {

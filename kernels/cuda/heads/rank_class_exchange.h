@@ -24,9 +24,8 @@ class RankClassExchange final : public ClassExchange {
                     const OnChunkFailure* on_failure)
       : collectives_(std::move(collectives)), stream_(stream), timer_(timer), on_failure_(on_failure) {}
 
-  absl::Status Sum(float* data, int64_t n) override {
-    return timer_->Time(ExchangeKind::kHiddenGradients, stream_,
-                        [&] { return collectives_->SumOfAll(Part(data), n); });
+  absl::Status Sum(ExchangeKind kind, float* data, int64_t n) override {
+    return timer_->Time(kind, stream_, [&] { return collectives_->SumOfAll(Part(data), n); });
   }
   absl::Status Gather(const void* own, void* all, int64_t bytes) override {
     return timer_->Time(ExchangeKind::kRowStatistics, stream_,

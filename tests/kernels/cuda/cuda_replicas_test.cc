@@ -153,7 +153,8 @@ TEST_F(CudaReplicas, TrainAsOneHeadDoes) {
   Rng rng = FreshRng();
   for (const DType compute : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const Norm norm : {Norm::kNone, Norm::kRmsNorm, Norm::kLayerNorm}) {
-      for (const int64_t vocab : {1, 9, 1003, 1024}) {
+      // With the classes that pad them: shards of 8 and 0, 8 and 8, 504 and 496, 504 and 504.
+      for (const int64_t vocab : {1, 9, 1000, 1003}) {
         ProblemSpec spec;
         spec.config = {.hidden_size = 72, .vocab_size = vocab};
         spec.config.norm = norm;

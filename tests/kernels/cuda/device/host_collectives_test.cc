@@ -246,6 +246,33 @@ TEST_P(HostCollectivesTest, TheRootHasTheSumAndTheOthersKeepTheirs) {
   }
 }
 
+// Of every member's place at once.
+TEST_P(HostCollectivesTest, ShardsAreSummedAndSpread) {
+  Start(3);
+  for (const size_t each : kSizes) {
+    SCOPED_TRACE(each);
+    const size_t n = each * static_cast<size_t>(count());
+    ForAll([&](Rank& rank) {
+      const DeviceFloats floats(rank.arena, Own(IndexOf(rank), n));
+      const auto floats_each = static_cast<int64_t>(each);
+      const auto sum = [&] { return rank.collectives->SumShards({rank.Part(floats)}, floats_each); };
+      EXPECT_TRUE(rank.collectives->Enqueue(sum).ok());
+      EXPECT_TRUE(Wait(rank, floats).ok());
+      std::vector<float> want = Own(IndexOf(rank), n);
+      const std::vector<float> all = SumOfOwn(n);
+      const auto begin = static_cast<std::ptrdiff_t>(each) * IndexOf(rank);
+      std::copy_n(all.begin() + begin, each, want.begin() + begin);
+      EXPECT_EQ(floats.Read(), want);
+      const auto spread = [&] {
+        return rank.collectives->SpreadShards({rank.Part(floats)}, DType::kFloat32, floats_each);
+      };
+      EXPECT_TRUE(rank.collectives->Enqueue(spread).ok());
+      EXPECT_TRUE(Wait(rank, floats).ok());
+      EXPECT_EQ(floats.Read(), all);
+    });
+  }
+}
+
 TEST_P(HostCollectivesTest, AllHaveWhatTheRootSpreads) {
   Start(3);
   for (const size_t n : kSizes) {

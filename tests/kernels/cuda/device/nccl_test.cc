@@ -32,6 +32,7 @@ struct Played {
   std::vector<std::string> calls;
   std::string multicast;  // NCCL_NVLS_ENABLE when the library was loaded
   int aborted = 0, destroyed = 0;
+  std::vector<const void*> from, to;  // of ncclAllGather and ncclReduceScatter
 };
 Played played;
 std::atomic<bool> hangs{false};  // ncclCommInitRank does
@@ -79,11 +80,15 @@ ncclResult_t Broadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm
 ncclResult_t AllReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) {
   return Play("ncclAllReduce");
 }
-ncclResult_t AllGather(const void*, void*, size_t, ncclDataType_t, ncclComm_t, cudaStream_t) {
+ncclResult_t AllGather(const void* from, void* to, size_t, ncclDataType_t, ncclComm_t, cudaStream_t) {
+  played.from.push_back(from);
+  played.to.push_back(to);
   return Play("ncclAllGather");
 }
-ncclResult_t ReduceScatter(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+ncclResult_t ReduceScatter(const void* from, void* to, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
                            cudaStream_t) {
+  played.from.push_back(from);
+  played.to.push_back(to);
   return Play("ncclReduceScatter");
 }
 
@@ -241,6 +246,37 @@ TEST_F(NcclTest, AnExchangeThatFailsIsTheLast) {
     EXPECT_THAT(played.calls, ::testing::IsEmpty());
   }
   EXPECT_EQ(played.destroyed, 0);
+}
+
+// In place: every member's own place among those of all.
+TEST_F(NcclTest, ShardsLieInTheOrderOfTheMembers) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  float one[8] = {}, other[8] = {};
+  const std::vector<Nccl::Part> parts = {{0, one}, {1, other}};
+  ASSERT_TRUE((*nccl)->Enqueue([&] { return (*nccl)->SumShards(parts, 4); }).ok());
+  EXPECT_THAT(played.from, ElementsAre(one, other));
+  EXPECT_THAT(played.to, ElementsAre(one, other + 4));
+  played.from.clear();
+  played.to.clear();
+  ASSERT_TRUE((*nccl)->Enqueue([&] { return (*nccl)->SpreadShards(parts, DType::kBFloat16, 8); }).ok());
+  EXPECT_THAT(played.from, ElementsAre(one, other + 4));
+  EXPECT_THAT(played.to, ElementsAre(one, other));
+}
+
+// As one that waits inside the driver for a GPU, which waits for another.
+TEST_F(NcclTest, AThreadThatDoesNotComeBackIsFreed) {
+  const auto nccl = Nccl::Connect({0, 0}, absl::Milliseconds(100));
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  EXPECT_TRUE((*nccl)->Watched([] { return absl::OkStatus(); }).ok());
+  const absl::Status status = (*nccl)->Watched([&] {
+    while ((*nccl)->failure().ok()) absl::SleepFor(absl::Milliseconds(1));
+    return (*nccl)->failure();
+  });
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("has not ended within 100ms"));
+  EXPECT_EQ((*nccl)->Abort(absl::UnavailableError("another")), status) << "and waits until all are aborted";
+  EXPECT_EQ(played.aborted, 2);
 }
 
 // Where another rank is lost, whoever notices it aborts, and streams end as if all had been done.

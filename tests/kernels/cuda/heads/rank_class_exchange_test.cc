@@ -80,7 +80,7 @@ TEST_F(RankClassExchangeTest, AllRowsBecomeCompleteAtRankZero) {
     EXPECT_EQ(here.end, 40);
     EXPECT_EQ(here.begin, rank == 0 ? 0 : 40);
     EXPECT_TRUE(one.exchange.SumRows(rows, 40, 72).ok());
-    EXPECT_TRUE(one.exchange.Sum(rows, 5).ok());
+    EXPECT_TRUE(one.exchange.Sum(ExchangeKind::kHiddenGradients, rows, 5).ok());
     EXPECT_TRUE(one.exchange.Gather(rows, rows, 16).ok());
     EXPECT_THAT(one.collectives->calls, ElementsAre("sum of 2880 at 0", "sum of 5", "gather of 16"));
     EXPECT_TRUE(one.exchange.Wait(event_).ok());
