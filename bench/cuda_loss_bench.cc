@@ -27,7 +27,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "bench/bare_products.h"
 #include "bench/deferred_times.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_group.h"
@@ -35,6 +34,7 @@
 #include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 #include "bench/loss_errors.h"
+#include "bench/loss_floor.h"
 #include "bench/norm_times.h"
 #include "bench/step_times.h"
 #include "nlohmann/json.hpp"
@@ -219,50 +219,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   return result;
 }
 
-struct Floor {
-  Times logits, hidden_gradient, weight_gradient;
-  int64_t rows = 0;  // that were measured
-  double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
-};
-
-BareProducts MakeBare(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
-  return BareProducts(shape, data, rows, absl::GetFlag(FLAGS_iterations), absl::GetFlag(FLAGS_autotune),
-                      timer);
-}
-
-Times Scaled(const Times& times, double factor) {
-  return {times.median * factor, times.min * factor, times.max * factor};
-}
-
-// Of all rows. Where their logits are too large, that of some, times as many as there are.
-Floor MeasureFloor(const DataShape& shape, const LossData& data, Timer& timer) {
-  constexpr int64_t kMostLogits = int64_t{6} << 30;
-  const int64_t rows = std::min(shape.rows, kMostLogits / shape.vocab);
-  const double factor = static_cast<double>(shape.rows) / static_cast<double>(rows);
-  Floor floor;
-  BareProducts bare = MakeBare(shape, data, rows, timer);
-  floor.logits = Scaled(bare.Logits(), factor);
-  bare.RowLoss(true);  // the other two multiply real gradients
-  floor.hidden_gradient = Scaled(bare.HiddenGradient(), factor);
-  floor.weight_gradient = Scaled(bare.WeightGradient(DType::kBFloat16, 0.0f), factor);
-  floor.rows = rows;
-  return floor;
-}
-
-// `rows`: of a chunk, at most those of the shape.
-Json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows, Timer& timer) {
-  BareProducts bare = MakeBare(shape, data, rows, timer);
-  Json parts;
-  parts["logits"] = ToJson(bare.Logits());
-  parts["row_loss_forward"] = ToJson(bare.RowLoss(false));
-  parts["row_loss"] = ToJson(bare.RowLoss(true));
-  parts["hidden_gradient"] = ToJson(bare.HiddenGradient());
-  parts["weight_gradient_first"] = ToJson(bare.WeightGradient(DType::kFloat32, 0.0f));
-  parts["weight_gradient_add"] = ToJson(bare.WeightGradient(DType::kFloat32, 1.0f));
-  const double bytes =
-      6.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab);  // fp32 in, 16 bits out
-  parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
-  return parts;
+BareOptions BareOptionsOfFlags() {
+  return {.iterations = absl::GetFlag(FLAGS_iterations), .autotune = absl::GetFlag(FLAGS_autotune)};
 }
 
 // Of the three products, whether they are computed or not; of the first one for the loss alone.
@@ -333,7 +291,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
     Check(cudaSetDevice(0), "cudaSetDevice");  // where the data are
   }
   if (ComputeType() == DType::kBFloat16) {
-    const Floor floor = MeasureFloor(shape, data, timer);
+    const Floor floor = MeasureFloor(shape, data, BareOptionsOfFlags(), timer);
     for (size_t i = 0; i < results.size(); ++i) {
       AddFloor(floor, results[i]);
       results[i]["teraflops"] = Teraflops(shape, floor, results[i]);
@@ -341,7 +299,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
     }
     if (absl::GetFlag(FLAGS_parts)) {
       const int64_t rows = std::min(shape.rows, results.front()["chunk_rows"].get<int64_t>());
-      results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, rows, timer);
+      results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, rows, BareOptionsOfFlags(), timer);
     }
   }
   Free(data);

@@ -66,7 +66,8 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
   return readings;
 }
 
-std::vector<metrics::RankReading> DevicesOf(const kernels::Backend& backend) {
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend) {
+  if (leader != nullptr) return RanksOf(leader);
   std::vector<metrics::RankReading> readings;
   const auto* const group = dynamic_cast<const kernels::GroupMembers*>(&backend);
   if (group == nullptr) return readings;

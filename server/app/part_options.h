@@ -27,8 +27,8 @@ rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regio
 
 // None without a leader.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);
-// The devices of a server of one process, numbered as ranks; none if it has one device.
-std::vector<metrics::RankReading> DevicesOf(const kernels::Backend& backend);
+// Without a leader the devices of the process, numbered as ranks; none if it has one device.
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend);
 
 }  // namespace lossd::app
 

@@ -180,8 +180,7 @@ absl::Status ServerImpl::CreateEngine() {
       EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
-  metrics_->Attach(engine_.get(), backend_.get(),
-                   [this] { return leader_ != nullptr ? RanksOf(leader_.get()) : DevicesOf(*backend_); });
+  metrics_->Attach(engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); });
   gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());

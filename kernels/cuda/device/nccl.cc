@@ -85,6 +85,30 @@ struct Nccl::Library {
         file.Find("ncclReduceScatter", reduce_scatter);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
   }
+
+  absl::Status Check(int result, const char* call) const {
+    if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
+    return absl::UnavailableError(
+        absl::StrCat(call, " failed: ", error_string(static_cast<ncclResult_t>(result))));
+  }
+
+  // As Collectives' functions of the same names, without a look at what has failed before.
+  absl::Status SumOfAll(const Part& part, int64_t floats) const {
+    return Check(all_reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, Of(part),
+                            part.stream),
+                 "ncclAllReduce");
+  }
+  absl::Status Gather(const Part& part, const void* own, int64_t bytes) const {
+    return Check(all_gather(own, part.data, static_cast<size_t>(bytes), ncclUint8, Of(part), part.stream),
+                 "ncclAllGather");
+  }
+  // Place `place` of the part's data becomes the sum over all members.
+  absl::Status SumPlace(const Part& part, int place, int64_t floats) const {
+    return Check(reduce_scatter(part.data, static_cast<float*>(part.data) + place * floats,
+                                static_cast<size_t>(floats), ncclFloat32, ncclSum, Of(part), part.stream),
+                 "ncclReduceScatter");
+  }
+  ncclComm_t Of(const Part& part) const { return communicators[static_cast<size_t>(part.local)]; }
 };
 
 Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
@@ -92,7 +116,14 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
       replica_(replica),
       timeout_(timeout),
       library_(std::make_unique<Library>()) {
-  if (!devices_.empty()) watch_.emplace(timeout, [this] { EndLate(); });
+  if (!devices_.empty()) {
+    watch_.emplace(timeout, [this] {
+      Abort(absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
+                                                absl::FormatDuration(timeout_),
+                                                ": a thread waits for its GPU, which waits for the others")))
+          .IgnoreError();
+    });
+  }
 }
 
 Nccl::~Nccl() = default;
@@ -102,7 +133,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices, ab
   std::unique_ptr<Nccl> nccl(new Nccl(std::move(devices), {0, count}, timeout));
   LOSSD_RETURN_IF_ERROR(nccl->library_->Load());
   std::vector<ncclComm_t> communicators(nccl->devices_.size());
-  LOSSD_RETURN_IF_ERROR(nccl->Check(
+  LOSSD_RETURN_IF_ERROR(nccl->library_->Check(
       nccl->library_->init_all(communicators.data(), count, nccl->devices_.data()), "ncclCommInitAll"));
   nccl->library_->communicators = std::move(communicators);
   return nccl;
@@ -112,7 +143,7 @@ absl::StatusOr<std::string> Nccl::NewId() {
   const Nccl nccl({}, Replica(), kTimeout);
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
   ncclUniqueId id;
-  LOSSD_RETURN_IF_ERROR(nccl.Check(nccl.library_->unique_id(&id), "ncclGetUniqueId"));
+  LOSSD_RETURN_IF_ERROR(nccl.library_->Check(nccl.library_->unique_id(&id), "ncclGetUniqueId"));
   // The thread that the other processes come to belongs to the library, which therefore stays loaded.
   nccl.library_->file.KeepLoaded();
   return std::string(id.internal, sizeof(id.internal));
@@ -124,7 +155,7 @@ absl::StatusOr<std::string> Nccl::Version() {
   const Nccl nccl({}, Replica(), kTimeout);
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
   int code = 0;
-  LOSSD_RETURN_IF_ERROR(nccl.Check(nccl.library_->version(&code), "ncclGetVersion"));
+  LOSSD_RETURN_IF_ERROR(nccl.library_->Check(nccl.library_->version(&code), "ncclGetVersion"));
   // NCCL_VERSION since 2.9.
   return absl::StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
 }
@@ -143,8 +174,8 @@ absl::Status Nccl::Enter(const std::string& id) {
   std::copy(id.begin(), id.end(), unique.internal);
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_.front()), "cudaSetDevice");
   ncclComm_t communicator = nullptr;
-  LOSSD_RETURN_IF_ERROR(
-      Check(library_->init_rank(&communicator, replica_.count, unique, replica_.index), "ncclCommInitRank"));
+  LOSSD_RETURN_IF_ERROR(library_->Check(
+      library_->init_rank(&communicator, replica_.count, unique, replica_.index), "ncclCommInitRank"));
   library_->communicators = {communicator};
   return absl::OkStatus();
 }
@@ -209,22 +240,9 @@ absl::Status Nccl::MakeLinks() {
   return MakeLinks(parts, kScratchBytes / static_cast<int64_t>(sizeof(float)) / members());
 }
 
-absl::Status Nccl::Check(int result, const char* call) const {
-  if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat(call, " failed: ", library_->error_string(static_cast<ncclResult_t>(result))));
-}
-
 absl::Status Nccl::Watched(absl::FunctionRef<absl::Status()> enqueue) {
   const auto watching = watch_->During();
   return enqueue();
-}
-
-void Nccl::EndLate() {
-  Abort(absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
-                                            absl::FormatDuration(timeout_),
-                                            ": a thread waits for its GPU, which waits for the others")))
-      .IgnoreError();
 }
 
 absl::Status Nccl::Abort(absl::Status reason) {
@@ -247,46 +265,27 @@ absl::Status Nccl::WhileAlive(absl::FunctionRef<absl::Status()> fn) {
 
 absl::Status Nccl::Sum(const std::vector<Part>& parts, int64_t floats, int root) {
   for (const Part& part : parts) {
-    LOSSD_RETURN_IF_ERROR(
-        Check(library_->reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, root,
-                               library_->communicators[static_cast<size_t>(part.local)], part.stream),
-              "ncclReduce"));
+    LOSSD_RETURN_IF_ERROR(library_->Check(
+        library_->reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, root,
+                         library_->communicators[static_cast<size_t>(part.local)], part.stream),
+        "ncclReduce"));
   }
   return absl::OkStatus();
 }
 
 absl::Status Nccl::Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) {
   for (const Part& part : parts) {
-    LOSSD_RETURN_IF_ERROR(
-        Check(library_->broadcast(part.data, part.data, static_cast<size_t>(count), ToNccl(dtype), root,
-                                  library_->communicators[static_cast<size_t>(part.local)], part.stream),
-              "ncclBroadcast"));
+    LOSSD_RETURN_IF_ERROR(library_->Check(
+        library_->broadcast(part.data, part.data, static_cast<size_t>(count), ToNccl(dtype), root,
+                            library_->communicators[static_cast<size_t>(part.local)], part.stream),
+        "ncclBroadcast"));
   }
   return absl::OkStatus();
 }
 
-absl::Status Nccl::CallSumOfAll(const Part& part, int64_t floats) const {
-  return Check(library_->all_reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum,
-                                    library_->communicators[static_cast<size_t>(part.local)], part.stream),
-               "ncclAllReduce");
-}
-
-absl::Status Nccl::CallGather(const Part& part, const void* own, int64_t bytes) const {
-  return Check(library_->all_gather(own, part.data, static_cast<size_t>(bytes), ncclUint8,
-                                    library_->communicators[static_cast<size_t>(part.local)], part.stream),
-               "ncclAllGather");
-}
-
-absl::Status Nccl::CallSumPlaces(const Part& part, int64_t floats) const {
-  float* const place = static_cast<float*>(part.data) + (first_member() + part.local) * floats;
-  return Check(
-      library_->reduce_scatter(part.data, place, static_cast<size_t>(floats), ncclFloat32, ncclSum,
-                               library_->communicators[static_cast<size_t>(part.local)], part.stream),
-      "ncclReduceScatter");
-}
-
 absl::Status Nccl::SumShards(const std::vector<Part>& parts, int64_t floats) {
-  for (const Part& part : parts) LOSSD_RETURN_IF_ERROR(CallSumPlaces(part, floats));
+  for (const Part& part : parts)
+    LOSSD_RETURN_IF_ERROR(library_->SumPlace(part, first_member() + part.local, floats));
   return absl::OkStatus();
 }
 
@@ -294,21 +293,21 @@ absl::Status Nccl::SpreadShards(const std::vector<Part>& parts, DType dtype, int
   const auto bytes = count * static_cast<int64_t>(SizeOf(dtype));
   for (const Part& part : parts) {
     const auto* const own = static_cast<const uint8_t*>(part.data) + (first_member() + part.local) * bytes;
-    LOSSD_RETURN_IF_ERROR(CallGather(part, own, bytes));
+    LOSSD_RETURN_IF_ERROR(library_->Gather(part, own, bytes));
   }
   return absl::OkStatus();
 }
 
 absl::Status Nccl::SumOfAll(const Part& part, int64_t floats) {
-  return WhileAlive([&] { return CallSumOfAll(part, floats); });
+  return WhileAlive([&] { return library_->SumOfAll(part, floats); });
 }
 
 absl::Status Nccl::Gather(const Part& part, const void* own, int64_t bytes) {
-  return WhileAlive([&] { return CallGather(part, own, bytes); });
+  return WhileAlive([&] { return library_->Gather(part, own, bytes); });
 }
 
 absl::Status Nccl::SumPlaces(const Part& part, int64_t floats) {
-  return WhileAlive([&] { return CallSumPlaces(part, floats); });
+  return WhileAlive([&] { return library_->SumPlace(part, first_member() + part.local, floats); });
 }
 
 absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
@@ -319,11 +318,12 @@ absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
     });
   };
   for (int64_t n = 1;; n = std::min(n * kLinkStep, floats)) {
-    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumOfAll(part, n); }));
-    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return CallSumPlaces(part, n); }));
+    LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return library_->SumOfAll(part, n); }));
+    LOSSD_RETURN_IF_ERROR(
+        for_each([&](const Part& part) { return library_->SumPlace(part, first_member() + part.local, n); }));
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) {
       const float* const own = static_cast<const float*>(part.data) + (first_member() + part.local) * n;
-      return CallGather(part, own, n * static_cast<int64_t>(sizeof(float)));
+      return library_->Gather(part, own, n * static_cast<int64_t>(sizeof(float)));
     }));
     LOSSD_RETURN_IF_ERROR(Enqueue([&] { return Sum(parts, n, 0); }));
     LOSSD_RETURN_IF_ERROR(Enqueue([&] { return Spread(parts, DType::kFloat32, n, 0); }));
@@ -334,10 +334,10 @@ absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
 
 absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()> exchange) {
   const auto group = [&]() -> absl::Status {
-    LOSSD_RETURN_IF_ERROR(Check(library_->group_start(), "ncclGroupStart"));
+    LOSSD_RETURN_IF_ERROR(library_->Check(library_->group_start(), "ncclGroupStart"));
     const absl::Status status = exchange();
     // Also ends a group that cannot be carried out.
-    const absl::Status end = Check(library_->group_end(), "ncclGroupEnd");
+    const absl::Status end = library_->Check(library_->group_end(), "ncclGroupEnd");
     return status.ok() ? end : status;
   };
   absl::Status status = WhileAlive(group);
@@ -349,8 +349,9 @@ absl::Status Nccl::AsynchronousError() const {
   if (!failure_.ok()) return failure_;
   for (ncclComm_t communicator : library_->communicators) {
     ncclResult_t result = ncclSuccess;
-    LOSSD_RETURN_IF_ERROR(Check(library_->async_error(communicator, &result), "ncclCommGetAsyncError"));
-    LOSSD_RETURN_IF_ERROR(Check(result, "an exchange of NCCL"));
+    LOSSD_RETURN_IF_ERROR(
+        library_->Check(library_->async_error(communicator, &result), "ncclCommGetAsyncError"));
+    LOSSD_RETURN_IF_ERROR(library_->Check(result, "an exchange of NCCL"));
   }
   return absl::OkStatus();
 }

@@ -85,15 +85,10 @@ class Nccl final : public Collectives {
   struct Joining;
   // `replica`: of the first of the devices; the others follow.
   Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout);
-  absl::Status Check(int result, const char* call) const;
   // The first step of Join.
   absl::Status Enter(const std::string& id);
   // `data` of the parts has room for `floats` of each member.
   absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
-  absl::Status CallSumOfAll(const Part& part, int64_t floats) const;
-  absl::Status CallGather(const Part& part, const void* own, int64_t bytes) const;
-  absl::Status CallSumPlaces(const Part& part, int64_t floats) const;
-  void EndLate();  // on the thread of watch_
   // The communicators' own report, which comes without a call.
   absl::Status AsynchronousError() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Calls `fn` while nothing ends the communicators; the failure if they have ended.
