@@ -2,10 +2,8 @@
 #include "kernels/cpu/cpu_classes.h"
 
 #include <memory>
-#include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_parts.h"
 #include "kernels/cpu/timed_exchange.h"
@@ -13,11 +11,12 @@
 
 namespace lossd::kernels {
 
-namespace {
+absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads) {
+  return JoinTimedCpuClasses(heads, std::make_shared<MemberExchanges>(static_cast<int>(heads.size())));
+}
 
-using WrapExchange = absl::FunctionRef<std::shared_ptr<ClassExchange>(std::unique_ptr<ThreadExchange>)>;
-
-absl::Status Join(absl::Span<HeadKernels* const> heads, WrapExchange wrap) {
+absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,
+                                 const std::shared_ptr<MemberExchanges>& clocks) {
   absl::StatusOr<std::vector<CpuHead*>> parts = CpuPartsOf(heads);
   if (!parts.ok()) return parts.status();
   for (CpuHead* head : *parts) {
@@ -25,22 +24,10 @@ absl::Status Join(absl::Span<HeadKernels* const> heads, WrapExchange wrap) {
       return errors::FieldError("split", "be vocabulary", Name(head->config().split));
     }
   }
-  const std::shared_ptr<ClassExchange> exchange =
-      wrap(std::make_unique<ThreadExchange>(static_cast<int>(parts->size())));
+  const auto exchange = std::make_shared<TimedExchange>(
+      std::make_unique<ThreadExchange>(static_cast<int>(parts->size())), clocks);
   for (CpuHead* head : *parts) head->Join(exchange);
   return absl::OkStatus();
-}
-
-}  // namespace
-
-absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads) {
-  return Join(heads, [](auto exchange) { return exchange; });
-}
-
-absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,
-                                 const std::shared_ptr<MemberExchanges>& clocks) {
-  return Join(heads,
-              [&](auto exchange) { return std::make_shared<TimedExchange>(std::move(exchange), clocks); });
 }
 
 }  // namespace lossd::kernels
