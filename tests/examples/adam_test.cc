@@ -9,7 +9,7 @@
 
 #include "tests/examples/random_seed.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::adam_test {
 namespace {
 
 // Algorithm 1 of the paper, word for word, in double precision.
@@ -78,4 +78,4 @@ TEST(AdamTest, GoesOnFromAState) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::adam_test

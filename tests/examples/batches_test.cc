@@ -9,7 +9,7 @@
 
 #include "tests/examples/random_seed.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::batches_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -58,4 +58,4 @@ TEST(UnigramEntropyTest, AddsOneToEveryCount) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::batches_test

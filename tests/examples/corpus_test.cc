@@ -6,7 +6,7 @@
 #include <fstream>
 #include <string>
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::corpus_test {
 namespace {
 
 TEST(StripPodTest, RemovesCommandsAndKeepsTheirText) {
@@ -80,4 +80,4 @@ TEST(LoadTest, ReadsAFileAndReportsMissingOnes) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::corpus_test

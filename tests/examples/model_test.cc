@@ -10,7 +10,7 @@
 
 #include "tests/examples/random_seed.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::model_test {
 namespace {
 
 constexpr StageOneShape kShape{.tokens = 11, .context = 3, .embedding = 5, .hidden = 7, .output = 4};
@@ -101,4 +101,4 @@ TEST(StageOneInitTest, HiddenStatesStartNearUnitVariance) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::model_test

@@ -5,7 +5,7 @@
 
 #include "examples/ngram_lm/progress.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::plot_test {
 namespace {
 
 TEST(RenderPlotTest, Golden) {
@@ -53,4 +53,4 @@ TEST(FormatProgressTest, Golden) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::plot_test

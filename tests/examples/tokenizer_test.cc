@@ -10,7 +10,7 @@
 #include "examples/ngram_lm/corpus.h"
 #include "tests/examples/random_seed.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::tokenizer_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -112,4 +112,4 @@ TEST(TokenizerTest, RoundTripsThePerlManual) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::tokenizer_test

@@ -5,7 +5,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::trainer_state_test {
 namespace {
 
 class TrainerStateTest : public testing::Test {
@@ -59,4 +59,4 @@ TEST_F(TrainerStateTest, MissingAndDamagedFilesAreRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::trainer_state_test

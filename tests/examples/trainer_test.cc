@@ -13,7 +13,7 @@
 #include "tests/examples/local_head.h"
 #include "tests/examples/random_seed.h"
 
-namespace lossd::ngram_lm {
+namespace lossd::ngram_lm::trainer_test {
 namespace {
 
 constexpr int32_t kVocab = 17;
@@ -156,4 +156,4 @@ TEST(RateMultiplierTest, RisesThenFalls) {
 }
 
 }  // namespace
-}  // namespace lossd::ngram_lm
+}  // namespace lossd::ngram_lm::trainer_test

@@ -16,7 +16,7 @@
 #include "tests/faults/faults_test.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::test {
+namespace lossd::test::checkpoint_faults_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -238,4 +238,4 @@ TEST_F(DamagedCheckpointTest, ShortFileIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::test
+}  // namespace lossd::test::checkpoint_faults_test

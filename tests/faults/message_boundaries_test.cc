@@ -10,7 +10,7 @@
 
 #include "absl/strings/string_view.h"
 
-namespace lossd::test {
+namespace lossd::test::message_boundaries_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -77,4 +77,4 @@ TEST(MessageBoundariesTest, DoesNotDependOnHowBytesArrive) {
 }
 
 }  // namespace
-}  // namespace lossd::test
+}  // namespace lossd::test::message_boundaries_test

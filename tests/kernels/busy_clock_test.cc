@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::kernels {
+namespace lossd::kernels::busy_clock_test {
 namespace {
 
 BusyClock::Clock::time_point At(int seconds) {
@@ -28,4 +28,4 @@ TEST(BusyClockTest, TimesThatOverlapCountOnce) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::busy_clock_test

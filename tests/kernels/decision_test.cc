@@ -3,7 +3,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::decision_test {
 namespace {
 
 TEST(Decision, IsAsPlannedOrExactWithAReason) {
@@ -56,4 +56,4 @@ TEST(Decision, SaysWhichThresholdWasTaken) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::decision_test

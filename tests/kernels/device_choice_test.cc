@@ -9,10 +9,10 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::device_choice_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 const std::vector<std::string>& Uuids() {
   static const auto* const uuids = new std::vector<std::string>{"GPU-01234567-89ab-cdef-0123-456789abcdef",
@@ -45,10 +45,10 @@ TEST(DeviceChoiceTest, Refusals) {
 }
 
 TEST(DeviceChoiceTest, SeveralGpusInTheOrderGiven) {
-  EXPECT_THAT(*FindGpus("all", Uuids()), testing::ElementsAre(0, 1));
-  EXPECT_THAT(*FindGpus("1,0", Uuids()), testing::ElementsAre(1, 0));
-  EXPECT_THAT(*FindGpus(" 1 , GPU-01234", Uuids()), testing::ElementsAre(1, 0));
-  EXPECT_THAT(*FindGpus("1", Uuids()), testing::ElementsAre(1));
+  EXPECT_THAT(*FindGpus("all", Uuids()), ::testing::ElementsAre(0, 1));
+  EXPECT_THAT(*FindGpus("1,0", Uuids()), ::testing::ElementsAre(1, 0));
+  EXPECT_THAT(*FindGpus(" 1 , GPU-01234", Uuids()), ::testing::ElementsAre(1, 0));
+  EXPECT_THAT(*FindGpus("1", Uuids()), ::testing::ElementsAre(1));
 }
 
 TEST(DeviceChoiceTest, RefusalsOfSeveralGpus) {
@@ -71,4 +71,4 @@ TEST(DeviceChoiceTest, UnlikeGpusAreRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::device_choice_test

@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::head_config_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -87,4 +87,4 @@ TEST(HeadConfigTest, Shapes) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::head_config_test

@@ -7,10 +7,10 @@
 
 #include "tests/support/fake_host.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::host_memory_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr int64_t kGib = int64_t{1} << 30;
 constexpr char kMountV2[] =
@@ -19,7 +19,7 @@ constexpr char kMountV1[] =
     "31 23 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
     "36 23 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
 
-class HostMemoryTest : public testing::Test {
+class HostMemoryTest : public ::testing::Test {
  protected:
   HostMemoryTest() { host_.SetAvailable(20 * kGib); }
 
@@ -112,4 +112,4 @@ TEST_F(HostMemoryTest, FilesThatMakeNoSense) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::host_memory_test

@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::loss_options_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -25,13 +25,13 @@ void ExpectRefused(const LossOptions& options, const char* message) {
 }
 
 TEST(LossOptionsTest, AcceptsTheEndsOfEachRange) {
-  EXPECT_TRUE(Validate({}).ok());
-  EXPECT_TRUE(Validate({.logit_scale = -0.5f}).ok());
-  EXPECT_TRUE(Validate({.label_smoothing = 1.0f}).ok());
-  EXPECT_TRUE(Validate({.filter_epsilon = 0.0f, .max_gradient_error = 0.0f}).ok());
-  EXPECT_TRUE(Validate({.filter_epsilon = 0.999f, .max_gradient_error = 1e30f}).ok());
-  EXPECT_TRUE(Validate({.sample_threshold = 1e-30f}).ok());
-  EXPECT_TRUE(Validate({.sample_threshold = 1.0f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.logit_scale = -0.5f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.label_smoothing = 1.0f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.filter_epsilon = 0.0f, .max_gradient_error = 0.0f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.filter_epsilon = 0.999f, .max_gradient_error = 1e30f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.sample_threshold = 1e-30f}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.sample_threshold = 1.0f}).ok());
 }
 
 TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
@@ -41,7 +41,7 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.softcap = -30.0f}, "softcap must be 0 (none), or finite and >= 1.1754944e-38, got -30");
   ExpectRefused({.softcap = 1e-39f}, "softcap must be 0 (none), or finite and >= 1.1754944e-38, got 1e-39");
   ExpectRefused({.softcap = std::numeric_limits<float>::denorm_min()}, "softcap");
-  EXPECT_TRUE(Validate({.softcap = std::numeric_limits<float>::min()}).ok());
+  EXPECT_TRUE(Validate(LossOptions{.softcap = std::numeric_limits<float>::min()}).ok());
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
   ExpectRefused({.filter_epsilon = 1.0f}, "filter_epsilon must be in [0, 1), got 1");
   ExpectRefused({.filter_epsilon = -0.1f}, "filter_epsilon must be in [0, 1), got -0.1");
@@ -89,4 +89,4 @@ TEST(LossOptionsTest, EverythingCanBeSampled) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::loss_options_test

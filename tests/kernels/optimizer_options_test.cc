@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::optimizer_options_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -26,7 +26,7 @@ void ExpectRefused(const OptimizerOptions& options, const char* message) {
 }
 
 TEST(OptimizerOptionsTest, RefusesValuesOutOfRangeByName) {
-  EXPECT_TRUE(Validate({}).ok());
+  EXPECT_TRUE(Validate(OptimizerOptions{}).ok());
   ExpectRefused({.learning_rate = -1.0}, "learning_rate must be finite and >= 0, got -1");
   ExpectRefused({.weight_decay = -0.5}, "weight_decay must be finite and >= 0, got -0.5");
   ExpectRefused({.beta1 = 1.0}, "beta1 must be in [0, 1), got 1");
@@ -59,4 +59,4 @@ TEST(OptimizerOptionsTest, RequiredState) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::optimizer_options_test

@@ -10,7 +10,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::sampling_test {
 namespace {
 
 // Everything here is a function of these seeds, so no bound fails by chance.
@@ -285,4 +285,4 @@ TEST(SystematicSampler, RoundingDoesNotAddUp) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::sampling_test

@@ -12,7 +12,7 @@
 #include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::validation_test {
 namespace {
 
 constexpr int64_t kChunkRows = 4;
@@ -104,4 +104,4 @@ TEST_F(ValidationTest, TensorAccessNamesFieldAndValue) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::validation_test

@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-namespace lossd::formats {
+namespace lossd::formats::convert_test {
 namespace {
 
 template <typename To, typename From>
@@ -121,4 +121,4 @@ TEST(ConvertTest, RefusesOtherTypesAndSizes) {
 }
 
 }  // namespace
-}  // namespace lossd::formats
+}  // namespace lossd::formats::convert_test

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::formats {
+namespace lossd::formats::direct_file_test {
 namespace {
 
 using testing::HasSubstr;
@@ -97,4 +97,4 @@ TEST_F(DirectFileTest, NoSuchFolder) {
 }
 
 }  // namespace
-}  // namespace lossd::formats
+}  // namespace lossd::formats::direct_file_test

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::formats {
+namespace lossd::formats::npy_test {
 namespace {
 
 using test::ReadWholeFile;
@@ -165,4 +165,4 @@ TEST_F(NpyTest, RangesOutsideAndBadRequests) {
 }
 
 }  // namespace
-}  // namespace lossd::formats
+}  // namespace lossd::formats::npy_test

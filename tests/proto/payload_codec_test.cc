@@ -19,7 +19,7 @@
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 
-namespace lossd::wire {
+namespace lossd::wire::payload_codec_test {
 namespace {
 
 using google::protobuf::Message;
@@ -313,4 +313,4 @@ TEST_F(PayloadCodecTest, LargePayloads) {
 }
 
 }  // namespace
-}  // namespace lossd::wire
+}  // namespace lossd::wire::payload_codec_test

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
-namespace lossd::wire {
+namespace lossd::wire::region_packets_test {
 namespace {
 
 std::pair<OwnedDescriptor, OwnedDescriptor> Connected() {
@@ -93,4 +93,4 @@ TEST(RegionPacketsTest, PollWaitsForADeadline) {
 }
 
 }  // namespace
-}  // namespace lossd::wire
+}  // namespace lossd::wire::region_packets_test

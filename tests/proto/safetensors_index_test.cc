@@ -14,7 +14,7 @@
 #include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::formats {
+namespace lossd::formats::safetensors_index_test {
 namespace {
 
 using testing::AllOf;
@@ -134,4 +134,4 @@ TEST_F(SafetensorsIndexTest, DamagedTexts) {
 }
 
 }  // namespace
-}  // namespace lossd::formats
+}  // namespace lossd::formats::safetensors_index_test

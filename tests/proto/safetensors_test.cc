@@ -17,7 +17,7 @@
 #include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::formats {
+namespace lossd::formats::safetensors_test {
 namespace {
 
 using test::ReadWholeFile;
@@ -348,4 +348,4 @@ TEST_F(SafetensorsTest, WriterChecksWhatItIsGiven) {
 }
 
 }  // namespace
-}  // namespace lossd::formats
+}  // namespace lossd::formats::safetensors_test

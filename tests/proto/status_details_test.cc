@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::wire {
+namespace lossd::wire::status_details_test {
 namespace {
 
 using google::protobuf::util::MessageDifferencer;
@@ -104,4 +104,4 @@ TEST(StatusDetailsTest, BytesThatAreNotUtf8DoNotCostTheDetail) {
 }
 
 }  // namespace
-}  // namespace lossd::wire
+}  // namespace lossd::wire::status_details_test

@@ -13,7 +13,7 @@
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::client::testing {
+namespace lossd::client::testing::bench_cuda_ipc_test {
 namespace {
 
 using ::testing::AllOf;
@@ -86,4 +86,4 @@ TEST_F(BenchCudaIpcTest, SaysWhyThereIsNoDriver) {
 }
 
 }  // namespace
-}  // namespace lossd::client::testing
+}  // namespace lossd::client::testing::bench_cuda_ipc_test

@@ -17,21 +17,21 @@
 #include "tests/client/fake_server.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::cli {
+namespace lossd::cli::completion_test {
 namespace {
 
-using testing::Contains;
-using testing::Each;
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
-using testing::IsSupersetOf;
-using testing::MatchesRegex;
-using testing::Not;
-using testing::StartsWith;
-using testing::UnorderedElementsAre;
+using ::testing::Contains;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
+using ::testing::MatchesRegex;
+using ::testing::Not;
+using ::testing::StartsWith;
+using ::testing::UnorderedElementsAre;
 
-class CompletionTest : public testing::Test {
+class CompletionTest : public ::testing::Test {
  protected:
   void SetUp() override {
     server_.AddHead("lm_head", 4, 10);
@@ -182,4 +182,4 @@ TEST_F(CompletionTest, AMisspeltWord) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::completion_test

@@ -18,12 +18,12 @@
 #include "kernels/errors/field_error.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::cli {
+namespace lossd::cli::contexts_test {
 namespace {
 
 using nlohmann::json;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 Contexts FromJson(const json& wanted) {
   Contexts contexts{.current = wanted["current"]};
@@ -64,7 +64,7 @@ TEST(ContextsTest, AnErrorNamesItsField) {
   EXPECT_EQ(violation->field, "contexts.lab.sever");
 }
 
-class ContextsFileTest : public testing::Test {
+class ContextsFileTest : public ::testing::Test {
  protected:
   static absl::Status Add(const std::string& path, const std::string& name, const NamedServer& server) {
     return ChangeContexts(path, [&](Contexts* contexts) {
@@ -171,4 +171,4 @@ TEST(ContextsPathTest, PathsAreRelativeToTheFile) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::contexts_test

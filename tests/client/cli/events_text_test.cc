@@ -5,7 +5,7 @@
 
 #include <string>
 
-namespace lossd::cli {
+namespace lossd::cli::events_text_test {
 namespace {
 
 constexpr char kAnswer[] = R"({"incarnation":"00ab","last_id":9,"missed":true,"events":[
@@ -40,4 +40,4 @@ TEST(EventsTextTest, OtherAnswersAreErrors) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::events_text_test

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace lossd::cli {
+namespace lossd::cli::format_test {
 namespace {
 
 TEST(FormatTest, NamesOfASeriesStayDifferent) {
@@ -109,4 +109,4 @@ TEST(FormatTest, FieldsAlign) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::format_test

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace lossd::cli {
+namespace lossd::cli::http_address_test {
 namespace {
 
 std::string Address(const std::string& http, const std::string& target) {
@@ -35,11 +35,11 @@ TEST(HttpAddressTest, WithTlsTheHostIsTheOneOfTheCertificate) {
 }
 
 TEST(HttpAddressTest, WhatCannotBeReachedIsSaid) {
-  EXPECT_THAT(Address("", "gpu-7:7070"), testing::HasSubstr("the server at gpu-7:7070 has no HTTP side"));
-  EXPECT_THAT(
-      Address("http://127.0.0.1:7071", "gpu-7:7070"),
-      testing::HasSubstr("answers HTTP only on its own machine, at http://127.0.0.1:7071; name an address"));
-  EXPECT_THAT(Address("nonsense", "gpu-7:7070"), testing::HasSubstr("which is no URL"));
+  EXPECT_THAT(Address("", "gpu-7:7070"), ::testing::HasSubstr("the server at gpu-7:7070 has no HTTP side"));
+  EXPECT_THAT(Address("http://127.0.0.1:7071", "gpu-7:7070"),
+              ::testing::HasSubstr(
+                  "answers HTTP only on its own machine, at http://127.0.0.1:7071; name an address"));
+  EXPECT_THAT(Address("nonsense", "gpu-7:7070"), ::testing::HasSubstr("which is no URL"));
 }
 
 TEST(HttpAddressTest, AnOldServerHasTheUsualPort) {
@@ -48,4 +48,4 @@ TEST(HttpAddressTest, AnOldServerHasTheUsualPort) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::http_address_test

@@ -7,11 +7,11 @@
 
 #include "tests/client/cli/lossctl_fixture.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_contexts_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 class LossctlContextsTest : public LossctlTest {
  protected:
@@ -161,9 +161,9 @@ TEST_F(LossctlContextsTest, NamesAreCompleted) {
   EXPECT_EQ(Lossctl("__complete --context l").out, "lab\nlob\n");
   EXPECT_EQ(Lossctl("__complete context use la").out, "lab\n");
   EXPECT_THAT(Lossctl("__complete context ''").out, HasSubstr("remove\t"));
-  EXPECT_THAT(Lossctl("__complete -o ''").out, testing::AllOf(HasSubstr("yaml"), HasSubstr("wide")));
+  EXPECT_THAT(Lossctl("__complete -o ''").out, ::testing::AllOf(HasSubstr("yaml"), HasSubstr("wide")));
   EXPECT_THAT(Lossctl("context remov lab").err, HasSubstr("Did you mean remove?"));
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_contexts_test

@@ -4,12 +4,12 @@
 
 #include "tests/client/cli/lossctl_fixture.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_output_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
-using testing::StartsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 constexpr char kEscape = '\033';
 
@@ -108,4 +108,4 @@ TEST_F(LossctlOutputTest, ATerminalHasColoursUnlessTheEnvironmentSaysNo) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_output_test

@@ -10,11 +10,11 @@
 
 #include "tests/client/cli/lossctl_fixture.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_plan_test {
 namespace {
 
-using testing::ContainsRegex;
-using testing::HasSubstr;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
 
 TEST_F(LossctlTest, PlanNeedsNoServer) {
   const std::string no_server = "--server 127.0.0.1:1 ";
@@ -68,7 +68,7 @@ TEST_F(LossctlTest, PlanOfATrainersMemoryKeepsAnEmbeddingThatIsTheClassifier) {
   const std::string text = Run("plan config.json --trainer-gpus 1").out;
   EXPECT_THAT(text, HasSubstr("Memory of a trainer with 1 GPU of 131 GiB for a batch of 65,536 rows\n"));
   EXPECT_THAT(text, HasSubstr("The classifier is the embedding, whose state is counted"));
-  EXPECT_THAT(text, testing::Not(HasSubstr("A GPU")));
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("A GPU")));
 }
 
 TEST_F(LossctlTest, PlanOfATrainersMemoryNamesWhatIsWrong) {
@@ -97,4 +97,4 @@ TEST_F(LossctlTest, PlanOfATrainersMemoryNamesWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_plan_test

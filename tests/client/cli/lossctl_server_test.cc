@@ -23,18 +23,18 @@
 #include "tests/support/child_process.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_server_test {
 namespace {
 
-using testing::AllOf;
-using testing::ContainsRegex;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kD = 6;
 constexpr int64_t kV = 20;
 
-class LossctlServerTest : public testing::Test {
+class LossctlServerTest : public ::testing::Test {
  protected:
   LossctlServerTest() {
     std::filesystem::create_directories(Model(""));
@@ -247,7 +247,7 @@ TEST_F(LossctlServerTest, ADryRunSaysWhatWouldBeMadeAndMakesNothing) {
   const std::string spec = "head --hidden 6 --vocab 20 --norm rmsnorm";
   const std::string planned = Run("create " + spec + " --dry-run");
   const std::string nothing = Run("heads");
-  EXPECT_THAT(nothing, testing::Not(HasSubstr("head ")));
+  EXPECT_THAT(nothing, ::testing::Not(HasSubstr("head ")));
   EXPECT_EQ(Run("create " + spec), planned);
   EXPECT_THAT(Run("create " + spec + " --dry-run", 4), HasSubstr("is taken by another head"));
 }
@@ -319,4 +319,4 @@ TEST_F(LossctlServerTest, BenchOfRealRowsReplacesTheWeight) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_server_test

@@ -19,12 +19,12 @@
 #include "client/cli/tensor_io.h"
 #include "tests/client/cli/lossctl_fixture.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_test {
 namespace {
 
-using testing::ContainsRegex;
-using testing::HasSubstr;
-using testing::StartsWith;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 TEST_F(LossctlTest, HelpIsNoError) {
   const Outcome outcome = Run("--help");
@@ -44,7 +44,7 @@ TEST_F(LossctlTest, HelpIsNoError) {
 TEST_F(LossctlTest, VersionIsNoError) {
   const Outcome outcome = Run("--version");
   EXPECT_EQ(outcome.exit_code, 0);
-  EXPECT_THAT(outcome.out, testing::StartsWith("lossctl "));
+  EXPECT_THAT(outcome.out, ::testing::StartsWith("lossctl "));
 }
 
 TEST_F(LossctlTest, WrongCommandLinesExitWith2) {
@@ -249,7 +249,7 @@ TEST_F(LossctlTest, WatchPrintsLinesWithoutATerminal) {
   EXPECT_EQ(outcome.exit_code, 0);
   const std::vector<std::string> lines = absl::StrSplit(outcome.out, '\n', absl::SkipEmpty());
   ASSERT_EQ(lines.size(), 3u);
-  EXPECT_THAT(lines, testing::Each(HasSubstr(" rows/s  1 head  0 streams  0 queued")));
+  EXPECT_THAT(lines, ::testing::Each(HasSubstr(" rows/s  1 head  0 streams  0 queued")));
   const Outcome json = Run("--json watch --count 2 --interval 0.05");
   for (const absl::string_view line : absl::StrSplit(json.out, '\n', absl::SkipEmpty())) {
     EXPECT_EQ(nlohmann::json::parse(line)["heads"].size(), 1u);
@@ -357,4 +357,4 @@ TEST_F(LossctlTest, BrokenCallsAreSentAgain) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_test

@@ -9,12 +9,12 @@
 
 #include "tests/client/cli/lossctl_fixture.h"
 
-namespace lossd::cli {
+namespace lossd::cli::lossctl_usage_test {
 namespace {
 
-using testing::ContainsRegex;
-using testing::HasSubstr;
-using testing::StartsWith;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 using LossctlUsageTest = LossctlTest;
 
@@ -74,7 +74,7 @@ TEST_F(LossctlUsageTest, WrongCommandLinesAreSaidInWords) {
                 StartsWith("--http must be HOST:PORT, http://HOST:PORT or https://HOST:PORT, got"))
         << address;
   }
-  EXPECT_THAT(Run("step head --lr fast").err, testing::EndsWith("\n`lossctl step --help` describes it.\n"));
+  EXPECT_THAT(Run("step head --lr fast").err, ::testing::EndsWith("\n`lossctl step --help` describes it.\n"));
 }
 
 TEST_F(LossctlUsageTest, WrongCommandLinesAreDocumentsForThoseWhoAsk) {
@@ -119,4 +119,4 @@ TEST_F(LossctlUsageTest, WhatCannotBePrintedIsAnError) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::lossctl_usage_test

@@ -6,7 +6,7 @@
 
 #include <limits>
 
-namespace lossd::cli {
+namespace lossd::cli::metrics_text_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -36,7 +36,7 @@ TEST(MetricsTextTest, ReadsSamples) {
 TEST(MetricsTextTest, NothingCrashesIt) {
   for (const char* text : {"{", "a{", "a{b", "a{b=", "a{b=\"", "a{b=\"c\\", "a{b=\"c\"", "a{b=\"c\",",
                            "a{b=\"c\"}", "\"", " "}) {
-    EXPECT_THAT(ParseMetrics(text), testing::IsEmpty()) << text;
+    EXPECT_THAT(ParseMetrics(text), ::testing::IsEmpty()) << text;
   }
 }
 
@@ -49,7 +49,7 @@ TEST(MetricsTextTest, BucketsOfSeveralLabelSetsAddUp) {
       "other_bucket{le=\"0.1\"} 100\n"
       "t_count 13\n");
   EXPECT_THAT(BucketsOf(samples, "t"),
-              testing::ElementsAre(testing::Pair(0.1, 11), testing::Pair(kInfinity, 13)));
+              ::testing::ElementsAre(::testing::Pair(0.1, 11), ::testing::Pair(kInfinity, 13)));
 }
 
 TEST(MetricsTextTest, Quantiles) {
@@ -66,4 +66,4 @@ TEST(MetricsTextTest, Quantiles) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::metrics_text_test

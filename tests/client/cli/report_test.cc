@@ -14,10 +14,10 @@
 #include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"
 
-namespace lossd::cli {
+namespace lossd::cli::report_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 v1::HeadDescription Head() {
   v1::HeadDescription head;
@@ -42,10 +42,10 @@ v1::HeadDescription Head() {
 TEST(ReportTest, AServerOfSeveralDevicesSaysWhatCarriesTheirSums) {
   v1::ServerDescription server;
   EXPECT_FALSE(nlohmann::ordered_json::parse(ToJson(server).dump()).contains("collectives"));
-  EXPECT_THAT(ServerText(server, "here:1", {}), testing::Not(HasSubstr("collectives")));
+  EXPECT_THAT(ServerText(server, "here:1", {}), ::testing::Not(HasSubstr("collectives")));
   server.set_collectives("gloo");
   EXPECT_EQ(nlohmann::ordered_json::parse(ToJson(server).dump())["collectives"], "gloo");
-  EXPECT_THAT(ServerText(server, "here:1", {}), testing::ContainsRegex("collectives +gloo\n"));
+  EXPECT_THAT(ServerText(server, "here:1", {}), ::testing::ContainsRegex("collectives +gloo\n"));
 }
 
 TEST(ReportTest, HeadsTable) {
@@ -206,4 +206,4 @@ TEST(ReportTest, ErrorsSayWhatToDo) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::report_test

@@ -10,10 +10,10 @@
 #include "client/cli/random_rows.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::cli {
+namespace lossd::cli::tensor_io_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 template <typename T>
 TensorData Make(formats::DType dtype, std::vector<int64_t> shape, const std::vector<T>& values) {
@@ -21,7 +21,7 @@ TensorData Make(formats::DType dtype, std::vector<int64_t> shape, const std::vec
   return {dtype, std::move(shape), std::vector<uint8_t>(bytes, bytes + values.size() * sizeof(T))};
 }
 
-class TensorIoTest : public testing::Test {
+class TensorIoTest : public ::testing::Test {
  protected:
   std::string Path(const std::string& name) { return folder_.File(name); }
 
@@ -65,8 +65,8 @@ TEST_F(TensorIoTest, Bf16BecomesFp32InNpy) {
 
 TEST_F(TensorIoTest, IntegersNarrowWithChecks) {
   EXPECT_THAT(*ToInt32(Make<int64_t>(formats::DType::kInt64, {3}, {-100, 0, 2147483647})),
-              testing::ElementsAre(-100, 0, 2147483647));
-  EXPECT_THAT(*ToInt32(Make<uint16_t>(formats::DType::kUInt16, {1}, {65535})), testing::ElementsAre(65535));
+              ::testing::ElementsAre(-100, 0, 2147483647));
+  EXPECT_THAT(*ToInt32(Make<uint16_t>(formats::DType::kUInt16, {1}, {65535})), ::testing::ElementsAre(65535));
   EXPECT_THAT(
       std::string(ToInt32(Make<int64_t>(formats::DType::kInt64, {2}, {0, 2147483648})).status().message()),
       HasSubstr("element 1 is 2147483648"));
@@ -90,8 +90,8 @@ TEST(RandomRowsTest, SameSeedSameRows) {
   }
   EXPECT_NEAR(sum / 3300, 0, 0.1);
   EXPECT_NEAR(squares / 3300, 1, 0.1);
-  EXPECT_THAT(a->targets, testing::Each(testing::AllOf(testing::Ge(0), testing::Lt(7))));
+  EXPECT_THAT(a->targets, ::testing::Each(::testing::AllOf(::testing::Ge(0), ::testing::Lt(7))));
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::tensor_io_test

@@ -10,11 +10,11 @@
 #include "absl/strings/str_split.h"
 #include "client/cli/format.h"
 
-namespace lossd::cli {
+namespace lossd::cli::top_view_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 void AddPeer(v1::ListStreamsResponse* answer, const std::string& name, uint64_t rows, uint64_t bytes,
              uint64_t staging, double waited) {
@@ -157,7 +157,7 @@ TEST(TopViewTest, ClientsThatAreIdleAreCounted) {
 
 TEST(TopViewTest, TheTitleSumsUp) {
   EXPECT_THAT(History().Render("h:1", {.columns = 120, .lines = 24}),
-              testing::StartsWith("lossd at h:1  2.05 k rows/s  2 open streams  by rows\n"));
+              ::testing::StartsWith("lossd at h:1  2.05 k rows/s  2 open streams  by rows\n"));
   EXPECT_THAT(History(TopOrder::kWait).Render("h:1", {.columns = 120, .lines = 24}),
               HasSubstr("  by wait\n"));
 }
@@ -175,4 +175,4 @@ TEST(TopViewTest, AnErrorIsShownWithWhatWasSeenLast) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::top_view_test

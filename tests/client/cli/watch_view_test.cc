@@ -11,12 +11,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 
-namespace lossd::cli {
+namespace lossd::cli::watch_view_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
-using testing::StartsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 WatchSample Sample(double seconds, uint64_t rows, uint64_t incarnation = 7) {
   WatchSample sample;
@@ -82,7 +82,7 @@ TEST(WatchViewTest, WhereNotAllHeadsHaveRoomThoseThatComputeAreShown) {
     history.Add(sample);
   }
   const std::string picture = Picture(history, 80, 14);
-  EXPECT_THAT(picture, testing::ContainsRegex("\nhead-3 [^\n]*\n(head[^\n]*\n)*head-27 ")) << picture;
+  EXPECT_THAT(picture, ::testing::ContainsRegex("\nhead-3 [^\n]*\n(head[^\n]*\n)*head-27 ")) << picture;
   EXPECT_THAT(picture, HasSubstr("more heads\n"));
   EXPECT_THAT(Picture(history, 80, 16), HasSubstr("\nhead-20 ")) << "then those with most rows";
 }
@@ -225,4 +225,4 @@ TEST(WatchViewTest, PicturesFitTheTerminal) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::watch_view_test

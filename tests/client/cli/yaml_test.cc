@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace lossd::cli {
+namespace lossd::cli::yaml_test {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -66,4 +66,4 @@ TEST(YamlTest, NumbersStayNumbersInOldParsers) {
 }
 
 }  // namespace
-}  // namespace lossd::cli
+}  // namespace lossd::cli::yaml_test

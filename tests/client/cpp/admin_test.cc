@@ -9,12 +9,12 @@
 #include "client/cpp/client.h"
 #include "tests/client/fake_server.h"
 
-namespace lossd::client {
+namespace lossd::client::admin_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-class AdminTest : public testing::Test {
+class AdminTest : public ::testing::Test {
  protected:
   void SetUp() override {
     server_.AddHead("head", 3, 7);
@@ -168,4 +168,4 @@ TEST_F(AdminTest, CheckpointsServerAndHealth) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::admin_test

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::answer_tracker_test {
 namespace {
 
 v1::RowRange Range(uint64_t begin, uint64_t end) {
@@ -25,7 +25,7 @@ TEST(AnswerTrackerTest, ExactlyTakesEachSliceOnce) {
   EXPECT_TRUE(tracker.Take(Range(0, 5)).ok());
   EXPECT_TRUE(tracker.Complete());
   EXPECT_EQ(tracker.answered_rows(), 7u);
-  EXPECT_THAT(std::string(tracker.Take(Range(0, 5)).message()), testing::HasSubstr("rows [0, 5) twice"));
+  EXPECT_THAT(std::string(tracker.Take(Range(0, 5)).message()), ::testing::HasSubstr("rows [0, 5) twice"));
 }
 
 TEST(AnswerTrackerTest, PartsOfASliceTakeItsPlace) {
@@ -58,4 +58,4 @@ TEST(AnswerTrackerTest, WithinTakesDisjointRows) {
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::answer_tracker_test

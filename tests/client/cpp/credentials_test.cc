@@ -10,11 +10,11 @@
 #include "tests/support/temp_folder.h"
 #include "tests/support/test_pki.h"
 
-namespace lossd::client {
+namespace lossd::client::credentials_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string Error(const CredentialOptions& options) {
   const auto credentials = Credentials::Create(options);
@@ -87,4 +87,4 @@ TEST(CredentialsTest, TheEnvironment) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::credentials_test

@@ -14,7 +14,7 @@
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"
 
-namespace lossd::client::testing {
+namespace lossd::client::testing::cuda_devices_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -116,4 +116,4 @@ TEST_F(CudaDevicesTest, AServerWhoseGpusAreNotConnectedSaysSo) {
 }
 
 }  // namespace
-}  // namespace lossd::client::testing
+}  // namespace lossd::client::testing::cuda_devices_test

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/client/cpp/fake_cuda.h"
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::cuda_driver_test {
 namespace {
 
 namespace fake_cuda = test::fake_cuda;
@@ -212,4 +212,4 @@ TEST(CudaDriverTest, SaysWhyThereIsNone) {
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::cuda_driver_test

@@ -27,7 +27,7 @@
 #include "tests/client/cpp/fake_cuda.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::client::testing {
+namespace lossd::client::testing::cuda_ipc_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -375,4 +375,4 @@ TEST_F(CudaIpcTest, AServerThatKnowsNoSuchRegions) {
 }
 
 }  // namespace
-}  // namespace lossd::client::testing
+}  // namespace lossd::client::testing::cuda_ipc_test

@@ -13,7 +13,7 @@
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"
 
-namespace lossd::client::testing {
+namespace lossd::client::testing::cuda_stream_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -148,4 +148,4 @@ TEST_F(CudaStreamTest, AStreamIsOfRowsOnAGpu) {
 }
 
 }  // namespace
-}  // namespace lossd::client::testing
+}  // namespace lossd::client::testing::cuda_stream_test

@@ -13,7 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::executor_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -140,4 +140,4 @@ TEST(ExecutorTest, ItsEndWaitsForATaskOnAnotherThread) {
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::executor_test

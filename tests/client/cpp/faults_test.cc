@@ -14,7 +14,7 @@
 #include "absl/time/clock.h"
 #include "tests/client/cpp/faults_fixture.h"
 
-namespace lossd::client {
+namespace lossd::client::faults_test {
 namespace {
 
 using lossd::fake::Fault;
@@ -317,7 +317,7 @@ TEST_F(FaultsTest, CutContributionsAreSentAgainAndAddedOnce) {
 
 TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   double expected = 0;
   for (uint64_t id = 0; id < 30; ++id) {
@@ -336,4 +336,4 @@ TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::faults_test

@@ -74,7 +74,7 @@ void CheckStatus(const json& c, const absl::Status& status) {
   const json& fails = c["fails"];
   CheckMembers(fails, {"error", "says"}, {"at", "before", "now"});
   EXPECT_EQ(json(ErrorName(status)), fails["error"]) << status;
-  EXPECT_THAT(std::string(status.message()), testing::HasSubstr(fails["says"].get<std::string>()));
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr(fails["says"].get<std::string>()));
   if (!fails.contains("now")) return;
   const auto restart = RestartOf(status);
   ASSERT_TRUE(restart.has_value());

@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::client::golden {
+namespace lossd::client::golden::golden_test {
 namespace {
 
 using Run = void (*)(const json&);
@@ -64,7 +64,7 @@ std::vector<Case> Cases() {
   return cases;
 }
 
-std::string TestName(const testing::TestParamInfo<Case>& info) {
+std::string TestName(const ::testing::TestParamInfo<Case>& info) {
   std::string name = absl::StrCat(info.param.kind, "_", info.param.content.at("name").get<std::string>());
   for (char& letter : name) {
     if (std::isalnum(static_cast<unsigned char>(letter)) == 0) letter = '_';
@@ -88,7 +88,7 @@ TEST(GoldenFilesTest, EveryFileHasAKindOfItsOwnThatIsKnown) {
   EXPECT_EQ(found, known);
 }
 
-class GoldenTest : public testing::TestWithParam<Case> {};
+class GoldenTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(GoldenTest, Case) {
   const auto run = Runs().find(GetParam().kind);
@@ -101,8 +101,8 @@ TEST_P(GoldenTest, Case) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Golden, GoldenTest, testing::ValuesIn(Cases()), TestName);
+INSTANTIATE_TEST_SUITE_P(Golden, GoldenTest, ::testing::ValuesIn(Cases()), TestName);
 
 }  // namespace
 
-}  // namespace lossd::client::golden
+}  // namespace lossd::client::golden::golden_test

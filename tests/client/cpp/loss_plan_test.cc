@@ -6,7 +6,7 @@
 
 #include <random>
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::loss_plan_test {
 namespace {
 
 constexpr int32_t kIgnore = -100;
@@ -22,7 +22,7 @@ std::vector<int32_t> RandomTargets(std::mt19937& random, size_t rows, double ign
 
 TEST(LossPlanTest, RangesCoverEveryRowOnce) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 300; ++round) {
     const auto targets = RandomTargets(random, random() % 2000, (round % 11) / 10.0);
@@ -61,7 +61,7 @@ TEST(LossPlanTest, FewRowsUseFewStreams) {
 
 TEST(LossPlanTest, SlicesHoldEveryValidRowOnceAndStartAndEndWithOne) {
   const unsigned seed = std::random_device()();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   for (int round = 0; round < 300; ++round) {
     const auto targets = RandomTargets(random, 1 + random() % 500, (round % 11) / 10.0);
@@ -107,7 +107,7 @@ TEST(LossPlanTest, LongIgnoredRunsAreNotSent) {
   std::vector<int32_t> targets(1000, kIgnore);
   targets[10] = targets[11] = targets[900] = 3;
   EXPECT_THAT(DivideIntoSlices(targets, kIgnore, {0, 1000}, {.max_rows = 1000}),
-              testing::ElementsAre(Rows{10, 12}, Rows{900, 901}));
+              ::testing::ElementsAre(Rows{10, 12}, Rows{900, 901}));
 }
 
 TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
@@ -131,10 +131,10 @@ TEST(LossPlanTest, SliceRowsKeepToEveryLimit) {
 
 TEST(LossPlanTest, UnsentRowsAreWhatNoSliceCovers) {
   const std::vector<Rows> slices{{2, 3}, {3, 5}, {6, 8}};
-  EXPECT_THAT(UnsentRows({1, 9}, slices), testing::ElementsAre(Rows{1, 2}, Rows{5, 6}, Rows{8, 9}));
-  EXPECT_THAT(UnsentRows({2, 8}, slices), testing::ElementsAre(Rows{5, 6}));
-  EXPECT_THAT(UnsentRows({4, 9}, {}), testing::ElementsAre(Rows{4, 9}));
-  EXPECT_THAT(UnsentRows({4, 4}, {}), testing::IsEmpty());
+  EXPECT_THAT(UnsentRows({1, 9}, slices), ::testing::ElementsAre(Rows{1, 2}, Rows{5, 6}, Rows{8, 9}));
+  EXPECT_THAT(UnsentRows({2, 8}, slices), ::testing::ElementsAre(Rows{5, 6}));
+  EXPECT_THAT(UnsentRows({4, 9}, {}), ::testing::ElementsAre(Rows{4, 9}));
+  EXPECT_THAT(UnsentRows({4, 4}, {}), ::testing::IsEmpty());
 }
 
 TEST(LossPlanTest, SlicesInARegionAreEqualAndAsLargeAsWanted) {
@@ -151,9 +151,9 @@ TEST(LossPlanTest, SlicesInARegionAreEqualAndAsLargeAsWanted) {
 
 TEST(LossPlanTest, ASliceWithoutRoomIsCutForMessages) {
   EXPECT_THAT(CutForMessages({5, 255}, {100}),
-              testing::ElementsAre(Rows{5, 105}, Rows{105, 205}, Rows{205, 255}));
+              ::testing::ElementsAre(Rows{5, 105}, Rows{105, 205}, Rows{205, 255}));
   EXPECT_THAT(CutForMessages({5, 85}, {100, 40}),
-              testing::ElementsAre(Rows{5, 40}, Rows{40, 80}, Rows{80, 85}));
+              ::testing::ElementsAre(Rows{5, 40}, Rows{40, 80}, Rows{80, 85}));
 }
 
 TEST(LossPlanTest, UnsentRowsAreFilled) {
@@ -162,9 +162,9 @@ TEST(LossPlanTest, UnsentRowsAreFilled) {
   LossOutputs outputs{
       .grad_hidden = dx.data(), .row_loss = absl::MakeSpan(loss), .row_argmax = absl::MakeSpan(argmax)};
   FillUnsentRows(outputs, 2 * sizeof(float), {1, 6}, std::vector<Rows>{{2, 3}, {4, 5}});
-  EXPECT_THAT(dx, testing::ElementsAre(9, 9, 0, 0, 9, 9, 0, 0, 9, 9, 0, 0));
-  EXPECT_THAT(loss, testing::ElementsAre(9, 0, 9, 0, 9, 0));
-  EXPECT_THAT(argmax, testing::ElementsAre(9, -1, 9, -1, 9, -1));
+  EXPECT_THAT(dx, ::testing::ElementsAre(9, 9, 0, 0, 9, 9, 0, 0, 9, 9, 0, 0));
+  EXPECT_THAT(loss, ::testing::ElementsAre(9, 0, 9, 0, 9, 0));
+  EXPECT_THAT(argmax, ::testing::ElementsAre(9, -1, 9, -1, 9, -1));
 }
 
 TEST(LossPlanTest, WrongCallsAreNamed) {
@@ -185,41 +185,41 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
   };
   Microbatch bad = good;
   bad.head = "";
-  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("microbatch.head"));
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("microbatch.head"));
   bad = good;
   bad.hidden = nullptr;
-  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("microbatch.hidden"));
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("microbatch.hidden"));
   bad = good;
   bad.hidden_size = 0;
-  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("hidden_size is 0"));
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("hidden_size is 0"));
   bad = good;
   bad.hidden_size = ~uint64_t{0} / 8;
-  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("too large"));
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("too large"));
   bad = good;
   bad.row_weights = weights;
-  EXPECT_THAT(message(bad, {}, {}), testing::HasSubstr("row_weights has 3 entries for 4 rows"));
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("row_weights has 3 entries for 4 rows"));
   bad = good;
   bad.step = std::nullopt;
-  EXPECT_THAT(message(bad, {}, {.accumulate_gradients = true}), testing::HasSubstr("microbatch.step"));
+  EXPECT_THAT(message(bad, {}, {.accumulate_gradients = true}), ::testing::HasSubstr("microbatch.step"));
   EXPECT_THAT(message(good, {.row_loss = absl::MakeSpan(loss)}, {}),
-              testing::HasSubstr("row_loss has 5 entries"));
-  EXPECT_THAT(message(good, {}, {.normalizer = -1.0}), testing::HasSubstr("normalizer is -1"));
+              ::testing::HasSubstr("row_loss has 5 entries"));
+  EXPECT_THAT(message(good, {}, {.normalizer = -1.0}), ::testing::HasSubstr("normalizer is -1"));
   EXPECT_THAT(message(good, {}, {.reduction = v1::REDUCTION_SUM, .normalizer = 2.0}),
-              testing::HasSubstr("normalizer"));
-  EXPECT_THAT(message(good, {}, {.grad_output = INFINITY}), testing::HasSubstr("grad_output is inf"));
-  EXPECT_THAT(message(good, {}, {.retain = true}), testing::HasSubstr("options.retain"));
+              ::testing::HasSubstr("normalizer"));
+  EXPECT_THAT(message(good, {}, {.grad_output = INFINITY}), ::testing::HasSubstr("grad_output is inf"));
+  EXPECT_THAT(message(good, {}, {.retain = true}), ::testing::HasSubstr("options.retain"));
   EXPECT_THAT(message(good, {}, {.reduction = v1::REDUCTION_NONE, .accumulate_gradients = true}),
-              testing::HasSubstr("accumulate_gradients"));
+              ::testing::HasSubstr("accumulate_gradients"));
   EXPECT_THAT(message(good, {.grad_hidden = loss.data()}, {.reduction = v1::REDUCTION_NONE}),
-              testing::HasSubstr("grad_hidden"));
+              ::testing::HasSubstr("grad_hidden"));
   RetainedGradients gradients{.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_lse = loss};
   EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_lse has 5 entries for 3 rows");
   gradients = {.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_entropy = loss};
   EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_entropy has 5 entries for 3 rows");
   ComputeOptions weighted;
   weighted.loss.set_use_class_weights(true);
-  EXPECT_THAT(message(good, {}, weighted), testing::HasSubstr("normalizer is absent"));
+  EXPECT_THAT(message(good, {}, weighted), ::testing::HasSubstr("normalizer is absent"));
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::loss_plan_test

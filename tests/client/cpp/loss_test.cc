@@ -11,7 +11,7 @@
 #include "client/cpp/client.h"
 #include "tests/client/fake_server.h"
 
-namespace lossd::client {
+namespace lossd::client::loss_test {
 namespace {
 
 constexpr int32_t kIgnore = -100;
@@ -99,7 +99,7 @@ struct Batch {
   std::vector<int32_t> argmax;
 };
 
-class LossTest : public testing::Test {
+class LossTest : public ::testing::Test {
  protected:
   void SetUp() override {
     server_.AddHead("head", kD, kVocab);
@@ -108,7 +108,7 @@ class LossTest : public testing::Test {
 
   static constexpr uint64_t kD = 17;
   const unsigned seed_ = std::random_device()();
-  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  const ::testing::ScopedTrace trace_{__FILE__, __LINE__, ::testing::Message() << "seed " << seed_};
   std::mt19937 random_{seed_};
   lossd::fake::FakeServer server_;
   std::unique_ptr<Client> client_;
@@ -323,4 +323,4 @@ TEST_F(LossTest, SmallMessageLimitMeansMoreStreams) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::loss_test

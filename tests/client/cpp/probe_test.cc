@@ -13,7 +13,7 @@
 #include "tests/support/temp_folder.h"
 #include "tests/support/test_pki.h"
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::probe_test {
 namespace {
 
 constexpr absl::string_view kSettings("\0\0\0\x04\0\0\0\0\0", 9);
@@ -76,4 +76,4 @@ TEST(ProbeTest, APeerThatGoesDuringTheHandshake) {
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::probe_test

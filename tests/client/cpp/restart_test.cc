@@ -6,7 +6,7 @@
 
 #include "tests/client/cpp/faults_fixture.h"
 
-namespace lossd::client {
+namespace lossd::client::restart_test {
 namespace {
 
 using lossd::fake::Faults;
@@ -145,4 +145,4 @@ TEST_F(RestartTest, AnExpectedIncarnationIsInsistedOn) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::restart_test

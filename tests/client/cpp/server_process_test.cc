@@ -16,7 +16,7 @@
 #include "kernels/reference/reference.h"
 #include "tests/faults/fault_proxy.h"
 
-namespace lossd::client {
+namespace lossd::client::server_process_test {
 namespace {
 
 namespace reference = kernels::reference;
@@ -62,7 +62,7 @@ double RelativeError(absl::Span<const float> got, absl::Span<const double> want)
   return std::sqrt(error / norm);
 }
 
-class ServerProcessTest : public testing::Test {
+class ServerProcessTest : public ::testing::Test {
  protected:
   void SetUp() override {
     client_ = Client::Connect({.target = server_.target()}).value();
@@ -89,7 +89,7 @@ class ServerProcessTest : public testing::Test {
   }
 
   const unsigned seed_ = std::random_device()();
-  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  const ::testing::ScopedTrace trace_{__FILE__, __LINE__, ::testing::Message() << "seed " << seed_};
   std::mt19937 random_{seed_};
   test::ServerProcess server_{LOSSD_BINARY};
   std::unique_ptr<Client> client_;
@@ -262,7 +262,7 @@ TEST_F(ServerProcessTest, KilledServerIsNoticedUntilTheHeadIsBack) {
   CreateHead(*Client::Connect({.target = target}).value());
   const auto status = client_->ComputeLoss(batch.AsMicrobatch(2), {}, options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("gradients of step 0 are lost"));
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("gradients of step 0 are lost"));
   v1::ApplyStepRequest apply;
   apply.set_head("head");
   apply.mutable_optimizer()->mutable_adamw()->set_learning_rate(1e-3);
@@ -298,4 +298,4 @@ TEST_F(ServerProcessTest, StoppedServerDoesNotHoldMemory) {
 }
 
 }  // namespace
-}  // namespace lossd::client
+}  // namespace lossd::client::server_process_test

@@ -16,7 +16,7 @@
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"
 
-namespace lossd::client::testing {
+namespace lossd::client::testing::shared_region_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -177,4 +177,4 @@ TEST_F(CudaIpcTest, MemoryOfAGpuIsNotRegistered) {
 }
 
 }  // namespace
-}  // namespace lossd::client::testing
+}  // namespace lossd::client::testing::shared_region_test

@@ -19,7 +19,7 @@
 #include "client/cpp/shared_region.h"
 #include "tests/support/server_process.h"
 
-namespace lossd::client::internal {
+namespace lossd::client::internal::slice_places_test {
 namespace {
 
 using Kind = SlicePlaces::Place::Kind;
@@ -30,7 +30,7 @@ constexpr uint64_t kRowBytes = kHidden * sizeof(float);
 constexpr uint64_t kSlice = 7 * kRowBytes;
 constexpr absl::Duration kLong = absl::Hours(1);  // longer than a test may take
 
-class SlicePlacesTest : public testing::Test {
+class SlicePlacesTest : public ::testing::Test {
  protected:
   void SetUp() override {
     Connect(server_.target());
@@ -241,4 +241,4 @@ TEST_F(SlicePlacesTest, WaitersOfARegion) {
 }
 
 }  // namespace
-}  // namespace lossd::client::internal
+}  // namespace lossd::client::internal::slice_places_test

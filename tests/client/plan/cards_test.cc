@@ -7,11 +7,11 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::cards_test {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 Measured Rates() { return *ParseMeasured(BuiltinMeasured()); }
 
@@ -73,4 +73,4 @@ TEST(Cards, RefusesWhatNoSheetIsKnownOf) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::cards_test

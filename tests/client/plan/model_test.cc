@@ -8,10 +8,10 @@
 #include "gtest/gtest.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::plan {
+namespace lossd::plan::model_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST(Model, IsReadFromTheNamesOfSeveralFamilies) {
   const auto llama = ParseModel(R"({"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256,
@@ -57,14 +57,14 @@ TEST(Model, HasParametersIfTheWholeConfigurationIsKnown) {
   EXPECT_EQ(ParseModel(R"({"text_config": {)" + sizes + "}}")->parameters, 0)
       << "images have parameters, too";
   EXPECT_THAT(ParseModel("{" + sizes + R"(, "num_key_value_heads": "two"})").status().message(),
-              testing::AllOf(HasSubstr("num_key_value_heads"), HasSubstr("two")));
+              ::testing::AllOf(HasSubstr("num_key_value_heads"), HasSubstr("two")));
 }
 
 TEST(Model, NamesTheFieldThatIsWrongOrMissing) {
   EXPECT_THAT(ParseModel(R"({"vocab_size": 10})").status().message(), HasSubstr("hidden_size"));
   EXPECT_THAT(ParseModel(R"({"hidden_size": 10})").status().message(), HasSubstr("vocab_size"));
   EXPECT_THAT(ParseModel(R"({"hidden_size": "wide", "vocab_size": 10})").status().message(),
-              testing::AllOf(HasSubstr("hidden_size"), HasSubstr("wide")));
+              ::testing::AllOf(HasSubstr("hidden_size"), HasSubstr("wide")));
   EXPECT_THAT(ParseModel(R"({"hidden_size": -1, "vocab_size": 10})").status().message(), HasSubstr("-1"));
   EXPECT_THAT(ParseModel(R"({"hidden_size": 99999999, "vocab_size": 10})").status().message(),
               HasSubstr("hidden"));
@@ -80,8 +80,8 @@ TEST(Model, IsReadFromAFileOrItsFolder) {
   ASSERT_TRUE(ReadModel(file).ok()) << ReadModel(file).status();
   EXPECT_EQ(ReadModel(folder.path())->vocab, 16);
   std::ofstream(file) << R"({"hidden_size": 8})";
-  EXPECT_THAT(ReadModel(file).status().message(), testing::AllOf(HasSubstr(file), HasSubstr("vocab_size")));
+  EXPECT_THAT(ReadModel(file).status().message(), ::testing::AllOf(HasSubstr(file), HasSubstr("vocab_size")));
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::model_test

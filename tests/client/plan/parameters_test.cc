@@ -7,11 +7,11 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::parameters_test {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
 // 10 classes, 2 layers of hidden size 8: 4 attention heads of 2, 2 of keys and values, 12 in the MLP.
@@ -102,4 +102,4 @@ TEST(Parameters, ModelTypesAreNamed) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::parameters_test

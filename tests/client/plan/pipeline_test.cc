@@ -4,10 +4,10 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::pipeline_test {
 namespace {
 
-using testing::ElementsAre;
+using ::testing::ElementsAre;
 
 // 32 layers of 10 ms.
 PipelineShape Of(int stages, int64_t microbatches = 32, int64_t replicas = 1) {
@@ -71,4 +71,4 @@ TEST(Pipeline, AServerThatIsTooSlowForItsReplicasHoldsThemUp) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::pipeline_test

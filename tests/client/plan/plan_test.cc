@@ -6,14 +6,14 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::plan_test {
 namespace {
 
 using kernels::Logits;
 using kernels::MemoryKind;
 using kernels::Split;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 Measured Rates() { return *ParseMeasured(BuiltinMeasured()); }
 
@@ -187,4 +187,4 @@ TEST(Measured, NamesWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::plan_test

@@ -8,10 +8,10 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::rates_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 Timing Of(int64_t hidden, int64_t vocab, int64_t rows, double ms, size_t source = 0) {
   return {hidden, vocab, rows, ms, source, "real"};
@@ -23,7 +23,7 @@ TEST(Rates, AShapeThatWasMeasuredTakesItsTimeInProportionToTheRows) {
   EXPECT_EQ(same.basis, Basis::kMeasured);
   EXPECT_DOUBLE_EQ(same.low_seconds, 0.040);
   EXPECT_DOUBLE_EQ(same.high_seconds, 0.040);
-  EXPECT_THAT(same.sources, testing::ElementsAre(3));
+  EXPECT_THAT(same.sources, ::testing::ElementsAre(3));
   EXPECT_DOUBLE_EQ(EstimateTime(measured, 4096, 100'000, 16384).low_seconds, 0.080);
 }
 
@@ -75,4 +75,4 @@ TEST(Rates, WhatWasNotMeasuredIsNotInvented) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::rates_test

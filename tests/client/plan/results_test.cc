@@ -18,7 +18,7 @@
 #include "client/plan/rates.h"
 #include "kernels/cuda/heads/head_plan.h"
 
-namespace lossd::plan {
+namespace lossd::plan::results_test {
 namespace {
 
 using Json = nlohmann::json;
@@ -236,4 +236,4 @@ TEST(PlanBesideResults, TwoGpusByVocabularyTakeWhatWasMeasured) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::results_test

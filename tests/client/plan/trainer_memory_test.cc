@@ -11,12 +11,12 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::plan {
+namespace lossd::plan::trainer_memory_test {
 namespace {
 
 using Json = nlohmann::json;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 Model Llama() {
   return {.name = "llama", .hidden = 4096, .vocab = 128'256, .layers = 32, .parameters = 8'030'261'248};
@@ -179,4 +179,4 @@ TEST(TrainerMemory, RefusesAShapeAndNamesTheField) {
 }
 
 }  // namespace
-}  // namespace lossd::plan
+}  // namespace lossd::plan::trainer_memory_test

@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::convert_test {
 namespace {
 
 // Every 16-bit pattern widens as Eigen's types do and narrows back to itself.
@@ -77,4 +77,4 @@ TEST(ConvertTest, NanStaysNan) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::convert_test

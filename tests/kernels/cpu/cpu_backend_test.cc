@@ -14,7 +14,7 @@
 #include "tests/kernels/problem.h"
 #include "tests/support/fake_host.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cpu_backend_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -213,4 +213,4 @@ TEST(CpuBackendTest, SumsUpTheErrorAndTheSquareOfSampledGradientsExactly) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cpu_backend_test

@@ -7,7 +7,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "tests/kernels/backend_conformance.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cpu_conformance_test {
 namespace {
 
 Backend& SharedBackend() {
@@ -32,4 +32,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(Cases()), 
 INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cpu_conformance_test

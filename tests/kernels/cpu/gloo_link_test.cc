@@ -21,7 +21,7 @@
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::gloo_link_test {
 namespace {
 
 using ::testing::AllOf;
@@ -164,4 +164,4 @@ TEST_F(GlooLinkTest, ItCarriesItsCollectivesItself) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::gloo_link_test

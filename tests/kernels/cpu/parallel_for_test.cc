@@ -6,7 +6,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::parallel_for_test {
 namespace {
 
 TEST(ThreadPoolTest, CoversEveryIndexOnce) {
@@ -42,4 +42,4 @@ TEST(ThreadPoolTest, ManyLoopsInARow) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::parallel_for_test

@@ -18,7 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::rank_exchange_test {
 namespace {
 
 // What ranks send to each other, in order. Thread-safe.
@@ -247,4 +247,4 @@ TEST(RankExchangeTest, WhatCannotBeTransferredIsAnErrorOfEachStep) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::rank_exchange_test

@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::row_loops_test {
 namespace {
 
 constexpr int64_t kLengths[] = {0, 1, 2, 3, 7, 15, 16, 17, 33, 1023, 1024, 1025, 5000};
@@ -137,4 +137,4 @@ INSTANTIATE_TEST_SUITE_P(All, RowLoopsTest, ::testing::ValuesIn(AvailableRowLoop
 TEST(SelectRowLoopsTest, TakesTheWidest) { EXPECT_EQ(&SelectRowLoops(), AvailableRowLoops().back()); }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::row_loops_test

@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::row_sampling_test {
 namespace {
 
 constexpr int64_t kClasses = 10'007;
@@ -93,4 +93,4 @@ TEST(RowSampler, CountsTheNarrowestClasses) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::row_sampling_test

@@ -20,7 +20,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_backend_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -393,4 +393,4 @@ TEST(CudaBackend, SeveralHeadsShareTheDevice) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_backend_test

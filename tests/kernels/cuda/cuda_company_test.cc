@@ -17,7 +17,7 @@
 #include "tests/kernels/problem.h"
 #include "tests/kernels/tolerances.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_company_test {
 namespace {
 
 constexpr int64_t kRows = 4096;
@@ -151,4 +151,4 @@ std::vector<CompanyCase> Cases() {
 INSTANTIATE_TEST_SUITE_P(Ways, CudaCompany, ::testing::ValuesIn(Cases()));
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_company_test

@@ -11,7 +11,7 @@
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_conformance_test {
 namespace {
 
 constexpr CudaBackendOptions kOptions = {.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512};
@@ -164,4 +164,4 @@ INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_conformance_test

@@ -12,7 +12,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_entropy_test {
 namespace {
 
 struct Case {
@@ -98,4 +98,4 @@ std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
 INSTANTIATE_TEST_SUITE_P(Cases, CudaEntropy, ::testing::ValuesIn(kCases), CaseName);
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_entropy_test

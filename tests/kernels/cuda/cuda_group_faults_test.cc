@@ -19,7 +19,7 @@
 #include "tests/kernels/cuda/nccl_faults.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_group_faults_test {
 namespace {
 
 constexpr int kMembers = 2;
@@ -140,4 +140,4 @@ INSTANTIATE_TEST_SUITE_P(Ways, CudaGroupFaults,
                          NameOf);
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_group_faults_test

@@ -17,7 +17,7 @@
 #include "tests/kernels/problem.h"
 #include "tests/kernels/tolerances.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_large_test {
 namespace {
 
 constexpr int kSampledRows = 12;
@@ -308,4 +308,4 @@ constexpr LargeCase kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLarge, ::testing::ValuesIn(kCases));
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_large_test

@@ -20,7 +20,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::cuda_replicas_test {
 namespace {
 
 using ::testing::Each;
@@ -236,4 +236,4 @@ TEST(CudaReplicaGroup, RefusesAGpuTwice) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::cuda_replicas_test

@@ -15,7 +15,7 @@
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/data/profile_check.h"
 
-namespace lossd::data {
+namespace lossd::data::real_data_test {
 namespace {
 
 constexpr int64_t kRows = 512, kHidden = 512, kVocab = 8192;
@@ -112,4 +112,4 @@ TEST(ProfileCheckTest, CountsClassesAndProbability) {
 }
 
 }  // namespace
-}  // namespace lossd::data
+}  // namespace lossd::data::real_data_test

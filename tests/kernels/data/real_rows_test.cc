@@ -11,7 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::data {
+namespace lossd::data::real_rows_test {
 namespace {
 
 using ::testing::AllOf;
@@ -67,4 +67,4 @@ TEST(RealRowsTest, RefusesWhatHasNoRoomForSuchRows) {
 }
 
 }  // namespace
-}  // namespace lossd::data
+}  // namespace lossd::data::real_rows_test

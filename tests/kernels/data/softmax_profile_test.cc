@@ -9,7 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::data {
+namespace lossd::data::softmax_profile_test {
 namespace {
 
 using ::testing::DoubleNear;
@@ -70,4 +70,4 @@ TEST(SoftmaxProfileTest, PopularityOfAnyVocabularySumsToOneAndFalls) {
 }
 
 }  // namespace
-}  // namespace lossd::data
+}  // namespace lossd::data::softmax_profile_test

@@ -6,7 +6,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::errors {
+namespace lossd::errors::bytes_test {
 namespace {
 
 TEST(BytesTest, HumanBytesHaveThreeDigits) {
@@ -31,4 +31,4 @@ TEST(BytesTest, ExactBytesHaveAUnitWhereTheNumberIsLong) {
 }
 
 }  // namespace
-}  // namespace lossd::errors
+}  // namespace lossd::errors::bytes_test

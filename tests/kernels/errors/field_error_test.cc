@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
-namespace lossd::errors {
+namespace lossd::errors::field_error_test {
 namespace {
 
 constexpr char kOtherPayload[] = "lossd/test";
@@ -121,4 +121,4 @@ TEST(FieldErrorTest, LongPathsAreShortened) {
 }
 
 }  // namespace
-}  // namespace lossd::errors
+}  // namespace lossd::errors::field_error_test

@@ -8,7 +8,7 @@
 
 #include "absl/strings/cord.h"
 
-namespace lossd::errors {
+namespace lossd::errors::payload_test {
 namespace {
 
 using Texts = std::vector<std::string>;
@@ -66,4 +66,4 @@ TEST(PayloadTest, AnotherMessageKeepsCodeAndPayloads) {
 }
 
 }  // namespace
-}  // namespace lossd::errors
+}  // namespace lossd::errors::payload_test

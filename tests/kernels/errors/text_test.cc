@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 
-namespace lossd::errors {
+namespace lossd::errors::text_test {
 namespace {
 
 constexpr absl::string_view kReplacement = "\xef\xbf\xbd";
@@ -81,4 +81,4 @@ TEST(TextTest, EveryOtherByteIsReplaced) {
 }
 
 }  // namespace
-}  // namespace lossd::errors
+}  // namespace lossd::errors::text_test

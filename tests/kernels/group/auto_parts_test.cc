@@ -13,7 +13,7 @@
 #include "tests/kernels/group/member_group.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::auto_parts_test {
 namespace {
 
 constexpr int kMembers = 3;
@@ -140,4 +140,4 @@ TEST_F(AutoPartsTest, WhatThePartsDecideKeepsTheChunkWithinTheLimit) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::auto_parts_test

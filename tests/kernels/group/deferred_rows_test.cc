@@ -17,7 +17,7 @@
 #include "kernels/group/group_backend.h"
 #include "tests/server/app/forwarding_backend.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::deferred_rows_test {
 namespace {
 
 // What the test knows of a member, and wants of it. Thread-safe.
@@ -158,4 +158,4 @@ TEST_P(GroupDeferredRowsTest, OutliveTheFailuresOfAMember) {
 INSTANTIATE_TEST_SUITE_P(Members, GroupDeferredRowsTest, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::deferred_rows_test

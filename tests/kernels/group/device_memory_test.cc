@@ -16,7 +16,7 @@
 #include "tests/kernels/group/member_group.h"
 #include "tests/server/app/forwarding_backend.h"
 
-namespace lossd::kernels {
+namespace lossd::kernels::device_memory_test {
 namespace {
 
 // What has been asked of the members.
@@ -119,4 +119,4 @@ TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::device_memory_test

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-namespace lossd::kernels {
+namespace lossd::kernels::division_test {
 namespace {
 
 std::vector<Slice> Slices(const std::vector<int64_t>& rows) {
@@ -108,4 +108,4 @@ TEST(DivisionTest, FewRowsAreOneMembers) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::division_test

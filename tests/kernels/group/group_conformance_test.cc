@@ -12,7 +12,7 @@
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/group/member_group.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::group_conformance_test {
 namespace {
 
 Backend& SharedGroup(int members, int64_t least_rows) {
@@ -64,4 +64,4 @@ INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, GradientsConformance, ::testing::Val
                          ConformanceName);
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::group_conformance_test

@@ -18,7 +18,7 @@
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/group/scripted_member.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::group_head_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -342,4 +342,4 @@ TEST_F(GroupHeadTest, ByVocabularyTheErrorOfOneMemberIsThatOfTheHead) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::group_head_test

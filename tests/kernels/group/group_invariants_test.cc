@@ -16,7 +16,7 @@
 #include "kernels/shard_rows.h"
 #include "tests/kernels/chunk_run.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::group_invariants_test {
 namespace {
 
 constexpr int kMembers = 3;
@@ -172,4 +172,4 @@ TEST_F(GroupInvariantsTest, MembersDoNotMix) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::group_invariants_test

@@ -20,7 +20,7 @@
 #include "kernels/shard_rows.h"
 #include "tests/kernels/chunk_run.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::vocabulary_head_test {
 namespace {
 
 using ::testing::AllOf;
@@ -280,4 +280,4 @@ TEST_F(VocabularyHeadTest, WithoutASplitTheMemoryDecides) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::vocabulary_head_test

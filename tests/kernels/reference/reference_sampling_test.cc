@@ -12,7 +12,7 @@
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::reference_sampling_test {
 namespace {
 
 constexpr int kSeeds = 4000;
@@ -231,4 +231,4 @@ TEST(ReferenceSampling, NumbersAreThoseOfTheRowsPlaceInItsMicrobatch) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::reference_sampling_test

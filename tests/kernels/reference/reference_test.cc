@@ -12,7 +12,7 @@
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::reference_test {
 namespace {
 
 // The scalar whose gradient Compute returns: each row's loss, lse and entropy times what is upstream of it.
@@ -149,4 +149,4 @@ TEST(ReferenceTest, MaskedRowsStayOutOfTheParameterGradients) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::reference_test

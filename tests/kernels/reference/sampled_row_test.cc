@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "kernels/sampling.h"
 
-namespace lossd::kernels::reference {
+namespace lossd::kernels::reference::sampled_row_test {
 namespace {
 
 using Values = std::vector<double>;
@@ -112,4 +112,4 @@ TEST(SampledRow, AllowsForWhateverTheErrorsChange) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::reference
+}  // namespace lossd::kernels::reference::sampled_row_test

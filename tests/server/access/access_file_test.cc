@@ -8,7 +8,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::access {
+namespace lossd::access::access_file_test {
 namespace {
 
 using testing::AllOf;
@@ -70,4 +70,4 @@ TEST_F(AccessFileTest, RefusesWhatIsNoFileWithContent) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::access_file_test

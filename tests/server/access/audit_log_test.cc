@@ -8,7 +8,7 @@
 
 #include "server/log/log.h"
 
-namespace lossd::access {
+namespace lossd::access::audit_log_test {
 namespace {
 
 using testing::HasSubstr;
@@ -70,4 +70,4 @@ TEST_F(AuditLogTest, AClockThatIsSetBackDoesNotStopTheLines) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::audit_log_test

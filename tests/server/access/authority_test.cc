@@ -6,7 +6,7 @@
 
 #include "tests/support/test_pki.h"
 
-namespace lossd::access {
+namespace lossd::access::authority_test {
 namespace {
 
 using testing::HasSubstr;
@@ -87,4 +87,4 @@ TEST_F(AuthorityTest, CheckRoleNamesMethodRoleAndIdentity) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::authority_test

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::access {
+namespace lossd::access::certificate_roles_test {
 namespace {
 
 using testing::HasSubstr;
@@ -51,4 +51,4 @@ TEST(CertificateRolesTest, RefusesLines) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::certificate_roles_test

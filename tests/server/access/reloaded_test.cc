@@ -5,7 +5,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::access {
+namespace lossd::access::reloaded_test {
 namespace {
 
 class ReloadedTest : public testing::Test {
@@ -65,4 +65,4 @@ TEST_F(ReloadedTest, TheFirstHasToBeValid) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::reloaded_test

@@ -8,7 +8,7 @@
 #include "absl/time/time.h"
 #include "tests/support/test_pki.h"
 
-namespace lossd::access {
+namespace lossd::access::tls_material_test {
 namespace {
 
 using testing::AllOf;
@@ -70,4 +70,4 @@ TEST_F(TlsMaterialTest, EachFaultNamesFlagAndPath) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::tls_material_test

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::access {
+namespace lossd::access::tokens_test {
 namespace {
 
 using testing::HasSubstr;
@@ -66,4 +66,4 @@ TEST(TokensTest, TheirNumberIsBounded) {
 }
 
 }  // namespace
-}  // namespace lossd::access
+}  // namespace lossd::access::tokens_test

@@ -3,7 +3,7 @@
 // save.
 #include "tests/server/admin/checkpoints_fixture.h"
 
-namespace lossd::admin {
+namespace lossd::admin::checkpoint_history_test {
 namespace {
 
 using testing::HasSubstr;
@@ -67,4 +67,4 @@ TEST_F(CheckpointsTest, MetricsOfAHeadThatIsDeletedDuringItsSave) {
 }
 
 }  // namespace
-}  // namespace lossd::admin
+}  // namespace lossd::admin::checkpoint_history_test

@@ -6,7 +6,7 @@
 
 #include "tests/server/admin/checkpoints_fixture.h"
 
-namespace lossd::admin {
+namespace lossd::admin::checkpoints_test {
 namespace {
 
 using testing::ElementsAre;
@@ -262,4 +262,4 @@ TEST_F(CheckpointsTest, LeftoversGoAtTheStart) {
 }
 
 }  // namespace
-}  // namespace lossd::admin
+}  // namespace lossd::admin::checkpoints_test

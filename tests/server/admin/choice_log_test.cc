@@ -6,7 +6,7 @@
 
 #include "server/log/log.h"
 
-namespace lossd::admin {
+namespace lossd::admin::choice_log_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -31,4 +31,4 @@ TEST(ChoiceLogTest, HasAnEventForEachChoice) {
 TEST(ChoiceLogTest, IsForDebuggingOnly) { EXPECT_EQ(Logged(log::LogLevel::kInfo), ""); }
 
 }  // namespace
-}  // namespace lossd::admin
+}  // namespace lossd::admin::choice_log_test

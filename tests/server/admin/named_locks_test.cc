@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 
-namespace lossd::admin {
+namespace lossd::admin::named_locks_test {
 namespace {
 
 TEST(NamedLocksTest, OneHolderPerName) {
@@ -50,4 +50,4 @@ TEST(NamedLocksTest, OtherNamesDoNotWait) {
 }
 
 }  // namespace
-}  // namespace lossd::admin
+}  // namespace lossd::admin::named_locks_test

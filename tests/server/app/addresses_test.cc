@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::app {
+namespace lossd::app::addresses_test {
 namespace {
 
 TEST(AddressesTest, Parses) {
@@ -54,4 +54,4 @@ TEST(AddressesTest, KnowsLoopback) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::addresses_test

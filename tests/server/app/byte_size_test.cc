@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::app {
+namespace lossd::app::byte_size_test {
 namespace {
 
 int64_t Parse(absl::string_view text) {
@@ -44,4 +44,4 @@ TEST(ByteSizeTest, RoundTrip) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::byte_size_test

@@ -7,10 +7,10 @@
 
 #include <string>
 
-namespace lossd::app {
+namespace lossd::app::check_options_test {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 void ExpectRefused(const ServerOptions& options, const std::string& message) {
   const absl::Status status = CheckOptions(options);
@@ -48,4 +48,4 @@ TEST(CheckOptionsTest, AThreadForEachDevice) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::check_options_test

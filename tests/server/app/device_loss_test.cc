@@ -18,7 +18,7 @@
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
-namespace lossd {
+namespace lossd::device_loss_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -136,4 +136,4 @@ TEST_F(DeviceLossTest, TheServiceManagerHearsWhyTheServerEnds) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::device_loss_test

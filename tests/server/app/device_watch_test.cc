@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::app {
+namespace lossd::app::device_watch_test {
 namespace {
 
 TEST(DeviceWatchTest, AFailedOperationIsNotALostDevice) {
@@ -26,4 +26,4 @@ TEST(DeviceWatchTest, ReportsALostDeviceOnce) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::device_watch_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::app {
+namespace lossd::app::health_test {
 namespace {
 
 constexpr absl::Duration kTimeout = absl::Seconds(10);
@@ -45,4 +45,4 @@ TEST(HealthTest, TroubleIsWhatAPersonHasToKnowFirst) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::health_test

@@ -28,7 +28,7 @@
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
-namespace lossd {
+namespace lossd::http_load_test {
 namespace {
 
 using test::HttpGet;
@@ -283,4 +283,4 @@ TEST_F(HttpLoadTest, AHundredThousandRandomRequests) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::http_load_test

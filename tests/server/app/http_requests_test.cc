@@ -13,7 +13,7 @@
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
-namespace lossd {
+namespace lossd::http_requests_test {
 namespace {
 
 using test::HttpExchange;
@@ -329,4 +329,4 @@ TEST_F(PublicHttpTest, AnyHostPassesBeyondTheLoopback) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::http_requests_test

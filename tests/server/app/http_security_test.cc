@@ -8,11 +8,11 @@
 #include "tests/server/app/security_fixture.h"
 #include "tests/support/raw_http.h"
 
-namespace lossd {
+namespace lossd::http_security_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 class HttpSecurityTest : public SecurityFixture {
  protected:
@@ -116,7 +116,7 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
     EXPECT_EQ(test::HttpStatus(answer), 403) << path;
     EXPECT_THAT(answer, HasSubstr("needs the role admin"));
     const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
-    EXPECT_THAT(test::HttpStatus(Post(*server, path, admin)), testing::AnyOf(400, 404))
+    EXPECT_THAT(test::HttpStatus(Post(*server, path, admin)), ::testing::AnyOf(400, 404))
         << "it lacks a parameter";
   }
   EXPECT_EQ(test::HttpStatus(Raw(*server, "/none", "")), 404);
@@ -125,4 +125,4 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::http_security_test

@@ -20,7 +20,7 @@
 #include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd {
+namespace lossd::liveness_test {
 namespace {
 
 using test::FakeServiceManager;
@@ -163,4 +163,4 @@ TEST(ServiceManagerFlagsTest, AnEnvironmentThatIsMalformedIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::liveness_test

@@ -16,7 +16,7 @@
 #include "kernels/host_memory.h"
 #include "tests/support/server_process.h"
 
-namespace lossd {
+namespace lossd::memory_limits_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -107,4 +107,4 @@ TEST_F(MemoryLimitsTest, LargerThanTheControlGroupMayBe) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::memory_limits_test

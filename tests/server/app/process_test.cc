@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string>
 
-namespace lossd::app {
+namespace lossd::app::process_test {
 namespace {
 
 std::string Multicast() {
@@ -35,4 +35,4 @@ TEST(ProcessTest, AWriteThatFailsDoesNotEndTheProcess) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::process_test

@@ -17,7 +17,7 @@
 #include "server/metrics/metrics.h"
 #include "server/metrics/worker_metrics.h"
 
-namespace lossd::app {
+namespace lossd::app::rank_families_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -132,4 +132,4 @@ TEST_F(RankFamiliesTest, TheLeadersGpusHaveTheLabelWhereThereAreSeveralRanks) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::rank_families_test

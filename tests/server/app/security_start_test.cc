@@ -5,11 +5,11 @@
 
 #include "tests/server/app/security_fixture.h"
 
-namespace lossd {
+namespace lossd::security_start_test {
 namespace {
 
-using testing::HasSubstr;
-using testing::StartsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 class SecurityStartTest : public SecurityFixture {
  protected:
@@ -22,7 +22,7 @@ class SecurityStartTest : public SecurityFixture {
               absl::StrCat("--checkpoint_dir=", pki_.File("checkpoints"))},
              flags),
         errors);
-    EXPECT_EQ(lossd.WaitFor(absl::Minutes(2)), 2) << testing::PrintToString(flags);
+    EXPECT_EQ(lossd.WaitFor(absl::Minutes(2)), 2) << ::testing::PrintToString(flags);
     return test::ReadWholeFile(errors);
   }
 };
@@ -104,4 +104,4 @@ TEST_F(SecurityStartTest, FilesThatAreNotInOrder) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::security_start_test

@@ -7,14 +7,14 @@
 #include "tests/server/app/security_fixture.h"
 #include "tests/support/raw_http.h"
 
-namespace lossd {
+namespace lossd::security_test {
 namespace {
 
 using client::CredentialOptions;
-using testing::AllOf;
-using testing::ContainsRegex;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
@@ -222,10 +222,10 @@ TEST_F(SecurityTest, AuditLines) {
         "method=WriteTensor head=h outcome=OK", "method=SaveCheckpoint head=h outcome=OK",
         "method=LoadCheckpoint head=h/c outcome=OK", "method=ZeroGradients head=h outcome=OK",
         "method=DeleteHead head=h outcome=OK"}) {
-    EXPECT_THAT(log, testing::ContainsRegex(who + line + "\n"));
+    EXPECT_THAT(log, ::testing::ContainsRegex(who + line + "\n"));
   }
-  EXPECT_THAT(log, testing::ContainsRegex("WARNING audit identity=token:scraper address=127.0.0.1:[0-9]+ "
-                                          "method=DeleteHead head=h outcome=PERMISSION_DENIED"));
+  EXPECT_THAT(log, ::testing::ContainsRegex("WARNING audit identity=token:scraper address=127.0.0.1:[0-9]+ "
+                                            "method=DeleteHead head=h outcome=PERMISSION_DENIED"));
   EXPECT_THAT(log, Not(HasSubstr("ListHeads")));
   EXPECT_THAT(log, Not(HasSubstr(kReaderToken)));
   size_t refused = 0;
@@ -246,4 +246,4 @@ TEST_F(SecurityTest, FailedHandshakesCannotFillADisk) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::security_test

@@ -11,7 +11,7 @@
 #include "kernels/errors/field_error.h"
 #include "tests/support/fake_service_manager.h"
 
-namespace lossd::app {
+namespace lossd::app::service_manager_test {
 namespace {
 
 using test::FakeServiceManager;
@@ -104,4 +104,4 @@ TEST(KeepAliveTest, SaysThatTheProcessIsAliveOnlyWhileItIs) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::service_manager_test

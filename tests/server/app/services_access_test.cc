@@ -9,7 +9,7 @@
 #include "server/rpc/method_access.h"
 #include "tests/server/app/security_fixture.h"
 
-namespace lossd {
+namespace lossd::services_access_test {
 namespace {
 
 using access::Role;
@@ -80,4 +80,4 @@ TEST_F(ServicesAccessTest, HealthIsForEverybodyAndReflectionIsNotThere) {
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::services_access_test

@@ -10,7 +10,7 @@
 
 #include "absl/synchronization/notification.h"
 
-namespace lossd::app {
+namespace lossd::app::stop_events_test {
 namespace {
 
 constexpr absl::Duration kLimit = absl::Minutes(2);  // for what a slow machine does
@@ -62,4 +62,4 @@ TEST(StopEventsTest, ASignalThatComesToAThreadOfALibrary) {
 }
 
 }  // namespace
-}  // namespace lossd::app
+}  // namespace lossd::app::stop_events_test

@@ -19,7 +19,7 @@
 #include "tests/server/engine/contributions_fixture.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::abandoned_rows_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -272,4 +272,4 @@ TEST(LedgerCostTest, DoesNotGrowWithTheRowsThatAreThere) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::abandoned_rows_test

@@ -12,7 +12,7 @@
 #include "server/engine/errors.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::bindings_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -308,4 +308,4 @@ TEST_F(BindingsTest, AnswersNameTheVersions) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::bindings_test

@@ -10,7 +10,7 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::chunk_reports_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -66,4 +66,4 @@ TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::chunk_reports_test

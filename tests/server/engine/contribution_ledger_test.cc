@@ -9,7 +9,7 @@
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
-namespace lossd::engine {
+namespace lossd::engine::contribution_ledger_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -129,4 +129,4 @@ TEST(ContributionLedgerTest, AgreesWithAPlainModel) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::contribution_ledger_test

@@ -14,7 +14,7 @@
 #include "tests/server/engine/contributions_fixture.h"
 #include "tests/server/engine/row_collector.h"
 
-namespace lossd::engine {
+namespace lossd::engine::contributions_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -260,4 +260,4 @@ TEST_F(ContributionsTest, RandomHistoriesAddEachRowOnce) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::contributions_test

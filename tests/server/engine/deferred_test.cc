@@ -14,7 +14,7 @@
 #include "server/engine/stream_rows.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deferred_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -247,4 +247,4 @@ TEST(StreamRowsTest, StaysABackwardWhenItsValuesAreGone) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deferred_test

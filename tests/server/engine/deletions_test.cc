@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deletions_test {
 namespace {
 
 using DeletionsTest = EngineTest;
@@ -133,4 +133,4 @@ TEST_F(DeletionsTest, ADeletionTakesNoOtherHeadOfTheName) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deletions_test

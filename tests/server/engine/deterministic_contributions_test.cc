@@ -17,7 +17,7 @@
 #include "tests/server/engine/row_collector.h"
 #include "tests/server/engine/sent_slice.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_contributions_test {
 namespace {
 
 class DeterministicContributionsTest : public ContributionsTest {
@@ -149,4 +149,4 @@ TEST_F(DeterministicContributionsTest, AnyOrderOfArrivalGivesTheSameSums) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_contributions_test

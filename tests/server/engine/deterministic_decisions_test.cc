@@ -17,7 +17,7 @@
 #include "tests/server/engine/sent_slice.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_decisions_test {
 namespace {
 
 using kernels::Gradients;
@@ -167,4 +167,4 @@ TEST_F(DeterministicDecisionsTest, ZeroedGradientsForgetWhatWasDecided) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_decisions_test

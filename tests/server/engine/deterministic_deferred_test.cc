@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "tests/server/engine/deterministic_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_deferred_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -93,4 +93,4 @@ TEST_F(DeterministicDeferredTest, RowsThatAreNotSentAgainKeepTheirGradients) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_deferred_test

@@ -16,7 +16,7 @@
 #include "tests/server/engine/deterministic_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_ends_test {
 namespace {
 
 class RowCounter final : public SilentObserver {
@@ -238,4 +238,4 @@ TEST_F(DeterministicTest, BuffersOutliveTheirHead) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_ends_test

@@ -18,7 +18,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "tests/server/engine/deterministic_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_histories_test {
 namespace {
 
 using ::testing::ElementsAreArray;
@@ -282,4 +282,4 @@ INSTANTIATE_TEST_SUITE_P(Norms, BitsTest,
                                            kernels::Norm::kRmsNorm));
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_histories_test

@@ -12,7 +12,7 @@
 #include "tests/server/engine/deterministic_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::deterministic_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -304,4 +304,4 @@ TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::deterministic_test

@@ -14,7 +14,7 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::device_errors_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -66,4 +66,4 @@ TEST_F(DeviceErrorsTest, TheNormOfAStepNoticesALostDevice) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::device_errors_test

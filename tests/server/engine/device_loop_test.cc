@@ -13,7 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::device_loop_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -290,4 +290,4 @@ TEST_F(DeviceLoopTest, ARemovedSourceIsAskedNoMore) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::device_loop_test

@@ -9,7 +9,7 @@
 #include "absl/time/time.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::device_silence_test {
 namespace {
 
 class DeviceSilenceTest : public EngineTest {
@@ -78,4 +78,4 @@ TEST_F(DeviceSilenceTest, ADeviceThatHangs) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::device_silence_test

@@ -6,7 +6,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "server/engine/engine.h"
 
-namespace lossd::engine {
+namespace lossd::engine::engine_context_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -31,4 +31,4 @@ TEST(EngineContextTest, MemoryThatCannotBeHadIsAnError) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::engine_context_test

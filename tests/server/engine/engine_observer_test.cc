@@ -4,7 +4,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::engine_observer_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -42,4 +42,4 @@ TEST(EngineObserversTest, EveryObserverIsToldEverything) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::engine_observer_test

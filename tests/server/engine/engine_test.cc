@@ -17,7 +17,7 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::engine_test {
 namespace {
 
 using ::testing::Each;
@@ -362,4 +362,4 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::engine_test

@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::fair_share_test {
 namespace {
 
 using Answer = FairShare::Answer;
@@ -69,4 +69,4 @@ TEST(FairShareTest, RemembersOnlyHoldersThatHaveSomething) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::fair_share_test

@@ -12,7 +12,7 @@
 #include "tests/server/engine/session_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::flight_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -231,4 +231,4 @@ TEST_F(FlightTest, AChunkWithoutResultsMayHaveAccumulatedAllTheSame) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::flight_test

@@ -3,7 +3,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::group_decisions_test {
 namespace {
 
 using kernels::Gradients;
@@ -50,4 +50,4 @@ TEST(GroupDecisionsTest, ManyGroupsAreRememberedButNotAll) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::group_decisions_test

@@ -10,7 +10,7 @@
 #include "kernels/errors/field_error.h"
 #include "tests/server/engine/session_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::head_directory_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -75,4 +75,4 @@ TEST_F(HeadDirectoryTest, HeadsAreLimited) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::head_directory_test

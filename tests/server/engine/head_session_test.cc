@@ -14,7 +14,7 @@
 #include "server/engine/step_operations.h"
 #include "tests/server/engine/session_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::head_session_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -205,4 +205,4 @@ TEST_F(HeadSessionTest, ItsPartOfTheStats) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::head_session_test

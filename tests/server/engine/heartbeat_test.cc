@@ -5,7 +5,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::engine {
+namespace lossd::engine::heartbeat_test {
 namespace {
 
 TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
@@ -19,4 +19,4 @@ TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::heartbeat_test

@@ -3,7 +3,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::last_step_test {
 namespace {
 
 StepRequest Naming(uint64_t generation) {
@@ -32,4 +32,4 @@ TEST(LastStepTest, AnyGradientsAreRightIfItIsNotKnownWhichTheyWere) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::last_step_test

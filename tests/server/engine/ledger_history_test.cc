@@ -13,7 +13,7 @@
 #include "server/engine/errors.h"
 #include "server/engine/ledger.h"
 
-namespace lossd::engine {
+namespace lossd::engine::ledger_history_test {
 namespace {
 
 constexpr int32_t kIgnored = kernels::kIgnoredTarget;
@@ -310,4 +310,4 @@ TEST_F(LedgerHistoryTest, AgreesWithAModelThatRecomputesFromScratch) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::ledger_history_test

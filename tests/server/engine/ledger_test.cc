@@ -13,7 +13,7 @@
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
-namespace lossd::engine {
+namespace lossd::engine::ledger_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -195,4 +195,4 @@ TEST(LedgerTest, ListsWhatIsMissing) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::ledger_test

@@ -12,7 +12,7 @@
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
-namespace lossd::engine {
+namespace lossd::engine::open_step_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -265,4 +265,4 @@ TEST_F(OpenStepTest, BrokenWeightsEndWhatUsesThem) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::open_step_test

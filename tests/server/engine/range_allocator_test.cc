@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::range_allocator_test {
 namespace {
 
 constexpr int64_t kUnit = RangeAllocator::kAlignment;
@@ -70,4 +70,4 @@ TEST(RangeAllocatorTest, BlocksNeverOverlap) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::range_allocator_test

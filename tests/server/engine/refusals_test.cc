@@ -14,7 +14,7 @@
 #include "server/engine/errors.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::refusals_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -176,4 +176,4 @@ TEST_F(RefusalsTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::refusals_test

@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::sample_seed_test {
 namespace {
 
 // The same in every process, and in every version from now on.
@@ -28,4 +28,4 @@ TEST(SampleSeed, EachMicrobatchHasItsOwn) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::sample_seed_test

@@ -16,7 +16,7 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
-namespace lossd::engine {
+namespace lossd::engine::sampled_test {
 namespace {
 
 using kernels::Gradients;
@@ -181,4 +181,4 @@ TEST_F(DeterministicSampledTest, RowsHaveTheNumbersOfTheirPlace) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::sampled_test

@@ -14,7 +14,7 @@
 #include "server/engine/deterministic_schedule.h"
 #include "tests/server/engine/session_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::schedules_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -238,4 +238,4 @@ TEST_F(SchedulesTest, InOrderContributionsAreCalledWhenItIsTheirTurn) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::schedules_test

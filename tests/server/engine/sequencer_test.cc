@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::sequencer_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -389,4 +389,4 @@ TEST_F(SequencerTest, AContributionHasItsTurnUntilItIsAdded) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::sequencer_test

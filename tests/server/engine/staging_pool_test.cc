@@ -16,7 +16,7 @@
 #include "gtest/gtest.h"
 #include "tests/server/engine/fake_backend.h"
 
-namespace lossd::engine {
+namespace lossd::engine::staging_pool_test {
 namespace {
 
 constexpr int64_t kGrain = RangeAllocator::kAlignment;
@@ -354,4 +354,4 @@ TEST_F(StagingPoolTest, ForgetWhileOthersReturn) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::staging_pool_test

@@ -9,7 +9,7 @@
 #include "server/engine/staging_pool.h"
 #include "tests/server/engine/fake_backend.h"
 
-namespace lossd::engine {
+namespace lossd::engine::staging_shares_test {
 namespace {
 
 // Takes all that `holder` gets without waiting.
@@ -60,4 +60,4 @@ TEST(StagingSharesTest, ManyGreedyHoldersLeaveSomethingForTheNext) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::staging_shares_test

@@ -13,7 +13,7 @@
 #include "server/engine/errors.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::steps_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -321,4 +321,4 @@ TEST_F(StepsTest, LoadedProgressCountsUpdates) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::steps_test

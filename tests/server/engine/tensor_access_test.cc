@@ -13,7 +13,7 @@
 #include "server/engine/engine.h"
 #include "tests/server/engine/engine_fixture.h"
 
-namespace lossd::engine {
+namespace lossd::engine::tensor_access_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -291,4 +291,4 @@ TEST_F(TensorAccessTest, AMomentIsNotOfTheWeights) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::tensor_access_test

@@ -7,7 +7,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine {
+namespace lossd::engine::versions_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -82,4 +82,4 @@ TEST(HeadVersionsTest, AMomentIsNoValue) {
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::versions_test

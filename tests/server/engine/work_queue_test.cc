@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "tests/server/engine/stream_specs.h"
 
-namespace lossd::engine {
+namespace lossd::engine::work_queue_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -185,4 +185,4 @@ TEST(ChunkPolicyTest, OnlyAnOpenChunkThatAccumulatesWaitsAndOnlyForOneThatIsComp
 }
 
 }  // namespace
-}  // namespace lossd::engine
+}  // namespace lossd::engine::work_queue_test

@@ -12,7 +12,7 @@
 #include "server/head/manifest.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_damage_test {
 namespace {
 
 using kernels::Param;
@@ -268,4 +268,4 @@ TEST_F(CheckpointTest, AnotherFormatVersionIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_damage_test

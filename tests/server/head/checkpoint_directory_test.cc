@@ -7,7 +7,7 @@
 #include "server/head/disk_limit.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_directory_test {
 namespace {
 
 using testing::ElementsAre;
@@ -109,4 +109,4 @@ TEST_F(CheckpointDirectoryTest, DirectoryWithALimit) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_directory_test

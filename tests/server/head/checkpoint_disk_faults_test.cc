@@ -9,7 +9,7 @@
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/faulty_disk.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_disk_faults_test {
 namespace {
 
 using testing::Each;
@@ -128,4 +128,4 @@ TEST_F(CheckpointDiskFaultsTest, PowerLost) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_disk_faults_test

@@ -10,7 +10,7 @@
 #include "server/head/small_files.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_sites_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -243,4 +243,4 @@ TEST_F(CheckpointSitesTest, AnErrorHereEndsTheOthers) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_sites_test

@@ -9,7 +9,7 @@
 #include "absl/time/clock.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_store_test {
 namespace {
 
 using testing::ElementsAre;
@@ -145,4 +145,4 @@ TEST_F(CheckpointStoreTest, DamagedOnesStay) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_store_test

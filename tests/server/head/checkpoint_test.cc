@@ -21,7 +21,7 @@
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/watched_disk.h"
 
-namespace lossd::head {
+namespace lossd::head::checkpoint_test {
 namespace {
 
 using kernels::HeadConfig;
@@ -389,4 +389,4 @@ TEST(CheckLoadableTest, NamesTheFirstDifference) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checkpoint_test

@@ -5,7 +5,7 @@
 
 #include <string>
 
-namespace lossd::head {
+namespace lossd::head::checksum_test {
 namespace {
 
 // Values of the XXH3 reference implementation.
@@ -22,4 +22,4 @@ TEST(ChecksumTest, KnownValues) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::checksum_test

@@ -6,7 +6,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::head {
+namespace lossd::head::disk_test {
 namespace {
 
 TEST(DiskTest, SaysWhetherAFolderWasRemoved) {
@@ -20,4 +20,4 @@ TEST(DiskTest, SaysWhetherAFolderWasRemoved) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::disk_test

@@ -9,7 +9,7 @@
 #include "absl/time/clock.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::head {
+namespace lossd::head::folder_lock_test {
 namespace {
 
 using Kind = FolderLock::Kind;
@@ -55,4 +55,4 @@ TEST(FolderLockTest, RenamedWhileWaiting) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::folder_lock_test

@@ -11,7 +11,7 @@
 
 #include "tests/server/head/memory_kernels.h"
 
-namespace lossd::head {
+namespace lossd::head::head_test {
 namespace {
 
 using kernels::DType;
@@ -68,4 +68,4 @@ TEST(HeadTest, ErrorsNameHeadAndTensor) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::head_test

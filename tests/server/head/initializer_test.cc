@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace lossd::head {
+namespace lossd::head::initializer_test {
 namespace {
 
 using kernels::Param;
@@ -101,4 +101,4 @@ TEST(InitializerTest, StreamsAreIndependent) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::initializer_test

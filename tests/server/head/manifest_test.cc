@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/head/checksum.h"
 
-namespace lossd::head {
+namespace lossd::head::manifest_test {
 namespace {
 
 using testing::HasSubstr;
@@ -283,4 +283,4 @@ TEST_F(ManifestTest, AnEarlierVersionsIsRead) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::manifest_test

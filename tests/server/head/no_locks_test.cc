@@ -19,7 +19,7 @@ extern "C" int flock(int, int) noexcept {
   return g_lock_error == 0 ? 0 : -1;
 }
 
-namespace lossd::head {
+namespace lossd::head::no_locks_test {
 namespace {
 
 using testing::AllOf;
@@ -68,4 +68,4 @@ TEST_F(NoLocksTest, SavesAndPrunesAreRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::no_locks_test

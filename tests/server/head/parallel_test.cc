@@ -9,7 +9,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::head {
+namespace lossd::head::parallel_test {
 namespace {
 
 TEST(RunInThreadsTest, EveryTaskOnce) {
@@ -40,4 +40,4 @@ TEST(RunInThreadsTest, TheErrorOfTheLowestTask) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::parallel_test

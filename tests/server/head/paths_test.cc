@@ -16,7 +16,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::head {
+namespace lossd::head::paths_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -141,4 +141,4 @@ TEST_F(OpenBelowTest, LinksMadeMeanwhile) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::paths_test

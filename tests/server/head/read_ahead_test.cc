@@ -10,7 +10,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::head {
+namespace lossd::head::read_ahead_test {
 namespace {
 
 constexpr absl::Duration kShort = absl::Milliseconds(20);
@@ -87,4 +87,4 @@ TEST(ReadAheadTest, AFailedProducerDropsWhatIsThere) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::read_ahead_test

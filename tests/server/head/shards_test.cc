@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::head {
+namespace lossd::head::shards_test {
 namespace {
 
 using kernels::HeadConfig;
@@ -82,4 +82,4 @@ TEST(ShardsTest, Names) {
 }
 
 }  // namespace
-}  // namespace lossd::head
+}  // namespace lossd::head::shards_test

@@ -14,7 +14,7 @@
 #include "absl/time/clock.h"
 #include "tests/server/limits/attacks_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::attacks_test {
 namespace {
 
 // ---- Memory ----
@@ -215,4 +215,4 @@ TEST_F(AttacksTest, UnfinishedRequestsAreFewForEachPeerAndInAll) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::attacks_test

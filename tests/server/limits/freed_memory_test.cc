@@ -12,7 +12,7 @@
 #include "absl/time/clock.h"
 #include "tests/server/limits/attacks_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::freed_memory_test {
 namespace {
 
 // That the allocator may keep (server/app/heap.h), and what else stays after the first calls.
@@ -75,4 +75,4 @@ TEST_F(FreedMemoryTest, BurstsOfMessages) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::freed_memory_test

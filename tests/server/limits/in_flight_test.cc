@@ -9,7 +9,7 @@
 #include "client/cpp/client.h"
 #include "server/app/server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::in_flight_test {
 namespace {
 
 constexpr uint64_t kHiddenSize = 4096, kVocabSize = 64;
@@ -55,4 +55,4 @@ TEST(InFlightTest, MoreThanTheTransportHolds) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::in_flight_test

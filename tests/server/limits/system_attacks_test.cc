@@ -18,7 +18,7 @@
 #include "tests/server/limits/attacks_fixture.h"
 #include "tests/support/raw_http.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::system_attacks_test {
 namespace {
 
 using test::HttpGet;
@@ -172,4 +172,4 @@ TEST_F(SystemAttacksTest, OpenDeterministicCallsWithManyTargets) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::system_attacks_test

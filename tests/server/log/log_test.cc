@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace lossd::log {
+namespace lossd::log::log_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -67,4 +67,4 @@ TEST(LogTest, FlagValues) {
 }
 
 }  // namespace
-}  // namespace lossd::log
+}  // namespace lossd::log::log_test

@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-namespace lossd::memory {
+namespace lossd::memory::shared_memory_test {
 namespace {
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
@@ -67,4 +67,4 @@ TEST(SharedMemoryTest, MoreThanThereIsIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::memory
+}  // namespace lossd::memory::shared_memory_test

@@ -8,7 +8,7 @@
 
 #include "kernels/errors/field_error.h"
 
-namespace lossd::messages {
+namespace lossd::messages::convert_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -172,4 +172,4 @@ TEST(ConvertTest, SliceResultsKeepTheirOrder) {
 }
 
 }  // namespace
-}  // namespace lossd::messages
+}  // namespace lossd::messages::convert_test

@@ -8,7 +8,7 @@
 #include "absl/strings/match.h"
 #include "kernels/errors/field_error.h"
 
-namespace lossd::messages {
+namespace lossd::messages::enums_test {
 namespace {
 
 // Every value of the protocol, the last of which is `last`, comes back. UNSPECIFIED, 0, is none.
@@ -76,4 +76,4 @@ TEST(EnumsTest, UnspecifiedIsADefaultOrRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::messages
+}  // namespace lossd::messages::enums_test

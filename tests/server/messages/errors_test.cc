@@ -9,7 +9,7 @@
 #include "proto/wire/status_details.h"
 #include "server/engine/errors.h"
 
-namespace lossd::messages {
+namespace lossd::messages::errors_test {
 namespace {
 
 v1::ErrorDetail DetailOnTheWire(const absl::Status& status, uint64_t incarnation = 9) {
@@ -59,4 +59,4 @@ TEST(ErrorsTest, AnotherProcessIsNotMeant) {
 }
 
 }  // namespace
-}  // namespace lossd::messages
+}  // namespace lossd::messages::errors_test

@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::event_log_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -95,4 +95,4 @@ TEST_F(EventLogTest, AnyBytesAreShortTextInTheJson) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::event_log_test

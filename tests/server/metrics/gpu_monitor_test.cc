@@ -15,7 +15,7 @@
 #include "absl/time/clock.h"
 #include "server/metrics/families.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::gpu_monitor_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -161,4 +161,4 @@ TEST_F(GpuMonitorTest, ALostGpuIsReportedOnce) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::gpu_monitor_test

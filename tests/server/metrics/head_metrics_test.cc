@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-namespace lossd::metrics {
+namespace lossd::metrics::head_metrics_test {
 namespace {
 
 class HeadMetricsTest : public testing::Test {
@@ -143,4 +143,4 @@ TEST_F(HeadMetricsTest, AHeadsSeriesEndWithIt) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::head_metrics_test

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-namespace lossd::metrics {
+namespace lossd::metrics::history_test {
 namespace {
 
 using ::testing::SizeIs;
@@ -98,4 +98,4 @@ TEST_F(HistoryTest, SoManyHeadsHaveSeries) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::history_test

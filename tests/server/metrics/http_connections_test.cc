@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace lossd::metrics {
+namespace lossd::metrics::http_connections_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -79,4 +79,4 @@ TEST_F(HttpConnectionsTest, DroppedConnectionsDoNotCount) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::http_connections_test

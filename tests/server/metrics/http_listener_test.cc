@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-namespace lossd::metrics {
+namespace lossd::metrics::http_listener_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -53,4 +53,4 @@ TEST(HttpListenerTest, AddressesItCannotUse) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::http_listener_test

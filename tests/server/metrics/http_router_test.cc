@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::http_router_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -209,4 +209,4 @@ TEST(HttpRouterTest, AGuardRefusesForWhoSentIt) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::http_router_test

@@ -13,7 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::http_server_test {
 namespace {
 
 using ::testing::EndsWith;
@@ -113,4 +113,4 @@ TEST_F(HttpServerTest, AddressesItCannotUse) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::http_server_test

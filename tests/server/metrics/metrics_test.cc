@@ -18,7 +18,7 @@
 #include "server/engine/engine.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::metrics_test {
 namespace {
 
 using kernels::Gradients;
@@ -222,4 +222,4 @@ TEST(EstimateQuantileTest, InterpolatesInsideTheBucket) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::metrics_test

@@ -10,7 +10,7 @@
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::sampler_test {
 namespace {
 
 class SamplerTest : public testing::Test {
@@ -113,4 +113,4 @@ TEST_F(SamplerTest, SamplesByItself) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::sampler_test

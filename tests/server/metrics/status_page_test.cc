@@ -15,7 +15,7 @@
 #include "server/metrics/http_pages.h"
 #include "server/metrics/sampler.h"
 
-namespace lossd::metrics {
+namespace lossd::metrics::status_page_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -223,4 +223,4 @@ TEST_F(StatusPageTest, BadParametersAreNamed) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::status_page_test

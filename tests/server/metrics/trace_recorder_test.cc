@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-namespace lossd::metrics {
+namespace lossd::metrics::trace_recorder_test {
 namespace {
 
 class TraceRecorderTest : public testing::Test {
@@ -103,4 +103,4 @@ TEST_F(TraceRecorderTest, TimesAreBounded) {
 }
 
 }  // namespace
-}  // namespace lossd::metrics
+}  // namespace lossd::metrics::trace_recorder_test

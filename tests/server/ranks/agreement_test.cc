@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::agreement_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -126,4 +126,4 @@ TEST(AgreementTest, ThoseThatHaveNotComeAreNamed) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::agreement_test

@@ -9,7 +9,7 @@
 
 #include "tests/server/ranks/local_worker.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::collectives_test {
 namespace {
 
 using ::testing::AllOf;
@@ -104,4 +104,4 @@ TEST(RankCollectivesTest, WhatIsInTheWayIsNamed) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::collectives_test

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::ranks {
+namespace lossd::ranks::messages_test {
 namespace {
 
 TEST(RankMessagesTest, HeadConfig) {
@@ -91,4 +91,4 @@ TEST(RankMessagesTest, SumsOfSlices) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::messages_test

@@ -26,7 +26,7 @@
 #include "tests/server/ranks/small_steps.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_boundaries_test {
 namespace {
 
 using test::Direction;
@@ -265,4 +265,4 @@ TEST(RanksBoundariesTest, SlowConnections) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_boundaries_test

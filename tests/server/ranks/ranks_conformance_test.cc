@@ -14,7 +14,7 @@
 #include "tests/kernels/group/member_group.h"
 #include "tests/server/ranks/rank_group.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::ranks_conformance_test {
 namespace {
 
 // Ranks, the least rows that are divided, and the way.
@@ -258,4 +258,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BackendConformance, ::testing::ValuesIn(Cases())
 INSTANTIATE_TEST_SUITE_P(Ranks, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::ranks_conformance_test

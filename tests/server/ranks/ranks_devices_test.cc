@@ -18,7 +18,7 @@
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_devices_test {
 namespace {
 
 using test::RankServer;
@@ -225,4 +225,4 @@ TEST(RanksDevicesStateTest, MetricsProbesAndGetServerShowEveryDevice) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_devices_test

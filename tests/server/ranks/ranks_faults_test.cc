@@ -17,7 +17,7 @@
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_faults_test {
 namespace {
 
 using test::RankServer;
@@ -72,4 +72,4 @@ TEST(RanksFaultsTest, TwoProcessesOfTwoDevices) { KillAndGoOn(2, Times(8), "rows
 TEST(RanksFaultsTest, TwoProcessesOfTwoDevicesByVocabulary) { KillAndGoOn(2, Times(8), "vocabulary", 2); }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_faults_test

@@ -17,7 +17,7 @@
 #include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_hangs_test {
 namespace {
 
 using test::RankServer;
@@ -170,4 +170,4 @@ TEST(RanksHangsTest, WithinChunksOfTwoRanks) { StopAndGoOn(2, Times(3), "vocabul
 TEST(RanksHangsTest, WithinChunksOfFourRanks) { StopAndGoOn(4, Times(2), "vocabulary"); }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_hangs_test

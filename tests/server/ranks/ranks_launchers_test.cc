@@ -18,7 +18,7 @@
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_launchers_test {
 namespace {
 
 using test::RankServer;
@@ -197,4 +197,4 @@ TEST(RanksLaunchersTest, TorchrunStartsAllRanksAgainAndTheyGoOnFromTheCheckpoint
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_launchers_test

@@ -19,7 +19,7 @@
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_rows_test {
 namespace {
 
 using test::RankServer;
@@ -152,4 +152,4 @@ TEST(RanksRowsTest, ALostWorkerSpoilsNothing) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_rows_test

@@ -16,7 +16,7 @@
 #include "tests/support/raw_http.h"
 #include "tests/support/test_pki.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_service_test {
 namespace {
 
 using test::CollectiveSeconds;
@@ -364,4 +364,4 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_service_test

@@ -23,7 +23,7 @@
 #include "tests/support/rank_server.h"
 #include "tests/support/server_process.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_shards_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -304,4 +304,4 @@ TEST(RanksShardsTest, KilledAtAnyMomentOfASaveARankLeavesNoHalfCheckpoint) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_shards_test

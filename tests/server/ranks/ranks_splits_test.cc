@@ -19,7 +19,7 @@
 #include "tests/support/rank_server.h"
 #include "tests/support/server_process.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_splits_test {
 namespace {
 
 using test::RankServer;
@@ -267,4 +267,4 @@ TEST(RanksSplitsTest, AHeadThatFitsNoRankIsSplitByVocabulary) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_splits_test

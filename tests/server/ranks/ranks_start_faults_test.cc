@@ -27,7 +27,7 @@
 #include "tests/support/rank_server.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_start_faults_test {
 namespace {
 
 using test::Direction;
@@ -258,4 +258,4 @@ TEST(RanksStartFaultsTest, TwoRanks) { FaultsAtTheStart(2, "any", 7); }
 TEST(RanksStartFaultsTest, FourRanks) { FaultsAtTheStart(4, "vocabulary", 7); }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_start_faults_test

@@ -12,7 +12,7 @@
 #include "tests/support/fake_service_manager.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_start_test {
 namespace {
 
 using test::RankServer;
@@ -126,4 +126,4 @@ TEST(RanksStartTest, ARankThatIsKilledWhileTheyComeTogetherEndsAll) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_start_test

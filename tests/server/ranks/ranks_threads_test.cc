@@ -19,7 +19,7 @@
 #include "tests/kernels/chunk_run.h"
 #include "tests/server/ranks/rank_group.h"
 
-namespace lossd::ranks::testing {
+namespace lossd::ranks::testing::ranks_threads_test {
 namespace {
 
 using kernels::HeadKernels;
@@ -230,10 +230,4 @@ TEST_F(FormingTest, AnotherNumberOfDevicesEndsAllWithTheReason) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks::testing
-
-// The conformance suite is in ranks_conformance_test.cc.
-namespace lossd::kernels::testing {
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::ranks::testing::ranks_threads_test

@@ -18,7 +18,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::remote_backend_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -210,4 +210,4 @@ TEST(RemoteBackendTest, AWorkerThatIsLostMeanwhileIsTheError) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::remote_backend_test

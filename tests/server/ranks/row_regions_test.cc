@@ -10,7 +10,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::row_regions_test {
 namespace {
 
 constexpr size_t kBytes = 4096;
@@ -191,4 +191,4 @@ TEST_F(RowRegionsTest, WaitsForThoseThatAreHere) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::row_regions_test

@@ -20,7 +20,7 @@
 #include "tests/server/app/forwarding_backend.h"
 #include "tests/server/ranks/local_worker.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::shared_chunks_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -197,4 +197,4 @@ TEST_F(SharedChunksTest, ASliceThatNamesWhatThereIsNotIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::shared_chunks_test

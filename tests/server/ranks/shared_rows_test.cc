@@ -22,7 +22,7 @@
 #include "server/memory/shared_memory.h"
 #include "server/ranks/mapped_rows.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::shared_rows_test {
 namespace {
 
 using kernels::MemoryKind;
@@ -223,4 +223,4 @@ TEST_F(SharedRowsTest, ManyThatSayNothingKeepNoWorkerOut) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::shared_rows_test

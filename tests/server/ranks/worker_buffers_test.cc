@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/cpu_backend.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::worker_buffers_test {
 namespace {
 
 using kernels::MemoryKind;
@@ -100,4 +100,4 @@ TEST(WorkerBuffersTest, WithoutAReserveTheLargestChunkDecides) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::worker_buffers_test

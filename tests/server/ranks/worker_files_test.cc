@@ -17,7 +17,7 @@
 #include "tests/server/head/memory_kernels.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::worker_files_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -283,4 +283,4 @@ TEST_F(WorkerFilesTest, LoadsNoOtherCheckpoint) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::worker_files_test

@@ -8,7 +8,7 @@
 #include "server/ranks/worker_stream.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::worker_state_test {
 namespace {
 
 using testing::kHidden;
@@ -86,4 +86,4 @@ TEST_F(WorkerStreamTest, MoreMetricsThanThereCanBeAreALoss) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::worker_state_test

@@ -12,7 +12,7 @@
 #include "kernels/host_bytes.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
 
-namespace lossd::ranks {
+namespace lossd::ranks::worker_stream_test {
 namespace {
 
 using testing::kHidden;
@@ -261,4 +261,4 @@ TEST_F(WorkerStreamTest, ARequestThatIsUnderWayFailsWithTheWorker) {
 }
 
 }  // namespace
-}  // namespace lossd::ranks
+}  // namespace lossd::ranks::worker_stream_test

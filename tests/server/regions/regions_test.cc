@@ -15,7 +15,7 @@
 
 #include "kernels/cpu/cpu_backend.h"
 
-namespace lossd::regions {
+namespace lossd::regions::regions_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -104,4 +104,4 @@ TEST_F(RegionsTest, RespectTheMemoryLimit) {
 }
 
 }  // namespace
-}  // namespace lossd::regions
+}  // namespace lossd::regions::regions_test

@@ -22,7 +22,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "server/rpc/listening_socket.h"
 
-namespace lossd::regions {
+namespace lossd::regions::session_server_test {
 namespace {
 
 using client::internal::SharedRegion;
@@ -302,4 +302,4 @@ TEST_F(SessionServerTest, AForkedChildDoesNotUseItsParentsRegion) {
 }
 
 }  // namespace
-}  // namespace lossd::regions
+}  // namespace lossd::regions::session_server_test

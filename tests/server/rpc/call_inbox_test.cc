@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::call_inbox_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -177,4 +177,4 @@ TEST(CallInboxTest, KeepsItsHandlerAndATurnKeepsTheInbox) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::call_inbox_test

@@ -10,7 +10,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::call_registry_test {
 namespace {
 
 class FakeCall final : public WatchedCall {
@@ -132,4 +132,4 @@ TEST(CallRegistryTest, WaitsUntilEmpty) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::call_registry_test

@@ -5,7 +5,7 @@
 
 #include <string>
 
-namespace lossd::rpc {
+namespace lossd::rpc::call_timeouts_test {
 namespace {
 
 using Waits = CallClock::Waits;
@@ -57,4 +57,4 @@ TEST(CallClockTest, StopsOnceItIsLate) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::call_timeouts_test

@@ -13,7 +13,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::connection_acceptor_test {
 namespace {
 
 // A connection to a port from an address of the loopback network.
@@ -110,4 +110,4 @@ TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::connection_acceptor_test

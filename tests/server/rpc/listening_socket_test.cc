@@ -16,7 +16,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::listening_socket_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -127,4 +127,4 @@ TEST(TcpSocketTest, TakesNamesAndIpv6) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::listening_socket_test

@@ -15,7 +15,7 @@
 #include "lossd/v1/region.pb.h"
 #include "lossd/v1/server.pb.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::method_access_test {
 namespace {
 
 // All methods of the services in proto/lossd/v1, by the files that are there.
@@ -71,4 +71,4 @@ TEST(MethodAccessTest, ChangesOfHeadsAreAudited) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::method_access_test

@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::peer_table_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -105,4 +105,4 @@ TEST(PeerTableTest, ManyThreads) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::peer_table_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lossd::rpc {
+namespace lossd::rpc::peer_test {
 namespace {
 
 TEST(PeerTest, IsTheAddressWithoutThePort) {
@@ -29,4 +29,4 @@ TEST(PeerTest, IsAConnectionOverAUnixSocket) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::peer_test

@@ -10,7 +10,7 @@
 
 #include "kernels/cpu/cpu_backend.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::slice_places_test {
 namespace {
 
 using engine::RowRange;
@@ -91,4 +91,4 @@ TEST_F(ServerSlicePlacesTest, ASliceThatRepeatsRowsOfAMessageHasTheirGradientsWr
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::slice_places_test

@@ -7,7 +7,7 @@
 #include "lossd/v1/types.pb.h"
 #include "proto/wire/status_details.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::status_test {
 namespace {
 
 TEST(StatusTest, TheDetailTravelsWithTheStatus) {
@@ -26,4 +26,4 @@ TEST(StatusTest, CodesHaveTheirNames) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::status_test

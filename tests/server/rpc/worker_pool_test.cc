@@ -8,7 +8,7 @@
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/notification.h"
 
-namespace lossd::rpc {
+namespace lossd::rpc::worker_pool_test {
 namespace {
 
 TEST(WorkerPoolTest, RunsEverythingBeforeItStops) {
@@ -56,4 +56,4 @@ TEST(WorkerPoolTest, RefusesWhenFullAndWhenStopped) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc
+}  // namespace lossd::rpc::worker_pool_test

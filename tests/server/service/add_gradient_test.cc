@@ -14,7 +14,7 @@
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::add_gradient_test {
 namespace {
 
 using kernels::DType;
@@ -283,4 +283,4 @@ TEST_F(OrderedAddGradientTest, AWaitingContributionEndsWithItsCall) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::add_gradient_test

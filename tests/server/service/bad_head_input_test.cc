@@ -9,7 +9,7 @@
 #include "proto/wire/status_details.h"
 #include "tests/server/service/bad_input_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::bad_head_input_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -116,4 +116,4 @@ TEST_F(BadHeadInputTest, Checkpoints) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::bad_head_input_test

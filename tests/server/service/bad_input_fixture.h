@@ -24,12 +24,12 @@
 
 namespace lossd::app::testing {
 
-inline constexpr int64_t kRows = 12;
-inline constexpr int64_t kHidden = 10;
-inline constexpr int64_t kClasses = 30;
-
 class BadInputTest : public ::testing::Test {
  protected:
+  static constexpr int64_t kRows = 12;
+  static constexpr int64_t kHidden = 10;
+  static constexpr int64_t kClasses = 30;
+
   BadInputTest() {
     for (float& value : hidden_) value = kernels::testing::Uniform(rng_, -1.0f, 1.0f);
     client_ = server_.Connect();

@@ -11,7 +11,7 @@
 #include "proto/wire/status_details.h"
 #include "tests/server/service/bad_input_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::bad_input_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -269,4 +269,4 @@ TEST_F(BadInputTest, Deadline) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::bad_input_test

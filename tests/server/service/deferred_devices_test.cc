@@ -13,7 +13,7 @@
 #include "tests/server/service/deferred_training.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::deferred_devices_test {
 namespace {
 
 ServerOptions WithDevices(int devices, const std::string& split) {
@@ -88,4 +88,4 @@ TEST(DeferredDevicesTest, DeterministicDevicesGiveTheBitsOfGradientsThatComeDire
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::deferred_devices_test

@@ -17,7 +17,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::deterministic_test {
 namespace {
 
 ServerOptions Deterministic() {
@@ -204,4 +204,4 @@ TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::deterministic_test

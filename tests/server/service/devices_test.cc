@@ -21,7 +21,7 @@
 #include "tests/support/metrics_page.h"
 #include "tests/support/raw_http.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::devices_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -231,4 +231,4 @@ TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::devices_test

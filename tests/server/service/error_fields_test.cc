@@ -19,7 +19,7 @@
 #include "proto/wire/status_details.h"
 #include "tests/server/service/bad_input_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::error_fields_test {
 namespace {
 
 using ::testing::UnorderedElementsAreArray;
@@ -398,4 +398,4 @@ TEST_F(ErrorFieldsTest, TensorFile) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::error_fields_test

@@ -14,7 +14,7 @@
 #include "tests/server/service/service_problem.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::gradients_test {
 namespace {
 
 using kernels::DType;
@@ -300,4 +300,4 @@ TEST(GradientsServiceTest, StepFollowsTheGradient) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::gradients_test

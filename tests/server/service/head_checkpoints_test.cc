@@ -7,7 +7,7 @@
 
 #include "tests/server/service/heads_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::head_checkpoints_test {
 namespace {
 
 // Save, go on, load: the head is as it was, and so are the steps that follow.
@@ -141,4 +141,4 @@ TEST_F(HeadsTest, SavesThroughTheService) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::head_checkpoints_test

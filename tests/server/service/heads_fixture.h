@@ -19,11 +19,11 @@
 
 namespace lossd::app::testing {
 
-inline constexpr uint64_t kHidden = 13;
-inline constexpr uint64_t kClasses = 57;
-
 class HeadsTest : public ::testing::Test {
  protected:
+  static constexpr uint64_t kHidden = 13;
+  static constexpr uint64_t kClasses = 57;
+
   static v1::CreateHeadRequest Request(const std::string& name) {
     v1::CreateHeadRequest request;
     v1::HeadSpec& spec = *request.mutable_spec();

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/server/service/heads_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::heads_test {
 namespace {
 
 using ::testing::Each;
@@ -212,4 +212,4 @@ TEST_F(HeadsTest, FrozenHeadsTakeNoGradients) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::heads_test

@@ -18,7 +18,7 @@
 #include "tests/server/service/test_server.h"
 #include "tests/support/child_process.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::lifecycle_test {
 namespace {
 
 using ::testing::Contains;
@@ -339,4 +339,4 @@ TEST(LifecycleTest, InProcessChannel) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::lifecycle_test

@@ -18,7 +18,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::list_streams_test {
 namespace {
 
 using client::internal::SharedRegion;
@@ -304,4 +304,4 @@ TEST_F(ListStreamsTest, WhileStreamsComeAndGo) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::list_streams_test

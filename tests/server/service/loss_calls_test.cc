@@ -10,7 +10,7 @@
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::loss_calls_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -82,4 +82,4 @@ TEST(LossCallsTest, RetainedRowsStayForTheTimeoutAndNoLonger) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::loss_calls_test

@@ -12,7 +12,7 @@
 #include "tests/server/service/small_training.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::plan_head_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -131,4 +131,4 @@ TEST(PlanHead, AddsUpWhatDevicesOfOneMemoryNeed) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::plan_head_test

@@ -23,7 +23,7 @@
 #include "tests/server/service/test_server.h"
 #include "tests/support/rank_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::ranks_threads_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -244,4 +244,4 @@ TEST(ServiceRanksThreadsEndTest, AServerThatCannotFormEndsItsOtherDevice) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::ranks_threads_test

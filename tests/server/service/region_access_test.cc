@@ -16,7 +16,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/support/raw_region.h"
 
-namespace lossd {
+namespace lossd::region_access_test {
 namespace {
 
 using app::testing::LossAnswers;
@@ -139,12 +139,12 @@ TEST_P(RegionAccessTest, ACallThatIsNotAllowedNamesNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Callers, RegionAccessTest,
-                         testing::Values(Case{false, false}, Case{false, true}, Case{true, false},
-                                         Case{true, true}),
+                         ::testing::Values(Case{false, false}, Case{false, true}, Case{true, false},
+                                           Case{true, true}),
                          [](const auto& parameter) {
                            return absl::StrCat(parameter.param.of_device ? "OfGpu" : "OfHost",
                                                parameter.param.certificates ? "ByCertificate" : "ByToken");
                          });
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::region_access_test

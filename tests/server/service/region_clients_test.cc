@@ -23,7 +23,7 @@
 #include "tests/support/raw_region.h"
 #include "tests/support/server_process.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::region_clients_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -294,4 +294,4 @@ INSTANTIATE_TEST_SUITE_P(Memory, RegionClientsTest, ::testing::Bool(),
                          [](const auto& parameter) { return parameter.param ? "OfGpu" : "OfHost"; });
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::region_clients_test

@@ -24,7 +24,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::region_source_test {
 namespace {
 
 using client::internal::RegionPauses;
@@ -299,4 +299,4 @@ TEST(RegionStreamsTest, ALargeMicrobatchIsCopiedByAsManyStreamsAsHelp) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::region_source_test

@@ -8,7 +8,7 @@
 
 #include "tests/server/service/heads_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::restore_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -96,4 +96,4 @@ TEST_F(RestoreTest, OtherValuesAreRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::restore_test

@@ -16,7 +16,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::sampled_test {
 namespace {
 
 constexpr size_t kRows = 700;
@@ -151,4 +151,4 @@ TEST_P(SampledServiceTest, TheErrorIsThatOfAllClasses) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::sampled_test

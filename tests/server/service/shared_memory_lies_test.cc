@@ -20,7 +20,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::shared_memory_lies_test {
 namespace {
 
 using client::internal::SharedRegion;
@@ -330,4 +330,4 @@ TEST_F(LiesTest, ACallOutlivesItsSession) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::shared_memory_lies_test

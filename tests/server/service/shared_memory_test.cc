@@ -19,7 +19,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::shared_memory_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -398,4 +398,4 @@ TEST(SharedMemoryClientTest, GoesOnAfterARestart) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::shared_memory_test

@@ -10,7 +10,7 @@
 #include "proto/wire/status_details.h"
 #include "tests/server/service/heads_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::tensor_file_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -252,4 +252,4 @@ TEST_F(ShardedModelTest, TypesThatAreNoWeights) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::tensor_file_test

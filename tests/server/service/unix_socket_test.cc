@@ -14,7 +14,7 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::unix_socket_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -117,4 +117,4 @@ TEST_F(UnixSocketTest, BoundsConnections) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::unix_socket_test

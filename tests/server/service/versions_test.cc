@@ -10,7 +10,7 @@
 #include "absl/time/time.h"
 #include "tests/server/service/heads_fixture.h"
 
-namespace lossd::app::testing {
+namespace lossd::app::testing::versions_test {
 namespace {
 
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
@@ -165,4 +165,4 @@ TEST_F(VersionsTest, ACheckpointOrADeletionEndsAWrite) {
 }
 
 }  // namespace
-}  // namespace lossd::app::testing
+}  // namespace lossd::app::testing::versions_test

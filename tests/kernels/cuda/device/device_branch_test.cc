@@ -15,7 +15,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/cuda/device/cluster_write.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::device_branch_test {
 namespace {
 
 using ::testing::Each;
@@ -195,4 +195,4 @@ TEST_F(DeviceBranchTest, OnTheHostOnlyTheChosenFunctionIsCalled) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::device_branch_test

@@ -10,7 +10,7 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::enqueue_watch_test {
 namespace {
 
 constexpr absl::Duration kLong = absl::Minutes(5);  // longer than a test
@@ -70,4 +70,4 @@ TEST(EnqueueWatchTest, EndsWhileSomethingIsUnderWay) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::enqueue_watch_test

@@ -69,7 +69,7 @@ LOSSD_PLAY(cudaGetDriverEntryPointByVersion,
 }
 // NOLINTEND(bugprone-reserved-identifier)
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::host_collectives_test {
 namespace {
 
 using ::testing::AllOf;
@@ -384,4 +384,4 @@ std::string NameOf(const ::testing::TestParamInfo<bool>& played) {
 INSTANTIATE_TEST_SUITE_P(Cuda, HostCollectivesTest, ::testing::Values(true, false), NameOf);
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::host_collectives_test

@@ -144,7 +144,7 @@ int __wrap_dlclose(void* file) { return file == &library ? 0 : __real_dlclose(fi
 
 }  // extern "C"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::nccl_test {
 namespace {
 
 using ::testing::AllOf;
@@ -425,4 +425,4 @@ TEST_F(HungNcclTest, WaitsForWhatGoesOn) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::nccl_test

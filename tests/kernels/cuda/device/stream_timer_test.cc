@@ -61,7 +61,7 @@ cudaError_t __wrap_cudaGetLastError() {
 }
 // NOLINTEND(bugprone-reserved-identifier)
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::stream_timer_test {
 namespace {
 
 class StreamTimerTest : public ::testing::Test {
@@ -144,4 +144,4 @@ TEST_F(StreamTimerTest, WhatCannotBeTimedIsEnqueuedAllTheSame) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::stream_timer_test

@@ -4,7 +4,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/device/nccl.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::without_nccl_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -23,4 +23,4 @@ TEST(WithoutNcclTest, ItIsMissing) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::without_nccl_test

@@ -7,7 +7,7 @@
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/heads/param_blocks.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::head_memory_test {
 namespace {
 
 constexpr int kMultiprocessors = 132;
@@ -143,4 +143,4 @@ TEST(ParamBlocks, TheComputeWeightOfFp32IsTheWeight) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::head_memory_test

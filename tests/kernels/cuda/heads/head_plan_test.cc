@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::head_plan_test {
 namespace {
 
 // An H200.
@@ -47,7 +47,7 @@ TEST(HeadPlan, SaysTheBlocksOfRecomputedLogits) {
   const auto plan = PlanHead(config, Hopper());
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(plan->memory[MemoryKind::kWorkspace], int64_t{64} << 20);
-  EXPECT_THAT(ChoiceOf(*plan, "blocks"), testing::ContainsRegex("^[0-9]+ rows, [0-9]+ classes$"));
+  EXPECT_THAT(ChoiceOf(*plan, "blocks"), ::testing::ContainsRegex("^[0-9]+ rows, [0-9]+ classes$"));
   EXPECT_EQ(ChoiceOf(*plan, "weight gradient"), "library product");
 }
 
@@ -79,11 +79,11 @@ TEST(HeadPlan, PartsOfAVocabularyHaveTheSameRowsAndTheirShareOfTheWeights) {
 TEST(HeadPlan, RefusesWhatTheBackendRefuses) {
   HeadConfig config = Llama();
   config.vocab_size = 0;
-  EXPECT_THAT(PlanHead(config, Hopper()).status().message(), testing::HasSubstr("vocab_size"));
+  EXPECT_THAT(PlanHead(config, Hopper()).status().message(), ::testing::HasSubstr("vocab_size"));
   config = Llama();
   config.workspace_bytes = 1024;
-  EXPECT_THAT(PlanHead(config, Hopper()).status().message(), testing::HasSubstr("workspace_bytes"));
+  EXPECT_THAT(PlanHead(config, Hopper()).status().message(), ::testing::HasSubstr("workspace_bytes"));
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::head_plan_test

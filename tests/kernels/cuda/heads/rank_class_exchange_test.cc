@@ -9,7 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::rank_class_exchange_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -111,4 +111,4 @@ TEST_F(RankClassExchangeTest, WithoutAWatcherItIsTheFailureItself) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::rank_class_exchange_test

@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::loss_rows_test {
 namespace {
 
 TEST(LossTerms, AreGeneralIfAnyOptionNeedsIt) {
@@ -73,4 +73,4 @@ TEST(RowResults, FromARowOn) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::loss_rows_test

@@ -11,7 +11,7 @@
 #include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/sampling.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::chunk_layout_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -253,4 +253,4 @@ TEST(HeadMemory, ChunksOfFusedLossesLeaveFewRowsOfPanelsEmpty) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::chunk_layout_test

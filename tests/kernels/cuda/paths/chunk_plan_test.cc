@@ -4,7 +4,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::chunk_plan_test {
 namespace {
 
 using ::testing::_;
@@ -204,4 +204,4 @@ TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::chunk_plan_test

@@ -9,7 +9,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::filter_backoff_test {
 namespace {
 
 constexpr Decision kExact = Decision::kTooMuchError;
@@ -80,4 +80,4 @@ TEST(FilterBackoff, OtherOptionsBeginAnew) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::filter_backoff_test

@@ -8,7 +8,7 @@
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/paths/path_claims.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::filter_plan_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -89,4 +89,4 @@ TEST(FilterPlan, ListsFitTheMemoryOfTheLogits) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::filter_plan_test

@@ -10,7 +10,7 @@
 #include "kernels/cuda/paths/sampled_stored_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::head_paths_test {
 namespace {
 
 ChunkPlan PlanOf(Gradients gradients, bool fused) {
@@ -37,4 +37,4 @@ TEST(HeadPaths, EveryPlanIsTakenByOnePath) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::head_paths_test

@@ -6,7 +6,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::path_claims_test {
 namespace {
 
 constexpr int kMultiprocessors = 132;
@@ -54,4 +54,4 @@ TEST(PathClaims, TheBiasOfStoredLogitsNeedsColumnSums) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::path_claims_test

@@ -3,7 +3,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::path_memory_test {
 namespace {
 
 TEST(PathClaims, ARegionIsAsLargeAsTheLargestClaim) {
@@ -26,4 +26,4 @@ TEST(PathMemory, WhatIsNotClaimedIsNull) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::path_memory_test

@@ -12,7 +12,7 @@
 #include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/cuda/paths/sample_plan.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::recomputed_plan_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -241,4 +241,4 @@ TEST(RecomputedPlan, AHeadsOwnLimitGoesBeforeTheServers) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::recomputed_plan_test

@@ -11,7 +11,7 @@
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/paths/chunk_layout.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::staging_plan_test {
 namespace {
 
 struct Shape {
@@ -114,4 +114,4 @@ TEST(StagingPlan, Fp32IsComputedInPlace) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::staging_plan_test

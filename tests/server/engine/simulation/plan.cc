@@ -19,7 +19,7 @@ struct Weighted {
   uint64_t weight;
 };
 
-constexpr std::array<Weighted, 21> kKinds = {{
+constexpr std::array<Weighted, 21> kKindWeights = {{
     {Kind::kMicrobatch, "microbatch", 6},
     {Kind::kDeferred, "deferred microbatch", 2},
     {Kind::kContribution, "contribution", 1},
@@ -43,16 +43,17 @@ constexpr std::array<Weighted, 21> kKinds = {{
     {Kind::kShutdown, "shutdown", 1},
 }};
 
-const char* NameOf(Kind kind) {
-  return std::find_if(kKinds.begin(), kKinds.end(), [kind](const Weighted& w) { return w.kind == kind; })
+const char* TextOf(Kind kind) {
+  return std::find_if(kKindWeights.begin(), kKindWeights.end(),
+                      [kind](const Weighted& w) { return w.kind == kind; })
       ->name;
 }
 
 Kind DrawKind(bool duty, Random& random) {
   uint64_t sum = 0;
-  for (const Weighted& w : kKinds) sum += IsDuty(w.kind) == duty ? w.weight : 0;
+  for (const Weighted& w : kKindWeights) sum += IsDuty(w.kind) == duty ? w.weight : 0;
   uint64_t at = random() % sum;
-  for (const Weighted& w : kKinds) {
+  for (const Weighted& w : kKindWeights) {
     if (IsDuty(w.kind) != duty) continue;
     if (at < w.weight) return w.kind;
     at -= w.weight;
@@ -116,14 +117,14 @@ std::string Describe(const Plan& plan) {
       " streams and ", setup.options.max_queued_operations, " operations\n");
   for (int head = 0; head < setup.heads; ++head) {
     for (const Duty& duty : DutiesOf(plan, head)) {
-      absl::StrAppend(&text, "  head ", head, ": ", NameOf(duty.kind), " ", duty.id, ", ", duty.rows,
+      absl::StrAppend(&text, "  head ", head, ": ", TextOf(duty.kind), " ", duty.id, ", ", duty.rows,
                       " rows in ", duty.parts.size(), " parts, ", duty.cut_attempts, " cut, ",
                       duty.bad_attempts, " with a bad row\n");
     }
   }
   for (const Action& action : plan.actions) {
     if (IsDuty(action.kind)) continue;
-    absl::StrAppend(&text, "  head ", action.head, ", from turn ", action.at, ": ", NameOf(action.kind), " ",
+    absl::StrAppend(&text, "  head ", action.head, ", from turn ", action.at, ": ", TextOf(action.kind), " ",
                     action.number, "\n");
   }
   return text;

@@ -14,8 +14,6 @@
 namespace lossd::engine::simulation {
 namespace {
 
-using What = Change::What;
-
 float WeightOf(const Duty& duty, int64_t row) {
   return duty.row_weights.empty() ? 1.0f : duty.row_weights[static_cast<size_t>(row)];
 }
@@ -128,10 +126,10 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
       // A step that was under way when the stream was opened may have failed already.
       return device.failed_results > stream.failed_results || device.broken > stream.broken ||
              device.Of(stream.generation).broken ||
-             (device.broken > 0 && head.Changed({What::kStep}, stream.opened));
+             (device.broken > 0 && head.Changed({Change::What::kStep}, stream.opened));
     case absl::StatusCode::kAborted:
-      return head.Changed({What::kStep, What::kLoad, What::kWrite}, stream.opened) ||
-             (BelongsToStep(stream) && head.Changed({What::kZero}, stream.opened));
+      return head.Changed({Change::What::kStep, Change::What::kLoad, Change::What::kWrite}, stream.opened) ||
+             (BelongsToStep(stream) && head.Changed({Change::What::kZero}, stream.opened));
     case absl::StatusCode::kUnavailable:
       return stopping;
     default:
@@ -234,7 +232,7 @@ bool AnyAccumulated(const Added& added) {
 
 }  // namespace
 
-bool HeadFacts::Changed(std::initializer_list<What> kinds, int64_t since) const {
+bool HeadFacts::Changed(std::initializer_list<Change::What> kinds, int64_t since) const {
   return std::any_of(changes.begin(), changes.end(), [&](const Change& change) {
     return change.end >= since && std::find(kinds.begin(), kinds.end(), change.what) != kinds.end();
   });
@@ -242,14 +240,14 @@ bool HeadFacts::Changed(std::initializer_list<What> kinds, int64_t since) const 
 
 std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
                          const Device& device, const Setup& setup, bool stopping) {
-  const bool recreated = head.Changed({What::kRecreate}, stream.opened);
+  const bool recreated = head.Changed({Change::What::kRecreate}, stream.opened);
   switch (status.code()) {
     case absl::StatusCode::kNotFound:  // likewise retained rows that were released or expired
       if (recreated || stream.backward) return "";
       break;
     case absl::StatusCode::kUnavailable:
-      if (recreated || stopping || head.Changed({What::kLoad}, 0)) return "";
-      if (head.Changed({What::kWrite, What::kStep}, stream.opened)) return "";
+      if (recreated || stopping || head.Changed({Change::What::kLoad}, 0)) return "";
+      if (head.Changed({Change::What::kWrite, Change::What::kStep}, stream.opened)) return "";
       break;
     case absl::StatusCode::kInternal:
       if (device.broken > 0) return "";

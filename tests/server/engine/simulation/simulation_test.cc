@@ -20,7 +20,7 @@
 #include "absl/strings/str_join.h"
 #include "gtest/gtest.h"
 
-namespace lossd::engine::simulation {
+namespace lossd::engine::simulation::simulation_test {
 namespace {
 
 constexpr unsigned kSecondsForASeed = 120;
@@ -93,4 +93,4 @@ TEST(SimulationTest, RandomSchedules) {
 }
 
 }  // namespace
-}  // namespace lossd::engine::simulation
+}  // namespace lossd::engine::simulation::simulation_test

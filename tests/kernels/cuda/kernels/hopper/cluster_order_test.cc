@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::cluster_order_test {
 namespace {
 
 // On a machine without a GPU too: no groups are known there.
@@ -18,4 +18,4 @@ TEST(ClusterOrder, EveryPositionIsPreferredOnce) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::cluster_order_test

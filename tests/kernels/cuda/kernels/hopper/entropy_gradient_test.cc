@@ -17,7 +17,7 @@
 #include "tests/kernels/cuda/kernels/hopper/device_values.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::entropy_gradient_test {
 namespace {
 
 constexpr DType kBf16 = DType::kBFloat16;
@@ -255,4 +255,4 @@ INSTANTIATE_TEST_SUITE_P(Cases, EntropyGradientTest, ::testing::ValuesIn(kCases)
                          [](const ::testing::TestParamInfo<Case>& test) { return test.param.name; });
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::entropy_gradient_test

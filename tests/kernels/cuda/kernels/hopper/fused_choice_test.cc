@@ -7,7 +7,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/kernels/hopper/logit_tiles.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::fused_choice_test {
 namespace {
 
 constexpr int kClusters = 66;
@@ -65,4 +65,4 @@ TEST(LogitTiles, GroupsAreOfAboutTheSameSize) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::fused_choice_test

@@ -14,7 +14,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/cuda/kernels/hopper/device_values.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::fused_lists_test {
 namespace {
 
 constexpr int64_t kRows = 300;  // two panels
@@ -146,4 +146,4 @@ TEST_F(FusedLists, SayThatThereIsNot) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::fused_lists_test

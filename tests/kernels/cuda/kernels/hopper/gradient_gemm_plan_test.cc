@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::gradient_gemm_plan_test {
 namespace {
 
 constexpr int kClusters = 66;
@@ -81,4 +81,4 @@ TEST(ProductPlanTest, SaysWhereTheLibraryIsAsFast) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::gradient_gemm_plan_test

@@ -15,7 +15,7 @@
 #include "tests/kernels/cuda/kernels/hopper/device_values.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::gradient_gemm_test {
 namespace {
 
 constexpr int64_t kGuard = 64;  // elements past C that nothing may touch
@@ -169,4 +169,4 @@ TEST(Product, RefusesWhatItCannotStore) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::gradient_gemm_test

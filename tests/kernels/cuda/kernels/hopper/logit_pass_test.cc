@@ -16,7 +16,7 @@
 #include "tests/kernels/cuda/kernels/hopper/device_values.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::cuda::hopper {
+namespace lossd::kernels::cuda::hopper::logit_pass_test {
 namespace {
 
 constexpr double kLog2EDouble = 1.4426950408889634;
@@ -359,4 +359,4 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LogitPassTest,
                          CaseName);
 
 }  // namespace
-}  // namespace lossd::kernels::cuda::hopper
+}  // namespace lossd::kernels::cuda::hopper::logit_pass_test

@@ -5,7 +5,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/kernels/norm/norm.h"
 
-namespace lossd::kernels::cuda {
+namespace lossd::kernels::cuda::norm_plan_test {
 namespace {
 
 constexpr DeviceLimits kHopper = {.multiprocessors = 132,
@@ -105,4 +105,4 @@ TEST(NormPlan, EveryPlanHasItsReason) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::cuda
+}  // namespace lossd::kernels::cuda::norm_plan_test

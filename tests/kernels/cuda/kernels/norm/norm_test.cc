@@ -18,7 +18,7 @@
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
 
-namespace lossd::kernels::testing {
+namespace lossd::kernels::testing::norm_test {
 namespace {
 
 using cuda::DeviceLimits;
@@ -297,4 +297,4 @@ TEST_F(Norm, RepeatsBitForBit) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels::testing
+}  // namespace lossd::kernels::testing::norm_test
