@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every message that docs/troubleshooting.md has of the server is printed by one: brought about here, or by the test that BY_OTHERS names.
-LOSSD_BINARY: the server; lossctl is beside it."""
+"""Every message that docs/troubleshooting.md has of the server is printed by one: brought about here, or by the test or the source that
+BY_OTHERS names. LOSSD_BINARY: the server; lossctl is beside it. LOSSD_HAVE_CUDA: ON if its build has the CUDA backend."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ from server_process import ServerProcess  # noqa: E402
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Errors of the server\n")[2]
 MESSAGES = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in PAGE.splitlines() if line.startswith("| `")]
 PATIENCE = 120.0  # seconds
+HAVE_CUDA = os.environ["LOSSD_HAVE_CUDA"] == "ON"
+NO_DRIVER, NO_BACKEND = "no NVIDIA driver is installed", "this build has no CUDA backend"
 
-# What needs a device that fails.
+# What needs a device that fails, or the other kind of build.
 BY_OTHERS = {
+    **({NO_BACKEND: ("kernels/gpu_backend_none.cc", NO_BACKEND)} if HAVE_CUDA else {NO_DRIVER: ("kernels/cuda/device/device.cc", NO_DRIVER)}),
     "cuBLASLt cannot be loaded": ("kernels/cuda/device/gemm.cc", "cuBLASLt cannot be loaded"),  # a machine with a GPU and without cuBLAS
     "device lost": ("tests/server/app/device_loss_test.cc", 'HttpGet(server_->http(), "/livez"), HasSubstr("device lost")'),
     "no progress on the device for …": ("tests/server/app/health_test.cc", "no progress on the device for "),
@@ -78,10 +81,7 @@ def taken(flag: str) -> str:
 def no_gpu(_: Path) -> str:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU")
-    said = start("--backend=cuda")
-    if "no backend" in said or "built without" in said:
-        pytest.skip("this server has no CUDA")
-    return said
+    return start("--backend=cuda")
 
 
 def tls_of_others(folder: Path) -> str:
@@ -175,7 +175,7 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "http must be a loopback address unless …": lambda _: start("--backend=cpu", "--http=0.0.0.0:0"),
     "cannot listen on …": lambda _: taken("--listen"),
     "cannot listen for HTTP on …": lambda _: taken("--http"),
-    "no NVIDIA driver is installed": no_gpu,
+    **({NO_DRIVER: no_gpu} if HAVE_CUDA else {NO_BACKEND: lambda _: start("--backend=cuda")}),
     "tls_cert must be a readable file": lambda folder: start("--backend=cpu", f"--tls_cert={folder}/none.pem", f"--tls_key={folder}/none.key"),
     "must be a file that its owner alone can read (chmod 600)": tls_of_others,
     "must be the key of the first certificate of tls_cert": tls_mixed_up,
