@@ -199,6 +199,11 @@ int64_t FaultProxy::messages(Direction direction) const {
   return messages_[static_cast<size_t>(direction)];
 }
 
+std::array<int64_t, 2> FaultProxy::bytes() const {
+  absl::MutexLock lock(&mu_);
+  return bytes_;
+}
+
 void FaultProxy::Accept() {
   while (!stopping_) {
     pollfd waiting = {listener_, POLLIN, 0};
@@ -278,8 +283,10 @@ std::optional<FaultProxy::Happening> FaultProxy::Pass(Direction direction, size_
                                                       absl::Span<const size_t> ends) {
   absl::MutexLock lock(&mu_);
   int64_t& messages = messages_[static_cast<size_t>(direction)];
+  int64_t& passed_bytes = bytes_[static_cast<size_t>(direction)];
   if (!armed_.has_value() || armed_->direction != direction) {
     messages += static_cast<int64_t>(ends.size());
+    passed_bytes += static_cast<int64_t>(bytes);
     return std::nullopt;
   }
   const bool counts_bytes = armed_->unit == Fault::Unit::kBytes;
@@ -287,12 +294,14 @@ std::optional<FaultProxy::Happening> FaultProxy::Pass(Direction direction, size_
   const auto left = static_cast<size_t>(armed_->after - passed_);
   if (left > units) {
     messages += static_cast<int64_t>(ends.size());
+    passed_bytes += static_cast<int64_t>(bytes);
     passed_ += static_cast<int64_t>(units);
     return std::nullopt;
   }
   Happening happening{*std::move(armed_), left == 0 || counts_bytes ? left : ends[left - 1], heals_};
   messages += std::count_if(ends.begin(), ends.end(),
                             [&happening](size_t end) { return end <= happening.bytes_before; });
+  passed_bytes += static_cast<int64_t>(happening.bytes_before);
   armed_.reset();
   if (next_ != nullptr) armed_ = next_();
   passed_ = 0;

@@ -65,7 +65,7 @@ class FaultProxy {
 
   // Arms a fault in place of the one armed before.
   void Arm(Fault fault);
-  // Arms next(), and again whenever that fault has happened.
+  // Arms next(), and again whenever that fault has happened: on threads of the proxy, one at a time.
   void ArmEach(std::function<Fault()> next);
   // Whether the fault armed last has happened. Waits for its call, if that is running.
   bool fired() const;
@@ -80,6 +80,8 @@ class FaultProxy {
   int64_t refusals() const { return refusals_; }
   // Ends of messages and headers that have passed.
   int64_t messages(Direction direction) const;
+  // Bytes that have passed, by direction.
+  std::array<int64_t, 2> bytes() const;
 
  private:
   struct Connection;
@@ -121,6 +123,7 @@ class FaultProxy {
   int64_t heals_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t passed_ ABSL_GUARDED_BY(mu_) = 0;  // in the armed fault's direction and unit
   std::array<int64_t, 2> messages_ ABSL_GUARDED_BY(mu_) = {0, 0};
+  std::array<int64_t, 2> bytes_ ABSL_GUARDED_BY(mu_) = {0, 0};
   std::list<Forwarder> forwarders_;  // the acceptor's; after it, the destructor's
   std::thread acceptor_;
 };

@@ -37,6 +37,11 @@ inline uint64_t Environment(const char* name, uint64_t otherwise) {
   return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
 }
 
+// In [0, most].
+inline int64_t DrawFrom(std::mt19937_64& random, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(0, most)(random);
+}
+
 class FaultsTest : public testing::Test {
  protected:
   explicit FaultsTest(const RunShape& shape = {}) : shape_(WithSeed(shape)) {
@@ -55,22 +60,25 @@ class FaultsTest : public testing::Test {
   static int64_t Scaled(int64_t count) {
     return count * static_cast<int64_t>(Environment("LOSSD_FAULT_SCALE", 1));
   }
-  // In [0, most].
-  int64_t Draw(int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random_); }
+  // In [0, most]. Not thread-safe.
+  int64_t Draw(int64_t most) { return DrawFrom(random_, most); }
   void Count(const std::string& what, int64_t count = 1) { tried_[what] += count; }
 
+  // With the most bytes: the most streams, and a message a row.
+  static constexpr Travel kMostTraffic = {.streams = 3, .slice_bytes = 128};
   Travel AnyTravel() {
-    return {.streams = static_cast<int>(1 + Draw(2)),
-            .slice_bytes = static_cast<uint64_t>(128 + Draw(20000))};
+    return {.streams = static_cast<int>(1 + Draw(kMostTraffic.streams - 1)),
+            .slice_bytes = kMostTraffic.slice_bytes + static_cast<uint64_t>(Draw(20000))};
   }
 
   // A client of the proxy that does not give up soon.
-  std::unique_ptr<client::Client> Connect() {
+  std::unique_ptr<client::Client> Connect(const std::string& transport = client::TransportFromEnvironment()) {
     return client::Client::Connect({.target = proxy_.target(),
                                     .wait_for_server = true,
                                     .retry = {.max_attempts = 1000,
                                               .initial_backoff = absl::Milliseconds(2),
-                                              .max_backoff = absl::Milliseconds(20)}})
+                                              .max_backoff = absl::Milliseconds(20)},
+                                    .transport = transport})
         .value();
   }
 
