@@ -1,20 +1,22 @@
 # The front door. `make` lists what there is; the work is in scripts/ and CMake.
 #
-# Variables: PRESET (CMake preset: release, cpu-only, debug, asan-ubsan, tsan, clang), JOBS, TEST_JOBS, PREFIX (install),
-# FUZZ_SECONDS, ARGS (passed to the demo trainer, the tests, the fuzzers or the benchmarks).
+# Variables: PRESET (CMake preset: release, cpu-only, separate, debug, asan-ubsan, tsan, clang), JOBS, TEST_JOBS, PREFIX
+# (install), FUZZ_SECONDS, PART (of the nightly tests), ARGS (passed to the demo trainer, the tests, the fuzzers or the benchmarks).
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 TEST_JOBS ?= $(shell expr $(JOBS) + 2)  # many tests mostly wait
 PREFIX ?= /usr/local
 ARGS ?=
+PART ?=
+comma := ,
 FUZZ_SECONDS ?= 300
 
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build packages test test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures docs format lint check-layers clean
+.PHONY: help deps demo demo-faults build packages test test-nightly test-all test-cuda test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures docs format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -37,9 +39,24 @@ build: ## configure and compile everything
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 
-test: build ## build, then run all tests; without a GPU, tests of the GPU are skipped
+test: build ## build, then run what proves a change: every kind of test once; without a GPU, tests of the GPU are skipped
+	@scripts/install-deps demo browser
+	@ctest --preset $(PRESET) --output-on-failure -j $(TEST_JOBS) -LE nightly $(ARGS)
+
+# Every kind of test again with other transports, divisions and devices, and in its long form. PART=3/8: the third of eight parts.
+test-nightly: build ## the tests that `make test` leaves out: repetitions and long forms (PART=3/8 for the third of eight parts)
+	@scripts/install-deps demo browser
+	@ctest --preset $(PRESET) --output-on-failure -j $(TEST_JOBS) -L nightly $(if $(PART),-I $(subst /,$(comma)$(comma),$(PART))) $(ARGS)
+
+test-all: build ## all of both suites, before a release
 	@scripts/install-deps demo browser
 	@ctest --preset $(PRESET) --output-on-failure -j $(TEST_JOBS) $(ARGS)
+
+test-cuda: ## compile everything that has to do with CUDA (needs a CUDA compiler) and run those of its tests that need no GPU
+	@scripts/install-deps build test
+	@cmake --preset release -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
+	@cmake --build --preset release -j $(JOBS) --target cuda_programs
+	@ctest --preset release --output-on-failure -j $(TEST_JOBS) -L cuda $(ARGS)
 
 test-sanitized: ## tests of engine, protocol, service and clients under address + undefined-behaviour sanitizers (clang)
 	@scripts/install-deps build test check

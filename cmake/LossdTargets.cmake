@@ -90,6 +90,8 @@ endfunction()
 # "threads".
 add_custom_target(sanitized_tests)
 add_custom_target(threads_tests)
+# The programs that a CUDA compiler makes different: `make test-cuda`.
+add_custom_target(cuda_programs)
 
 # lossd_tests(NAME server_rpc_tests PREFIX rpc_ SOURCES peer_test.cc status_test.cc fixture.cc DEPS lossd_rpc
 #             [PROGRAMS lossd ...] [DEFINITIONS ...] [SANITIZED ALL|peer_test.cc ...] [THREADS ALL|...] [LABELS gpu]
@@ -144,4 +146,12 @@ function(lossd_test_entry)
     set_tests_properties(${ARG_NAME} PROPERTIES RESOURCE_LOCK gpu
       SKIP_REGULAR_EXPRESSION "no CUDA GPU on this machine")  # what they print where there is none
   endif()
+endfunction()
+
+# Moves entries of ctest to the nightly suite, whose entries have the label "nightly": repetitions with another transport,
+# division or topology, and long forms. `make test` leaves them out, `make test-nightly` runs them.
+function(lossd_nightly)
+  foreach(_name IN LISTS ARGN)
+    set_property(TEST ${_name} APPEND PROPERTY LABELS nightly)
+  endforeach()
 endfunction()
