@@ -21,6 +21,11 @@ enum class DType : uint8_t {
 // Bytes of one element.
 constexpr size_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// Bytes of `elements` elements, which are at least 0.
+constexpr size_t SizeOf(int64_t elements, DType dtype) {
+  return static_cast<size_t>(elements) * SizeOf(dtype);
+}
+
 // "fp32", "fp16" or "bf16".
 constexpr absl::string_view Name(DType dtype) {
   switch (dtype) {

@@ -13,11 +13,6 @@ namespace {
 // Keeps every byte count of a head (V * D * 16 and the like) far from 2^63.
 constexpr int64_t kMaxHiddenSize = int64_t{1} << 24;
 
-template <typename T>
-absl::Status OutOfRange(absl::string_view field, absl::string_view range, T value) {
-  return errors::FieldError(field, absl::StrCat("be ", range), value);
-}
-
 bool HasParam(const HeadConfig& config, Param param) {
   switch (param) {
     case Param::kWeight:
@@ -38,35 +33,39 @@ bool HasParam(const HeadConfig& config, Param param) {
 
 absl::Status Validate(const HeadConfig& config) {
   if (config.hidden_size < 1 || config.hidden_size > kMaxHiddenSize) {
-    return OutOfRange("hidden_size", absl::StrCat("in [1, ", kMaxHiddenSize, "]"), config.hidden_size);
+    return errors::FieldError("hidden_size", absl::StrCat("be in [1, ", kMaxHiddenSize, "]"),
+                              config.hidden_size);
   }
   constexpr int64_t kMaxVocab = std::numeric_limits<int32_t>::max();
   if (config.vocab_size < 1 || config.vocab_size > kMaxVocab) {
-    return OutOfRange("vocab_size", absl::StrCat("in [1, ", kMaxVocab, "]"), config.vocab_size);
+    return errors::FieldError("vocab_size", absl::StrCat("be in [1, ", kMaxVocab, "]"), config.vocab_size);
   }
   if (config.norm > Norm::kRmsNorm) {
-    return OutOfRange("norm", "none, layernorm or rmsnorm", static_cast<int>(config.norm));
+    return errors::FieldError("norm", "be none, layernorm or rmsnorm", static_cast<int>(config.norm));
   }
   if (!std::isfinite(config.norm_epsilon) || config.norm_epsilon < 0.0f) {
-    return OutOfRange("norm_epsilon", "finite and >= 0", config.norm_epsilon);
+    return errors::FieldError("norm_epsilon", "be finite and >= 0", config.norm_epsilon);
   }
   if (config.compute_dtype > DType::kBFloat16) {
-    return OutOfRange("compute_dtype", "fp32, fp16 or bf16", static_cast<int>(config.compute_dtype));
+    return errors::FieldError("compute_dtype", "be fp32, fp16 or bf16",
+                              static_cast<int>(config.compute_dtype));
   }
   if (config.optimizer_state > OptimizerState::kAdam) {
-    return OutOfRange("optimizer_state", "none, momentum or adam", static_cast<int>(config.optimizer_state));
+    return errors::FieldError("optimizer_state", "be none, momentum or adam",
+                              static_cast<int>(config.optimizer_state));
   }
   if (config.logits > Logits::kRecomputed) {
-    return OutOfRange("logits", "stored or recomputed", static_cast<int>(config.logits));
+    return errors::FieldError("logits", "be stored or recomputed", static_cast<int>(config.logits));
   }
   if (config.gradients > Gradients::kAuto) {
-    return OutOfRange("gradients", "exact, filtered, sampled or auto", static_cast<int>(config.gradients));
+    return errors::FieldError("gradients", "be exact, filtered, sampled or auto",
+                              static_cast<int>(config.gradients));
   }
   if (config.workspace_bytes < 0) {
-    return OutOfRange("workspace_bytes", ">= 0 (0: the server's)", config.workspace_bytes);
+    return errors::FieldError("workspace_bytes", "be >= 0 (0: the server's)", config.workspace_bytes);
   }
   if (config.split > Split::kVocabulary) {
-    return OutOfRange("split", "any, rows or vocabulary", static_cast<int>(config.split));
+    return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
   return absl::OkStatus();
 }

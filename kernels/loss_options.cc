@@ -5,7 +5,6 @@
 #include <cmath>
 #include <limits>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
@@ -14,10 +13,6 @@ namespace {
 constexpr float kLeastThreshold = 1e-30f;
 constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
 constexpr double kLargeLse = 100.0;  // what a log-sum-exp is expected to stay below
-
-absl::Status OutOfRange(absl::string_view field, absl::string_view range, float value) {
-  return errors::FieldError(field, absl::StrCat("be ", range), value);
-}
 
 }  // namespace
 
@@ -37,31 +32,31 @@ absl::string_view Name(Gradients gradients) {
 
 absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
-    return OutOfRange("logit_scale", "finite and not 0", options.logit_scale);
+    return errors::FieldError("logit_scale", "be finite and not 0", options.logit_scale);
   }
   // The reciprocal of a smaller number overflows.
   if (!std::isfinite(options.softcap) || (options.softcap != 0.0f && options.softcap < kLeastSoftcap)) {
-    return OutOfRange("softcap", "0 (none), or finite and >= 1.1754944e-38", options.softcap);
+    return errors::FieldError("softcap", "be 0 (none), or finite and >= 1.1754944e-38", options.softcap);
   }
   if (!(options.label_smoothing >= 0.0f && options.label_smoothing <= 1.0f)) {
-    return OutOfRange("label_smoothing", "in [0, 1]", options.label_smoothing);
+    return errors::FieldError("label_smoothing", "be in [0, 1]", options.label_smoothing);
   }
   if (!std::isfinite(options.z_loss) || options.z_loss < 0.0f) {
-    return OutOfRange("z_loss", "finite and >= 0", options.z_loss);
+    return errors::FieldError("z_loss", "be finite and >= 0", options.z_loss);
   }
   if (options.gradients > Gradients::kAuto) {
     return errors::FieldError("gradients", "be exact, filtered, sampled or auto",
                               static_cast<int>(options.gradients));
   }
   if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
-    return OutOfRange("filter_epsilon", "in [0, 1)", options.filter_epsilon);
+    return errors::FieldError("filter_epsilon", "be in [0, 1)", options.filter_epsilon);
   }
   // Below, the reciprocal is no number of fp32.
   if (!(options.sample_threshold >= kLeastThreshold && options.sample_threshold <= 1.0f)) {
-    return OutOfRange("sample_threshold", "in [1e-30, 1]", options.sample_threshold);
+    return errors::FieldError("sample_threshold", "be in [1e-30, 1]", options.sample_threshold);
   }
   if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
-    return OutOfRange("max_gradient_error", "finite and >= 0", options.max_gradient_error);
+    return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
   return absl::OkStatus();
 }

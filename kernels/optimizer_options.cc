@@ -3,38 +3,35 @@
 
 #include <cmath>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
 namespace {
-
-absl::Status OutOfRange(absl::string_view field, absl::string_view range, double value) {
-  return errors::FieldError(field, absl::StrCat("be ", range), value);
-}
 
 bool FiniteNonNegative(double value) { return std::isfinite(value) && value >= 0.0; }
 
 bool IsDecayRate(double value) { return value >= 0.0 && value < 1.0; }
 
 absl::Status ValidateAdamW(const OptimizerOptions& options) {
-  if (!IsDecayRate(options.beta1)) return OutOfRange("beta1", "in [0, 1)", options.beta1);
-  if (!IsDecayRate(options.beta2)) return OutOfRange("beta2", "in [0, 1)", options.beta2);
+  if (!IsDecayRate(options.beta1)) return errors::FieldError("beta1", "be in [0, 1)", options.beta1);
+  if (!IsDecayRate(options.beta2)) return errors::FieldError("beta2", "be in [0, 1)", options.beta2);
   if (!FiniteNonNegative(options.epsilon)) {
-    return OutOfRange("epsilon", "finite and >= 0", options.epsilon);
+    return errors::FieldError("epsilon", "be finite and >= 0", options.epsilon);
   }
   return absl::OkStatus();
 }
 
 absl::Status ValidateSgd(const OptimizerOptions& options) {
   if (!FiniteNonNegative(options.momentum)) {
-    return OutOfRange("momentum", "finite and >= 0", options.momentum);
+    return errors::FieldError("momentum", "be finite and >= 0", options.momentum);
   }
-  if (!std::isfinite(options.dampening)) return OutOfRange("dampening", "finite", options.dampening);
+  if (!std::isfinite(options.dampening))
+    return errors::FieldError("dampening", "be finite", options.dampening);
   if (!options.nesterov) return absl::OkStatus();
-  if (options.momentum == 0.0) return OutOfRange("momentum", "> 0 with nesterov", options.momentum);
-  if (options.dampening != 0.0) return OutOfRange("dampening", "0 with nesterov", options.dampening);
+  if (options.momentum == 0.0)
+    return errors::FieldError("momentum", "be > 0 with nesterov", options.momentum);
+  if (options.dampening != 0.0)
+    return errors::FieldError("dampening", "be 0 with nesterov", options.dampening);
   return absl::OkStatus();
 }
 
@@ -42,13 +39,13 @@ absl::Status ValidateSgd(const OptimizerOptions& options) {
 
 absl::Status Validate(const OptimizerOptions& options) {
   if (!FiniteNonNegative(options.learning_rate)) {
-    return OutOfRange("learning_rate", "finite and >= 0", options.learning_rate);
+    return errors::FieldError("learning_rate", "be finite and >= 0", options.learning_rate);
   }
   if (!FiniteNonNegative(options.weight_decay)) {
-    return OutOfRange("weight_decay", "finite and >= 0", options.weight_decay);
+    return errors::FieldError("weight_decay", "be finite and >= 0", options.weight_decay);
   }
   if (!std::isfinite(options.grad_multiplier)) {
-    return OutOfRange("grad_multiplier", "finite", options.grad_multiplier);
+    return errors::FieldError("grad_multiplier", "be finite", options.grad_multiplier);
   }
   switch (options.kind) {
     case OptimizerOptions::Kind::kAdamW:
@@ -56,7 +53,7 @@ absl::Status Validate(const OptimizerOptions& options) {
     case OptimizerOptions::Kind::kSgd:
       return ValidateSgd(options);
   }
-  return OutOfRange("kind", "an OptimizerOptions::Kind", static_cast<int>(options.kind));
+  return errors::FieldError("kind", "be an OptimizerOptions::Kind", static_cast<int>(options.kind));
 }
 
 OptimizerState RequiredState(const OptimizerOptions& options) {

@@ -23,9 +23,6 @@ namespace {
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
 constexpr int64_t kLeastBlockRows = 128;
 
-// Elements of rows that one thread handles at a time.
-constexpr int64_t kElementGrain = int64_t{1} << 15;
-
 double SumOf(const float* values, int64_t n) {
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += double{values[i]};
@@ -322,7 +319,7 @@ void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
     if (slice.grad_hidden == nullptr || !reports_) continue;
     for (int64_t row = 0; row < slice.rows; ++row) {
       if (slice.targets[row] != kIgnoredTarget) continue;
-      std::fill_n(GradHiddenRow(slice, row, d, dtype), Bytes(d, dtype), uint8_t{0});
+      std::fill_n(GradHiddenRow(slice, row, d, dtype), SizeOf(d, dtype), uint8_t{0});
     }
   }
   pool_->ParallelFor(

@@ -7,15 +7,11 @@
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/optimizer.h"
+#include "kernels/cpu/parallel_for.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {
-
-// Elements that one thread handles at a time.
-constexpr int64_t kElementGrain = int64_t{1} << 15;
-
-size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
 
 double SumOfSquares(const float* values, int64_t n) {
   double sum = 0.0;
@@ -47,7 +43,7 @@ absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
   const int64_t cols = ShapeOf(config_, id.param).cols;
   const float* const from = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    FromFloat(dtype, from + begin, end - begin, out.data() + Bytes(begin, dtype));
+    FromFloat(dtype, from + begin, end - begin, out.data() + SizeOf(begin, dtype));
   });
   return absl::OkStatus();
 }
@@ -59,7 +55,7 @@ absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
   const int64_t cols = ShapeOf(config_, id.param).cols;
   float* const to = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    ToFloat(dtype, in.data() + Bytes(begin, dtype), end - begin, to + begin);
+    ToFloat(dtype, in.data() + SizeOf(begin, dtype), end - begin, to + begin);
   });
   return absl::OkStatus();
 }
@@ -72,7 +68,7 @@ absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows
   const int64_t cols = ShapeOf(config_, param).cols;
   float* const to = RowOf(id, row_begin);
   pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
-    AddScaled(dtype, in.data() + Bytes(begin, dtype), end - begin, scale, to + begin);
+    AddScaled(dtype, in.data() + SizeOf(begin, dtype), end - begin, scale, to + begin);
   });
   return absl::OkStatus();
 }

@@ -16,10 +16,6 @@
 namespace lossd::kernels {
 namespace {
 
-// Elements that one thread handles at least, and those that it sums at a time.
-constexpr int64_t kElementGrain = int64_t{1} << 15;
-constexpr int64_t kBlock = 4096;
-
 class CpuReplicas final : public Replicas {
  public:
   explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
@@ -54,14 +50,14 @@ class CpuReplicas final : public Replicas {
     if (owner.gradient(param) == nullptr) return;
     const auto [first, elements] = RangeOf(param, owner);
     owner.pool().ParallelFor(elements, kElementGrain, [&, first = first](int64_t begin, int64_t end) {
-      for (int64_t from = begin; from < end; from += kBlock) {
-        SumBlock(param, owner, first + from, std::min(kBlock, end - from));
+      for (int64_t from = begin; from < end; from += kSumBlock) {
+        SumBlock(param, owner, first + from, std::min(kSumBlock, end - from));
       }
     });
   }
 
   void SumBlock(Param param, const CpuParams& owner, int64_t from, int64_t n) const {
-    std::array<float, kBlock> sum{};
+    std::array<float, kSumBlock> sum{};
     for (const CpuParams* replica : replicas_) {
       float* const part = replica->gradient(param) + from;
       for (int64_t i = 0; i < n; ++i) sum[static_cast<size_t>(i)] += part[i];

@@ -11,6 +11,7 @@
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/rank_exchange.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/shard_rows.h"
@@ -21,8 +22,6 @@ namespace {
 // What one rank gets from another at a time: bytes, and how many floats those are.
 constexpr size_t kRoomBytes = size_t{1} << 20;
 constexpr int64_t kPiece = int64_t{kRoomBytes / sizeof(float)};
-// Floats that one thread sums at a time.
-constexpr int64_t kBlock = 4096;
 
 class GlooLink final : public RankLink, public RankTransfers {
  public:
@@ -139,16 +138,16 @@ class GlooReplicas final : public Replicas {
       receive.push_back({rank, room, bytes});
     }
     if (absl::Status status = link_->Transfer({}, receive); !status.ok()) return status;
-    params_->pool().ParallelFor(n, kBlock, [&](int64_t begin, int64_t end) {
-      for (int64_t from = begin; from < end; from += kBlock) {
-        SumBlock(parts, from, std::min(kBlock, end - from), piece);
+    params_->pool().ParallelFor(n, kSumBlock, [&](int64_t begin, int64_t end) {
+      for (int64_t from = begin; from < end; from += kSumBlock) {
+        SumBlock(parts, from, std::min(kSumBlock, end - from), piece);
       }
     });
     return absl::OkStatus();
   }
 
   static void SumBlock(const std::vector<const float*>& parts, int64_t from, int64_t n, float* out) {
-    std::array<float, kBlock> sum{};
+    std::array<float, kSumBlock> sum{};
     for (const float* part : parts) {
       for (int64_t i = 0; i < n; ++i) sum[static_cast<size_t>(i)] += part[from + i];
     }

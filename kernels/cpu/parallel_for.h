@@ -13,6 +13,14 @@
 
 namespace lossd::kernels {
 
+// Elements of tensors that are worth a thread: the grain of loops over them, in which every element takes a
+// few operations.
+inline constexpr int64_t kElementGrain = int64_t{1} << 15;
+
+// Floats of a block that a thread adds up in an array of its own, from all parts of a sum one after the
+// other.
+inline constexpr int64_t kSumBlock = 4096;
+
 // Driven by one thread at a time, which takes part in the work. Allocates nothing after construction.
 class ThreadPool {
  public:

@@ -13,27 +13,25 @@
 
 namespace lossd::kernels {
 
-inline size_t Bytes(int64_t elements, DType dtype) { return static_cast<size_t>(elements) * SizeOf(dtype); }
-
 inline uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
   return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
 }
 
 inline const uint8_t* HiddenRow(const Chunk& chunk, const Slice& slice, int64_t row, int64_t d) {
   const void* const rows = slice.hidden != nullptr ? slice.hidden : RetainedRows(chunk, slice);
-  return static_cast<const uint8_t*>(rows) + Bytes(row * d, chunk.hidden_dtype);
+  return static_cast<const uint8_t*>(rows) + SizeOf(row * d, chunk.hidden_dtype);
 }
 
 // Keeps the hidden states of slices that ask for it.
 inline void Retain(const Chunk& chunk, int64_t d) {
   for (const Slice& slice : chunk.slices) {
     if (slice.retained_offset < 0 || slice.hidden == nullptr) continue;
-    std::memcpy(RetainedRows(chunk, slice), slice.hidden, Bytes(slice.rows * d, chunk.hidden_dtype));
+    std::memcpy(RetainedRows(chunk, slice), slice.hidden, SizeOf(slice.rows * d, chunk.hidden_dtype));
   }
 }
 
 inline uint8_t* GradHiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
-  return static_cast<uint8_t*>(slice.grad_hidden) + Bytes(row * d, dtype);
+  return static_cast<uint8_t*>(slice.grad_hidden) + SizeOf(row * d, dtype);
 }
 
 template <typename T>

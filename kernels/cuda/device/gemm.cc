@@ -14,7 +14,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int kCandidates = 12;
+constexpr int kGemmCandidates = 12;
 constexpr int kTimedRuns = 2;
 
 cudaDataType_t ToCuda(DType dtype) {
@@ -30,7 +30,7 @@ cudaDataType_t ToCuda(DType dtype) {
 }
 
 // Where cuBLASLt may lie, in order: the loader's search path, then the toolkit's usual place.
-constexpr const char* kLibraryNames[] = {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"};
+constexpr const char* kCublasFiles[] = {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"};
 
 }  // namespace
 
@@ -53,7 +53,7 @@ struct Gemms::Library {
   decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
 
   absl::Status Load() {
-    LOSSD_RETURN_IF_ERROR(file.Load(kLibraryNames, "cuBLASLt cannot be loaded"));
+    LOSSD_RETURN_IF_ERROR(file.Load(kCublasFiles, "cuBLASLt cannot be loaded"));
     const bool complete = file.Find("cublasLtCreate", create) && file.Find("cublasLtDestroy", destroy) &&
                           file.Find("cublasLtGetStatusString", status_string) &&
                           file.Find("cublasLtMatmul", matmul) &&
@@ -122,10 +122,10 @@ struct Gemms::Plan {
                            sizeof(workspace));
     library.preference_set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
                            sizeof(reductions));
-    candidates.resize(kCandidates);
+    candidates.resize(kGemmCandidates);
     int found = 0;
     const cublasStatus_t status =
-        library.heuristic(handle, desc, a, b, c, c, preference, kCandidates, candidates.data(), &found);
+        library.heuristic(handle, desc, a, b, c, c, preference, kGemmCandidates, candidates.data(), &found);
     library.preference_destroy(preference);
     LOSSD_RETURN_IF_ERROR(library.ToStatus(status, "cublasLtMatmulAlgoGetHeuristic"));
     candidates.resize(static_cast<size_t>(found));

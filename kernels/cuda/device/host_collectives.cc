@@ -22,8 +22,6 @@ absl::Status DriverStatus(CUresult result, const char* call) {
   return absl::UnavailableError(absl::StrCat(call, " failed: error ", static_cast<int>(result)));
 }
 
-// How often the thread looks whether the stream has come to an exchange.
-constexpr absl::Duration kNap = absl::Microseconds(50);
 // How often who waits for the thread looks whether the stream still works.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
@@ -114,7 +112,7 @@ absl::Status HostCollectives::Launch(Exchange exchange, cudaStream_t stream) {
 // The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
 bool HostCollectives::AwaitArrival(uint32_t number) const {
   while (!HasCome(arrived(), number)) {
-    absl::SleepFor(kNap);
+    absl::SleepFor(kExchangePoll);
     absl::MutexLock lock(&mutex_);
     if (stopping_ || !failure_.ok()) return false;
   }

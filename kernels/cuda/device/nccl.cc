@@ -19,13 +19,12 @@ namespace lossd::kernels::cuda {
 namespace {
 
 // Where NCCL may lie, in order: the loader's search path, then the usual places of packages.
-constexpr const char* kLibraryNames[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
-                                         "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
+constexpr const char* kNcclFiles[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
+                                      "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
 
-// How often a waiting thread looks: an exchange of a small head takes tens of microseconds, that of a large
-// one milliseconds.
+// How long a thread waits before it also asks the communicators for their errors, and, where it waits for all
+// parts, before it sleeps between looks.
 constexpr absl::Duration kBusyFor = absl::Milliseconds(2);
-constexpr absl::Duration kNap = absl::Microseconds(50);
 
 // What links are made with: exchanges of up to so many bytes of all members, each so many times as large as
 // the one before. NCCL chooses how it exchanges by the size.
@@ -73,7 +72,7 @@ struct Nccl::Library {
   absl::Status Load() {
     SetNcclDefaults();
     LOSSD_RETURN_IF_ERROR(
-        file.Load(kLibraryNames, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
+        file.Load(kNcclFiles, "several GPUs need NCCL (package libnccl2), which cannot be loaded"));
     const bool complete =
         file.Find("ncclGetVersion", version) && file.Find("ncclCommInitAll", init_all) &&
         file.Find("ncclGetUniqueId", unique_id) && file.Find("ncclCommInitRank", init_rank) &&
@@ -373,7 +372,7 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
             absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
                          ": GPU ", devices_[static_cast<size_t>(part.local)], " has not done its part")));
       }
-      absl::SleepFor(kNap);
+      absl::SleepFor(kExchangePoll);
     }
   }
   return failure();
@@ -394,7 +393,7 @@ absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
           absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
                        ": GPU ", devices_[static_cast<size_t>(local)], " waits for the others")));
     }
-    absl::SleepFor(kNap);
+    absl::SleepFor(kExchangePoll);
   }
 }
 

@@ -51,7 +51,7 @@ const Driver* FindDriver() {
   return kDriver;
 }
 
-absl::Status ToStatus(CUresult result, absl::string_view call, size_t bytes) {
+absl::Status SharedMemoryStatus(CUresult result, absl::string_view call, size_t bytes) {
   if (result == CUDA_SUCCESS) return absl::OkStatus();
   const std::string message = absl::StrCat(call, " of ", errors::ExactBytes(bytes),
                                            " that other programs may map failed: ", static_cast<int>(result));
@@ -77,7 +77,7 @@ bool CanExport(const Driver& driver, CUdevice device) {
 // To one device more, besides those that have it.
 absl::Status GiveAccess(const Driver& driver, CUdeviceptr address, size_t bytes, CUmemLocation location) {
   const CUmemAccessDesc access = {.location = location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-  return ToStatus(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess", bytes);
+  return SharedMemoryStatus(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess", bytes);
 }
 
 // The driver's number of a device, whose context is current afterwards.
@@ -98,7 +98,8 @@ class MappedMemory final : public SharedDeviceMemory {
   absl::Status Allocate(CUdevice device) {
     const CUmemAllocationProp properties = PropertiesOf(device);
     CUmemGenericAllocationHandle handle = 0;
-    if (auto status = ToStatus(driver_.create(&handle, bytes_, &properties, 0), "cuMemCreate", bytes_);
+    if (auto status =
+            SharedMemoryStatus(driver_.create(&handle, bytes_, &properties, 0), "cuMemCreate", bytes_);
         !status.ok())
       return status;
     const absl::Status status = Map(handle, properties.location);
@@ -133,14 +134,15 @@ class MappedMemory final : public SharedDeviceMemory {
 
   absl::Status Map(CUmemGenericAllocationHandle handle, CUmemLocation location) {
     absl::Status status =
-        ToStatus(driver_.reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve", bytes_);
-    if (status.ok()) status = ToStatus(driver_.map(address_, bytes_, 0, handle, 0), "cuMemMap", bytes_);
+        SharedMemoryStatus(driver_.reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve", bytes_);
+    if (status.ok())
+      status = SharedMemoryStatus(driver_.map(address_, bytes_, 0, handle, 0), "cuMemMap", bytes_);
     mapped_ = status.ok();
     if (status.ok()) status = GiveAccess(driver_, address_, bytes_, location);
     if (status.ok()) {
-      status =
-          ToStatus(driver_.export_handle(&descriptor_, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-                   "cuMemExportToShareableHandle", bytes_);
+      status = SharedMemoryStatus(
+          driver_.export_handle(&descriptor_, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+          "cuMemExportToShareableHandle", bytes_);
     }
     return status;
   }
@@ -152,7 +154,7 @@ class MappedMemory final : public SharedDeviceMemory {
 
   absl::Status Wait(cudaError_t enqueued, absl::string_view call) const {
     if (enqueued == cudaSuccess) enqueued = cudaStreamSynchronize(cudaStreamPerThread);
-    return device_->Fail(cuda::ToStatus(enqueued, call));
+    return device_->Fail(ToStatus(enqueued, call));
   }
 
   Device* const device_;

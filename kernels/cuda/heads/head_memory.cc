@@ -45,7 +45,7 @@ PathClaims AllClaims(const HeadConfig& config, const HeadSizes& sizes, int multi
   return claims;
 }
 
-void Take(Region region, const PathClaims& claims, Carver& carver, Workspace& w) {
+void TakeRegion(Region region, const PathClaims& claims, Carver& carver, Workspace& w) {
   if (claims[region] > 0) w.paths[region] = carver.Take<uint8_t>(claims[region]);
 }
 
@@ -54,7 +54,7 @@ void CarveSlots(const HeadConfig& config, const HeadSizes& sizes, const PathClai
   const int64_t rows = sizes.chunk_rows;
   const int64_t hidden_bytes = rows * sizes.padded_hidden * sizes.element;
   const bool has_norm = config.norm != Norm::kNone;
-  Take(Region::kHiddenGradient, claims, carver, w);
+  TakeRegion(Region::kHiddenGradient, claims, carver, w);
   void* normed = has_norm ? carver.Take<uint8_t>(hidden_bytes) : nullptr;
   for (SlotMemory& slot : w.slots) {
     slot.hidden = has_norm ? normed : carver.Take<uint8_t>(hidden_bytes);
@@ -168,7 +168,7 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
   CarveSlots(config, sizes, claims, slots, w);
   for (size_t i = 0; i < kRegions; ++i) {
     const auto region = static_cast<Region>(i);
-    if (region != Region::kHiddenGradient) Take(region, claims, carver, w);
+    if (region != Region::kHiddenGradient) TakeRegion(region, claims, carver, w);
   }
   w.upload_buffer = carver.Take<uint8_t>(sizes.transfer_bytes);
   w.download_buffer = carver.Take<uint8_t>(sizes.transfer_bytes);

@@ -9,7 +9,7 @@ namespace lossd::kernels::cuda {
 namespace {
 
 // Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
-FilterShape ShapeOf(const PathContext& context, const ChunkJob& job) {
+FilterShape ChunkShapeOf(const PathContext& context, const ChunkJob& job) {
   FilterShape shape = FilterShapeOf(context.config, context.sizes);
   shape.chunk_rows = job.rows();
   return shape;
@@ -23,7 +23,7 @@ absl::Status CandidateFilter::Begin(const ChunkJob& job) const {
 
 RowSelection CandidateFilter::Selection(const ChunkJob& job, int64_t begin) const {
   return {job.options().filter_epsilon, buffers_.pool,
-          static_cast<int32_t>(ShapeOf(context_, job).capacity()), &buffers_.counters->used,
+          static_cast<int32_t>(ChunkShapeOf(context_, job).capacity()), &buffers_.counters->used,
           buffers_.rows + begin};
 }
 
@@ -34,7 +34,7 @@ absl::Status CandidateFilter::Decide(const ChunkJob& job) const {
 
 absl::Status CandidateFilter::PrepareRows(const ChunkJob& job) const {
   if (job.layout.accumulate) {
-    LOSSD_RETURN_IF_ERROR(ClearEntries(context_, buffers_.kept, ShapeOf(context_, job).entries()));
+    LOSSD_RETURN_IF_ERROR(ClearEntries(context_, buffers_.kept, ChunkShapeOf(context_, job).entries()));
   }
   if (job.terms.smoothing == 0.0f || !job.wants_hidden_gradient) return absl::OkStatus();
   return SumWeights(context_, job, buffers_.kept);
@@ -69,8 +69,8 @@ absl::Status CandidateFilter::FilterRows(const ChunkJob& job, const RowInputs& i
 }
 
 absl::Status CandidateFilter::AddKept(const ChunkJob& job) const {
-  LOSSD_RETURN_IF_ERROR(
-      AddEntries(context_, job, buffers_.kept, ShapeOf(context_, job).entries(), &buffers_.counters->runs));
+  LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, buffers_.kept, ChunkShapeOf(context_, job).entries(),
+                                   &buffers_.counters->runs));
   return job.terms.smoothing > 0.0f ? AddUniform(context_, job, buffers_.kept) : absl::OkStatus();
 }
 

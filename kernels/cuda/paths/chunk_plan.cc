@@ -24,7 +24,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
              : WhyNotSampledOnDevice(limits.filter, limits.device);
 }
 
-absl::string_view WhyNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
+absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
   const bool stored = limits.logits == Logits::kStored;
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
@@ -68,7 +68,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   const bool apart = plan.gradients == Gradients::kSampled ||
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
   plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f;
-  plan.why_not_fused = WhyNotFused(chunk, plan.filtered(), limits);
+  plan.why_not_fused = WhyChunkIsNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
 }

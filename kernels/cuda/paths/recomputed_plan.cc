@@ -55,11 +55,11 @@ int64_t BlockRows(const RecomputedShape& shape, int64_t rows, int64_t blocks) {
   return shape.fused && padded > hopper::kPanelRows ? InPanels(padded, rows) : padded;
 }
 
-int64_t ClassesOf(const RecomputedShape& shape, int64_t blocks) {
+int64_t BlockClasses(const RecomputedShape& shape, int64_t blocks) {
   return std::min(RoundUp(CeilDiv(shape.padded_vocab, blocks), kClassUnit), shape.padded_vocab);
 }
 
-bool Fits(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t bytes) {
+bool BlocksFit(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t bytes) {
   return RecomputedArena::Carve(shape, blocks, nullptr).bytes <= bytes;
 }
 
@@ -84,13 +84,13 @@ void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, in
   int64_t fewest = 1;  // blocks of classes that fit, by bisection
   for (int64_t fits = most; fewest < fits;) {
     const int64_t middle = fewest + (fits - fewest) / 2;
-    const bool ok = Fits(shape, {block_rows, ClassesOf(shape, middle)}, bytes);
+    const bool ok = BlocksFit(shape, {block_rows, BlockClasses(shape, middle)}, bytes);
     (ok ? fits : fewest) = ok ? middle : middle + 1;
   }
   for (int64_t n = fewest; n <= std::min(most, fewest + kCandidates); ++n) {
-    const RecomputedBlocks blocks = {block_rows, ClassesOf(shape, n)};
+    const RecomputedBlocks blocks = {block_rows, BlockClasses(shape, n)};
     const double seconds = PredictRecomputedSeconds(shape, blocks, rows);
-    if (seconds >= best_seconds || !Fits(shape, blocks, bytes)) continue;
+    if (seconds >= best_seconds || !BlocksFit(shape, blocks, bytes)) continue;
     best = blocks;
     best_seconds = seconds;
   }

@@ -17,27 +17,27 @@ int64_t StagedBytes(const HeadSizes& sizes, int64_t rows) {
 }
 
 // Whole panels of the products, or what there is below one.
-int64_t InPanels(int64_t rows) { return rows >= 128 ? rows / 128 * 128 : rows / 8 * 8; }
+int64_t WholePanels(int64_t rows) { return rows >= 128 ? rows / 128 * 128 : rows / 8 * 8; }
 
 // Where the logits of a block may lie in Region::kLogits behind what is kept of it and of the rows before.
 int64_t OffsetBehind(const HeadSizes& sizes, Kept kept, int64_t end) {
   return kept == Kept::kNothing ? 0 : RoundUp(end * sizes.planned_vocab() * sizes.element, kAlignment);
 }
 
-bool Fits(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t rows) {
+bool StagedFits(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t rows) {
   return OffsetBehind(sizes, kept, begin + rows) + StagedBytes(sizes, rows) <=
          sizes.chunk_rows * sizes.planned_vocab() * sizes.element;
 }
 
 // The most rows from `begin` on whose logits fit Region::kLogits.
 int64_t RowsThatFit(const HeadSizes& sizes, Kept kept, int64_t begin, int64_t left) {
-  if (Fits(sizes, kept, begin, left)) return left;
+  if (StagedFits(sizes, kept, begin, left)) return left;
   int64_t fits = 0, fails = left / 8;  // in units of 8
   while (fails - fits > 1) {
     const int64_t middle = fits + (fails - fits) / 2;
-    (Fits(sizes, kept, begin, 8 * middle) ? fits : fails) = middle;
+    (StagedFits(sizes, kept, begin, 8 * middle) ? fits : fails) = middle;
   }
-  return InPanels(8 * fits);
+  return WholePanels(8 * fits);
 }
 
 }  // namespace
@@ -53,7 +53,7 @@ int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes) {
 std::vector<StagedBlock> PlanStaging(const HeadConfig& config, const HeadSizes& sizes, Kept kept,
                                      int64_t padded_rows) {
   if (config.compute_dtype == DType::kFloat32) return {{.begin = 0, .rows = padded_rows}};
-  const int64_t spare = InPanels(SpareBytes(config, sizes) / StagedBytes(sizes, 1));
+  const int64_t spare = WholePanels(SpareBytes(config, sizes) / StagedBytes(sizes, 1));
   std::vector<StagedBlock> blocks;
   for (int64_t begin = 0; begin < padded_rows;) {
     const int64_t left = padded_rows - begin;

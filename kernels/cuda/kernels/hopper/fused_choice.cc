@@ -7,8 +7,8 @@ namespace lossd::kernels::cuda::hopper {
 namespace {
 
 // Below these the tiles are too few to fill the device, and cuBLAS splits the inner dimension.
-constexpr int64_t kFewestRows = 512;
-constexpr int64_t kFewestTiles = 512;
+constexpr int64_t kFewestFusedRows = 512;
+constexpr int64_t kFewestFusedTiles = 512;
 
 }  // namespace
 
@@ -21,8 +21,8 @@ absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool expone
 }
 
 absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
-  if (padded_rows < kFewestRows) return "few rows";
-  if (CeilDiv(padded_rows, kRowTile) * VocabTiles(vocab) < kFewestTiles) return "few tiles";
+  if (padded_rows < kFewestFusedRows) return "few rows";
+  if (CeilDiv(padded_rows, kRowTile) * VocabTiles(vocab) < kFewestFusedTiles) return "few tiles";
   return "";
 }
 

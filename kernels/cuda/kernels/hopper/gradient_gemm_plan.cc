@@ -12,7 +12,7 @@ constexpr int64_t kSegmentStages = 8;
 constexpr int64_t kMostSegments = 12;
 
 // Beside cuBLASLt, each alone at the card's power limit: docs/lab/2026-11-21-hopper-products.md.
-constexpr int64_t kFewestRows = 768;
+constexpr int64_t kFewestGemmRows = 768;
 
 }  // namespace
 
@@ -60,6 +60,6 @@ absl::string_view WhyNoGradientGemms(DType compute, const DeviceLimits& limits) 
   return "";
 }
 
-absl::string_view WhyNoFasterGradientGemms(int64_t rows) { return rows < kFewestRows ? "few rows" : ""; }
+absl::string_view WhyNoFasterGradientGemms(int64_t rows) { return rows < kFewestGemmRows ? "few rows" : ""; }
 
 }  // namespace lossd::kernels::cuda::hopper
