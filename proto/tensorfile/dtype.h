@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
 namespace lossd::formats {
 
 enum class DType : uint8_t {
@@ -58,6 +61,28 @@ constexpr int64_t SizeOf(DType dtype) {
 constexpr bool IsConvertible(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
          dtype == DType::kBFloat16;
+}
+
+// What a format calls an element type in its headers.
+struct NamedDType {
+  absl::string_view name;
+  DType dtype;
+};
+
+// The type that has this name among the names of a format; kOther if none has.
+constexpr DType DTypeNamed(absl::Span<const NamedDType> names, absl::string_view name) {
+  for (const NamedDType& known : names) {
+    if (known.name == name) return known.dtype;
+  }
+  return DType::kOther;
+}
+
+// The name of a type in a format; empty if the format has none for it.
+constexpr absl::string_view NameOf(absl::Span<const NamedDType> names, DType dtype) {
+  for (const NamedDType& known : names) {
+    if (known.dtype == dtype) return known.name;
+  }
+  return "";
 }
 
 }  // namespace lossd::formats

@@ -24,15 +24,11 @@ constexpr int64_t kPrefixBytes = 8;  // magic and version
 constexpr int64_t kMaxHeaderBytes = int64_t{1} << 16;
 constexpr size_t kDataAlignment = 64;
 
-struct NamedDType {
-  absl::string_view name;
-  DType dtype;
-};
-constexpr NamedDType kDTypes[] = {{"<f2", DType::kFloat16},
-                                  {"<f4", DType::kFloat32},
-                                  {"<f8", DType::kFloat64},
-                                  {"<i4", DType::kInt32},
-                                  {"<i8", DType::kInt64}};
+constexpr NamedDType kNpyDTypes[] = {{"<f2", DType::kFloat16},
+                                     {"<f4", DType::kFloat32},
+                                     {"<f8", DType::kFloat64},
+                                     {"<i4", DType::kInt32},
+                                     {"<i8", DType::kInt64}};
 
 struct Header {
   DType dtype = DType::kOther;
@@ -77,13 +73,6 @@ std::optional<std::vector<int64_t>> TakeShape(absl::string_view* text) {
   return shape;
 }
 
-DType DTypeNamed(absl::string_view name) {
-  for (const NamedDType& known : kDTypes) {
-    if (known.name == name) return known.dtype;
-  }
-  return DType::kOther;
-}
-
 // {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), } with its keys in any order. An error is
 // what is wrong with it.
 absl::StatusOr<Header> ParseHeader(absl::string_view text) {
@@ -96,7 +85,7 @@ absl::StatusOr<Header> ParseHeader(absl::string_view text) {
       return absl::InvalidArgumentError("the header is no dictionary");
     if (*key == "descr" && !std::exchange(saw_type, true)) {
       const std::optional<absl::string_view> type = TakeString(&text);
-      header.dtype = DTypeNamed(type.value_or(""));
+      header.dtype = DTypeNamed(kNpyDTypes, type.value_or(""));
       if (header.dtype == DType::kOther) {
         return absl::InvalidArgumentError(absl::StrCat("element type '", type.value_or("(structured)"),
                                                        "' is none of <f2, <f4, <f8, <i4, <i8"));
@@ -128,7 +117,7 @@ std::optional<int64_t> CountElements(const Header& header) {
   return bytes / SizeOf(header.dtype);
 }
 
-absl::Status Invalid(absl::string_view path, absl::string_view what) {
+absl::Status NpyInvalid(absl::string_view path, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(path, ": not a readable .npy file: ", what));
 }
 
@@ -140,18 +129,18 @@ absl::StatusOr<std::string> ReadHeaderText(const InputFile& file, int64_t* data_
   if (absl::Status status = file.ReadAt(0, read); !status.ok()) return status;
   const absl::string_view start_text(reinterpret_cast<const char*>(start), static_cast<size_t>(available));
   if (!absl::StartsWith(start_text, kMagic) || available < kPrefixBytes + 2)
-    return Invalid(file.name(), "no magic");
+    return NpyInvalid(file.name(), "no magic");
   const int version = start[6];
   if ((version != 1 && version != 2) || start[7] != 0) {
-    return Invalid(file.name(), absl::StrCat("version ", version, ".", int{start[7]}));
+    return NpyInvalid(file.name(), absl::StrCat("version ", version, ".", int{start[7]}));
   }
   const int length_bytes = version == 1 ? 2 : 4;
-  if (available < kPrefixBytes + length_bytes) return Invalid(file.name(), "truncated");
+  if (available < kPrefixBytes + length_bytes) return NpyInvalid(file.name(), "truncated");
   int64_t length = 0;
   for (int i = length_bytes - 1; i >= 0; --i) length = length << 8 | start[kPrefixBytes + i];
   *data_begin = kPrefixBytes + length_bytes + length;
   if (length > kMaxHeaderBytes || *data_begin > file.size()) {
-    return Invalid(file.name(), absl::StrCat("header length ", length));
+    return NpyInvalid(file.name(), absl::StrCat("header length ", length));
   }
   std::string text(static_cast<size_t>(length), '\0');
   const auto text_bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
@@ -176,12 +165,12 @@ absl::StatusOr<std::unique_ptr<NpyReader>> NpyReader::Open(const std::string& pa
   const absl::StatusOr<std::string> text = ReadHeaderText(**file, &reader->data_begin_);
   if (!text.ok()) return text.status();
   absl::StatusOr<Header> header = ParseHeader(*text);
-  if (!header.ok()) return Invalid(path, header.status().message());
+  if (!header.ok()) return NpyInvalid(path, header.status().message());
   const std::optional<int64_t> elements = CountElements(*header);
   const int64_t data_bytes = (*file)->size() - reader->data_begin_;
   if (!elements.has_value() || *elements * SizeOf(header->dtype) != data_bytes) {
-    return Invalid(path, absl::StrCat("shape (", absl::StrJoin(header->shape, ", "), ") does not take ",
-                                      errors::ExactBytes(data_bytes)));
+    return NpyInvalid(path, absl::StrCat("shape (", absl::StrJoin(header->shape, ", "), ") does not take ",
+                                         errors::ExactBytes(data_bytes)));
   }
   reader->file_ = *std::move(file);
   reader->dtype_ = header->dtype;
@@ -206,10 +195,7 @@ absl::Status NpyReader::Read(int64_t begin, int64_t count, absl::Span<uint8_t> o
 absl::StatusOr<std::unique_ptr<DataWriter>> CreateNpy(const std::string& path, DType dtype,
                                                       absl::Span<const int64_t> shape,
                                                       const OutputFileFactory& create_file) {
-  absl::string_view type;
-  for (const NamedDType& known : kDTypes) {
-    if (known.dtype == dtype) type = known.name;
-  }
+  const absl::string_view type = NameOf(kNpyDTypes, dtype);
   if (type.empty())
     return absl::InvalidArgumentError(absl::StrCat(path, ": element type cannot be stored as .npy"));
   const std::optional<int64_t> elements = CountElements({dtype, {shape.begin(), shape.end()}});

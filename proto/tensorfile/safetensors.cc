@@ -21,11 +21,7 @@ constexpr absl::string_view kMetadataKey = "__metadata__";
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxEntryValues = 10'000;  // names and values of the metadata; a tensor has fewer
 
-struct NamedDType {
-  absl::string_view name;
-  DType dtype;
-};
-constexpr NamedDType kDTypes[] = {
+constexpr NamedDType kSafetensorsDTypes[] = {
     {"F64", DType::kFloat64},        {"F32", DType::kFloat32},
     {"F16", DType::kFloat16},        {"BF16", DType::kBFloat16},
     {"I64", DType::kInt64},          {"I32", DType::kInt32},
@@ -35,20 +31,6 @@ constexpr NamedDType kDTypes[] = {
     {"BOOL", DType::kBool},          {"F8_E5M2", DType::kFloat8E5M2},
     {"F8_E4M3", DType::kFloat8E4M3},
 };
-
-DType DTypeNamed(absl::string_view name) {
-  for (const NamedDType& known : kDTypes) {
-    if (known.name == name) return known.dtype;
-  }
-  return DType::kOther;
-}
-
-absl::string_view NameOf(DType dtype) {
-  for (const NamedDType& known : kDTypes) {
-    if (known.dtype == dtype) return known.name;
-  }
-  return "";
-}
 
 // The bytes of a tensor; nullopt if a dimension is negative or the product leaves 63 bits.
 std::optional<int64_t> TensorBytes(absl::Span<const int64_t> shape, int64_t element_bytes) {
@@ -134,7 +116,7 @@ absl::StatusOr<SafetensorsInfo> ParseTensor(absl::string_view path, const std::s
   SafetensorsInfo info;
   info.name = name;
   info.dtype_name = entry["dtype"].get<std::string>();
-  info.dtype = DTypeNamed(info.dtype_name);
+  info.dtype = DTypeNamed(kSafetensorsDTypes, info.dtype_name);
   info.shape = *shape;
   info.begin = data_begin + (*offsets)[0];
   info.bytes = (*offsets)[1] - (*offsets)[0];
@@ -186,7 +168,7 @@ absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<cons
         __builtin_add_overflow(*data_bytes, *bytes, &end)) {
       return TensorInvalid(path, tensor.name, "has no storable type or shape");
     }
-    header[tensor.name] = {{"dtype", std::string(NameOf(tensor.dtype))},
+    header[tensor.name] = {{"dtype", std::string(NameOf(kSafetensorsDTypes, tensor.dtype))},
                            {"shape", tensor.shape},
                            {"data_offsets", {*data_bytes, end}}};
     *data_bytes = end;

@@ -19,7 +19,7 @@ constexpr int kMaxDepth = 8;         // metadata may nest a little
 constexpr size_t kMostOthers = 100;  // entries beside the weight map
 constexpr size_t kMostShown = 200;   // characters of a value in an error message
 
-absl::Status Invalid(absl::string_view name, absl::string_view what) {
+absl::Status IndexInvalid(absl::string_view name, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(name, ": not an index of safetensors files: ", what));
 }
 
@@ -39,15 +39,17 @@ std::string Shortened(const nlohmann::json& value) {
 absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
                                                         absl::Span<const std::string> tensors) {
   if (file.size() > kMaxSafetensorsIndexBytes) {
-    return Invalid(file.name(), absl::StrCat("its ", errors::ExactBytes(file.size()), " are more than the ",
-                                             errors::ExactBytes(kMaxSafetensorsIndexBytes), " allowed"));
+    return IndexInvalid(file.name(),
+                        absl::StrCat("its ", errors::ExactBytes(file.size()), " are more than the ",
+                                     errors::ExactBytes(kMaxSafetensorsIndexBytes), " allowed"));
   }
   SafetensorsIndex index(file.name());
-  const JsonEntryRules rules = {.max_depth = kMaxDepth,
-                                .spread = std::string(kWeightMap),
-                                .malformed = Invalid(file.name(), "it is no JSON object with unique keys")};
+  const JsonEntryRules rules = {
+      .max_depth = kMaxDepth,
+      .spread = std::string(kWeightMap),
+      .malformed = IndexInvalid(file.name(), "it is no JSON object with unique keys")};
   const std::set<std::string> wanted(tensors.begin(), tensors.end());
-  const absl::Status no_map = Invalid(file.name(), "it has no weight_map");
+  const absl::Status no_map = IndexInvalid(file.name(), "it has no weight_map");
   std::set<std::string> others;  // the names in the outermost object
   absl::Status status = ReadJsonEntries(file, 0, file.size(), rules, [&](JsonEntry entry) -> absl::Status {
     if (!entry.spread) {
@@ -56,9 +58,9 @@ absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
       return first ? absl::OkStatus() : rules.malformed;
     }
     if (!entry.value.is_string() || !IsFileName(entry.value.get_ref<const std::string&>())) {
-      return Invalid(file.name(),
-                     absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)), "' is in ",
-                                  Shortened(entry.value), ", which is no file name"));
+      return IndexInvalid(file.name(),
+                          absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)),
+                                       "' is in ", Shortened(entry.value), ", which is no file name"));
     }
     ++index.tensors_;
     if (!wanted.contains(entry.name)) return absl::OkStatus();
