@@ -20,11 +20,6 @@ absl::Status CheckAtLeast(absl::string_view option, int64_t value, int64_t least
   return errors::FieldError(option, absl::StrCat("be at least ", least), value);
 }
 
-absl::Status CheckPositive(absl::string_view option, absl::Duration value) {
-  if (value > absl::ZeroDuration()) return absl::OkStatus();
-  return errors::FieldError(option, "be positive", absl::FormatDuration(value));
-}
-
 absl::Status CheckClientLimits(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("ledger_bytes", options.ledger_bytes, 0);
   if (!(options.peer_share > 0.0 && options.peer_share <= 1.0))
@@ -46,6 +41,11 @@ absl::Status CheckClientLimits(const ServerOptions& options) {
 }
 
 }  // namespace
+
+absl::Status CheckPositive(absl::string_view option, absl::Duration value) {
+  if (value > absl::ZeroDuration()) return absl::OkStatus();
+  return errors::FieldError(option, "be positive", absl::FormatDuration(value));
+}
 
 kernels::BackendChoice BackendOf(const ServerOptions& options) {
   return {.backend = options.backend,
@@ -116,10 +116,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   }
   status.Update(CheckClientLimits(options));
   status.Update(CheckRanks(options));
-  if (options.retained_timeout <= absl::ZeroDuration()) {
-    status.Update(errors::FieldError("retained_timeout", "be positive",
-                                     absl::FormatDuration(options.retained_timeout)));
-  }
+  status.Update(CheckPositive("retained_timeout", options.retained_timeout));
   if (options.liveness_timeout < 2 * engine::kDeviceBeat) {
     status.Update(errors::FieldError("liveness_timeout", "be at least 2s",
                                      absl::FormatDuration(options.liveness_timeout)));

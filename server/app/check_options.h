@@ -8,6 +8,8 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/backend_choice.h"
 #include "server/app/server.h"
@@ -16,6 +18,9 @@ namespace lossd::app {
 
 // INVALID_ARGUMENT naming the first option that is out of range.
 absl::Status CheckOptions(const ServerOptions& options);
+
+// INVALID_ARGUMENT naming the option unless its value is above 0.
+absl::Status CheckPositive(absl::string_view option, absl::Duration value);
 
 // What computes.
 kernels::BackendChoice BackendOf(const ServerOptions& options);

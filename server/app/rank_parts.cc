@@ -21,11 +21,6 @@ constexpr size_t kMostSecretBytes = 1024;
 // So that a slice with all that belongs to its rows fits into a message.
 constexpr int64_t kMostSliceBytes = int64_t{128} << 20;
 
-absl::Status CheckPositive(absl::string_view option, absl::Duration value) {
-  if (value > absl::ZeroDuration()) return absl::OkStatus();
-  return errors::FieldError(option, "be positive", absl::FormatDuration(value));
-}
-
 // Where rank 0 listens for the others.
 absl::StatusOr<Address> RankAddress(const RankOptions& options) {
   if (!options.listen.empty()) return ParseAddress("rank_listen", options.listen);

@@ -11,8 +11,7 @@ namespace lossd::app {
 namespace {
 
 // For a start that stops by itself, or ends and is drained; less than launchers wait before they kill.
-constexpr absl::Duration kGrace = absl::Seconds(10);
-constexpr absl::Duration kLook = absl::Milliseconds(200);
+constexpr absl::Duration kStartGrace = absl::Seconds(10);
 constexpr int kExitFailure = 1;
 
 }  // namespace
@@ -28,12 +27,12 @@ void StartWatch::Watch() {
   int signal = 0;
   while (signal == 0) {
     if (started_.HasBeenNotified()) return;
-    signal = events_->AwaitPending(kLook);
+    signal = events_->AwaitPending(kSignalPoll);
   }
   log::Log(log::LogLevel::kInfo, "asked to stop before serving", {{"reason", strsignal(signal)}});
-  if (started_.WaitForNotificationWithTimeout(kGrace)) return;
+  if (started_.WaitForNotificationWithTimeout(kStartGrace)) return;
   log::Log(log::LogLevel::kError, "the start does not end: leaving at once",
-           {{"waited", absl::FormatDuration(kGrace)}});
+           {{"waited", absl::FormatDuration(kStartGrace)}});
   _exit(kExitFailure);
 }
 

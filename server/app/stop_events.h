@@ -19,6 +19,9 @@
 
 namespace lossd::app {
 
+// How often a thread that also waits for something else looks for a signal.
+inline constexpr absl::Duration kSignalPoll = absl::Milliseconds(200);
+
 class StopEvents {
  public:
   struct Event {

@@ -21,9 +21,7 @@ namespace lossd::app {
 namespace {
 
 // For rank 0 to end the others after its drain.
-constexpr absl::Duration kGrace = absl::Seconds(10);
-// How often a worker that was asked to stop looks for a second signal.
-constexpr absl::Duration kLook = absl::Milliseconds(200);
+constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
 
 class WorkerApp {
  public:
@@ -125,7 +123,7 @@ absl::Status WorkerApp::AwaitEnd(absl::Duration limit) {
     mutex_.AssertHeld();
     return end_.has_value();
   };
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&ended), kLook)) {
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&ended), kSignalPoll)) {
     if (events_->Pending() != 0) return absl::CancelledError("second signal: leaving at once");
     if (absl::Now() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
   }
@@ -137,9 +135,9 @@ RanksEnd WorkerApp::Run() {
   if (event.signal != 0) {
     log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
     manager_->Stopping(absl::StrCat("asking rank 0 to drain: ", strsignal(event.signal)),
-                       options_.drain_timeout + kGrace);
+                       options_.drain_timeout + kWorkerGrace);
     ranks_->Leave(strsignal(event.signal));
-    const absl::Status ended = AwaitEnd(options_.drain_timeout + kGrace);
+    const absl::Status ended = AwaitEnd(options_.drain_timeout + kWorkerGrace);
     if (!ended.ok()) return {ended, false};
   }
   absl::MutexLock lock(&mutex_);

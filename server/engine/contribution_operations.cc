@@ -12,10 +12,6 @@
 namespace lossd::engine {
 namespace {
 
-bool Inside(RowRange inner, RowRange outer) {
-  return inner.begin >= outer.begin && inner.begin <= inner.end && inner.end <= outer.end;
-}
-
 absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& config) {
   if (!kernels::HasTensor(config, {spec.param, kernels::Role::kGradient})) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.param",
@@ -25,10 +21,10 @@ absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& 
     return InvalidField("open.scale", "must be finite", absl::StrCat(spec.scale));
   const RowRange all{0, kernels::ShapeOf(config, spec.param).rows};
   const RowRange whole = spec.contribution_rows.value_or(all);
-  if (!Inside(whole, all)) {
+  if (!whole.IsWithin(all)) {
     return InvalidField("open.contribution_rows", absl::StrCat("must lie in ", Text(all)), Text(whole));
   }
-  if (!Inside(spec.rows.value_or(whole), whole)) {
+  if (!spec.rows.value_or(whole).IsWithin(whole)) {
     return InvalidField("open.rows", absl::StrCat("must lie in ", Text(whole)), Text(*spec.rows));
   }
   return absl::OkStatus();
@@ -113,7 +109,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
 
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values) {
   const int64_t row_bytes = contribution.row_bytes();
-  if (!Inside(rows, contribution.rows)) {
+  if (!rows.IsWithin(contribution.rows)) {
     return InvalidField("payload", absl::StrCat("must have rows in ", Text(contribution.rows)), Text(rows));
   }
   if (static_cast<int64_t>(values.size()) != rows.size() * row_bytes) {

@@ -11,8 +11,9 @@
 namespace lossd::engine {
 namespace {
 
+// What was declared of the rows from `index` on; null if the declaration has no such values.
 template <typename T>
-const T* At(const std::vector<T>& values, size_t index) {
+const T* DeclaredAt(const std::vector<T>& values, size_t index) {
   return values.empty() ? nullptr : values.data() + index;
 }
 
@@ -95,12 +96,12 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.stands_in = true;
   slice.rows = gap.size();
   slice.hidden = memory;
-  slice.targets = At(declared_.targets, index);
-  slice.row_weights = At(declared_.row_weights, index);
+  slice.targets = DeclaredAt(declared_.targets, index);
+  slice.row_weights = DeclaredAt(declared_.row_weights, index);
   slice.grad_scale = stream.grad_scale();
-  slice.grad_loss = At(declared_.grad_loss, index);
-  slice.grad_lse = At(declared_.grad_lse, index);
-  slice.grad_entropy = At(declared_.grad_entropy, index);
+  slice.grad_loss = DeclaredAt(declared_.grad_loss, index);
+  slice.grad_lse = DeclaredAt(declared_.grad_lse, index);
+  slice.grad_entropy = DeclaredAt(declared_.grad_entropy, index);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, gap, slice);
   return slice;

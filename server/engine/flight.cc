@@ -12,8 +12,9 @@
 namespace lossd::engine {
 namespace {
 
+// Where the results of the rows from `index` on go; null if they are not wanted.
 template <typename T>
-T* At(std::vector<T>& values, bool wanted, size_t index) {
+T* PlaceIf(bool wanted, std::vector<T>& values, size_t index) {
   return wanted ? values.data() + index : nullptr;
 }
 
@@ -67,11 +68,11 @@ void Flight::MakeChunk() {
   if (wants.argmax) results_.argmax.resize(work_->rows);
   for (const Segment& segment : work_->segments) {
     kernels::Slice slice = segment.input;
-    slice.out = {.loss = At(results_.loss, segment.wants.loss, segment.index),
-                 .lse = At(results_.lse, segment.wants.lse, segment.index),
-                 .entropy = At(results_.entropy, segment.wants.entropy, segment.index),
-                 .target_logprob = At(results_.logprob, segment.wants.logprob, segment.index),
-                 .argmax = At(results_.argmax, segment.wants.argmax, segment.index)};
+    slice.out = {.loss = PlaceIf(segment.wants.loss, results_.loss, segment.index),
+                 .lse = PlaceIf(segment.wants.lse, results_.lse, segment.index),
+                 .entropy = PlaceIf(segment.wants.entropy, results_.entropy, segment.index),
+                 .target_logprob = PlaceIf(segment.wants.logprob, results_.logprob, segment.index),
+                 .argmax = PlaceIf(segment.wants.argmax, results_.argmax, segment.index)};
     slices_.push_back(slice);
   }
   const EngineContext& context = *head_.context;

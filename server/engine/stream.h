@@ -25,6 +25,8 @@ struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t size() const { return end - begin; }
+  // Whether this is a range, which may be empty, of rows of `outer`.
+  bool IsWithin(RowRange outer) const { return begin >= outer.begin && begin <= end && end <= outer.end; }
   friend bool operator==(const RowRange&, const RowRange&) = default;
 };
 

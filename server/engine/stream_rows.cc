@@ -16,16 +16,12 @@ namespace {
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
-bool Inside(RowRange inner, int64_t begin, int64_t end) {
-  return inner.begin >= begin && inner.begin <= inner.end && inner.end <= end;
-}
-
 absl::Status CheckRanges(const StreamSpec& spec) {
   if (spec.microbatch_rows < 0 || spec.microbatch_rows > kMaxRows) {
     return InvalidField("open.microbatch_rows", "must be in [0, 2^31 - 1]",
                         absl::StrCat(spec.microbatch_rows));
   }
-  if (!Inside(spec.rows, 0, spec.microbatch_rows)) {
+  if (!spec.rows.IsWithin({0, spec.microbatch_rows})) {
     return InvalidField("open.rows", absl::StrCat("must lie in [0, ", spec.microbatch_rows, ")"),
                         Text(spec.rows));
   }
@@ -245,7 +241,7 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
     return InvalidField(in_place ? "slice.in_region" : "payload",
                         absl::StrCat("must have at most ", errors::ExactBytes(most)), absl::StrCat(bytes));
   }
-  if (rows.begin >= rows.end || !Inside(rows, spec_.rows.begin, spec_.rows.end)) {
+  if (rows.begin >= rows.end || !rows.IsWithin(spec_.rows)) {
     return InvalidField("slice.rows", absl::StrCat("must be a non-empty range in ", Text(spec_.rows)),
                         Text(rows));
   }

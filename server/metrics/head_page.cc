@@ -11,8 +11,6 @@
 namespace lossd::metrics {
 namespace {
 
-constexpr size_t kEventsShown = 12;
-
 std::string LossText(const HeadMetrics::Step& step) {
   return step.loss.has_value() ? FormatNumber(*step.loss) : "-";
 }

@@ -14,8 +14,6 @@
 namespace lossd::metrics {
 namespace {
 
-constexpr size_t kEventsShown = 12;
-
 std::string LinkTo(absl::string_view head) {
   const std::string name = EscapeHtml(head);
   return absl::StrCat("<a href=\"/heads/", name, "\">", name, "</a>");

@@ -34,6 +34,7 @@ struct StatusPageOptions {
 class StatusPage {
  public:
   static constexpr size_t kMostRows = 100;
+  static constexpr size_t kEventsShown = 12;  // the latest, on either page
 
   // All outlive the page.
   StatusPage(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,

@@ -34,18 +34,6 @@ absl::Status Named(const absl::Status& status, const head::FolderBelow& folder) 
   return absl::Status(status.code(), absl::StrReplaceAll(status.message(), {{folder.path(), folder.name()}}));
 }
 
-v1::FileLine LineOf(const head::ManifestShard& shard) {
-  v1::FileLine line;
-  line.set_file_bytes(shard.file_bytes);
-  for (const head::ManifestTensor& tensor : shard.tensors) {
-    v1::TensorLine* const out = line.add_tensors();
-    out->set_name(tensor.name);
-    out->set_bytes(tensor.bytes);
-    out->set_checksum(tensor.checksum);
-  }
-  return line;
-}
-
 }  // namespace
 
 FileJob::FileJob(const WorkerFilesOptions& options, const WorkerFiles::Parts& parts,
@@ -183,7 +171,7 @@ absl::Status FileJob::Save(v1::Answer& answer) {
   const int threads = static_cast<int>(std::clamp<int64_t>(go_on->threads(), 1, kMostThreads));
   const auto lines = Write(*folder, *config, *files, threads);
   if (!lines.ok()) return Named(lines.status(), *folder);
-  for (const head::ManifestShard& line : *lines) *answer.add_lines() = LineOf(line);
+  for (const head::ManifestShard& line : *lines) *answer.add_lines() = ToProto(line);
   return absl::OkStatus();
 }
 

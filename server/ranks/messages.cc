@@ -263,4 +263,24 @@ kernels::SliceSums FromProto(const v1::SliceSums& sums) {
           .correct_rows = sums.correct_rows()};
 }
 
+v1::FileLine ToProto(const head::ManifestShard& shard) {
+  v1::FileLine line;
+  line.set_file_bytes(shard.file_bytes);
+  for (const head::ManifestTensor& tensor : shard.tensors) {
+    v1::TensorLine* const out = line.add_tensors();
+    out->set_name(tensor.name);
+    out->set_bytes(tensor.bytes);
+    out->set_checksum(tensor.checksum);
+  }
+  return line;
+}
+
+head::ManifestShard FromProto(const v1::FileLine& line) {
+  head::ManifestShard shard{.file_bytes = line.file_bytes()};
+  for (const v1::TensorLine& tensor : line.tensors()) {
+    shard.tensors.push_back({tensor.name(), tensor.bytes(), tensor.checksum()});
+  }
+  return shard;
+}
+
 }  // namespace lossd::ranks

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks send each other as the kernels' types, and back.
+// What the ranks send each other as types of the kernels and of checkpoints, and back.
 //
 // All functions are stateless and thread-safe. Both ends are of one version and one host order, and admitted;
 // what a message must not say is refused where it would be out of the range of an enumeration or an array.
@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/head/manifest.h"
 
 namespace lossd::ranks {
 
@@ -49,6 +50,10 @@ std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<
 
 v1::SliceSums ToProto(const kernels::SliceSums& sums);
 kernels::SliceSums FromProto(const v1::SliceSums& sums);
+
+// What the writer of a file knows of it: its size and tensors. The leader knows its name and classes.
+v1::FileLine ToProto(const head::ManifestShard& shard);
+head::ManifestShard FromProto(const v1::FileLine& line);
 
 absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value);
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/log/log.h"
+#include "server/ranks/messages.h"
 
 namespace lossd::ranks {
 namespace {
@@ -87,14 +88,6 @@ class FileWork {
   std::atomic<int64_t> read_bytes_{0}, written_bytes_{0};
 };
 
-head::ManifestShard LineOf(const v1::FileLine& line) {
-  head::ManifestShard shard{.file_bytes = line.file_bytes()};
-  for (const v1::TensorLine& tensor : line.tensors()) {
-    shard.tensors.push_back({tensor.name(), tensor.bytes(), tensor.checksum()});
-  }
-  return shard;
-}
-
 class RankSave final : public head::SaveSite {
  public:
   RankSave(RankFiles* files, std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
@@ -134,7 +127,7 @@ class RankSave final : public head::SaveSite {
     const absl::StatusOr<v1::Answer> answer = work_.Await();
     if (!answer.ok()) return answer.status();
     std::vector<head::ManifestShard> lines;
-    for (const v1::FileLine& line : answer->lines()) lines.push_back(LineOf(line));
+    for (const v1::FileLine& line : answer->lines()) lines.push_back(FromProto(line));
     return lines;
   }
 

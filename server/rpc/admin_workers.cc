@@ -15,10 +15,10 @@ using engine::FairShare;
 constexpr int kLookThreads = 2;
 constexpr absl::string_view kLongTasks = "long";
 
-std::string PeerKey(const AdminTask& task) { return absl::StrCat("peer ", task.peer); }
+std::string KeyOfPeer(const AdminTask& task) { return absl::StrCat("peer ", task.peer); }
 
 // Tasks that take turns on a head.
-std::string HeadKey(const AdminTask& task) {
+std::string KeyOfHead(const AdminTask& task) {
   switch (task.kind) {
     case AdminKind::kRead:
       return absl::StrCat("read ", task.head);
@@ -90,16 +90,16 @@ void AdminWorkers::Count(const AdminTask& task, int change) {
     if (it->second == 0) running_.erase(it);
   };
   if (task.kind == AdminKind::kLook) return;
-  if (!task.peer.empty()) add(PeerKey(task));
-  if (!task.head.empty()) add(HeadKey(task));
+  if (!task.peer.empty()) add(KeyOfPeer(task));
+  if (!task.head.empty()) add(KeyOfHead(task));
   if (task.kind == AdminKind::kLong) add(std::string(kLongTasks));
 }
 
 bool AdminWorkers::MayRun(const AdminTask& task) const {
   const int64_t half = std::max(1, options_.threads / 2);
   if (task.kind == AdminKind::kLong && Running(std::string(kLongTasks)) >= half) return false;
-  if (options_.peer_share < 1.0 && !task.peer.empty() && Running(PeerKey(task)) >= half) return false;
-  return task.head.empty() || Running(HeadKey(task)) < MostOfHead(task.kind);
+  if (options_.peer_share < 1.0 && !task.peer.empty() && Running(KeyOfPeer(task)) >= half) return false;
+  return task.head.empty() || Running(KeyOfHead(task)) < MostOfHead(task.kind);
 }
 
 AdminWorkers::Queue::iterator AdminWorkers::Next(bool looks) {
@@ -108,7 +108,7 @@ AdminWorkers::Queue::iterator AdminWorkers::Next(bool looks) {
   for (auto it = queue_.begin(); it != queue_.end(); ++it) {
     if ((it->task.kind == AdminKind::kLook) != looks) continue;
     if (looks) return it;
-    const int64_t running = it->task.peer.empty() ? 0 : Running(PeerKey(it->task));
+    const int64_t running = it->task.peer.empty() ? 0 : Running(KeyOfPeer(it->task));
     if (running < fewest && MayRun(it->task)) {
       best = it;
       fewest = running;

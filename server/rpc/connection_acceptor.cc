@@ -37,10 +37,6 @@ std::string TextOf(const sockaddr_storage& address, int descriptor) {
   return text;
 }
 
-void SetOption(int descriptor, int level, int option, int value) {
-  setsockopt(descriptor, level, option, &value, sizeof(value));
-}
-
 // The number of a socket; 0 if the descriptor is not open.
 uint64_t InodeOf(int descriptor) {
   struct stat status = {};
@@ -101,9 +97,9 @@ void ConnectionAcceptor::AcceptFrom(int listener) {
     return;
   }
   if (from.ss_family != AF_UNIX) {
-    SetOption(descriptor, IPPROTO_TCP, TCP_NODELAY, 1);
-    SetOption(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT,
-              static_cast<int>(absl::ToInt64Milliseconds(limits_.dead_peer_timeout)));
+    SetSocketOption(descriptor, IPPROTO_TCP, TCP_NODELAY, 1);
+    SetSocketOption(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT,
+                    static_cast<int>(absl::ToInt64Milliseconds(limits_.dead_peer_timeout)));
   }
   take_(listener, descriptor);
 }

@@ -33,20 +33,16 @@ uint16_t& PortOf(sockaddr* address) {
   return reinterpret_cast<sockaddr_in6*>(address)->sin6_port;
 }
 
-void SetOption(int descriptor, int level, int option, int value) {
-  setsockopt(descriptor, level, option, &value, sizeof(value));
-}
-
 // A socket that listens on `address`, whose port becomes the one that was bound; -1 and errno if there is
 // none.
 int ListenOn(sockaddr* address, socklen_t size) {
   const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return -1;
-  SetOption(descriptor, SOL_SOCKET, SO_REUSEADDR, 1);
+  SetSocketOption(descriptor, SOL_SOCKET, SO_REUSEADDR, 1);
   if (address->sa_family == AF_INET6) {
     // [::] takes IPv4 too, as gRPC's own listener does.
     const bool any = IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<sockaddr_in6*>(address)->sin6_addr);
-    SetOption(descriptor, IPPROTO_IPV6, IPV6_V6ONLY, any ? 0 : 1);
+    SetSocketOption(descriptor, IPPROTO_IPV6, IPV6_V6ONLY, any ? 0 : 1);
   }
   if (bind(descriptor, address, size) == 0 && listen(descriptor, kBacklog) == 0 &&
       getsockname(descriptor, address, &size) == 0) {
@@ -88,6 +84,10 @@ absl::Status RemoveStale(const std::string& path, const sockaddr_un& address, in
 }
 
 }  // namespace
+
+void SetSocketOption(int descriptor, int level, int option, int value) {
+  setsockopt(descriptor, level, option, &value, sizeof(value));
+}
 
 absl::StatusOr<std::vector<ListeningSocket>> ListeningSocket::OpenTcp(const std::string& host, int port) {
   absl::string_view name = host;

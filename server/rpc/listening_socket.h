@@ -51,6 +51,9 @@ class ListeningSocket {
   uint64_t inode_ = 0;  // of the file: another one at the path is not this socket's
 };
 
+// Sets an option that is a number. Where the system does not know it, the socket stays as it is.
+void SetSocketOption(int descriptor, int level, int option, int value);
+
 }  // namespace lossd::rpc
 
 #endif  // LOSSD_SERVER_RPC_LISTENING_SOCKET_H_

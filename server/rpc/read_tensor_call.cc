@@ -14,7 +14,7 @@
 namespace lossd::rpc {
 namespace {
 
-constexpr absl::string_view kRead = "ReadTensor";
+constexpr absl::string_view kReadTensor = "ReadTensor";
 constexpr int64_t kMessageBytes = int64_t{4} << 20;
 
 }  // namespace
@@ -28,7 +28,7 @@ ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
 
 void ReadTensorCall::OnRequest(const grpc::ByteBuffer& request) {
   AdmittedCall admitted;
-  absl::Status status = AdmitTensorCall(environment_, *context(), this, kRead, &admitted, &peer_);
+  absl::Status status = AdmitTensorCall(environment_, *context(), this, kReadTensor, &admitted, &peer_);
   if (status.ok()) status = wire::Decode(request, &request_).status();
   if (!status.ok()) return End(std::move(status));
   identity_ = admitted.identity;
@@ -110,7 +110,7 @@ void ReadTensorCall::OnWriteDone(bool ok) {
 }
 
 void ReadTensorCall::End(absl::Status status) {
-  Finish(EndedTensorCall(environment_, kRead, std::move(status)));
+  Finish(EndedTensorCall(environment_, kReadTensor, std::move(status)));
 }
 
 absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
