@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
+#include "client/cpp/server_sent.h"
 #include "client/cpp/step_errors.h"
 
 namespace lossd::client::internal {
@@ -21,14 +22,13 @@ AnswerCheck::AnswerCheck(HeadCache* head_cache, std::string head, std::optional<
 absl::Status AnswerCheck::CheckStep(const v1::HeadState& state) {
   if (!accumulates_) return head_cache_->Check(*at_, GradientsId::Of(state));
   if (state.step() != at_->step) {
-    return absl::InternalError(
-        absl::StrCat("server sent step ", state.step(), " in answer to step ", at_->step));
+    return ServerSent("step ", state.step(), " in answer to step ", at_->step);
   }
   return head_cache_->NoteAccumulation(*at_, GradientsId::Of(state));
 }
 
 absl::Status AnswerCheck::Accept(const v1::HeadState& state) {
-  if (state.incarnation() == 0) return absl::InternalError("server sent incarnation 0");
+  if (state.incarnation() == 0) return ServerSent("incarnation 0");
   if (at_.has_value()) {
     if (absl::Status status = CheckStep(state); !status.ok()) return status;
   }

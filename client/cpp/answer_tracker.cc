@@ -3,14 +3,14 @@
 
 #include <iterator>
 
-#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/server_sent.h"
 
 namespace lossd::client::internal {
 namespace {
 
-absl::Status ServerSent(Rows rows, absl::string_view what) {
-  return absl::InternalError(
-      absl::StrCat("server sent results of rows [", rows.begin, ", ", rows.end, ")", what));
+absl::Status ServerSentRows(Rows rows, absl::string_view what) {
+  return ServerSent("results of rows [", rows.begin, ", ", rows.end, ")", what);
 }
 
 }  // namespace
@@ -44,22 +44,22 @@ absl::Status AnswerTracker::Take(const v1::RowRange& range) {
 
 absl::Status AnswerTracker::TakeExactly(Rows rows) {
   const auto done = answered_.find(rows.begin);
-  if (done != answered_.end() && done->second == rows.end) return ServerSent(rows, " twice");
+  if (done != answered_.end() && done->second == rows.end) return ServerSentRows(rows, " twice");
   const auto it = open_.find(rows.begin);
   if (it == open_.end() || it->second != rows.end)
-    return ServerSent(rows, ", which are no slice of this call");
+    return ServerSentRows(rows, ", which are no slice of this call");
   open_.erase(it);
   return absl::OkStatus();
 }
 
 absl::Status AnswerTracker::TakeWithin(Rows rows) {
   if (rows.begin >= rows.end || rows.begin < range_.begin || rows.end > range_.end) {
-    return ServerSent(rows, ", which are not in this call");
+    return ServerSentRows(rows, ", which are not in this call");
   }
   const auto next = answered_.lower_bound(rows.begin);
   const bool overlaps_next = next != answered_.end() && next->first < rows.end;
   const bool overlaps_previous = next != answered_.begin() && std::prev(next)->second > rows.begin;
-  if (overlaps_next || overlaps_previous) return ServerSent(rows, " twice");
+  if (overlaps_next || overlaps_previous) return ServerSentRows(rows, " twice");
   return absl::OkStatus();
 }
 

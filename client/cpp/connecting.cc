@@ -16,8 +16,8 @@
 namespace lossd::client::internal {
 namespace {
 
-constexpr absl::Duration kPatience =
-    absl::Milliseconds(500);                                // before the reason for a silence is looked for
+// Before the reason for a silence is looked for.
+constexpr absl::Duration kSilencePatience = absl::Milliseconds(500);
 constexpr absl::Duration kRound = absl::Seconds(5);         // before the next looks
 constexpr absl::Duration kPause = absl::Milliseconds(200);  // before the next call
 
@@ -78,7 +78,7 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
                                                   const ChannelCredentials& credentials,
                                                   const ClientOptions& options, absl::Time deadline) {
   for (bool first = true;; first = false) {
-    const absl::Time end = std::min(deadline, absl::Now() + (first ? kPatience : kRound));
+    const absl::Time end = std::min(deadline, absl::Now() + (first ? kSilencePatience : kRound));
     absl::StatusOr<v1::ServerDescription> server = Ask(channel, end, /*wait_for_ready=*/!first);
     if (server.ok()) return server;
     // A server that tells nothing to this client may still say whether it serves; other calls will say why.

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/server_sent.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -121,8 +122,7 @@ class ForwardWork : public LossWork {
 
   absl::Status Conclude(LossResult* total) const override {
     if (total->valid_rows != valid_rows_) {
-      return absl::InternalError(absl::StrCat("server sent a count of ", total->valid_rows, " valid rows; ",
-                                              valid_rows_, " were sent"));
+      return ServerSent("a count of ", total->valid_rows, " valid rows; ", valid_rows_, " were sent");
     }
     if (options_.reduction == v1::REDUCTION_MEAN) total->normalizer = Normalizer();
     total->loss = valid_rows_ > 0 ? total->loss_sum / total->normalizer : 0.0;

@@ -12,7 +12,7 @@ namespace lossd::client {
 namespace internal {
 namespace {
 
-constexpr absl::Duration kPatience = absl::Seconds(5);  // with the region socket
+constexpr absl::Duration kSocketPatience = absl::Seconds(5);  // with the region socket
 
 }  // namespace
 
@@ -131,7 +131,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> RegionSource::Open(uint64_t bytes,
     *socket = *std::move(told);
   }
   if (socket->empty()) return absl::UnavailableError("no shared memory: the server offers none");
-  return SharedRegion::Open(*socket, bytes, kPatience, device_);
+  return SharedRegion::Open(*socket, bytes, kSocketPatience, device_);
 }
 
 TransportChoice RegionSource::choice() const {

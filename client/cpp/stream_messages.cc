@@ -8,15 +8,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/server_sent.h"
 #include "kernels/errors/bytes.h"
 
 namespace lossd::client::internal {
 namespace {
-
-template <typename... Args>
-absl::Status ServerSent(const Args&... args) {
-  return absl::InternalError(absl::StrCat("server sent ", args...));
-}
 
 std::string Text(const v1::RowRange& rows) {
   return absl::StrCat("rows [", rows.begin(), ", ", rows.end(), ")");

@@ -6,17 +6,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/argument_error.h"
+#include "client/cpp/server_sent.h"
 #include "kernels/errors/bytes.h"
 
 namespace lossd::client::internal {
 namespace {
 
 constexpr uint64_t kWriteBytes = 1 << 20;  // of payload per message
-
-template <typename... Args>
-absl::Status ServerSent(const Args&... args) {
-  return absl::InternalError(absl::StrCat("server sent ", args...));
-}
 
 }  // namespace
 

@@ -17,9 +17,9 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/cpp/client.h"
+#include "client/cpp/server_sent.h"
 #include "lossd/v1/head.pb.h"
 #include "proto/wire/payload_codec.h"
 
@@ -48,12 +48,12 @@ grpc::ByteBuffer EncodeRows(const Open& open, absl::Span<const char> payload, ui
 template <typename Response>
 absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers) {
   if (answers.size() != 1) {
-    return absl::InternalError(absl::StrCat("server sent ", answers.size(), " answers to one tensor"));
+    return ServerSent(answers.size(), " answers to one tensor");
   }
   Response response;
   const absl::StatusOr<wire::PayloadView> payload = wire::Decode(answers[0], &response);
   if (payload.ok()) return response;
-  return absl::InternalError(absl::StrCat("server sent an unreadable message: ", payload.status().message()));
+  return ServerSent("an unreadable message: ", payload.status().message());
 }
 
 // Puts the slices of ReadTensor calls where they belong: of one call, or of several that read the rows piece
