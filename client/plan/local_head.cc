@@ -4,12 +4,10 @@
 #include <algorithm>
 #include <bit>
 
+#include "client/plan/arithmetic.h"
+
 namespace lossd::plan {
 namespace {
-
-constexpr int64_t kHalf = 2;  // bytes of a bf16 number
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of a block of Liger's: so many blocks that their logits take about as much memory as the hidden
 // states.

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <numeric>
 
+#include "client/plan/arithmetic.h"
+
 namespace lossd::plan {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Layers over stages as evenly as they go, the first stages with one more.
 std::vector<int64_t> Even(int64_t layers, int stages) {

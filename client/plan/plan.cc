@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/plan/arithmetic.h"
 #include "kernels/cuda/heads/head_plan.h"
 #include "kernels/errors/field_error.h"
 
@@ -17,9 +18,8 @@ using kernels::Logits;
 using kernels::MemoryKind;
 using kernels::Split;
 
-constexpr int64_t kHalf = 2;  // bytes of a bf16 number
 constexpr int64_t kMostTrainers = 1 << 20;
-constexpr int kMostGpus = 1024;
+constexpr int kMostServerGpus = 1024;
 
 absl::Status CheckPipeline(const Request& r) {
   constexpr int kMostStages = 4096;
@@ -37,7 +37,7 @@ absl::Status CheckPipeline(const Request& r) {
   return absl::OkStatus();
 }
 
-absl::Status Check(const Request& r) {
+absl::Status CheckRequest(const Request& r) {
   if (absl::Status status = Validate(r.model); !status.ok()) return status;
   const auto range = [](const char* name, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
@@ -46,7 +46,7 @@ absl::Status Check(const Request& r) {
   constexpr int64_t kMostRows = int64_t{1} << 40, kMostBytes = int64_t{1} << 50;
   for (const absl::Status& status :
        {range("rows", r.rows, 1, kMostRows), range("microbatch", r.microbatch, 1, r.rows),
-        range("trainers", r.trainers, 1, kMostTrainers), range("gpus", r.gpus, 1, kMostGpus),
+        range("trainers", r.trainers, 1, kMostTrainers), range("gpus", r.gpus, 1, kMostServerGpus),
         range("memory", r.memory_bytes, 0, kMostBytes),
         range("stage_memory", r.stage_bytes, 0, kMostBytes)}) {
     if (!status.ok()) return status;
@@ -84,7 +84,7 @@ kernels::HeadConfig ConfigOf(const Request& r, Logits logits, Split split) {
           .split = split};
 }
 
-absl::StatusOr<DeviceMemory> MemoryOf(const Request& r, const Card& card, Logits logits, Split split) {
+absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& r, const Card& card, Logits logits, Split split) {
   // The first GPU has as much as any other.
   const absl::StatusOr<kernels::cuda::HeadPlan> plan =
       kernels::cuda::PlanHead(ConfigOf(r, logits, split), DeviceOf(card, {0, r.gpus}));
@@ -265,7 +265,7 @@ absl::StatusOr<TrainerMemory> TrainerMemoryOf(const Request& r) {
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) {
-  if (absl::Status status = Check(request); !status.ok()) return status;
+  if (absl::Status status = CheckRequest(request); !status.ok()) return status;
   Plan plan;
   plan.request = request;
   Request& r = plan.request;
@@ -274,7 +274,7 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
     for (const Split split : {Split::kRows, Split::kVocabulary}) {
       if (r.gpus == 1 && split != Split::kRows) continue;
       absl::StatusOr<DeviceMemory> device =
-          MemoryOf(r, measured.card, logits, r.gpus == 1 ? Split::kAny : split);
+          DeviceMemoryOf(r, measured.card, logits, r.gpus == 1 ? Split::kAny : split);
       if (!device.ok()) return device.status();
       plan.server.push_back(*std::move(device));
     }

@@ -5,13 +5,12 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "client/plan/arithmetic.h"
 #include "client/plan/parameters.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {
 namespace {
-
-constexpr int64_t kHalf = 2;  // bytes of a 16-bit number
 
 absl::Status Range(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return absl::OkStatus();
@@ -19,7 +18,7 @@ absl::Status Range(const char* name, int64_t value, int64_t least, int64_t most)
 }
 
 // No sum or product of what passes overflows.
-absl::Status Check(const Model& model, const TrainerShape& shape) {
+absl::Status CheckShape(const Model& model, const TrainerShape& shape) {
   constexpr int64_t kMostGpus = int64_t{1} << 20, kMostMemory = int64_t{1} << 42;
   constexpr int64_t kMostParameters = int64_t{1} << 50, kMostActivations = int64_t{1} << 44;
   constexpr int64_t kMostLogit = 64, kMostLayers = int64_t{1} << 16;
@@ -59,16 +58,16 @@ absl::Status CheckRows(const TrainerShape& shape, int64_t row_bytes) {
   return Range("trainer_rows", shape.rows, 1, (int64_t{1} << 61) / row_bytes);
 }
 
-int64_t StateBytes(const TrainerShape& shape, int64_t parameters) {
+int64_t ModelStateBytes(const TrainerShape& shape, int64_t parameters) {
   return std::llround(static_cast<double>(parameters) * shape.bytes_per_parameter);
 }
 
-HeadMemory MemoryOf(const Model& model, const TrainerShape& shape, TrainerHead head) {
+HeadMemory HeadMemoryOf(const Model& model, const TrainerShape& shape, TrainerHead head) {
   const bool on_server = head == TrainerHead::kServer;
   const int64_t row_logits = head == TrainerHead::kStoredLogits ? model.vocab * shape.logit_bytes : 0;
   HeadMemory memory;
   memory.head = head;
-  memory.state_bytes = StateBytes(shape, shape.parameters - (on_server ? shape.head_parameters : 0));
+  memory.state_bytes = ModelStateBytes(shape, shape.parameters - (on_server ? shape.head_parameters : 0));
   memory.activation_bytes = shape.rows * shape.activation_bytes;
   memory.logit_bytes = shape.rows * row_logits;
   const int64_t room = shape.gpus * shape.memory_bytes - memory.state_bytes;
@@ -91,7 +90,7 @@ absl::string_view Name(TrainerHead head) {
 }
 
 absl::StatusOr<TrainerMemory> MemoryOfTrainer(const Model& model, const TrainerShape& shape) {
-  if (absl::Status status = Check(model, shape); !status.ok()) return status;
+  if (absl::Status status = CheckShape(model, shape); !status.ok()) return status;
   TrainerMemory memory;
   memory.shape = shape;
   TrainerShape& settled = memory.shape;
@@ -99,7 +98,7 @@ absl::StatusOr<TrainerMemory> MemoryOfTrainer(const Model& model, const TrainerS
   const int64_t row_bytes = settled.activation_bytes + model.vocab * settled.logit_bytes;
   if (absl::Status status = CheckRows(settled, row_bytes); !status.ok()) return status;
   std::transform(kTrainerHeads.begin(), kTrainerHeads.end(), memory.heads.begin(),
-                 [&](TrainerHead head) { return MemoryOf(model, settled, head); });
+                 [&](TrainerHead head) { return HeadMemoryOf(model, settled, head); });
   return memory;
 }
 
