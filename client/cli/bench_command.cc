@@ -48,7 +48,7 @@ const std::map<std::string, std::string>& Transports() {
   return *words;
 }
 
-struct Flags {
+struct BenchFlags {
   std::string head;
   Data data = Data::kRandom;
   bool overwrite_weight = false;
@@ -71,7 +71,7 @@ struct Flags {
 // states and gradients are on a GPU, or on the host (nullopt).
 class Bench {
  public:
-  Bench(const Flags& flags, const HiddenRows& rows, RowBuffer hidden, std::optional<int> gpu,
+  Bench(const BenchFlags& flags, const HiddenRows& rows, RowBuffer hidden, std::optional<int> gpu,
         const v1::HeadDescription& head, client::Client* client)
       : flags_(flags),
         rows_(rows),
@@ -176,7 +176,7 @@ class Bench {
     std::fputs("\r\033[K", stderr);
   }
 
-  const Flags& flags_;
+  const BenchFlags& flags_;
   const HiddenRows& rows_;
   RowBuffer hidden_;  // the same for all threads, which read it
   const std::optional<int> gpu_;
@@ -195,7 +195,7 @@ class Bench {
   int ended_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-absl::Status CheckHead(const Flags& flags, const v1::HeadDescription& head) {
+absl::Status CheckHead(const BenchFlags& flags, const v1::HeadDescription& head) {
   if (flags.what != What::kAll || flags.force || head.step_rows() == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "head \"", flags.head, "\" holds gradients of ", head.step_rows(),
@@ -203,7 +203,8 @@ absl::Status CheckHead(const Flags& flags, const v1::HeadDescription& head) {
 }
 
 // Real rows need the weight that belongs to them, which replaces the head's.
-absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec, client::Client& client) {
+absl::StatusOr<HiddenRows> MakeBenchRows(const BenchFlags& flags, const v1::HeadSpec& spec,
+                                         client::Client& client) {
   if (flags.data == Data::kRandom) {
     return RandomRows(flags.rows, spec.hidden_size(), spec.vocab_size(), flags.dtype, flags.seed);
   }
@@ -220,7 +221,8 @@ absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec
   return MakeRealRows(*real, flags.dtype);
 }
 
-BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::ConnectionChoice& connections) {
+BenchSetup SetupOf(const BenchFlags& flags, const HiddenRows& rows,
+                   const client::ConnectionChoice& connections) {
   return {flags.head,
           NameOf(DataKinds(), flags.data),
           NameOf(Whats(), flags.what),
@@ -232,7 +234,7 @@ BenchSetup SetupOf(const Flags& flags, const HiddenRows& rows, const client::Con
           flags.loss.slice_bytes};
 }
 
-client::ClientOptions OptionsOf(const Flags& flags) {
+client::ClientOptions OptionsOf(const BenchFlags& flags) {
   client::ClientOptions options = flags.connection;
   if (flags.shared_memory_bytes.has_value())
     options.shared_memory_bytes = static_cast<int64_t>(*flags.shared_memory_bytes);
@@ -241,7 +243,7 @@ client::ClientOptions OptionsOf(const Flags& flags) {
 
 // Where rows are to be: with CUDA IPC on a GPU, the server's unless told otherwise, else on the host
 // (nullopt).
-absl::StatusOr<std::optional<int>> PlaceOfRows(const Flags& flags, client::Client& client,
+absl::StatusOr<std::optional<int>> PlaceOfRows(const BenchFlags& flags, client::Client& client,
                                                absl::Duration timeout) {
   if (flags.connection.transport != "cuda_ipc") return std::nullopt;
   if (flags.gpu.has_value()) {
@@ -255,7 +257,7 @@ absl::StatusOr<std::optional<int>> PlaceOfRows(const Flags& flags, client::Clien
   return *gpu;
 }
 
-absl::Status RunBench(Context* context, const Flags& flags) {
+absl::Status RunBench(Context* context, const BenchFlags& flags) {
   if (flags.gpu.has_value() && flags.connection.transport != "cuda_ipc")
     return errors::FieldError("--gpu", "come with --transport cuda_ipc", *flags.gpu);
   const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
@@ -267,7 +269,7 @@ absl::Status RunBench(Context* context, const Flags& flags) {
   const int copies = flags.what == What::kLoss ? 1 : 1 + flags.in_flight;
   absl::Status room = CheckRoom("--rows", flags.rows, head->spec().hidden_size(), flags.dtype, copies);
   if (!room.ok()) return room;
-  const absl::StatusOr<HiddenRows> rows = MakeRows(flags, head->spec(), **client);
+  const absl::StatusOr<HiddenRows> rows = MakeBenchRows(flags, head->spec(), **client);
   if (!rows.ok()) return rows.status();
 
   const absl::StatusOr<std::optional<int>> gpu = PlaceOfRows(flags, **client, context->timeout());
@@ -300,7 +302,7 @@ absl::Status RunBench(Context* context, const Flags& flags) {
 
 void AddBenchCommand(CLI::App* app, Context* context) {
   CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with made-up rows");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<BenchFlags>();
   AddHead(bench, &flags->head);
   AddWord(bench, "--what", &flags->what, Whats(),
           "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards [all]");

@@ -75,7 +75,7 @@ absl::Status RunSave(Context* context, const SaveFlags& flags, client::Client& c
 }
 
 // In UTC.
-std::string TimeText(int64_t unix_seconds) {
+std::string UtcText(int64_t unix_seconds) {
   if (unix_seconds == 0) return "";
   return absl::FormatTime("%Y-%m-%d %H:%M:%SZ", absl::FromUnixSeconds(unix_seconds), absl::UTCTimeZone());
 }
@@ -92,7 +92,7 @@ nlohmann::ordered_json InfoJson(const v1::CheckpointInfo& info) {
           {"incarnation", HumanIncarnation(info.incarnation())}};
 }
 
-absl::Status RunList(Context* context, const std::string& head, client::Client& client) {
+absl::Status RunListCheckpoints(Context* context, const std::string& head, client::Client& client) {
   const absl::StatusOr<v1::ListCheckpointsResponse> list = client.ListCheckpoints(head, context->timeout());
   if (!list.ok()) return list.status();
   if (context->json) {
@@ -115,7 +115,7 @@ absl::Status RunList(Context* context, const std::string& head, client::Client& 
     std::vector<std::string> cells = {info.checkpoint(), "", "", style.Paint(Tone::kBad, info.error())};
     if (info.error().empty()) {
       cells = {info.checkpoint(), HumanCount(info.step()), HumanBytes(static_cast<double>(info.bytes())),
-               TimeText(info.saved_unix_seconds()), info.automatic() ? "server" : "client"};
+               UtcText(info.saved_unix_seconds()), info.automatic() ? "server" : "client"};
       if (style.wide) cells.insert(cells.end(), {Shape(info.spec()), HumanIncarnation(info.incarnation())});
     }
     cells.resize(columns.size());
@@ -171,7 +171,8 @@ void AddCheckpointCommands(CLI::App* app, Context* context) {
 
   CLI::App* list = app->add_subcommand("checkpoints", "List the checkpoints on the server");
   list->add_option("HEAD", *head, "Of this head alone")->type_name("");
-  SetClientAction(list, context, [=](client::Client& client) { return RunList(context, *head, client); });
+  SetClientAction(list, context,
+                  [=](client::Client& client) { return RunListCheckpoints(context, *head, client); });
 }
 
 }  // namespace lossd::cli

@@ -5,7 +5,6 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
@@ -13,19 +12,14 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "client/cli/contexts.h"
+#include "client/cli/environment.h"
 #include "client/cli/http_address.h"
+#include "client/cli/json.h"
 #include "client/cli/yaml.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
-
-std::string Variable(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
 
 const std::string& FirstOf(const std::string& a, const std::string& b) { return a.empty() ? b : a; }
 
@@ -47,9 +41,9 @@ absl::Status Context::Settle() {
     server = flags.server;
   } else if (!flags.context.empty()) {
     if (absl::Status status = UseContext(path, flags.context); !status.ok()) return status;
-  } else if (const std::string named = Variable("LOSSD_SERVER"); !named.empty()) {
+  } else if (const std::string named = EnvironmentVariable("LOSSD_SERVER"); !named.empty()) {
     server = named;
-  } else if (absl::Status status = UseContext(path, Variable("LOSSD_CONTEXT")); !status.ok()) {
+  } else if (absl::Status status = UseContext(path, EnvironmentVariable("LOSSD_CONTEXT")); !status.ok()) {
     return status;
   }
   // What options and environment say goes before the context's. A certificate and its key are a pair.
@@ -85,7 +79,7 @@ absl::Status Context::UseContext(const std::string& path, const std::string& nam
   credentials.ca = PathBeside(path, named.ca);
   credentials.cert = PathBeside(path, named.cert);
   credentials.key = PathBeside(path, named.key);
-  if (named.token_file.empty() || !Variable("LOSSD_TOKEN").empty()) return absl::OkStatus();
+  if (named.token_file.empty() || !EnvironmentVariable("LOSSD_TOKEN").empty()) return absl::OkStatus();
   absl::StatusOr<std::string> token = ReadTokenFile(PathBeside(path, named.token_file));
   if (!token.ok()) return token.status();
   credentials.token = *std::move(token);

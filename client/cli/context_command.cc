@@ -9,6 +9,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/contexts.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 #include "client/cli/options.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
@@ -16,9 +17,7 @@
 namespace lossd::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-struct Flags {
+struct ContextFlags {
   std::string name;
   std::string token_file, http;
   bool use = false, replace = false, none = false;
@@ -37,7 +36,7 @@ absl::Status Missing(const std::string& path, const std::string& name) {
                                {"context", "must be one that was added", name});
 }
 
-Json ToJson(const std::string& name, const NamedServer& server) {
+Json ContextJson(const std::string& name, const NamedServer& server) {
   Json json = {{"name", name}, {"server", server.server}};
   const auto add = [&json](const char* field, const std::string& value) {
     if (!value.empty()) json[field] = value;
@@ -56,14 +55,14 @@ std::string Proof(const NamedServer& server) {
   return server.token_file.empty() ? "none" : "token";
 }
 
-absl::Status RunList(const Context& context) {
+absl::Status RunListContexts(const Context& context) {
   const absl::StatusOr<std::string> path = File();
   if (!path.ok()) return path.status();
   const absl::StatusOr<Contexts> contexts = ReadContexts(*path);
   if (!contexts.ok()) return contexts.status();
   if (context.json) {
     Json list = Json::array();
-    for (const auto& [name, server] : contexts->by_name) list.push_back(ToJson(name, server));
+    for (const auto& [name, server] : contexts->by_name) list.push_back(ContextJson(name, server));
     context.PrintJson({{"file", *path}, {"current", contexts->current}, {"contexts", list}});
     return absl::OkStatus();
   }
@@ -123,7 +122,7 @@ void Report(const Context& context, const std::string& what, const std::string& 
   context.Print(absl::StrCat(what, " context \"", name, "\"\n"));
 }
 
-absl::Status RunUse(const Context& context, const Flags& flags) {
+absl::Status RunUse(const Context& context, const ContextFlags& flags) {
   const absl::StatusOr<std::string> path = File();
   if (!path.ok()) return path.status();
   const absl::Status status = ChangeContexts(*path, [&](Contexts* contexts) {
@@ -135,7 +134,7 @@ absl::Status RunUse(const Context& context, const Flags& flags) {
   return status;
 }
 
-absl::Status RunRemove(const Context& context, const Flags& flags) {
+absl::Status RunRemove(const Context& context, const ContextFlags& flags) {
   const absl::StatusOr<std::string> path = File();
   if (!path.ok()) return path.status();
   const absl::Status status = ChangeContexts(*path, [&](Contexts* contexts) {
@@ -156,7 +155,7 @@ absl::StatusOr<std::string> Absolute(const std::string& file) {
   return path.lexically_normal().string();
 }
 
-absl::StatusOr<NamedServer> MakeServer(const Context& context, const Flags& flags) {
+absl::StatusOr<NamedServer> MakeServer(const Context& context, const ContextFlags& flags) {
   NamedServer server{.server = context.flags.server, .http = flags.http};
   for (const auto& [file, member] :
        {std::pair(context.flags.ca, &NamedServer::ca), std::pair(context.flags.cert, &NamedServer::cert),
@@ -177,7 +176,7 @@ absl::StatusOr<NamedServer> MakeServer(const Context& context, const Flags& flag
   return server;
 }
 
-absl::Status RunAdd(const Context& context, const Flags& flags) {
+absl::Status RunAdd(const Context& context, const ContextFlags& flags) {
   const absl::StatusOr<std::string> path = File();
   if (!path.ok()) return path.status();
   if (absl::Status status = CheckContextName(flags.name); !status.ok()) return status;
@@ -212,7 +211,7 @@ void SetAction(CLI::App* command, Context* context, Run run) {
   command->callback([context, run] { context->action = run; });
 }
 
-CLI::Option* AddName(CLI::App* command, Flags* flags, const char* description) {
+CLI::Option* AddName(CLI::App* command, ContextFlags* flags, const char* description) {
   return command->add_option("CONTEXT", flags->name, description)->type_name("");
 }
 
@@ -225,10 +224,10 @@ void AddContextCommand(CLI::App* app, Context* context) {
   group->footer(
       "They are in the file that LOSSD_CONFIG names, else in lossd/contexts.json in XDG_CONFIG_HOME or "
       "~/.config.");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<ContextFlags>();
 
   CLI::App* list = group->add_subcommand("list", "List the contexts");
-  SetAction(list, context, [=] { return RunList(*context); });
+  SetAction(list, context, [=] { return RunListContexts(*context); });
 
   CLI::App* use = group->add_subcommand("use", "Make a context the current one");
   CLI::Option* used = AddName(use, flags.get(), "Its name");

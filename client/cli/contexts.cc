@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdlib>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -11,14 +10,14 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/cli/environment.h"
+#include "client/cli/json.h"
 #include "client/cli/private_file.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 constexpr size_t kMaxFileBytes = size_t{1} << 20;
 constexpr size_t kMaxContexts = 1000;
@@ -226,14 +225,10 @@ std::string TextOf(const Contexts& contexts) {
 }  // namespace
 
 std::string ContextsPath() {
-  const auto variable = [](const char* name) {
-    const char* const value = std::getenv(name);
-    return std::string(value == nullptr ? "" : value);
-  };
-  if (const std::string path = variable("LOSSD_CONFIG"); !path.empty()) return path;
-  std::string folder = variable("XDG_CONFIG_HOME");
+  if (const std::string path = EnvironmentVariable("LOSSD_CONFIG"); !path.empty()) return path;
+  std::string folder = EnvironmentVariable("XDG_CONFIG_HOME");
   if (folder.empty() || folder.front() != '/') {  // the XDG rules have relative ones ignored
-    const std::string home = variable("HOME");
+    const std::string home = EnvironmentVariable("HOME");
     if (home.empty()) return "";
     folder = absl::StrCat(home, "/.config");
   }

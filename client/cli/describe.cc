@@ -10,14 +10,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 #include "client/cli/names.h"
 
 namespace lossd::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-std::string MemoryText(const v1::MemoryUsage& memory) {
+std::string UsedMemoryText(const v1::MemoryUsage& memory) {
   std::string parts;
   const auto add = [&parts](const char* name, uint64_t bytes) {
     if (bytes > 0) absl::StrAppend(&parts, parts.empty() ? "" : ", ", name, " ", HumanBytes(bytes));
@@ -59,7 +58,7 @@ double AsWritten(float value) {
   return result;
 }
 
-Json ToJson(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
+Json ChoicesJson(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
   Json list = Json::array();
   for (const v1::Choice& choice : choices) {
     list.push_back({{"what", choice.what()},
@@ -143,8 +142,8 @@ Json ToJson(const v1::HeadDescription& head) {
                           {"max_bytes_in_region", head.slice_limits().max_bytes_in_region()},
                           {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
-  json["choices"] = ToJson(head.choices());
-  json["last_chunk_choices"] = ToJson(head.last_chunk_choices());
+  json["choices"] = ChoicesJson(head.choices());
+  json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
   return json;
 }
@@ -275,7 +274,7 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
     fields.Add("gradient error",
                absl::StrFormat("%.2g predicted, in the last chunk that was sampled", head.gradient_error()));
   }
-  fields.Add("memory", MemoryText(head.memory()));
+  fields.Add("memory", UsedMemoryText(head.memory()));
   fields.Add("incarnation", HumanIncarnation(head.state().incarnation()));
   if (style.wide) {
     fields.Add("generation", absl::StrCat(head.state().generation()));
@@ -305,8 +304,8 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
   fields.Add("heads", HumanCount(server.heads()));
   fields.Add("streams", absl::StrCat(HumanCount(server.open_streams()), " of at most ",
                                      HumanCount(server.max_streams())));
-  fields.Add("memory", MemoryText(server.memory()));
-  fields.Add("memory peak", MemoryText(server.memory_peak()));
+  fields.Add("memory", UsedMemoryText(server.memory()));
+  fields.Add("memory peak", UsedMemoryText(server.memory_peak()));
   fields.Add("memory limit",
              server.memory_limit() > 0 ? HumanBytes(static_cast<double>(server.memory_limit())) : "none");
   fields.Add("largest message", HumanBytes(static_cast<double>(server.max_message_bytes())));

@@ -12,6 +12,7 @@
 #include "absl/strings/strip.h"
 #include "client/cli/format.h"
 #include "client/cli/http_fetch.h"
+#include "client/cli/json.h"
 #include "client/cpp/client.h"
 #include "kernels/errors/bytes.h"
 
@@ -56,8 +57,8 @@ std::string WithUnitOfField(std::string message, const std::optional<v1::ErrorDe
   return WithUnits(absl::StrCat(message, " bytes"));
 }
 
-nlohmann::ordered_json ErrorJson(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
-  nlohmann::ordered_json error;
+Json ErrorJson(const absl::Status& status, const std::optional<v1::ErrorDetail>& detail) {
+  Json error;
   error["code"] = absl::StatusCodeToString(status.code());
   error["message"] = std::string(status.message());
   error["exit_code"] = static_cast<int>(ExitCodeOf(status));
@@ -145,7 +146,6 @@ std::string InTermsOfOptions(absl::string_view message) {
 std::string ErrorText(const absl::Status& status, bool json, const Style& style) {
   const std::optional<v1::ErrorDetail> detail = client::ErrorDetailOf(status);
   if (json) {
-    using Json = nlohmann::ordered_json;
     return absl::StrCat(ErrorJson(status, detail).dump(-1, ' ', false, Json::error_handler_t::replace), "\n");
   }
   std::string text =

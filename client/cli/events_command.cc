@@ -16,7 +16,7 @@ namespace {
 
 constexpr absl::Duration kPause = absl::Seconds(1);  // between looks
 
-struct Flags {
+struct EventsFlags {
   std::string http;
   bool follow = false;
   uint64_t after = 0;
@@ -47,7 +47,7 @@ bool MayComeBack(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
 }
 
-absl::Status RunEvents(Context* context, const Flags& flags) {
+absl::Status RunEvents(Context* context, const EventsFlags& flags) {
   const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
   if (!address.ok()) return address.status();
   absl::StatusOr<Events> events = Fetch(*context, *address, flags.after);
@@ -78,7 +78,7 @@ absl::Status RunEvents(Context* context, const Flags& flags) {
 void AddEventsCommand(CLI::App* app, Context* context) {
   CLI::App* events = app->add_subcommand("events", "Print what has happened on the server");
   events->footer("With --json an object a line. --follow waits for a server that is gone.");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<EventsFlags>();
   events->add_flag("--follow", flags->follow, "Go on with what happens, until Ctrl-C");
   events->add_option("--after", flags->after, "Only events whose id is larger [0]");
   AddHttp(events, &flags->http);

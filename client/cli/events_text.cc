@@ -4,14 +4,13 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/cli/format.h"
+#include "client/cli/json.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 bool IsEvent(const Json& event) {
   const auto is = [&](const char* name, bool (Json::*of_type)() const noexcept) {
@@ -20,13 +19,6 @@ bool IsEvent(const Json& event) {
   return event.is_object() && is("id", &Json::is_number_unsigned) && is("count", &Json::is_number_integer) &&
          is("time", &Json::is_string) && is("level", &Json::is_string) && is("kind", &Json::is_string) &&
          is("head", &Json::is_string) && is("text", &Json::is_string);
-}
-
-std::string Printable(std::string text) {
-  for (char& c : text) {
-    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
-  }
-  return text;
 }
 
 }  // namespace
@@ -48,10 +40,13 @@ absl::StatusOr<Events> ParseEvents(absl::string_view text) {
 }
 
 std::string EventLine(const Json& event) {
-  const std::string head = Printable(event["head"]);
+  const auto text = [&event](const char* field) {
+    return Printable(event[field].get_ref<const std::string&>());
+  };
+  const std::string head = text("head");
   const int64_t count = event["count"];
-  return absl::StrFormat("%s %-7s %s%s%s", Printable(event["time"]), Printable(event["level"]),
-                         head.empty() ? "" : absl::StrCat(head, ": "), Printable(event["text"]),
+  return absl::StrFormat("%s %-7s %s%s%s", text("time"), text("level"),
+                         head.empty() ? "" : absl::StrCat(head, ": "), text("text"),
                          count > 1 ? absl::StrCat(" (", count, " times)") : "");
 }
 

@@ -6,13 +6,12 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
+#include "client/cli/json.h"
 #include "client/cli/names.h"
 #include "client/cli/options.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 absl::Status PrintHead(Context* context, const absl::StatusOr<v1::HeadDescription>& head) {
   if (!head.ok()) return head.status();

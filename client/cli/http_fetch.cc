@@ -27,7 +27,7 @@ std::string Reason(const HttpAnswer& answer) {
   return absl::StrCat(": ", text);
 }
 
-absl::StatusCode CodeOf(int status) {
+absl::StatusCode CodeOfAnswer(int status) {
   if (status == 403) return absl::StatusCode::kPermissionDenied;
   return status == 409 ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kInternal;
 }
@@ -99,7 +99,7 @@ absl::StatusOr<std::string> Body(Method method, const std::string& address, cons
     return absl::UnauthenticatedError(absl::StrCat(url, path, " wants a token that it knows (LOSSD_TOKEN)"));
   }
   if (answer->status != 200) {
-    return absl::Status(CodeOf(answer->status),
+    return absl::Status(CodeOfAnswer(answer->status),
                         absl::StrCat(url, path, " answered with status ", answer->status, Reason(*answer)));
   }
   return std::move(answer->body);

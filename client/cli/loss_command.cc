@@ -21,7 +21,7 @@
 namespace lossd::cli {
 namespace {
 
-struct Flags {
+struct LossFlags {
   std::string head;
   std::string hidden, targets, row_weights;
   uint64_t random_rows = 0;
@@ -46,7 +46,7 @@ absl::Status InFile(const std::string& file, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(file, ": ", status.message()));
 }
 
-absl::StatusOr<HiddenRows> LoadRows(const Flags& flags) {
+absl::StatusOr<HiddenRows> LoadRows(const LossFlags& flags) {
   absl::StatusOr<TensorData> hidden = LoadTensor(flags.hidden);
   if (!hidden.ok()) return hidden.status();
   if (hidden->shape.empty()) return absl::InvalidArgumentError(absl::StrCat(flags.hidden, " is a scalar"));
@@ -114,7 +114,7 @@ absl::Status SaveRows(const std::string& path, const std::vector<int32_t>& targe
                             AsTensor("row_argmax", DType::kInt32, results.argmax)});
 }
 
-absl::Status CheckOutputs(const Flags& flags) {
+absl::Status CheckOutputs(const LossFlags& flags) {
   if (!flags.grad_out.empty()) {
     absl::Status status = CheckOutputPath(flags.grad_out, 1);
     if (!status.ok()) return status;
@@ -123,7 +123,7 @@ absl::Status CheckOutputs(const Flags& flags) {
   return CheckOutputPath(flags.rows_out, 5);
 }
 
-void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
+void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                  const client::LossResult& result) {
   if (context.json) {
     context.PrintJson({{"head", flags.head},
@@ -181,7 +181,7 @@ void PrintResult(const Context& context, const Flags& flags, uint64_t rows,
   context.Print(fields.ToString());
 }
 
-absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec) {
+absl::StatusOr<HiddenRows> MakeLossRows(const LossFlags& flags, const v1::HeadSpec& spec) {
   if (!flags.hidden.empty()) return LoadRows(flags);
   const v1::DType dtype = flags.dtype != v1::DTYPE_UNSPECIFIED ? flags.dtype : v1::DTYPE_BF16;
   const int copies = flags.grad_out.empty() ? 1 : 2;
@@ -190,11 +190,11 @@ absl::StatusOr<HiddenRows> MakeRows(const Flags& flags, const v1::HeadSpec& spec
   return RandomRows(flags.random_rows, spec.hidden_size(), spec.vocab_size(), dtype, flags.seed);
 }
 
-absl::Status RunLoss(Context* context, const Flags& flags, client::Client& client) {
+absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& client) {
   if (absl::Status status = CheckOutputs(flags); !status.ok()) return status;
   const absl::StatusOr<v1::HeadDescription> head = client.DescribeHead(flags.head, context->timeout());
   if (!head.ok()) return head.status();
-  const absl::StatusOr<HiddenRows> rows = MakeRows(flags, head->spec());
+  const absl::StatusOr<HiddenRows> rows = MakeLossRows(flags, head->spec());
   if (!rows.ok()) return rows.status();
   const absl::StatusOr<std::vector<float>> row_weights = LoadRowWeights(flags.row_weights);
   if (!row_weights.ok()) return row_weights.status();
@@ -245,7 +245,7 @@ absl::Status RunLoss(Context* context, const Flags& flags, client::Client& clien
 
 void AddLossCommand(CLI::App* app, Context* context) {
   CLI::App* loss = app->add_subcommand("loss", "Compute the loss of rows");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<LossFlags>();
   AddHead(loss, &flags->head);
   const std::string files = "FILE.npy|FILE.safetensors[:TENSOR]";
   const std::string rows = "Rows";

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 #include "client/cli/trainer_memory_view.h"
 
 namespace lossd::cli {
@@ -84,7 +85,7 @@ std::string Heading(const plan::Plan& plan, const plan::Measured& measured) {
   return text;
 }
 
-std::string MemoryText(const plan::Plan& plan) {
+std::string ServerMemoryText(const plan::Plan& plan) {
   const bool several = plan.request.gpus > 1;
   std::vector<Column> columns = {{"LOGITS"}};
   if (several) columns.push_back({"SPLIT"});
@@ -227,8 +228,8 @@ std::string PipelinesText(const plan::Plan& plan) {
   return absl::StrCat("Pipelines: a schedule without gaps, which no real one beats\n", table.ToString());
 }
 
-nlohmann::ordered_json ToJson(const Estimate& estimate) {
-  nlohmann::ordered_json json = {{"basis", Name(estimate.basis)}};
+Json EstimateJson(const Estimate& estimate) {
+  Json json = {{"basis", Name(estimate.basis)}};
   if (estimate.known()) {
     json["low_seconds"] = estimate.low_seconds;
     json["high_seconds"] = estimate.high_seconds;
@@ -239,8 +240,8 @@ nlohmann::ordered_json ToJson(const Estimate& estimate) {
   return json;
 }
 
-nlohmann::ordered_json ToJson(const plan::DeviceMemory& device) {
-  nlohmann::ordered_json json = {{"logits", Name(device.logits)}, {"split", Name(device.split)}};
+Json DeviceJson(const plan::DeviceMemory& device) {
+  Json json = {{"logits", Name(device.logits)}, {"split", Name(device.split)}};
   for (size_t i = 0; i < kernels::kMemoryKinds; ++i) {
     json["memory"][std::string(Name(static_cast<MemoryKind>(i)))] = device.memory.by_kind[i];
   }
@@ -248,17 +249,17 @@ nlohmann::ordered_json ToJson(const plan::DeviceMemory& device) {
   json["device_bytes"] = device.device_bytes;
   json["chunk_rows"] = device.chunk_rows;
   json["fits"] = device.fits;
-  json["choices"] = nlohmann::ordered_json::array();
+  json["choices"] = Json::array();
   for (const kernels::Choice& choice : device.choices) {
     json["choices"].push_back({{"what", choice.what}, {"choice", choice.choice}, {"reason", choice.reason}});
   }
   return json;
 }
 
-nlohmann::ordered_json ToJson(const plan::ServerSpeed& speed) {
-  nlohmann::ordered_json json = {{"logits", Name(speed.logits)},
-                                 {"gradients", Name(speed.gradients)},
-                                 {"microbatch", ToJson(speed.microbatch)}};
+Json SpeedJson(const plan::ServerSpeed& speed) {
+  Json json = {{"logits", Name(speed.logits)},
+               {"gradients", Name(speed.gradients)},
+               {"microbatch", EstimateJson(speed.microbatch)}};
   if (!speed.microbatch.known()) return json;
   json["rows_per_second"] = {speed.low_rows_per_second, speed.high_rows_per_second};
   json["gigabytes_per_second_each_way"] = {speed.low_gigabytes_per_second, speed.high_gigabytes_per_second};
@@ -275,7 +276,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   if (plan.trainer_memory.has_value()) {
     absl::StrAppend(&text, TrainerMemoryText(*plan.trainer_memory, plan.request.model), "\n");
   }
-  absl::StrAppend(&text, MemoryText(plan), "\n");
+  absl::StrAppend(&text, ServerMemoryText(plan), "\n");
   absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // sources are numbered in this order
   absl::StrAppend(&text, LinksText(plan, notes), "\n");
   absl::StrAppend(&text, LastStageText(plan, notes), "\n");
@@ -283,8 +284,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   return absl::StrCat(text, "Measured\n", notes.ToString());
 }
 
-nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
-  using Json = nlohmann::ordered_json;
+Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
   const plan::Request& r = plan.request;
   Json json = {{"model",
                 {{"name", r.model.name},
@@ -303,9 +303,9 @@ nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& me
   if (measured.bounds.has_value()) json["measured_on"] = measured.bounds->measured_on;
   if (plan.trainer_memory.has_value()) json["trainer_memory"] = TrainerMemoryJson(*plan.trainer_memory);
   json["server"] = Json::array();
-  for (const plan::DeviceMemory& device : plan.server) json["server"].push_back(ToJson(device));
+  for (const plan::DeviceMemory& device : plan.server) json["server"].push_back(DeviceJson(device));
   json["times"] = Json::array();
-  for (const plan::ServerSpeed& speed : plan.speeds) json["times"].push_back(ToJson(speed));
+  for (const plan::ServerSpeed& speed : plan.speeds) json["times"].push_back(SpeedJson(speed));
   json["update_seconds"] = plan.update.seconds.has_value() ? Json(*plan.update.seconds) : Json();
   if (plan.rows_speedup.has_value()) json["speedup"]["rows"] = *plan.rows_speedup;
   if (plan.vocabulary_speedup.has_value()) json["speedup"]["vocabulary"] = *plan.vocabulary_speedup;
@@ -321,7 +321,7 @@ nlohmann::ordered_json PlanJson(const plan::Plan& plan, const plan::Measured& me
   json["last_stage"] = Json::array();
   for (const plan::LastStage& stage : plan.last_stage) {
     json["last_stage"].push_back({{"head", Name(stage.method)},
-                                  {"microbatch", ToJson(stage.microbatch)},
+                                  {"microbatch", EstimateJson(stage.microbatch)},
                                   {"microbatch_bytes", stage.peak_bytes},
                                   {"state_bytes", stage.state_bytes},
                                   {"largest_microbatch", stage.largest_microbatch}});

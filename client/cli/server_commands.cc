@@ -11,6 +11,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/http_fetch.h"
+#include "client/cli/json.h"
 #include "client/cli/metrics_text.h"
 #include "client/cli/options.h"
 #include "client/cli/value_checks.h"
@@ -18,8 +19,6 @@
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 absl::string_view HealthName(client::Health health) {
   switch (health) {

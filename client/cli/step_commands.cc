@@ -8,12 +8,11 @@
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 #include "client/cli/options.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 absl::Status RunGradNorm(Context* context, const std::string& head, std::optional<uint64_t> step,
                          client::Client& client) {

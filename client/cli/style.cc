@@ -3,15 +3,16 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
+#include <string>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/environment.h"
 
 namespace lossd::cli {
 namespace {
 
 // Of the sixteen colours that every terminal has, and that its owner may have chosen.
-absl::string_view CodeOf(Tone tone) {
+absl::string_view EscapeCodeOf(Tone tone) {
   switch (tone) {
     case Tone::kPlain:
       return "";
@@ -29,23 +30,19 @@ absl::string_view CodeOf(Tone tone) {
   return "";
 }
 
-absl::string_view Variable(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
 }  // namespace
 
 std::string Style::Paint(Tone tone, absl::string_view text) const {
-  const absl::string_view code = CodeOf(tone);
+  const absl::string_view code = EscapeCodeOf(tone);
   if (!color || code.empty() || text.empty()) return std::string(text);
   return absl::StrCat("\033[", code, "m", text, "\033[0m");
 }
 
 bool HasColor(ColorMode mode, int descriptor) {
   if (mode != ColorMode::kAuto) return mode == ColorMode::kAlways;
-  const absl::string_view terminal = Variable("TERM");
-  return isatty(descriptor) != 0 && !terminal.empty() && terminal != "dumb" && Variable("NO_COLOR").empty();
+  const std::string terminal = EnvironmentVariable("TERM");
+  return isatty(descriptor) != 0 && !terminal.empty() && terminal != "dumb" &&
+         EnvironmentVariable("NO_COLOR").empty();
 }
 
 }  // namespace lossd::cli

@@ -11,13 +11,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "client/cli/environment.h"
 
 namespace lossd::cli {
 namespace {
@@ -148,8 +148,8 @@ std::string KeysOf(absl::string_view sent) {
 }  // namespace
 
 bool Terminal::Available() {
-  const char* const name = std::getenv("TERM");
-  return isatty(STDOUT_FILENO) != 0 && name != nullptr && *name != '\0' && std::strcmp(name, "dumb") != 0;
+  const std::string name = EnvironmentVariable("TERM");
+  return isatty(STDOUT_FILENO) != 0 && !name.empty() && name != "dumb";
 }
 
 std::unique_ptr<Terminal> Terminal::Open() {

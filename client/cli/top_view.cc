@@ -9,12 +9,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 #include "client/cli/names.h"
 
 namespace lossd::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 constexpr double kIdleSeconds = 60;     // of a client that is left out
 constexpr double kLongWaitSeconds = 5;  // of a client that should send or take something
@@ -35,8 +34,6 @@ const char* NameOfWait(v1::StreamWait wait) {
       return "unknown";
   }
 }
-
-std::string Bytes(uint64_t bytes) { return HumanBytes(static_cast<double>(bytes)); }
 
 std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_second), "/s"); }
 
@@ -186,7 +183,7 @@ std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {
     const PeerRates rates = RatesOf(peer);
     table.AddRow({NameOfPeer(peer.peer(), frame), HumanRate(rates.rows_per_second),
                   ByteRate(rates.received_per_second), ByteRate(rates.sent_per_second),
-                  Bytes(peer.staging_bytes()), absl::StrFormat("%.1f", rates.waiting_slices),
+                  HumanBytes(peer.staging_bytes()), absl::StrFormat("%.1f", rates.waiting_slices),
                   HumanCount(peer.open_streams()), IdleText(peer.idle_seconds()), HumanCount(peer.rows())});
   }
   std::string text = peers.empty() ? "" : table.ToString(frame.style, frame.columns);
@@ -221,7 +218,7 @@ std::string TopHistory::StreamsPicture(const Frame& frame, size_t lines) const {
     table.AddRow({absl::StrCat(stream.number()), NameOfPeer(stream.peer(), frame), Printable(stream.head()),
                   absl::StrCat(stream.microbatch_id()),
                   absl::StrCat(HumanCount(stream.queued_rows()), "/", HumanCount(stream.rows())),
-                  Bytes(stream.staging_bytes()), late ? frame.style.Paint(Tone::kWarning, wait) : wait,
+                  HumanBytes(stream.staging_bytes()), late ? frame.style.Paint(Tone::kWarning, wait) : wait,
                   HumanSeconds(stream.age_seconds()),
                   absl::StrCat(stream.backward() ? "backward" : "forward",
                                stream.shared_memory() ? ", shared memory" : "")});

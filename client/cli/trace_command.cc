@@ -15,12 +15,12 @@
 namespace lossd::cli {
 namespace {
 
-struct Flags {
+struct TraceFlags {
   std::string http;
   double seconds = 2;
 };
 
-absl::Status RunTrace(Context* context, const Flags& flags) {
+absl::Status RunTrace(Context* context, const TraceFlags& flags) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(30);
   const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
   if (!address.ok()) return address.status();
@@ -49,7 +49,7 @@ void AddTraceCommand(CLI::App* app, Context* context) {
   trace->footer(
       "Prints Chrome's Trace Event Format: lossctl trace --seconds 2 > trace.json, then open it in "
       "https://ui.perfetto.dev or chrome://tracing. Needs the role admin on a server that asks.");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<TraceFlags>();
   trace->add_option("--seconds", flags->seconds, "How long to record, 0.01 to 30 [2]")
       ->check(NumberFromTo(0.01, 30));
   AddHttp(trace, &flags->http);

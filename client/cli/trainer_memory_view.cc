@@ -8,14 +8,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/json.h"
 
 namespace lossd::cli {
 namespace {
 
 using plan::HeadMemory;
 using plan::TrainerMemory;
-
-std::string Bytes(int64_t bytes) { return HumanBytes(static_cast<double>(bytes)); }
 
 std::string Count(int64_t count) { return HumanCount(static_cast<uint64_t>(count)); }
 
@@ -48,16 +47,16 @@ std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& mo
   for (const HeadMemory& head : memory.heads) {
     std::vector<std::string> row = {
         head.head == plan::TrainerHead::kServer ? "on the server" : std::string(Name(head.head)),
-        Bytes(head.state_bytes), Bytes(head.activation_bytes), Bytes(head.logit_bytes),
-        Bytes(head.TotalBytes())};
-    if (several) row.push_back(Bytes(head.TotalBytes() / shape.gpus));
+        HumanBytes(head.state_bytes), HumanBytes(head.activation_bytes), HumanBytes(head.logit_bytes),
+        HumanBytes(head.TotalBytes())};
+    if (several) row.push_back(HumanBytes(head.TotalBytes() / shape.gpus));
     row.push_back(absl::StrCat(Count(head.largest_batch), " rows"));
     row.push_back(RemarkText(memory, head));
     table.AddRow(std::move(row));
   }
   std::string text = absl::StrCat(
       "Memory of a trainer with ", Count(shape.gpus), several ? " GPUs of " : " GPU of ",
-      Bytes(shape.memory_bytes), " for a batch of ", Count(shape.rows), " rows\n", table.ToString(),
+      HumanBytes(shape.memory_bytes), " for a batch of ", Count(shape.rows), " rows\n", table.ToString(),
       "State: ", Count(shape.parameters), " parameters of ", absl::StrFormat("%g", shape.bytes_per_parameter),
       " bytes; activations: ", Count(shape.activation_bytes), " bytes a row; logits: ", shape.logit_bytes,
       " bytes each.\n");
@@ -68,8 +67,7 @@ std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& mo
   return text;
 }
 
-nlohmann::ordered_json TrainerMemoryJson(const TrainerMemory& memory) {
-  using Json = nlohmann::ordered_json;
+Json TrainerMemoryJson(const TrainerMemory& memory) {
   const plan::TrainerShape& shape = memory.shape;
   Json json = {{"gpus", shape.gpus},
                {"gpu_memory_bytes", shape.memory_bytes},

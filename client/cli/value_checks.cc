@@ -19,20 +19,20 @@ struct Unit {
 };
 
 constexpr double kKib = 1024.0;
-constexpr Unit kUnits[] = {{"TiB", kKib* kKib* kKib* kKib},
-                           {"GiB", kKib* kKib* kKib},
-                           {"MiB", kKib* kKib},
-                           {"KiB", kKib},
-                           {"T", kKib* kKib* kKib* kKib},
-                           {"G", kKib* kKib* kKib},
-                           {"M", kKib* kKib},
-                           {"K", kKib},
-                           {"TB", 1e12},
-                           {"GB", 1e9},
-                           {"MB", 1e6},
-                           {"KB", 1e3},
-                           {"B", 1.0},
-                           {"", 1.0}};
+constexpr Unit kByteUnits[] = {{"TiB", kKib* kKib* kKib* kKib},
+                               {"GiB", kKib* kKib* kKib},
+                               {"MiB", kKib* kKib},
+                               {"KiB", kKib},
+                               {"T", kKib* kKib* kKib* kKib},
+                               {"G", kKib* kKib* kKib},
+                               {"M", kKib* kKib},
+                               {"K", kKib},
+                               {"TB", 1e12},
+                               {"GB", 1e9},
+                               {"MB", 1e6},
+                               {"KB", 1e3},
+                               {"B", 1.0},
+                               {"", 1.0}};
 
 // SimpleAtoi passes over spaces around a number, which a shell has kept on purpose or by accident.
 template <typename T>
@@ -103,7 +103,7 @@ std::optional<uint64_t> ParseBytes(absl::string_view text) {
   const bool is_number = absl::SimpleAtod(text.substr(0, digits), &number) &&
                          text.find_first_of("xX+-") == text.npos &&
                          text.substr(0, digits).find_first_of("eE") == text.npos;
-  for (const Unit& unit : kUnits) {
+  for (const Unit& unit : kByteUnits) {
     if (!is_number || !absl::EqualsIgnoreCase(name, unit.name)) continue;
     const double bytes = std::round(number * unit.bytes);
     if (!(bytes >= 0.0 && bytes < 0x1p62)) return std::nullopt;

@@ -23,8 +23,8 @@ inline constexpr char kHeadDeviceSeconds[] = "lossd_head_device_seconds_total";
 inline constexpr char kHeadLoss[] = "lossd_head_loss";
 inline constexpr char kHeadStep[] = "lossd_head_step";
 inline constexpr char kDeviceLost[] = "lossd_device_lost";
-inline constexpr char kStaging[] = "lossd_staging_bytes";
-inline constexpr char kStagingUsed[] = "lossd_staging_used_bytes";
+inline constexpr char kStagingBytes[] = "lossd_staging_bytes";
+inline constexpr char kStagingUsedBytes[] = "lossd_staging_used_bytes";
 
 // The sum of the samples of this name, and with this label if one is given; nullopt if there are none.
 std::optional<double> ValueOf(const std::vector<MetricSample>& metrics, const std::string& name,

@@ -98,8 +98,8 @@ std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const 
       2);
   add("memory", MemoryOf(now, frame), 3);
   if (good_->metrics.has_value()) {
-    const double used = ValueOf(*good_->metrics, kStagingUsed).value_or(0);
-    const double all = ValueOf(*good_->metrics, kStaging).value_or(0);
+    const double used = ValueOf(*good_->metrics, kStagingUsedBytes).value_or(0);
+    const double all = ValueOf(*good_->metrics, kStagingBytes).value_or(0);
     if (all > 0) {
       const std::string text = absl::StrCat(HumanBytes(used), " of ", HumanBytes(all));
       add("staging", used > 0.95 * all ? frame.style.Paint(Tone::kWarning, text) : text, 5);

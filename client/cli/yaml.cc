@@ -8,13 +8,12 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/json.h"
 
 namespace lossd::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-std::string Quoted(const std::string& text) {
+std::string QuotedYaml(const std::string& text) {
   // Of JSON's escapes for bytes that are not UTF-8 or not printable, all are YAML's, too. DEL and the
   // controls behind it, which JSON leaves as they are, are not allowed in YAML.
   std::string json = Json(text).dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
@@ -50,7 +49,7 @@ bool IsPlain(const std::string& text) {
   });
 }
 
-std::string Text(const std::string& text) { return IsPlain(text) ? text : Quoted(text); }
+std::string Text(const std::string& text) { return IsPlain(text) ? text : QuotedYaml(text); }
 
 std::string Scalar(const Json& value) {
   if (value.is_string()) return Text(value.get_ref<const std::string&>());
