@@ -71,7 +71,6 @@ ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head
 namespace lossd::bench {
 namespace {
 
-using Json = nlohmann::json;
 using kernels::DType;
 
 DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }

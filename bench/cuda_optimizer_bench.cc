@@ -29,7 +29,6 @@ namespace lossd::bench {
 namespace {
 
 namespace cuda = ::lossd::kernels::cuda;
-using Json = nlohmann::json;
 using kernels::DType;
 using kernels::OptimizerOptions;
 

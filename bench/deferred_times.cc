@@ -12,8 +12,6 @@
 
 namespace lossd::bench {
 
-using Json = nlohmann::json;
-
 Json TimeDeferred(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
                   const LossData& data, kernels::DType dtype, const kernels::LossOptions& options,
                   int iterations, bool errors) {

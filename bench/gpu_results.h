@@ -12,6 +12,8 @@
 
 namespace lossd::bench {
 
+using Json = nlohmann::json;  // what results are collected in
+
 // {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}; prints the card and its bandwidth.
 nlohmann::json StartResults(const std::string& commit, Timer& timer);
 

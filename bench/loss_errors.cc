@@ -9,12 +9,11 @@
 #include <unordered_set>
 #include <vector>
 
+#include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 
 namespace lossd::bench {
 namespace {
-
-using Json = nlohmann::json;
 
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 1024;
