@@ -2,8 +2,8 @@
 # What the demos share: building, one server on the loopback interface, and taking everything down again, also when
 # interrupted. To be sourced by a script in this folder, which runs in the repository's root.
 #
-# Sets: work (a folder of the run's own), bin (where the programs are), server_pid, trainer_pid (empty: none), grpc and
-# http (the server's addresses, once it is started).
+# Sets: work (a folder of the run's own), bin (where the programs are), programs (what `build` builds), server_pid,
+# trainer_pid (empty: none), grpc and http (the server's addresses, once it is started).
 
 # A build without CUDA is quicker, and all that a machine without a GPU can use.
 preset=cpu-only
@@ -12,6 +12,7 @@ if [ -e /dev/nvidia0 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; 
 fi
 bin=build/$preset/bin
 work=$(mktemp -d "${TMPDIR:-/tmp}/lossd-demo.XXXXXX")
+programs=(lossd ngram_lm_demo)
 server_pid= trainer_pid= grpc= http=
 
 # Ends a process of ours: politely, then not.
@@ -52,12 +53,13 @@ quietly() {
   fi
 }
 
-# Compiles the programs of the demos, which need neither tests nor benchmarks.
+# build [GROUP...]: compiles the programs, which need neither tests nor benchmarks. The groups of packages are those of
+# install-deps, besides `build`.
 build() {
   headline "building ($preset)"
   scripts/install-deps build "$@"
   quietly cmake --preset "$preset" -DLOSSD_TESTS=OFF -DLOSSD_BENCH=OFF -DLOSSD_EXAMPLES=ON
-  local compile=(cmake --build --preset "$preset" -j "$(nproc)" --target lossd lossctl ngram_lm_demo)
+  local compile=(cmake --build --preset "$preset" -j "$(nproc)" --target "${programs[@]}")
   if [ -t 1 ]; then "${compile[@]}"; else quietly "${compile[@]}"; fi
 }
 
@@ -70,7 +72,18 @@ server_failed() {
 # An address out of the file in which the server says where it listens.
 address() { sed -nE "s/.*\"$1\" *: *\"([^\"]*)\".*/\\1/p" "$work/ports"; }
 
-# start_server [FLAG...]: starts lossd, on free ports unless flags say otherwise, and waits until it serves.
+# http_get PATH: writes what the server answers to GET PATH into $work/answer; fails unless it answers 200 within 20 s.
+http_get() {
+  local status
+  {
+    printf 'GET %s HTTP/1.0\r\n\r\n' "$1" >&3 && timeout 20 cat <&3 >"$work/response"
+  } 2>/dev/null 3<>"/dev/tcp/${http%:*}/${http##*:}" || return 1
+  read -r _ status _ <"$work/response" || return 1
+  sed '1,/^\r$/d' "$work/response" >"$work/answer"
+  [ "$status" = 200 ]
+}
+
+# start_server [FLAG...]: starts lossd, on free ports unless flags say otherwise, and waits until it is ready.
 start_server() {
   mkdir -p "$work/checkpoints"
   rm -f "$work/ports"
@@ -84,6 +97,7 @@ start_server() {
   done
   if [ ! -s "$work/ports" ]; then server_failed "did not come up in 20 s"; fi
   grpc=$(address grpc) http=$(address http)
+  if ! http_get /readyz; then server_failed "does not answer /readyz with 200"; fi
 }
 
 # Has the server drain, and fails if that does not end well.
