@@ -27,7 +27,7 @@
 #include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::test {
+namespace lossd::test::client_deaths_test {
 namespace {
 
 constexpr int64_t kRegionBytes = int64_t{1} << 20;
@@ -200,4 +200,4 @@ TEST_F(ClientDeathsTest, AThousandClientsComputeAndDie) {
 }
 
 }  // namespace
-}  // namespace lossd::test
+}  // namespace lossd::test::client_deaths_test

@@ -12,7 +12,7 @@
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
 
-namespace lossd::test {
+namespace lossd::test::server_faults_test {
 namespace {
 
 using client::Client;
@@ -197,4 +197,4 @@ TEST_F(SavingFaultsTest, DiesWhileSaving) {
 }
 
 }  // namespace
-}  // namespace lossd::test
+}  // namespace lossd::test::server_faults_test
