@@ -82,6 +82,8 @@ def _expression(code: str, begin: int, end: int) -> tuple[int, int, bool] | None
         return None if ";" in inside or re.search(r"[^=!<>]=[^=]", inside) else (first, last - 1, False)
     if not text.endswith(";") or re.match(r"(for|else|do|goto|break|continue|delete|struct|class|enum|public|private)\b", text):
         return None
+    if re.match(r"(?:static |inline )*constexpr\b", text):  # a switch is not constant
+        return None
     if found := re.match(r"return ", text):
         return begin + found.end(), end - 1, False
     if found := _DECLARATION.match(text):
@@ -142,7 +144,7 @@ def _mutation(text: str, code: str, statement: tuple[int, int], part: tuple[int,
     changed = changed if '"' not in changed else _with_strings(text[first:last], code[first:last], changed)
     line = text.count("\n", 0, begin) + 1
     after = text[begin:first] + changed + text[last:end]
-    return Mutation(first, last, changed, whole, line, _flat(text[begin:end]), _flat(after))
+    return Mutation(first, last, changed, whole, line, flat(text[begin:end]), flat(after))
 
 
 def _with_strings(real: str, blanked: str, changed: str) -> str:
@@ -156,16 +158,16 @@ def _with_strings(real: str, blanked: str, changed: str) -> str:
     return real[:head] + changed[head:len(changed) - tail] + (real[len(real) - tail:] if tail else "")
 
 
-def _flat(text: str) -> str:
+def flat(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
 def switched(text: str, chosen: list[tuple[int, Mutation]]) -> str:
     """The file with these changes, each in force if its number is; the lines stay where they are."""
     for number, each in sorted(chosen, key=lambda pair: -pair[1].begin):
-        original, changed = text[each.begin:each.end], _flat(each.changed)
+        original, changed = text[each.begin:each.end], flat(each.changed)
         on = f"::lossd_mutants::On({number})"
-        kept = original if "\n" not in original else _flat(original) + "\n" * original.count("\n")
+        kept = original if "\n" not in original else flat(original) + "\n" * original.count("\n")
         if each.statement:
             kept = f"{{ if ({on}) {{ {changed} }} else {{ {kept} }} }}"
         else:
