@@ -149,9 +149,20 @@ function(lossd_test_entry)
 endfunction()
 
 # Moves entries of ctest to the nightly suite, whose entries have the label "nightly": repetitions with another transport,
-# division or topology, and long forms. `make test` leaves them out, `make test-nightly` runs them.
+# division or topology, and long forms (tests/support/effort.h). `make test` leaves them out, `make test-nightly` runs them.
 function(lossd_nightly)
   foreach(_name IN LISTS ARGN)
     set_property(TEST ${_name} APPEND PROPERTY LABELS nightly)
+    set_property(TEST ${_name} APPEND PROPERTY ENVIRONMENT LOSSD_NIGHTLY=1)
+  endforeach()
+endfunction()
+
+# lossd_long_forms(PROGRAM head_tests SOURCES checkpoint_damage_test ...): entries of the nightly suite, X_long_test for X_test.
+function(lossd_long_forms)
+  cmake_parse_arguments(ARG "" "PROGRAM" "SOURCES" ${ARGN})
+  foreach(_source IN LISTS ARG_SOURCES)
+    string(REGEX REPLACE "_test$" "_long_test" _name ${_source})
+    lossd_test_entry(NAME ${_name} PROGRAM ${ARG_PROGRAM} ARGUMENTS --source=${_source} TIMEOUT 900)
+    lossd_nightly(${_name})
   endforeach()
 endfunction()

@@ -23,6 +23,7 @@
 #include "tests/faults/faults_test.h"
 #include "tests/faults/steady_client.h"
 #include "tests/support/child_process.h"
+#include "tests/support/effort.h"
 #include "tests/support/process_holdings.h"
 #include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
@@ -123,7 +124,7 @@ class ClientDeathsTest : public testing::Test {
 // While it connects, opens or enlarges its region, copies, waits, or between computations.
 TEST_F(ClientDeathsTest, KilledAtAnyMoment) {
   LetOthersCompute();
-  for (int64_t i = 0; i < Scaled(16); ++i) {
+  for (int64_t i = 0; i < Scaled(Attempts(8, 16)); ++i) {
     Start({"--rows=300,4096,16384"}, server_.target());
     if (i % 4 != 0) {
       ASSERT_EQ(AwaitReady(), 0);
@@ -144,7 +145,8 @@ TEST_F(ClientDeathsTest, KilledBetweenAnyTwoMessages) {
   int64_t deaths = 0;
   for (const Direction direction : {Direction::kToServer, Direction::kToClient}) {
     bool fired = true;
-    for (int64_t message = 0; fired; ++message) {
+    const Places places(3);
+    for (int64_t message = places.first; fired; message += places.stride) {
       proxy.Arm({.direction = direction, .after = message, .action = Fault::Action::kNone, .call = [this] {
                    process_->Signal(SIGKILL);
                  }});
@@ -158,7 +160,7 @@ TEST_F(ClientDeathsTest, KilledBetweenAnyTwoMessages) {
     }
   }
   std::cout << "tried: " << deaths << " deaths\n";
-  EXPECT_GT(deaths, 10);
+  EXPECT_GT(deaths, Attempts(3, 10));
   EXPECT_GT(computed_, 0);
 }
 
@@ -187,9 +189,9 @@ TEST_F(ClientDeathsTest, ForksDuringACall) {
   EXPECT_GT(computed_, 0);
 }
 
-TEST_F(ClientDeathsTest, AThousandClientsComputeAndDie) {
+TEST_F(ClientDeathsTest, HundredsOfClientsComputeAndDie) {
   constexpr int kTogether = 20;
-  for (int64_t i = 0; i < Scaled(50); ++i) {
+  for (int64_t i = 0; i < Scaled(Attempts(10, 50)); ++i) {
     ASSERT_EQ(
         RunToTheEnd({absl::StrCat("--clients=", kTogether), "--calls=1", "--dies", "--rows=64", kLittle}),
         -SIGKILL);

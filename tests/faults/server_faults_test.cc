@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
+#include "tests/support/effort.h"
 
 namespace lossd::test::server_faults_test {
 namespace {
@@ -70,7 +71,8 @@ TEST_F(ServerFaultsTest, DiesBetweenAnyTwoMessages) {
   for (int64_t round = 0; round < Scaled(1); ++round) {
     for (const Direction direction : {Direction::kToServer, Direction::kToClient}) {
       bool fired = true;
-      for (int64_t message = 0; fired; ++message) {
+      const Places places(4);
+      for (int64_t message = places.first; fired; message += places.stride) {
         proxy_.Arm({.direction = direction, .after = message, .call = [this] { server_.Signal(SIGKILL); }});
         absl::Status status = TrainStep(trainer_, *client);
         if (status.ok()) status = Save(*client);
@@ -99,7 +101,8 @@ TEST_F(ServerFaultsTest, IsReplacedBehindTheTrainersBack) {
   for (int64_t round = 0; round < Scaled(1); ++round) {
     for (const Direction direction : {Direction::kToServer, Direction::kToClient}) {
       bool fired = true;
-      for (int64_t message = 0; fired; ++message) {
+      const Places places(4);
+      for (int64_t message = places.first; fired; message += places.stride) {
         proxy_.Arm({.direction = direction, .after = message, .call = [this] { RestoreServer(); }});
         absl::Status status = TrainStep(trainer_, *client);
         fired = proxy_.fired();

@@ -108,7 +108,7 @@ TEST_F(LivenessTest, AHangingDeviceThreadIsNotLive) {
   EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
 }
 
-class ServiceManagerTest : public ::testing::Test {
+class SupervisedServerTest : public ::testing::Test {
  protected:
   const FakeServiceManager manager_{FakeServiceManager::Kind::kAbstract, absl::Milliseconds(200)};
   // Several of the device thread's beats, as above.
@@ -116,7 +116,7 @@ class ServiceManagerTest : public ::testing::Test {
                               {"--http=127.0.0.1:0", "--liveness_timeout=8s", "--drain_timeout=50s"}};
 };
 
-TEST_F(ServiceManagerTest, HearsThatTheServerServesLivesAndEnds) {
+TEST_F(SupervisedServerTest, HearsThatTheServerServesLivesAndEnds) {
   EXPECT_EQ(manager_.NextWith("STATUS="), "READY=1\nSTATUS=serving on " + server_.target() + "\n");
   EXPECT_EQ(HttpStatus(HttpGet(server_.http(), "/readyz")), 200);
   for (int i = 0; i < 3; ++i) EXPECT_THAT(manager_.NextWith("STATUS="), StartsWith("WATCHDOG=1\n"));
@@ -129,7 +129,7 @@ TEST_F(ServiceManagerTest, HearsThatTheServerServesLivesAndEnds) {
   }
 }
 
-TEST_F(ServiceManagerTest, HearsNothingOfAliveWhileTheDeviceThreadHangs) {
+TEST_F(SupervisedServerTest, HearsNothingOfAliveWhileTheDeviceThreadHangs) {
   manager_.NextWith("WATCHDOG=1\n");
   const pid_t thread = FindThread(server_.pid(), "lossd-device");
   ASSERT_GT(thread, 0);

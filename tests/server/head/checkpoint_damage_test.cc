@@ -11,6 +11,7 @@
 #include "server/head/checkpoint.h"
 #include "server/head/manifest.h"
 #include "tests/server/head/checkpoint_fixture.h"
+#include "tests/support/effort.h"
 
 namespace lossd::head::checkpoint_damage_test {
 namespace {
@@ -49,7 +50,9 @@ TEST_P(FlippedBitsTest, AreFound) {
     if (!is_manifest) tensors = formats::SafetensorsReader::Open(path).value()->tensors();
     const std::string whole = test::ReadWholeFile(path);
     const size_t header = is_manifest ? 0 : static_cast<size_t>(tensors[0].begin);
-    for (size_t at = 0; at < whole.size(); ++at) {
+    const test::Places places(4);
+    for (auto at = static_cast<size_t>(places.first); at < whole.size();
+         at += static_cast<size_t>(places.stride)) {
       if (at > 2000 && at + 8 < header && at % 50 != 0) continue;  // blanks
       std::string damaged = whole;
       const int bit = static_cast<int>(Below(8));
@@ -92,8 +95,9 @@ TEST_F(CheckpointTest, TruncatedAndLengthenedFilesAreFound) {
     const std::string path = root_ + "/lm/x/" + file;
     const std::string whole = test::ReadWholeFile(path);
     int calls = 0;
-    for (size_t length = 0; length + 1 < whole.size();
-         ++length) {  // without the manifest's last newline it is whole
+    const test::Places places(4);
+    for (auto length = static_cast<size_t>(places.first); length + 1 < whole.size();
+         length += static_cast<size_t>(places.stride)) {  // without the manifest's last newline it is whole
       test::WriteWholeFile(path, whole.substr(0, length));
       EXPECT_EQ(Load("lm/x", head, &calls).code(), absl::StatusCode::kDataLoss) << file << " " << length;
     }

@@ -8,6 +8,7 @@
 #include "server/head/checkpoint_store.h"
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/faulty_disk.h"
+#include "tests/support/effort.h"
 
 namespace lossd::head::checkpoint_disk_faults_test {
 namespace {
@@ -124,7 +125,8 @@ TEST_F(CheckpointDiskFaultsTest, DiskError) { TryAll(Fault::kError, EIO); }
 TEST_F(CheckpointDiskFaultsTest, ProcessKilled) { TryAll(Fault::kKill, 0); }
 
 TEST_F(CheckpointDiskFaultsTest, PowerLost) {
-  for (int round = 0; round < 5 && !HasFailure(); ++round) TryAll(Fault::kPowerLoss, 0);
+  for (int64_t round = 0; round < test::Attempts(1, 5) && !HasFailure(); ++round)
+    TryAll(Fault::kPowerLoss, 0);
 }
 
 }  // namespace

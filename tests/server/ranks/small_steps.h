@@ -15,6 +15,7 @@
 
 #include "client/cpp/client.h"
 #include "tests/server/service/small_training.h"
+#include "tests/support/effort.h"
 #include "tests/support/rank_server.h"
 
 namespace lossd::app::testing {
@@ -83,10 +84,10 @@ inline std::vector<std::vector<float>> Undisturbed(const std::string& program, i
   return Tensors(*ConnectOnce(server.target()));
 }
 
-// LOSSD_RANK_FAULTS: that many instead.
-inline int Times(int usual) {
+// A quarter of the nightly suite's; LOSSD_RANK_FAULTS: that many instead.
+inline int Times(int nightly) {
   const char* const times = std::getenv("LOSSD_RANK_FAULTS");
-  return times == nullptr ? usual : std::atoi(times);
+  return times == nullptr ? static_cast<int>(test::Attempts((nightly + 3) / 4, nightly)) : std::atoi(times);
 }
 
 }  // namespace lossd::app::testing
