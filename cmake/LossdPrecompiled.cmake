@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Precompiled headers for what includes gRPC, and for tests: they halve the time of a first build. They are the
+# Precompiled headers for what includes gRPC, and for tests, whose translation units read much the same headers. They are the
 # default only where there is no ccache, which caches poorly with them and is quicker still from the second build on.
 
 if(CCACHE_PROGRAM)
@@ -18,7 +18,7 @@ set(LOSSD_TEST_OPTIONS "$<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU>
 
 # lossd_headers_<kind> owns the precompiled headers of targets of a kind. The compiler wants headers that were
 # compiled as what uses them is: libraries' position-independent code differs from programs', and tests have
-# options of their own.
+# options of their own. Programs other than tests are too few to have headers.
 function(_lossd_precompile kind)
   cmake_parse_arguments(ARG "" "" "HEADERS;DEPS;OPTIONS" ${ARGN})
   set(_empty ${PROJECT_BINARY_DIR}/precompiled/${kind}.cc)
@@ -33,7 +33,6 @@ endfunction()
 function(lossd_precompile_rpc_headers)
   if(LOSSD_PCH)
     _lossd_precompile(library HEADERS ${_lossd_rpc_headers} DEPS lossd_proto)
-    _lossd_precompile(program HEADERS ${_lossd_rpc_headers} DEPS lossd_proto OPTIONS -fPIE)
   endif()
 endfunction()
 
@@ -61,13 +60,13 @@ function(_lossd_uses_proto result)
   endforeach()
 endfunction()
 
-# Lets a target use the precompiled headers of its kind: library, program, or test.
+# Lets a target use the precompiled headers of its kind: library or test; a program has none.
 function(_lossd_reuse_headers target kind)
   _lossd_uses_proto(uses ${ARGN})
   set_target_properties(${target} PROPERTIES LOSSD_USES_PROTO ${uses})
   if(kind STREQUAL "test" AND uses)
     set(kind rpc_test)
-  elseif(NOT kind STREQUAL "test" AND NOT uses)
+  elseif(kind STREQUAL "program" OR (kind STREQUAL "library" AND NOT uses))
     return()
   endif()
   if(LOSSD_PCH)
