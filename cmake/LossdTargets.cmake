@@ -157,6 +157,11 @@ function(lossd_nightly)
   endforeach()
 endfunction()
 
+# Entries that take longest: started first, so that ctest does not end with waiting for one.
+function(lossd_start_first)
+  set_tests_properties(${ARGN} PROPERTIES COST 100)
+endfunction()
+
 # lossd_long_forms(PROGRAM head_tests SOURCES checkpoint_damage_test ...): entries of the nightly suite, X_long_test for X_test.
 function(lossd_long_forms)
   cmake_parse_arguments(ARG "" "PROGRAM" "SOURCES" ${ARGN})
