@@ -116,5 +116,3 @@ BENCHMARK(BM_RowPass)
 
 }  // namespace
 }  // namespace lossd::kernels
-
-BENCHMARK_MAIN();

@@ -77,5 +77,3 @@ BENCHMARK(BM_RepeatedMicrobatch)->Apply(Shapes)->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace lossd::engine
-
-BENCHMARK_MAIN();

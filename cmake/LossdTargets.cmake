@@ -101,6 +101,13 @@ add_custom_target(cuda_programs)
 # file in a process of their own (tests/support/test_main.cc). NO_ENTRIES: lossd_test_entry makes them. PROGRAMS are executables that the tests start: they are built with the tests.
 function(lossd_tests)
   cmake_parse_arguments(ARG "NO_ENTRIES" "NAME;PREFIX;TIMEOUT" "SOURCES;DEPS;LABELS;PROGRAMS;DEFINITIONS;SANITIZED;THREADS" ${ARGN})
+  if(LOSSD_FUZZ AND ARG_SANITIZED AND NOT "ALL" IN_LIST ARG_SANITIZED)  # a build for these alone
+    foreach(_source IN LISTS ARG_SOURCES)
+      if(_source MATCHES "_test\\.cc$" AND NOT _source IN_LIST ARG_SANITIZED)
+        list(REMOVE_ITEM ARG_SOURCES ${_source})
+      endif()
+    endforeach()
+  endif()
   _lossd_program(test NAME ${ARG_NAME} LAYER outside SOURCES ${ARG_SOURCES} DEPS ${ARG_DEPS} lossd_test_main)
   target_compile_options(${ARG_NAME} PRIVATE ${LOSSD_TEST_OPTIONS})
   target_compile_definitions(${ARG_NAME} PRIVATE ${ARG_DEFINITIONS})
@@ -159,13 +166,20 @@ endfunction()
 
 # Entries that take longest: started first, so that ctest does not end with waiting for one.
 function(lossd_start_first)
-  set_tests_properties(${ARGN} PROPERTIES COST 100)
+  foreach(_name IN LISTS ARGN)
+    if(TEST ${_name})
+      set_tests_properties(${_name} PROPERTIES COST 100)
+    endif()
+  endforeach()
 endfunction()
 
 # lossd_long_forms(PROGRAM head_tests SOURCES checkpoint_damage_test ...): entries of the nightly suite, X_long_test for X_test.
 function(lossd_long_forms)
   cmake_parse_arguments(ARG "" "PROGRAM" "SOURCES" ${ARGN})
   foreach(_source IN LISTS ARG_SOURCES)
+    if(NOT TEST ${_source})
+      continue()  # not in this build
+    endif()
     string(REGEX REPLACE "_test$" "_long_test" _name ${_source})
     lossd_test_entry(NAME ${_name} PROGRAM ${ARG_PROGRAM} ARGUMENTS --source=${_source} TIMEOUT 900)
     lossd_nightly(${_name})

@@ -79,7 +79,7 @@ class ClientDeathsTest : public testing::Test {
 
   void Start(const std::vector<std::string>& flags, const std::string& target) {
     std::filesystem::remove(ready_);
-    std::vector<std::string> command = {FAULT_CLIENT_BINARY, absl::StrCat("--server=", target),
+    std::vector<std::string> command = {FAULT_PROCESS, "client", absl::StrCat("--server=", target),
                                         absl::StrCat("--ready=", ready_)};
     command.insert(command.end(), flags.begin(), flags.end());
     process_ = std::make_unique<ChildProcess>(std::move(command));

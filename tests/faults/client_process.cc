@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fault_client: clients that compute until they are killed, which may be at any moment.
+// `fault_process client`: clients that compute until they are killed, which may be at any moment.
 //
 // Exit status: 0 after `calls` computations of each client, 1 after an error or a wrong result.
 #include <signal.h>
@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,10 +15,9 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
+#include "tests/faults/fault_process.h"
 #include "tests/faults/steady_client.h"
 
-ABSL_FLAG(std::string, server, "", "host:port");
 ABSL_FLAG(int, clients, 1, "how many there are, each with memory of its own");
 ABSL_FLAG(int, calls, 0, "how often each computes; 0: until it is killed");
 ABSL_FLAG(std::vector<std::string>, rows, {"512"}, "microbatches of a computation, by their rows");
@@ -48,7 +46,9 @@ pid_t Fork() {
   while (true) pause();
 }
 
-absl::Status Run() {
+}  // namespace
+
+absl::Status RunClients() {
   std::vector<uint64_t> rows;
   for (const std::string& count : absl::GetFlag(FLAGS_rows)) rows.push_back(std::stoull(count));
   const int64_t bytes = absl::GetFlag(FLAGS_region_bytes);
@@ -82,12 +82,4 @@ absl::Status Run() {
   return status;
 }
 
-}  // namespace
 }  // namespace lossd::test
-
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  const absl::Status status = lossd::test::Run();
-  if (!status.ok()) std::cerr << "fault_client: " << status << "\n";
-  return status.ok() ? 0 : 1;
-}

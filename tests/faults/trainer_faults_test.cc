@@ -140,7 +140,7 @@ class TrainerProcessTest : public FaultsTest {
   // Runs the trainer up to `steps` steps: its exit status, or minus the signal that ended it.
   int Train(uint64_t steps) {
     process_ = std::make_unique<ChildProcess>(std::vector<std::string>{
-        FAULT_TRAINER_BINARY, absl::StrCat("--server=", proxy_.target()), absl::StrCat("--seed=", seed_),
+        FAULT_PROCESS, "trainer", absl::StrCat("--server=", proxy_.target()), absl::StrCat("--seed=", seed_),
         absl::StrCat("--state=", state_file_), absl::StrCat("--steps=", steps)});
     return process_->WaitFor(absl::Seconds(30));
   }

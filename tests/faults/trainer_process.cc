@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// fault_trainer: a trainer that may be killed at any time and started again. Before it applies a step, it
-// writes down that it is about to, with all it needs to go on from there; the server applies a step once,
-// however often it is told to. So it never has to go back to a checkpoint because of its own death.
+// `fault_process trainer`: a trainer that may be killed at any time and started again. Before it applies a
+// step, it writes down that it is about to, with all it needs to go on from there; the server applies a step
+// once, however often it is told to. So it never has to go back to a checkpoint because of its own death.
 //
 // Exit status: 0 after `steps` steps, 1 after an error.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <iostream>
 #include <iterator>
 #include <string>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "client/cpp/client.h"
+#include "tests/faults/fault_process.h"
 #include "tests/faults/small_run.h"
 
-ABSL_FLAG(std::string, server, "", "host:port");
 ABSL_FLAG(uint64_t, seed, 0, "of the run");
 ABSL_FLAG(std::string, state, "", "file with the trainer's state");
 ABSL_FLAG(uint64_t, steps, 1, "train until so many steps are done");
@@ -56,7 +54,9 @@ absl::Status ComputeStep(SmallTrainer& trainer, client::Client& client) {
   return absl::OkStatus();
 }
 
-absl::Status Run() {
+}  // namespace
+
+absl::Status RunTrainer() {
   auto client = client::Client::Connect({.target = absl::GetFlag(FLAGS_server), .wait_for_server = true});
   if (!client.ok()) return client.status();
   SmallTrainer trainer(RunShape{.seed = absl::GetFlag(FLAGS_seed)});
@@ -77,12 +77,4 @@ absl::Status Run() {
   return absl::OkStatus();
 }
 
-}  // namespace
 }  // namespace lossd::test
-
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  const absl::Status status = lossd::test::Run();
-  if (!status.ok()) std::cerr << "fault_trainer: " << status << "\n";
-  return status.ok() ? 0 : 1;
-}

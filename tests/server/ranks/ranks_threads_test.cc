@@ -15,7 +15,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
-#include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/server/ranks/rank_group.h"
 
