@@ -62,17 +62,17 @@ test-sanitized: ## tests of engine, protocol, service and clients under address 
 	@scripts/install-deps build test check
 	@cmake --preset fuzz
 	@cmake --build --preset fuzz -j $(JOBS) --target sanitized_tests
-	@ctest --preset fuzz -L sanitized -j $(JOBS) $(ARGS)
+	@ctest --preset fuzz -L sanitized -j $(TEST_JOBS) $(ARGS)
 
 mutants: ## make small changes to the code, one at a time, and say which of them no test notices (ARGS="--count=100 server/engine")
 	@scripts/install-deps build test
 	@python3 tests/mutants/mutants.py --jobs=$(JOBS) $(ARGS)
 
-fuzz: ## run the fuzzers for FUZZ_SECONDS each (ARGS="NAME..." for some of them)
+fuzz: ## run the fuzzers for FUZZ_SECONDS each, one a core (ARGS="NAME..." for some of them)
 	@scripts/install-deps build test check
 	@cmake --preset fuzz
 	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
-	@scripts/fuzz --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(ARGS)
+	@scripts/fuzz --jobs $(JOBS) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(ARGS)
 
 soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if anything grows (ARGS=--seconds=600)
 	@scripts/install-deps build test
