@@ -93,12 +93,13 @@ add_custom_target(threads_tests)
 # The programs that a CUDA compiler makes different: `make test-cuda`.
 add_custom_target(cuda_programs)
 
-# lossd_tests(NAME server_rpc_tests PREFIX rpc_ SOURCES peer_test.cc status_test.cc fixture.cc DEPS lossd_rpc
+# lossd_tests(NAME rpc_tests PREFIX rpc_ SOURCES peer_test.cc status_test.cc fixture.cc DEPS lossd_rpc
 #             [PROGRAMS lossd ...] [DEFINITIONS ...] [SANITIZED ALL|peer_test.cc ...] [THREADS ALL|...] [LABELS gpu]
 #             [TIMEOUT 300])
 #
 # One GoogleTest program of a folder. Each source X_test.cc has an entry of ctest, <PREFIX>X_test, which runs the tests of that
-# file in a process of their own (tests/support/test_main.cc). NO_ENTRIES: lossd_test_entry makes them. PROGRAMS are executables that the tests start: they are built with the tests.
+# file in a process of their own (tests/support/test_main.cc). NO_ENTRIES: lossd_test_entry makes them. PROGRAMS are executables
+# that the tests start: they are built with the tests.
 function(lossd_tests)
   cmake_parse_arguments(ARG "NO_ENTRIES" "NAME;PREFIX;TIMEOUT" "SOURCES;DEPS;LABELS;PROGRAMS;DEFINITIONS;SANITIZED;THREADS" ${ARGN})
   if(LOSSD_FUZZ AND ARG_SANITIZED AND NOT "ALL" IN_LIST ARG_SANITIZED)  # a build for these alone

@@ -156,13 +156,11 @@ class MicroHttpServer final : public HttpServer {
   }
 
   static HttpConnections::Handle Enter(HttpConnections& connections, MHD_Connection* connection) {
-    // Each value is copied before the next one is asked for: libmicrohttpd 1.0 returns both in the same
-    // place.
+    // Copied before the address is asked for: libmicrohttpd 1.0 returns both in the same place.
     const int descriptor = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
-    const std::string host =
-        HostOf(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS)->client_addr);
     std::vector<int> drop;
-    const HttpConnections::Handle handle = connections.Add(descriptor, host, absl::Now(), &drop);
+    const HttpConnections::Handle handle =
+        connections.Add(descriptor, PeerOf(connection), absl::Now(), &drop);
     // The library sees the end of such a connection, and closes it.
     for (const int dropped : drop) shutdown(dropped, SHUT_RDWR);
     return handle;

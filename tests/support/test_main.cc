@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The main function of every test program.
 //
-//   server_rpc_tests [--source=NAME] [GoogleTest's flags]
-//   server_rpc_tests --list-sources
+//   rpc_tests [--source=NAME] [GoogleTest's flags]
+//   rpc_tests --list-sources
 //
 // --source runs only the tests whose code is in the file NAME.cc, and of these the ones that --gtest_filter
 // names: most entries of ctest are one file of a program. No such test is an error. --list-sources prints the
