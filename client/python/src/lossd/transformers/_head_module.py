@@ -159,7 +159,8 @@ class ServedHead(torch.nn.Module):
             raise RuntimeError(
                 f"the weight of head {head.head_name!r} is on a lossd server, and so is its gradient: logits that are "
                 "computed here could not train it. Give the model labels, use torch.no_grad() for logits, and call "
-                "lossd.transformers.attach(trainer) after making a Trainer")
+                "lossd.transformers.attach(trainer) after making a Trainer. An adapter of peft cannot be put on it: leave "
+                "lm_head out of target_modules")
         state = head.client.describe_head(head.head_name).state
         version = state.incarnation, state.weights_version, like.dtype, like.device
         if self._version != version:
