@@ -155,6 +155,12 @@ class StepTracker:
         with self._lock:
             return self._next
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether something was accumulated, if only of rows that are ignored: a local head would have a gradient."""
+        with self._lock:
+            return bool(self._accumulated or self._rows or self._contributions)
+
     def discarded(self) -> None:
         """What is in the open step is going to be discarded."""
         with self._lock:
@@ -187,9 +193,11 @@ class StepTracker:
                 "accumulated its weight gradient in forward. Compute losses that are only looked at under "
                 "torch.no_grad(), call zero_grad() before forward, or discard the step with HeadOptimizer.discard()")
 
-        if len(self._accumulated) % self.group != 0:
+        with self._lock:
+            microbatches = len(self._accumulated | self._rows.keys())
+        if microbatches % self.group != 0:
             raise RuntimeError(
-                f"{what}: step {self.step} has {len(self._accumulated)} microbatches, but they come in groups of "
+                f"{what}: step {self.step} has {microbatches} microbatches, but they come in groups of "
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def check_order(self, number: int) -> None:

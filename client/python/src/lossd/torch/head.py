@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arguments import known_arguments
-from lossd._arrays import as_targets
-from lossd.torch import _data_parallel, _head_state, _memory, _succession
+from lossd.torch import _data_parallel, _head_state, _input, _modes, _succession
 from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
-from lossd.v1 import types_pb2
 
 
 class LossHead(torch.nn.Module):
@@ -92,6 +90,16 @@ class LossHead(torch.nn.Module):
           filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
         """
         super().__init__()
+        _input.check_words(client, head, reduction, state)
+        _input.check_integer("ignore_index", ignore_index)
+        _input.check_numbers(
+            {"grad_output": grad_output, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+             "logit_scale": logit_scale},
+            {"normalizer": normalizer, "timeout": timeout, "streams": streams, "slice_bytes": slice_bytes,
+             "averaged_over": averaged_over, "rank": rank, "world_size": world_size, "filter_epsilon": filter_epsilon,
+             "sample_threshold": sample_threshold, "max_gradient_error": max_gradient_error})
+        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head)
+        self.extras: tuple[Extra, ...] = _input.names_of_extras(extras, EXTRAS)
         self.client = client
         self.head_name = head
         self.reduction: Reduction = reduction
@@ -111,10 +119,7 @@ class LossHead(torch.nn.Module):
         self.parallel = _data_parallel.DataParallel(process_group, averaged_over)
         self.scale = GradientScale(self.parallel.size, self.parallel.averaged_over)
         self.deferred = deferred or reduction == "none"
-        self.extras = tuple(extras)
-        for name in self.extras:
-            if name not in EXTRAS:
-                raise ValueError(f"extras names {name!r}; there are {', '.join(EXTRAS)}")
+        self.first_passes = _modes.FirstPasses()
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
@@ -124,8 +129,6 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
-        if state not in ("checkpoint", "none"):
-            raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
         # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
         # has left them, if one has. Several trainers see those of their own alone.
@@ -211,24 +214,24 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
-        needs_head = torch.is_grad_enabled() and self.train_head
-        counted_together = self._counted_together(normalizer, needs_hidden or needs_head)
-        with self.parallel.before_total(counted_together):
-            self._check(hidden, targets, row_weights)
-            labels = _labels(targets, self.shift, self.options.ignore_index)
-            self._check_labels(labels)
-            if needs_head:
+        _input.check_tensors(hidden, targets, row_weights)
+        plan = _modes.plan(self.train_head, self.training, hidden)
+        together = plan.counts_with_ranks
+        with self.parallel.before_total(together and self._counted_together(normalizer)):
+            self.client.check_usable()
+            _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, row_weights)
+            labels = _input.labels(targets, self.shift, self.options.ignore_index)
+            _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
+            if plan.joins_step:
                 self._settle_left_over()
-        total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
-        wire = _autocast(hidden)
-        number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
+        total = self._normalizer(labels, normalizer, together)
+        wire = _input.autocast(hidden)
+        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
-        job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
-        weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
+        job = Job(self, wire, labels, _input.weights(row_weights), plan, number)
         job.normalizer = total
-        job.start(labels, weights)
+        job.start()
         return PendingHeadLoss(job)
 
     def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
@@ -243,9 +246,9 @@ class LossHead(torch.nn.Module):
             count = self._count(labels)
         return self.parallel.total(count) / ranks if training else count
 
-    def _counted_together(self, given: float | None, training: bool) -> bool:
-        """Whether _normalizer() asks the other ranks."""
-        return training and self.reduction == "mean" and given is None and self.normalizer is None
+    def _counted_together(self, given: float | None) -> bool:
+        """Whether _normalizer() asks the other ranks, in training."""
+        return self.reduction == "mean" and given is None and self.normalizer is None
 
     def _count(self, labels: NDArray[np.int32]) -> float:
         """The number of valid labels; with class weights their sum."""
@@ -255,17 +258,6 @@ class LossHead(torch.nn.Module):
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
         return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
-
-    def _check_labels(self, labels: NDArray[np.int32]) -> None:
-        """What the server would say, before anything is sent."""
-        wrong = ((labels < 0) | (labels >= self.vocab_size)) & (labels != self.options.ignore_index)
-        if not wrong.any():
-            return
-        index = int(wrong.argmax())
-        field, value = f"open.targets[{index}]", str(labels[index])
-        raise errors.InvalidArgument(
-            f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
-            types_pb2.ErrorDetail(field=field, value=value))
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         earlier = _succession.succeed(_succession.Feeder(
@@ -290,26 +282,6 @@ class LossHead(torch.nn.Module):
         self.earlier.succeeded()
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
-
-    def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
-        self.client.check_usable()
-        if hidden.dtype not in _memory.DTYPES:
-            raise TypeError(f"hidden is {hidden.dtype}; lossd takes float32, float16 and bfloat16: use hidden.float()")
-        if hidden.dim() == 0 or hidden.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden has shape {tuple(hidden.shape)}; head {self.head_name!r} needs "
-                             f"(..., {self.hidden_size})")
-        for name, tensor in (("targets", targets), ("row_weights", row_weights)):
-            if tensor is None:
-                continue
-            if tensor.shape != hidden.shape[:-1]:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; hidden of shape {tuple(hidden.shape)} needs "
-                                 f"{tuple(hidden.shape[:-1])}")
-            if tensor.requires_grad:
-                raise ValueError(f"{name} requires a gradient, but lossd computes none for it: use {name}.detach()")
-        if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype is torch.bool:
-            raise TypeError(f"targets is {targets.dtype}; it must hold class indices: use targets.long()")
-        if self.shift and targets.dim() == 0:
-            raise ValueError("shift=True needs targets with at least one dimension")
 
 
 class PendingHeadLoss:
@@ -361,31 +333,3 @@ def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
         error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
                   "restore it with client.load_checkpoint()")
         raise
-
-
-def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
-    """One label a row of hidden states. Shifted ones are ignored at the last position; hidden states stay in place."""
-    array: NDArray[Any] = targets.detach().to("cpu").numpy()
-    labels = as_targets(array.reshape(-1)).reshape(array.shape)
-    if shift:
-        shifted = np.full_like(labels, ignore_index)
-        shifted[..., :-1] = labels[..., 1:]
-        labels = shifted
-    return labels.reshape(-1)
-
-
-def _autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """As a linear layer would take it."""
-    find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
-    dtype = find(hidden.device.type)
-    return hidden if dtype is None or hidden.dtype is dtype else hidden.to(dtype)
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _old_autocast_dtype(kind: str) -> torch.dtype | None:
-    if kind == "cpu":
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
