@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import inspect
 import itertools
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -87,3 +88,12 @@ def wanted_of_parameters() -> bool | None:
         if frame.f_code is _REQUIRES_GRAD:
             return bool(frame.f_locals["requires_grad"])
     return None
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that names the line of the program, not one of torch or lossd."""
+    level = 1
+    for level, frame in enumerate(_frames(), start=1):
+        if not str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "lossd"):
+            break
+    warnings.warn(message, category, stacklevel=level)

@@ -18,6 +18,8 @@ import lossd
 from lossd import errors
 from lossd.torch import _memory
 from lossd.torch._callers import Pass
+from lossd.torch._continuation import Continuation
+from lossd.torch._forgetting import Watch
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._graph import Deferred, Direct
 from lossd.torch._modes import Anchor, FirstPasses, Plan, refuse_evaluation
@@ -66,6 +68,8 @@ class Module(Protocol):
     scale: GradientScale
     grad_output: float
     first_passes: FirstPasses
+    watch: Watch
+    continuation: Continuation
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
@@ -164,6 +168,10 @@ class Job:
                 error.add(
                     ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
+            self.module.continuation.explain(error, self.step)
+            raise
+        except errors.ResourceExhausted as error:
+            self.module.watch.explain(error)
             raise
         if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
@@ -231,6 +239,12 @@ class Job:
         """RuntimeError if it asks for what was not computed."""
         if self.plan.evaluates and (self.module.deferred or self._anchor.is_asked_for()):
             refuse_evaluation(self.module.head_name, self.module.deferred)
+
+    def had_backward(self) -> None:
+        """Its gradients are where they belong."""
+        self.module.steps.had_backward(self.number)
+        if self.plan.head:
+            self.module.watch.had_backward()
 
     def meet(self, got: float) -> float:
         """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
@@ -305,6 +319,7 @@ class Job:
             self._gradient_memory("host")
         if self.plan.head:
             steps.arrived(self.number, rows, waits_for_backward=False)
+        self.had_backward()
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
         extras = LossExtras()

@@ -22,6 +22,7 @@ class StepTracker:
         self.world_size = world_size
         self.group = 1  # a step has a multiple of so many microbatches
         self.discards = 0  # how often what was in an open step was discarded
+        self._changes = 0  # of the gradients, as far as this trainer is concerned
         self._lock = threading.Lock()
         self._begin(step)
 
@@ -99,6 +100,7 @@ class StepTracker:
         """Its gradients are accumulated: those of so many valid rows."""
         with self._lock:
             self._rows[number] = rows
+            self._changes += 1
             self._failed.discard(number)
             self._gaps.discard(number)
             if waits_for_backward:
@@ -131,6 +133,7 @@ class StepTracker:
     def had_backward(self, number: int) -> None:
         with self._lock:
             self._waiting.discard(number)
+            self._changes += 1
 
     def contribution(self) -> int:
         """The number of a gradient from elsewhere that is to be added; the same again until contributed()."""
@@ -144,6 +147,7 @@ class StepTracker:
         with self._lock:
             if self._contribution is not None:
                 self._contributions.add(self._contribution)
+                self._changes += 1
             self._contribution = None
 
     @property
@@ -154,6 +158,12 @@ class StepTracker:
         """
         with self._lock:
             return self._next
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Another one when this trainer has accumulated something since, or the gradients are others."""
+        with self._lock:
+            return self.step, self.discards, self._changes
 
     @property
     def has_gradients(self) -> bool:

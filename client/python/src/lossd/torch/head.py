@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arguments import known_arguments
-from lossd.torch import _data_parallel, _head_state, _input, _modes, _succession
+from lossd.torch import _callers, _continuation, _data_parallel, _forgetting, _head_state, _input, _modes, _succession
 from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
@@ -123,10 +122,13 @@ class LossHead(torch.nn.Module):
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
-        self.train_head = train_head and not description.spec.frozen
+        self._frozen_on_server = description.spec.frozen
+        self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
+        self.continuation = _continuation.Continuation(client, head, self.steps, description)
+        self.watch = _forgetting.Watch(client.target, head)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
@@ -134,10 +136,36 @@ class LossHead(torch.nn.Module):
         # has left them, if one has. Several trainers see those of their own alone.
         self.left_over, self.earlier = self._left_over(description)
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied, as AveragedModel or "
+            "copy.deepcopy() of a model that holds it would: average or copy the rest of the model, "
+            f"AveragedModel(model.trunk), and make another LossHead(client, {self.head_name!r}) for the copy; \"Averaged "
+            "models (EMA)\" in docs/python.md shows how")
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied or pickled: make another "
             f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
+
+    def requires_grad_(self, requires_grad: bool = True) -> LossHead:
+        """Whether the head is trained (train_head), as for a module whose weights are its own.
+
+        requires_grad_() of a module that holds this one does the same; a loop over its parameters does not reach the
+        head, which has none here. ValueError if the head was created frozen.
+        """
+        if requires_grad and self._frozen_on_server:
+            raise ValueError(f"head {self.head_name!r} was created with frozen=True: the server has no gradients for it")
+        self.train_head = bool(requires_grad)
+        return self
+
+    def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As of any module; requires_grad_() of one that holds this one is noticed here."""
+        wanted = _callers.wanted_of_parameters()
+        if wanted is not None and not (wanted and self._frozen_on_server):
+            self.train_head = wanted
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
         """What repr() shows: the head, its shape and the options that are not as usual."""
@@ -158,9 +186,15 @@ class LossHead(torch.nn.Module):
 
         What this module has accumulated in the open step counts as lost, and the step starts again.
         """
-        step = self.client.describe_head(self.head_name).state.step  # if this fails, nothing has changed
+        self.begin_again()
+        self.watch.stepped()
+
+    def begin_again(self) -> None:
+        """sync(), where nobody has applied a step."""
+        description = self.client.describe_head(self.head_name)  # if this fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
-        self.steps.advance(step)
+        self.steps.advance(description.state.step)
+        self.continuation.found(description)
         self._class_weights = None
         self.left_over, self.earlier = 0, None
         self.scale.forget_losses()
@@ -176,8 +210,13 @@ class LossHead(torch.nn.Module):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
-        self._states.restore(state)
+        if self._states.restore(state):
+            self.continuation.loaded()
         self.steps.discarded()
+        with self.parallel.before_total():
+            if self.steps.sent > 0:  # what the open step has is not of the state
+                self.client.zero_gradients(self.head_name, self.client.describe_head(self.head_name).state.step)
+        self.parallel.barrier()
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
@@ -224,6 +263,7 @@ class LossHead(torch.nn.Module):
             _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
             if plan.joins_step:
                 self._settle_left_over()
+                self.continuation.begin()
         total = self._normalizer(labels, normalizer, together)
         wire = _input.autocast(hidden)
         number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
@@ -277,8 +317,8 @@ class LossHead(torch.nn.Module):
                 "earlier one of this program that did not end its step, or another trainer's. "
                 "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
                 "or rank= and world_size=")
-        warnings.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
-                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning, stacklevel=5)
+        _callers.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
+                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning)
         self.earlier.succeeded()
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
