@@ -370,8 +370,14 @@ TEST_F(ResetsTest, AHeadKnowsItsRunAndItsCheckpoint) {
 TEST_F(ResetsTest, ASaveOfValuesThatAreGoneIsNotInTheHistory) {
   server_.Train("head", 0, 1);
   disk_.CloseGate();
-  std::thread saver([&] { EXPECT_TRUE(server_.Save("late").ok()); });
-  while (!server_.operations().ResetHead(Reset(v1::RESET_SCOPE_ALL, "a")).ok()) absl::SleepFor(absl::Milliseconds(5));
+  absl::Notification read;
+  Checkpoints::SaveCallbacks callbacks;
+  callbacks.on_progress = [&](const v1::SaveProgress& progress) {
+    if (progress.phase() == v1::SAVE_PHASE_WRITING && !read.HasBeenNotified()) read.Notify();
+  };
+  std::thread saver([&] { EXPECT_TRUE(server_.Save("late", callbacks).ok()); });
+  read.WaitForNotification();
+  EXPECT_TRUE(server_.operations().ResetHead(Reset(v1::RESET_SCOPE_ALL, "a")).ok());
   disk_.OpenGate();
   saver.join();
   EXPECT_EQ(server_.engine().Describe("head")->history.checkpoint, "");
