@@ -54,8 +54,6 @@ class ModelHead:
         """Creates the head on the server with this one's shape, and writes its weights."""
         vocab_size, hidden_size = self.layer.weight.shape
         has_bias = self.layer.bias is not None
-        if "if_exists" in options:  # INTERIM
-            options["exist_ok"] = options.pop("if_exists") == "keep"
         client.create_head(name, hidden_size=hidden_size, vocab_size=vocab_size, bias=has_bias, zeros=True, **options)
         client.write_tensor(name, "weight", values(self.layer.weight))
         if has_bias:
