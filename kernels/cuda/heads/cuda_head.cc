@@ -267,6 +267,7 @@ absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
       .gradient = {workspace_.paths[Region::kHiddenGradient], job.hidden_gradient_dtype, sizes_.hidden,
                    sizes_.padded_hidden},
       .scale = job.hidden_gradient_factor(),
+      .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
       .begin = job.rows_here.begin,
       .end = job.rows_here.end,
       .checks = slot.device_in.checks,

@@ -53,7 +53,7 @@ __global__ void HiddenGuardKernel(const __grid_constant__ HiddenGuardParams p) {
     Load8(m.data, m.dtype, first + c, first + m.cols, true, x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      bad |= m.dtype == DType::kFloat16 ? isnan(x[i]) : c + i < m.cols && !isfinite(x[i] * p.scale);
+      bad |= p.may_overflow ? isnan(x[i]) : !isfinite(x[i] * p.scale);  // 0 past the last column
     }
   }
   if (__any_sync(0xffffffffu, bad) == 0 || lane != 0) return;

@@ -33,10 +33,13 @@ struct GuardParams {
 cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
 
 // Rows of dx that are not finite, of those whose dx is to be: their loss becomes NaN, so that a guard after this
-// finds them. In fp16 only NaN is not finite: infinity is what a gradient is there that is too large.
+// finds them.
 struct HiddenGuardParams {
   DeviceMatrix gradient;  // dx, or what goes through a norm; rows begin on 32 bytes
   float scale = 1.0f;     // by which it is still to be multiplied
+  // dx in fp16 as its client gets it, where infinity is what a gradient is that is too large (a loss scaler
+  // wants to see it): only NaN counts.
+  bool may_overflow = false;
   int64_t begin = 0;      // rows [begin, end) are complete here
   int64_t end = 0;
   const RowCheck* checks = nullptr;  // [rows]
