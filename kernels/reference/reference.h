@@ -29,7 +29,7 @@ struct Head {
 struct Rows {
   std::vector<double> hidden;        // [N, D]
   std::vector<int32_t> targets;      // [N]; kIgnoredTarget: none
-  std::vector<double> row_weights;   // [N], default 1
+  std::vector<double> row_weights;   // [N], default 1; 0: the row is absent (kernels/absent_row.h)
   std::vector<uint8_t> accumulate;   // [N], default 1; 0: not into the parameter gradients
   double grad_scale = 1.0;           // dL/d(row loss)
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale

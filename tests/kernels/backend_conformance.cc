@@ -28,6 +28,10 @@ bool AllZero(const std::vector<float>& values) {
   return std::all_of(values.begin(), values.end(), [](float v) { return v == 0.0f; });
 }
 
+bool AllFinite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); });
+}
+
 double NormOf(absl::Span<const float> values) {
   double sum = 0.0;
   for (float v : values) sum += double{v} * double{v};

@@ -52,6 +52,7 @@ inline constexpr int64_t kOddShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8,
 
 absl::Span<const uint8_t> AsBytes(const std::vector<float>& values);
 bool AllZero(const std::vector<float>& values);
+bool AllFinite(const std::vector<float>& values);
 double NormOf(absl::Span<const float> values);
 // Of all parameters that have one.
 std::vector<std::vector<float>> AllGradients(HeadKernels& head);
