@@ -281,6 +281,7 @@ absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
   if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
       head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
   if (!reader.ok()) return reader.status();

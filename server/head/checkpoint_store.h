@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All checkpoints of a directory: what is there, what may go. One server owns a directory; several may share
+// All checkpoints of a directory: what is there, what may go. checkpoint_removal.h removes a certain one. One server owns a directory; several may share
 // it as long as their heads' names differ.
 //
 // Thread-safe. Errors as in checkpoint.h.
