@@ -257,6 +257,22 @@ class FakeHeadService final : public v1::HeadService::Service {
     return grpc::Status::OK;
   }
 
+  // Of any name but "missing".
+  grpc::Status DeleteCheckpoint(grpc::ServerContext*, const v1::DeleteCheckpointRequest* request,
+                                v1::DeleteCheckpointResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    const std::string& checkpoint = request->checkpoint();
+    if (checkpoint.ends_with("/missing")) {
+      return state_->Error(grpc::StatusCode::NOT_FOUND, "no such checkpoint", "checkpoint", checkpoint);
+    }
+    const bool is_new = state_->deletions.emplace(request->deletion_id(), checkpoint).second;
+    response->set_repeated_call(!is_new);
+    response->set_bytes(3 << 20);
+    // It is deleted, but the answer is lost.
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "connection reset");
+    return grpc::Status::OK;
+  }
+
  private:
   // Three rows of a tensor, from `row` on.
   grpc::Status ReadSlice(const v1::ReadTensorRequest& request, uint64_t number, uint64_t row,

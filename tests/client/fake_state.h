@@ -162,6 +162,7 @@ struct FakeState {
   uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
   uint64_t drawn ABSL_GUARDED_BY(mu) = 0;  // generations and weights versions: 1, 2, ...
   std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
+  std::map<std::string, std::string> deletions ABSL_GUARDED_BY(mu);  // deletion_id -> checkpoint
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;

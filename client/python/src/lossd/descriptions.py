@@ -330,6 +330,7 @@ class CheckpointInfo(Shown):
     bytes: int = 0
     saved_unix_seconds: int = 0  # 0: not known
     automatic: bool = False  # named by the server; `keep` may remove it
+    run: str = ""  # of the trainer that applied its last step (Client's `run`); "": not known
 
 
 @dataclass(frozen=True, repr=False)
