@@ -78,6 +78,19 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
   return result;
 }
 
+absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
+                                                        absl::Duration timeout) {
+  v1::ResetHeadRequest named = request;
+  if (named.reset_id().empty()) named.set_reset_id(NewDeletionId());
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ResetHead, named,
+                     DeadlineAfter(timeout, options().transfer_timeout), Repeat::kIfTransient);
+  if (result.ok()) {
+    core_->head_cache().Learn(result->head());
+    core_->head_cache().ForgetAccumulation(request.head());
+  }
+  return result;
+}
+
 absl::StatusOr<v1::DeleteCheckpointResponse> Client::DeleteCheckpoint(absl::string_view checkpoint,
                                                                       absl::Duration timeout) {
   v1::DeleteCheckpointRequest request;

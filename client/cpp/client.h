@@ -303,6 +303,10 @@ class Client {
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
+  // Makes a head, or its optimizer alone, as it was when it was made. An empty reset_id: a random one. Repeated: the
+  // server resets once.
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
   // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins

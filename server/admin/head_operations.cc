@@ -98,6 +98,7 @@ HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Eng
 // ---- Creation ----
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // of a checkpoint as a source
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
