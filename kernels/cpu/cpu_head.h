@@ -59,6 +59,7 @@ class CpuHead final : public HeadKernels {
     return params_.ApplyStep(options, update);
   }
   absl::Status ZeroGradients() override { return params_.ZeroGradients(); }
+  absl::Status ZeroMoments() override { return params_.ZeroMoments(); }
 
   // For the replicas of a head.
   CpuParams& params() { return params_; }

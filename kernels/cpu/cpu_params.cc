@@ -123,4 +123,17 @@ absl::Status CpuParams::ZeroGradients() {
   return absl::OkStatus();
 }
 
+absl::Status CpuParams::ZeroMoments() {
+  for (Param param : kTrainedParams) {
+    const int64_t elements = shard(param).rows * ShapeOf(config_, param).cols;
+    for (const Role role : {Role::kMoment1, Role::kMoment2}) {
+      float* const values = buffers_.tensor({param, role});
+      if (values == nullptr) continue;
+      pool_->ParallelFor(elements, kElementGrain,
+                         [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace lossd::kernels

@@ -33,6 +33,7 @@ class CpuParams {
   absl::StatusOr<double> GradNorm();
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update);
   absl::Status ZeroGradients();
+  absl::Status ZeroMoments();
 
   // ---- For the replicas of a head ----
   const HeadConfig& config() const { return config_; }

@@ -194,4 +194,9 @@ absl::Status GroupHead::ZeroGradients() {
   return absl::OkStatus();
 }
 
+absl::Status GroupHead::ZeroMoments() {
+  heads_.WaitUntilIdle();
+  return heads_.ZeroMoments();
+}
+
 }  // namespace lossd::kernels

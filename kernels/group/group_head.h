@@ -53,6 +53,7 @@ class GroupHead final : public HeadKernels, public RemoteParts {
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
+  absl::Status ZeroMoments() override;
   std::vector<RemotePart> remote_parts() const override { return heads_.Remote(Split::kRows); }
   void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
 

@@ -84,6 +84,10 @@ absl::Status MemberHeads::ZeroGradients() const {
   return ForEach([](int, HeadKernels& head) { return head.ZeroGradients(); });
 }
 
+absl::Status MemberHeads::ZeroMoments() const {
+  return ForEach([](int, HeadKernels& head) { return head.ZeroMoments(); });
+}
+
 void MemberHeads::Refuse(absl::Status refusal, ChunkCallbacks callbacks) {
   order_->Add(std::make_shared<GroupChunk>(std::move(refusal), std::move(callbacks)));
 }

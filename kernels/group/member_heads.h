@@ -55,6 +55,7 @@ class MemberHeads {
   absl::StatusOr<double> GradNorm() const;
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) const;
   absl::Status ZeroGradients() const;
+  absl::Status ZeroMoments() const;
 
  private:
   void Start(const std::shared_ptr<GroupChunk>& chunk, size_t part);

@@ -116,4 +116,9 @@ absl::Status VocabularyHead::ZeroGradients() {
   return heads_.ZeroGradients();
 }
 
+absl::Status VocabularyHead::ZeroMoments() {
+  heads_.WaitUntilIdle();
+  return heads_.ZeroMoments();
+}
+
 }  // namespace lossd::kernels

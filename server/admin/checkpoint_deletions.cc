@@ -3,32 +3,23 @@
 
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 #include "server/head/checkpoint_removal.h"
 #include "server/head/temporary_folder.h"
 #include "server/log/log.h"
+#include "server/messages/texts.h"
 
 namespace lossd::admin {
 namespace {
 
-constexpr size_t kMostIdCharacters = 64;
 constexpr char kDeletionIdField[] = "deletion_id";
-
-absl::Status CheckDeletionId(const std::string& id) {
-  const bool printable = std::all_of(id.begin(), id.end(), [](char c) {
-    return absl::ascii_isprint(static_cast<unsigned char>(c));
-  });
-  if (printable && !id.empty() && id.size() <= kMostIdCharacters) return absl::OkStatus();
-  return errors::FieldError(kDeletionIdField, "be 1 to 64 printable ASCII characters", id);
-}
 
 }  // namespace
 
 absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointDeletions::Delete(
     const v1::DeleteCheckpointRequest& request) {
-  if (absl::Status status = CheckDeletionId(request.deletion_id()); !status.ok()) return status;
+  if (absl::Status status = messages::CheckCallId(kDeletionIdField, request.deletion_id()); !status.ok()) return status;
   const NamedLocks::Guard guard = under_way_.Lock(request.deletion_id());
   const absl::StatusOr<std::optional<int64_t>> before = Find(request);
   if (!before.ok()) return before.status();

@@ -54,6 +54,7 @@ v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
   message.set_bytes(static_cast<uint64_t>(info.bytes));
   message.set_saved_unix_seconds(absl::ToUnixSeconds(info.saved_at));
   message.set_automatic(info.automatic);
+  message.set_run(info.subject.run);
   return message;
 }
 
@@ -160,7 +161,9 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
        .step = head->state.step,
        .updates = head->updates,
        .incarnation = head->state.incarnation,
-       .last_step = head->last_step},
+       .last_step = head->last_step,
+       .run = head->history.run,
+       .applied_unix_seconds = head->history.applied_unix_seconds},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
         return (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
       },
@@ -171,6 +174,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
   response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
+  engine_->NoteSaved(*head, response.checkpoint(), saved->saved_at);
   response.set_bytes(static_cast<uint64_t>(saved->bytes));
   response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));

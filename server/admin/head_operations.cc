@@ -8,32 +8,22 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/remote_parts.h"
 #include "server/admin/choice_log.h"
-#include "server/admin/head_source.h"
+#include "server/admin/initial_values.h"
 #include "server/head/head.h"
-#include "server/head/initializer.h"
 #include "server/head/site_loading.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/enums.h"
+#include "server/messages/texts.h"
 
 namespace lossd::admin {
 namespace {
 
 using log::LogLevel;
-
-// The whole value of a parameter.
-TensorRows WholeValue(const std::string& head, const kernels::HeadConfig& config, kernels::Param param,
-                      kernels::DType dtype) {
-  const kernels::TensorShape shape = kernels::ShapeOf(config, param);
-  return {.head = head,
-          .id = {param, kernels::Role::kValue},
-          .shape = shape,
-          .rows = {0, shape.rows},
-          .dtype = dtype};
-}
 
 // What ReadTensorRequest and OpenTensor have in common.
 struct TensorFields {
@@ -73,17 +63,15 @@ absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view 
   return Opened{std::move(tensor), *std::move(opened)};
 }
 
-// `kind` of the event, and what the log says: "head_created", "head created".
-void LogHead(absl::string_view kind, const v1::HeadDescription& head, metrics::Metrics* metrics) {
-  const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
-  metrics->events().Add(metrics::EventLevel::kInfo, kind, head.spec().name(),
-                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
-                                     head.spec().hidden_size(), " values, step ", head.state().step()));
-  log::Log(LogLevel::kInfo, event,
-           {{"head", head.spec().name()},
-            {"vocab_size", head.spec().vocab_size()},
-            {"hidden_size", head.spec().hidden_size()},
-            {"step", head.state().step()}});
+// What a head's history is once the checkpoint has been loaded into it.
+head::History HistoryOfLoaded(const head::CheckpointReader& checkpoint) {
+  const head::CheckpointSubject& saved = checkpoint.subject();
+  return {.run = saved.run,
+          .applied_unix_seconds = saved.applied_unix_seconds,
+          .checkpoint = checkpoint.name(),
+          .checkpoint_step = saved.step,
+          .checkpoint_unix_seconds = absl::ToUnixSeconds(checkpoint.saved_at()),
+          .loaded = true};
 }
 
 }  // namespace
@@ -107,40 +95,25 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
   absl::Status status;
   if (request.has_tensor_file()) {
     if (status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
-    const absl::StatusOr<HeadSource> source =
-        HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
-    if (!source.ok()) return source.status();
-    status = CreateFilled(name, *config, [&]() -> absl::Status {
-      for (const HeadSource::Tensor& tensor : source->tensors()) {
-        absl::Status filled = FillTensor(WholeValue(name, *config, tensor.param, tensor.dtype),
-                                         [&](engine::RowRange rows, absl::Span<uint8_t> out) {
-                                           return source->ReadRows(tensor, rows, out);
-                                         });
-        if (!filled.ok()) return filled;
-      }
-      return absl::OkStatus();
-    });
-  } else if (request.has_zeros()) {
-    status = CreateFilled(name, *config, [] { return absl::OkStatus(); });
-  } else {
-    status = CreateFilled(name, *config,
-                          [&] { return FillUniform(name, *config, request.kaiming_uniform().seed()); });
   }
+  const absl::StatusOr<InitialValues> values =
+      InitialValues::Open(options_.checkpoints.directory, request, *config);
+  if (!values.ok()) return values.status();
+  status = CreateFilled(name, *config, [&] { return FillHead(name, *values, /*used=*/false); });
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
-  if (description.ok()) LogHead("head_created", *description, metrics_);
+  if (description.ok()) LogHead("head_created", *description);
   return description;
 }
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::PlanHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
-  if (request.has_tensor_file()) {
-    const absl::StatusOr<HeadSource> source =
-        HeadSource::Open(options_.checkpoints.directory, request.tensor_file(), *config);
-    if (!source.ok()) return source.status();
-  }
+  const absl::StatusOr<InitialValues> values =
+      InitialValues::Open(options_.checkpoints.directory, request, *config);
+  if (!values.ok()) return values.status();
   const absl::StatusOr<engine::HeadSnapshot> plan = engine_->PlanHead(request.spec().name(), *config);
   if (!plan.ok()) return errors::Within("spec.", plan.status());
   return messages::ToProto(*plan);
@@ -162,41 +135,29 @@ absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels
   return absl::OkStatus();
 }
 
-absl::Status HeadOperations::FillUniform(const std::string& head, const kernels::HeadConfig& config,
-                                         uint64_t seed) {
-  const float bound = head::KaimingBound(config.hidden_size);
-  for (const kernels::Param param : {kernels::Param::kWeight, kernels::Param::kBias}) {
-    if (!kernels::HasTensor(config, {param, kernels::Role::kValue})) continue;
-    const TensorRows tensor = WholeValue(head, config, param, kernels::DType::kFloat32);
-    absl::Status filled = FillTensor(tensor, [&](engine::RowRange rows, absl::Span<uint8_t> out) {
-      // The buffer comes from operator new: aligned for floats.
-      const absl::Span<float> values(reinterpret_cast<float*>(out.data()), out.size() / sizeof(float));
-      head::FillUniform(seed, param, rows.begin * tensor.shape.cols, bound, values);
-      return absl::OkStatus();
-    });
-    if (!filled.ok()) return filled;
-  }
-  return absl::OkStatus();
-}
-
-absl::Status HeadOperations::FillTensor(const TensorRows& tensor, RowSource source) {
-  const int64_t rows_at_once = std::max<int64_t>(1, options_.transfer_bytes / tensor.row_bytes());
-  const int64_t most_rows = std::min(rows_at_once, tensor.rows.size());
-  std::vector<uint8_t> buffer(static_cast<size_t>(most_rows * tensor.row_bytes()));
-  for (int64_t begin = tensor.rows.begin; begin < tensor.rows.end; begin += rows_at_once) {
-    const engine::RowRange rows{begin, std::min(begin + rows_at_once, tensor.rows.end)};
-    const absl::Span<uint8_t> bytes =
-        absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * tensor.row_bytes()));
-    if (absl::Status status = source(rows, bytes); !status.ok()) return status;
-    absl::Status written = engine_->OnDevice(tensor.head, [&](head::Head& head) {
-      return head.WriteRows(tensor.id, rows.begin, rows.size(), tensor.dtype, bytes);
-    });
-    if (!written.ok()) return written;
-  }
-  return absl::OkStatus();
+absl::Status HeadOperations::FillHead(const std::string& head, const InitialValues& values, bool used) {
+  return values.Fill(used, options_.transfer_bytes,
+                     [&](kernels::TensorId id, engine::RowRange rows, kernels::DType dtype,
+                         absl::Span<const uint8_t> bytes) {
+                       return engine_->OnDevice(head, [&](head::Head& on_device) {
+                         return on_device.WriteRows(id, rows.begin, rows.size(), dtype, bytes);
+                       });
+                     });
 }
 
 // ---- Description ----
+
+void HeadOperations::LogHead(absl::string_view kind, const v1::HeadDescription& head) {
+  const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
+  metrics_->events().Add(metrics::EventLevel::kInfo, kind, head.spec().name(),
+                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
+                                     head.spec().hidden_size(), " values, step ", head.state().step()));
+  log::Log(LogLevel::kInfo, event,
+           {{"head", head.spec().name()},
+            {"vocab_size", head.spec().vocab_size()},
+            {"hidden_size", head.spec().hidden_size()},
+            {"step", head.state().step()}});
+}
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::Description(absl::string_view head) {
   const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
@@ -223,6 +184,7 @@ absl::StatusOr<v1::ListHeadsResponse> HeadOperations::ListHeads(const v1::ListHe
 absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::DeleteHeadRequest& request) {
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
+  resets_.Forget(request.head());
   metrics_->ForgetHead(request.head());
   metrics_->events().Add(metrics::EventLevel::kInfo, "head_deleted", request.head(), "head deleted");
   log::Log(LogLevel::kInfo, "head deleted", {{"head", request.head()}});
@@ -232,10 +194,11 @@ absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::Dele
 // ---- Steps ----
 
 absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNormRequest& request) {
+  if (absl::Status status = messages::CheckRun("run", request.run()); !status.ok()) return status;
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::optional<uint64_t> step;
   if (request.has_step()) step = request.step();
-  const absl::StatusOr<engine::GradNormResult> norm = engine_->GradNorm(request.head(), step);
+  const absl::StatusOr<engine::GradNormResult> norm = engine_->GradNorm(request.head(), step, request.run());
   if (!norm.ok()) return norm.status();
   v1::GradNormResponse response;
   *response.mutable_state() = messages::ToProto(norm->state);
@@ -270,8 +233,10 @@ absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyS
 
 absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
     const v1::ZeroGradientsRequest& request) {
+  if (absl::Status status = messages::CheckRun("run", request.run()); !status.ok()) return status;
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::HeadState> state = engine_->ZeroGradients(request.head(), request.step());
+  const absl::StatusOr<engine::HeadState> state =
+      engine_->ZeroGradients(request.head(), request.step(), request.run());
   if (!state.ok()) return state.status();
   v1::ZeroGradientsResponse response;
   *response.mutable_state() = messages::ToProto(*state);
@@ -300,7 +265,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
-  if (description.ok()) LogHead("checkpoint_loaded", *description, metrics_);
+  if (description.ok()) LogHead("checkpoint_loaded", *description);
   return description;
 }
 
@@ -316,7 +281,8 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::Ch
     });
   };
   const auto begin = [&] {
-    absl::Status status = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step);
+    absl::Status status = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step,
+                                             HistoryOfLoaded(reader));
     if (status.ok()) status = pass_by(sites.ranks());
     if (status.ok()) sites.Start();
     return status;

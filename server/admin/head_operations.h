@@ -22,7 +22,9 @@
 #include "kernels/head_config.h"
 #include "lossd/v1/head.pb.h"
 #include "server/admin/checkpoints.h"
+#include "server/admin/initial_values.h"
 #include "server/admin/named_locks.h"
+#include "server/admin/reset_log.h"
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
 #include "server/metrics/metrics.h"
@@ -66,6 +68,7 @@ class HeadOperations {
   absl::StatusOr<v1::HeadDescription> DescribeHead(const v1::DescribeHeadRequest& request);
   absl::StatusOr<v1::ListHeadsResponse> ListHeads(const v1::ListHeadsRequest& request);
   absl::StatusOr<v1::DeleteHeadResponse> DeleteHead(const v1::DeleteHeadRequest& request);
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request);
   absl::StatusOr<v1::GradNormResponse> GradNorm(const v1::GradNormRequest& request);
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request);
   absl::StatusOr<v1::ZeroGradientsResponse> ZeroGradients(const v1::ZeroGradientsRequest& request);
@@ -90,15 +93,16 @@ class HeadOperations {
   absl::StatusOr<v1::HeadState> State(absl::string_view head);
 
  private:
-  // Yields rows of a tensor in the given buffer, in the dtype it is written with.
-  using RowSource = absl::FunctionRef<absl::Status(engine::RowRange rows, absl::Span<uint8_t> out)>;
-
   // Makes a head, has `fill` fill it and publishes it; on failure nothing is left of it.
   absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config,
                             absl::FunctionRef<absl::Status()> fill);
-  absl::Status FillUniform(const std::string& head, const kernels::HeadConfig& config, uint64_t seed);
-  absl::Status FillTensor(const TensorRows& tensor, RowSource source);
+  // As InitialValues::Fill.
+  absl::Status FillHead(const std::string& head, const InitialValues& values, bool used);
+  // The reset of a head, whose lock is held and which has not been reset under this id.
+  absl::Status ResetInTurn(const v1::ResetHeadRequest& request, const engine::HeadSnapshot& head);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
+  // `kind` of the event, and what the log says: "head_created", "head created".
+  void LogHead(absl::string_view kind, const v1::HeadDescription& head);
   // `is_new`: nothing is left of the head if this fails.
   absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader, bool is_new);
 
@@ -106,6 +110,7 @@ class HeadOperations {
   engine::Engine* const engine_;
   metrics::Metrics* const metrics_;
   NamedLocks locks_;
+  ResetLog resets_;
   Checkpoints checkpoints_;
 };
 

@@ -46,6 +46,7 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
   stream.head = spec.head;
   stream.peer = spec.peer;
   stream.step = spec.step;
+  stream.run = spec.run;
   stream.microbatch_id = spec.microbatch_id;
   stream.microbatch_rows = kept.terms.microbatch_rows;
   stream.rows = spec.rows;

@@ -4,10 +4,12 @@
 #ifndef LOSSD_SERVER_ENGINE_CONTRIBUTION_H_
 #define LOSSD_SERVER_ENGINE_CONTRIBUTION_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -24,6 +26,7 @@ struct ContributionSpec {
   std::string head;
   uint64_t step = 0;
   std::optional<uint64_t> generation;  // HeadState::generation that it is meant for
+  std::string run;                     // of the program that trains, for people
   uint64_t contribution_id = 0;
   kernels::Param param = kernels::Param::kWeight;
   std::optional<RowRange> contribution_rows;  // absent: all rows of the parameter
@@ -43,6 +46,20 @@ struct ContributionTerms {
 
 class HeadSession;
 
+// Counts one call as long as it lives. Thread-safe.
+class CountedCall {
+ public:
+  using Counter = std::atomic<int64_t>;
+
+  explicit CountedCall(std::shared_ptr<Counter> counter) : counter_(std::move(counter)) { ++*counter_; }
+  ~CountedCall() { --*counter_; }
+  CountedCall(const CountedCall&) = delete;
+  CountedCall& operator=(const CountedCall&) = delete;
+
+ private:
+  const std::shared_ptr<Counter> counter_;
+};
+
 // An open call; Engine::AddRows takes its rows.
 struct Contribution {
   std::shared_ptr<HeadSession> session;  // of the head, which may have been deleted since
@@ -52,6 +69,9 @@ struct Contribution {
   ContributionTerms terms;
   RowRange rows;     // carried by this call
   int64_t cols = 1;  // elements of a row
+  std::string run;   // ContributionSpec::run
+  // Counts as an open call of the head until all copies are gone.
+  std::shared_ptr<const CountedCall> counted;
 
   int64_t row_bytes() const { return cols * static_cast<int64_t>(kernels::SizeOf(terms.dtype)); }
 };

@@ -29,21 +29,6 @@ absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig
       absl::StrCat(config.hidden_size));
 }
 
-// Checks the number of expected ids and puts them in order, which is much work for many.
-absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
-  std::vector<uint64_t>& ids = request.expected_microbatches;
-  // A step has at most so many microbatches, and as many contributions.
-  const int64_t most = 2 * options.max_step_microbatches;
-  if (static_cast<int64_t>(ids.size()) > most) {
-    return InvalidField("expected_microbatches.size",
-                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
-                        absl::StrCat(ids.size()));
-  }
-  std::sort(ids.begin(), ids.end());
-  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  return absl::OkStatus();
-}
-
 // Without the lock; blocks until no chunk of a head is under way that is being deleted.
 void AwaitIdle(HeadSession& session, EngineContext* context) {
   const auto nothing = [](head::Head&) { return absl::OkStatus(); };
@@ -251,10 +236,11 @@ absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::strin
 
 // ---- Steps ----
 
-absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step) {
+absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step,
+                                                    absl::string_view run) {
   absl::StatusOr<GradNormResult> norm;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
-    norm = engine::GradNorm(session, step);
+    norm = engine::GradNorm(session, step, run);
     return norm.status();
   });
   if (!status.ok()) return status;
@@ -284,10 +270,21 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
   return result;
 }
 
-absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint64_t step) {
+absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint64_t step,
+                                                    absl::string_view run) {
   absl::StatusOr<HeadState> state;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
-    state = engine::ZeroGradients(session, step);
+    state = engine::ZeroGradients(session, step, run);
+    return state.status();
+  });
+  if (!status.ok()) return status;
+  return state;
+}
+
+absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope scope) {
+  absl::StatusOr<HeadState> state;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    state = engine::Reset(session, scope);
     return state.status();
   });
   if (!status.ok()) return status;
@@ -295,9 +292,17 @@ absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint
 }
 
 absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
-                                   const std::optional<head::AppliedStep>& last_step) {
-  return RunOnHead(name,
-                   [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step); });
+                                   const std::optional<head::AppliedStep>& last_step,
+                                   const head::History& history) {
+  return RunOnHead(
+      name, [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step, history); });
+}
+
+void EngineImpl::NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) {
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = heads_.Find(saved.name);
+  if (!session.ok()) return;
+  (*session)->step().history().OnSaved(saved.origin, checkpoint, saved.state.step, saved_at);
 }
 
 absl::Status EngineImpl::EndLoad(absl::string_view name) {

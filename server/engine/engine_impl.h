@@ -41,12 +41,17 @@ class EngineImpl final : public Engine {
   absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name) override;
   absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name) override;
 
-  absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step) override;
+  absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step,
+                                          absl::string_view run) override;
   absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) override;
-  absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step) override;
-  absl::Status EndLoad(absl::string_view name) override;
+  absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step,
+                                          absl::string_view run) override;
+  absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) override;
   absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
-                         const std::optional<head::AppliedStep>& last_step) override;
+                         const std::optional<head::AppliedStep>& last_step,
+                         const head::History& history) override;
+  absl::Status EndLoad(absl::string_view name) override;
+  void NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) override;
 
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;

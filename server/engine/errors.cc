@@ -29,17 +29,18 @@ absl::Status UnknownHead(absl::string_view name) {
   return errors::FieldError("head", "name a head of this server", name, absl::StatusCode::kNotFound);
 }
 
-absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current) {
-  return WithCurrentStep(errors::FieldProblem(field, absl::StrCat("is not the open step, which is ", current),
-                                              step, absl::StatusCode::kFailedPrecondition),
-                         current);
+absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current, absl::string_view why) {
+  const absl::Status status =
+      errors::FieldProblem(field, absl::StrCat("is not the open step, which is ", current), step,
+                           absl::StatusCode::kFailedPrecondition);
+  return WithCurrentStep(errors::WithMessage(status, absl::StrCat(status.message(), "; ", why)), current);
 }
 
 absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current) {
   return errors::FieldProblem(
       field,
       absl::StrCat("is not that of the head's gradients, ", current,
-                   " (they were zeroed, applied, or discarded by a checkpoint that was loaded)"),
+                   " (they were zeroed, applied, or discarded by a reset or by a checkpoint that was loaded)"),
       named, absl::StatusCode::kAborted);
 }
 

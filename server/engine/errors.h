@@ -33,8 +33,9 @@ absl::Status InvalidField(absl::string_view field, absl::string_view problem, ab
 // NOT_FOUND for the field "head": there is no head of this name.
 absl::Status UnknownHead(absl::string_view name);
 
-// FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step.
-absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current);
+// FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step. `why`: what is
+// known of how that came.
+absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current, absl::string_view why);
 
 // ABORTED: generation `named` was named but the head's gradients are those of `current`, or were in the step
 // applied.

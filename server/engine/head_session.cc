@@ -256,7 +256,10 @@ HeadSnapshot HeadSession::Snapshot() {
           .step_rows = step_->ledger().accumulated_rows(),
           .total_rows = total_rows_,
           .tensors_status = step_->CheckTensors(),
-          .last_step = step_->last().applied()};
+          .last_step = step_->last().applied(),
+          .history = step_->history().history(),
+          .open_run = step_->is_empty() ? "" : step_->history().open_run(),
+          .origin = step_->history().origin()};
 }
 
 void HeadSession::AddTo(EngineStats& stats) {

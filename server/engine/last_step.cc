@@ -31,6 +31,12 @@ absl::Status LastStep::CheckRepeat(const StepRequest& request) const {
     return FieldError(absl::StatusCode::kFailedPrecondition, "optimizer",
                       "differs from what this step was applied with", "other settings");
   }
+  if (last.begin_optimizer != request.begin_optimizer) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "begin_optimizer",
+                      absl::StrCat("must be ", last.begin_optimizer ? "true" : "false",
+                                   ", as this step was applied with"),
+                      request.begin_optimizer ? "true" : "false");
+  }
   std::vector<std::string> lines;
   if (complete_ids_.has_value()) {
     for (const uint64_t id : request.expected_microbatches) {

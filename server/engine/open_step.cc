@@ -12,7 +12,11 @@ namespace lossd::engine {
 
 OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
                    const RowMemory::Account& memory)
-    : incarnation_(incarnation), versions_(counter), ledgers_(max_rows, max_microbatches, memory) {}
+    : incarnation_(incarnation),
+      counter_(counter),
+      versions_(counter),
+      ledgers_(max_rows, max_microbatches, memory),
+      history_(counter->Next()) {}
 
 // ---- Validity ----
 
@@ -40,6 +44,11 @@ absl::Status OpenStep::CheckTensors() const {
   return absl::UnavailableError("the optimizer's state is being written (WriteTensor)");
 }
 
+absl::Status OpenStep::CheckNumber(absl::string_view field, const NamedStep& named, absl::Time now) const {
+  if (named.step == number()) return absl::OkStatus();
+  return StepNotOpen(field, named.step, number(), history_.WhyNotOpen(named, number(), now));
+}
+
 absl::Status OpenStep::CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const {
   if (named.value_or(versions_.generation()) == versions_.generation()) return absl::OkStatus();
   return WithCurrentStep(OtherGeneration(field, *named, versions_.generation()), number());
@@ -52,10 +61,11 @@ absl::Status OpenStep::CheckBound(const Binding& binding) const {
 
 // ---- Closing ----
 
-absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_view waits_for) const {
+absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_view waits_for,
+                                     absl::Time now) const {
   if (auto meant = CheckIncarnation(request.incarnation, incarnation_); !meant.ok()) return meant;
   if (auto meant = CheckGeneration("generation", request.generation); !meant.ok()) return meant;
-  if (request.step != number()) return StepNotOpen("step", request.step, number());
+  if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok()) return open;
   if (absl::Status valid = CheckValid(); !valid.ok()) return valid;
   if (absl::Status valid = CheckTensors(); !valid.ok()) return valid;
   std::vector<std::string> lines = ledgers_.Missing(request.expected_microbatches);
@@ -84,19 +94,25 @@ void OpenStep::BeginClose() {
                       .complete_ids = ledgers_.CompleteIds()};
 }
 
-void OpenStep::Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped) {
+void OpenStep::Close(const StepRequest& request, double grad_norm, bool skipped, absl::Time now) {
   Contents contents = *std::move(closing_);
   last_.Set(number(),
             {.incarnation = incarnation_,
              .generation = versions_.generation(),
-             .optimizer = optimizer,
+             .optimizer = request.optimizer,
              .grad_norm = grad_norm,
              .microbatches = contents.microbatches,
              .rows = contents.rows,
              .contributions = contents.contributions,
-             .skipped = skipped},
+             .skipped = skipped,
+             .begin_optimizer = request.begin_optimizer},
             std::move(contents.complete_ids));
+  history_.OnApplied(request.run, now);
   const std::string why = absl::StrCat("step ", number(), " was ", skipped ? "skipped" : "applied");
+  if (request.begin_optimizer) {
+    updates_ = 0;
+    versions_.NewMoments(why);
+  }
   if (!skipped) {
     ++updates_;
     versions_.NewWeights(why);
@@ -105,13 +121,30 @@ void OpenStep::Close(const kernels::OptimizerOptions& optimizer, double grad_nor
   Enter(why);
 }
 
+void OpenStep::ResetOptimizer() {
+  constexpr absl::string_view kReset = "the head's optimizer was reset";
+  updates_ = 0;
+  versions_.NewMoments(kReset);
+  Enter(kReset);
+}
+
 void OpenStep::BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                         absl::Status why) {
-  constexpr absl::string_view kLoaded = "a checkpoint was loaded";
+                         const head::History& history, absl::Status why) {
+  Replace(progress, last_step, std::move(why), "a checkpoint was loaded");
+  history_.OnLoaded(counter_->Next(), history);
+}
+
+void OpenStep::BeginReset(absl::Status why, absl::Time now) {
+  Replace({}, std::nullopt, std::move(why), "the head was reset");
+  history_.OnReset(counter_->Next(), now);
+}
+
+void OpenStep::Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+                       absl::Status why, absl::string_view change) {
   versions_.EndWrites();
-  versions_.NewWeights(kLoaded);
-  versions_.SetStep(progress.step, kLoaded);
-  Enter(kLoaded);
+  versions_.NewWeights(change);
+  versions_.SetStep(progress.step, change);
+  Enter(change);
   updates_ = progress.updates;
   weights_status_ = std::move(why);
   last_.SetLoaded(number() - 1, last_step);
@@ -121,6 +154,7 @@ void OpenStep::Enter(absl::string_view why) {
   versions_.NewGeneration(why);
   gradients_status_ = absl::OkStatus();
   closing_.reset();
+  history_.OnDiscarded();
 }
 
 }  // namespace lossd::engine

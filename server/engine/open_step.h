@@ -20,10 +20,12 @@
 #include "server/engine/contribution_ledger.h"
 #include "server/engine/last_step.h"
 #include "server/engine/ledger.h"
+#include "server/engine/step_history.h"
 #include "server/engine/step_ledgers.h"
 #include "server/engine/step_request.h"
 #include "server/engine/versions.h"
 #include "server/head/applied_step.h"
+#include "server/head/history.h"
 #include "server/head/progress.h"
 
 namespace lossd::engine {
@@ -45,11 +47,15 @@ class OpenStep {
             .weights_version = versions_.weights()};
   }
   const LastStep& last() const { return last_; }
+  StepHistory& history() { return history_; }
+  const StepHistory& history() const { return history_; }
 
   Ledger& ledger() { return ledgers_.microbatches; }
   const Ledger& ledger() const { return ledgers_.microbatches; }
   ContributionLedger& contributions() { return ledgers_.contributions; }
   const ContributionLedger& contributions() const { return ledgers_.contributions; }
+  // Nothing has been entered in the ledgers.
+  bool is_empty() const { return ledger().microbatches() == 0 && contributions().contributions() == 0; }
 
   // ---- Validity ----
   // Not OK if the accumulators may be half-written, until the next generation.
@@ -69,6 +75,8 @@ class OpenStep {
   absl::Status CheckTensors() const;
   // To read the accumulated gradients.
   absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
+  // For the step that it names: FAILED_PRECONDITION if another one is open, saying what is known of why.
+  absl::Status CheckNumber(absl::string_view field, const NamedStep& named, absl::Time now) const;
   // For the gradients that it names, if any: ABORTED if the head has others.
   absl::Status CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const;
 
@@ -80,22 +88,26 @@ class OpenStep {
   // FAILED_PRECONDITION unless the request is for the open step and all that it expects is there; GetMissing
   // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is
   // being written. `waits_for`: what slices of the head wait for, or empty.
-  absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for) const;
+  absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for, absl::Time now) const;
 
   // ---- Transitions ----
   // The step is going to be applied with what is in it now; nothing may join it until Close or CancelClose.
   void BeginClose();
   void CancelClose() { closing_.reset(); }
-  // The step has been applied, or skipped, after BeginClose: the next one opens.
-  void Close(const kernels::OptimizerOptions& optimizer, double grad_norm, bool skipped);
+  // The step has been applied as the request says, or skipped, after BeginClose: the next one opens.
+  void Close(const StepRequest& request, double grad_norm, bool skipped, absl::Time now);
   // Gradients of the open step were zeroed: it begins again.
   void Restart() { Enter("the step's gradients were zeroed"); }
+  // The same, and the moments were zeroed, too: the next update is the first.
+  void ResetOptimizer();
   // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the
   // step before was applied, as far as that is known. `why` CheckWeights says until then.
   void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                 absl::Status why);
+                 const head::History& history, absl::Status why);
+  // The same for new values of a head as it was when it was created.
+  void BeginReset(absl::Status why, absl::Time now);
   void EndLoad() { weights_status_ = absl::OkStatus(); }
-  // After Close, Restart and BeginLoad, and when the head is gone: empties the ledgers, which give their
+  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give their
   // memory back.
   void ForgetRows() { ledgers_.Clear(); }
 
@@ -110,8 +122,12 @@ class OpenStep {
 
   // The gradients begin at zero.
   void Enter(absl::string_view why);
+  // Other values take the place of all there is.
+  void Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step, absl::Status why,
+               absl::string_view change);
 
   const uint64_t incarnation_;
+  VersionCounter* const counter_;
   HeadVersions versions_;
   uint64_t updates_ = 0;
   StepLedgers ledgers_;
@@ -119,6 +135,7 @@ class OpenStep {
   absl::Status weights_status_;
   std::optional<Contents> closing_;  // while the step is being applied
   LastStep last_;
+  StepHistory history_;
 };
 
 }  // namespace lossd::engine

@@ -13,6 +13,7 @@
 #include "kernels/backend.h"
 #include "server/engine/stream.h"
 #include "server/head/applied_step.h"
+#include "server/head/history.h"
 
 namespace lossd::engine {
 
@@ -45,6 +46,9 @@ struct HeadSnapshot {
   absl::Status tensors_status;
   // The step before the open one, if this engine applied it or BeginLoad told how it was applied.
   std::optional<head::AppliedStep> last_step;
+  head::History history;
+  std::string open_run;  // that sent the first rows of the open step
+  uint64_t origin = 0;   // StepHistory::origin, for Engine::NoteSaved
 };
 
 struct EngineStats {

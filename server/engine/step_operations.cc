@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/engine/step_operations.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -37,16 +38,21 @@ absl::Status ClearGradients(HeadSession& session) {
   return step.gradients_status();
 }
 
-// A device that fails half-way through an update leaves weights that are neither the old nor the new ones.
-absl::Status UpdateFailed(HeadSession& session, const absl::Status& status) {
-  if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return status;
+// A device that fails half-way leaves weights or moments that are neither the old nor the new ones. `what` it did,
+// e.g. "applying step 3 to".
+absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const absl::Status& status) {
   session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&session.context().mutex);
-  absl::Status why = absl::InternalError(absl::StrCat(
-      "the device failed while applying step ", session.step().number(), " to head ", session.name(),
-      "; its weights are not to be trusted (load a checkpoint): ", status.message()));
+  absl::Status why = absl::InternalError(
+      absl::StrCat("the device failed while ", what, " head ", session.name(),
+                   "; its weights are not to be trusted (load a checkpoint, or reset the head): ", status.message()));
   session.MarkWeightsInvalid(why);
   return why;
+}
+
+absl::Status ClearMoments(HeadSession& session) {
+  const absl::Status status = session.head().kernels().ZeroMoments();
+  return status.ok() ? status : TensorsFailed(session, "zeroing the optimizer's state of", status);
 }
 
 absl::StatusOr<double> NormOnDevice(HeadSession& session) {
@@ -55,23 +61,61 @@ absl::StatusOr<double> NormOnDevice(HeadSession& session) {
   return session.context().NoteIfLost(norm.status());
 }
 
-// Updates the weights, or zeroes the gradients if `skip`.
-absl::Status Update(HeadSession& session, const kernels::OptimizerOptions& optimizer, int64_t update,
-                    bool skip) {
-  if (skip) return ClearGradients(session);
-  const absl::Status applied = session.head().kernels().ApplyStep(optimizer, update);
-  return applied.ok() ? applied : UpdateFailed(session, applied);
+// Updates the weights, or zeroes the gradients if `skip`; with moments that are zero before if the request says so.
+absl::Status Update(HeadSession& session, const StepRequest& request, int64_t update, bool skip) {
+  if (skip) {
+    const absl::Status cleared = ClearGradients(session);
+    return cleared.ok() && request.begin_optimizer ? ClearMoments(session) : cleared;
+  }
+  if (request.begin_optimizer) {
+    if (absl::Status begun = ClearMoments(session); !begun.ok()) return begun;
+  }
+  const absl::Status applied = session.head().kernels().ApplyStep(request.optimizer, update);
+  if (applied.ok()) return applied;
+  const bool unchanged = absl::IsInvalidArgument(applied) || absl::IsFailedPrecondition(applied);
+  if (unchanged && !request.begin_optimizer) return applied;
+  return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
+}
+
+// With the lock: a head is not reset while a client is sending rows into its gradients.
+absl::Status CheckNothingOpen(HeadSession& session) {
+  const int64_t streams = session.streams().accumulating();
+  const int64_t contributions = *session.open_contributions();
+  if (streams == 0 && contributions == 0) return absl::OkStatus();
+  const auto calls = [](int64_t count, absl::string_view kind) {
+    return count == 0 ? "" : absl::StrCat(count, " open ", kind, count == 1 ? " call" : " calls");
+  };
+  return absl::FailedPreconditionError(
+      absl::StrCat("head ", session.name(), " has ", calls(streams, "accumulating ComputeLoss"),
+                   streams > 0 && contributions > 0 ? " and " : "", calls(contributions, "AddGradient"),
+                   "; it is reset when they have ended (nothing changed)"));
 }
 
 }  // namespace
 
-absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step) {
+absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
+  std::vector<uint64_t>& ids = request.expected_microbatches;
+  // A step has at most so many microbatches, and as many contributions.
+  const int64_t most = 2 * options.max_step_microbatches;
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return InvalidField("expected_microbatches.size",
+                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
+                        absl::StrCat(ids.size()));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step,
+                                        absl::string_view run) {
   if (auto trained = CheckTrained(session); !trained.ok()) return trained;
   GradNormResult result;
   {
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
-    if (step.has_value() && *step != open.number()) return StepNotOpen("step", *step, open.number());
+    const NamedStep named{.step = step.value_or(open.number()), .run = run};
+    if (auto meant = open.CheckNumber("step", named, session.context().runtime->Now()); !meant.ok()) return meant;
     if (auto valid = open.CheckValid(); !valid.ok()) return valid;
     result.state = open.state();
   }
@@ -93,9 +137,10 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
       result.repeated = true;
       return result;
     }
-    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for);
+    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for,
+                                       session.context().runtime->Now());
     if (!complete.ok()) return complete;
-    update = static_cast<int64_t>(step.updates()) + 1;
+    update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
   auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
   if (!valid.ok()) return valid;
@@ -107,22 +152,24 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
     absl::MutexLock lock(&mutex);
     step.BeginClose();
   }
-  const absl::Status updated = Update(session, request.optimizer, update, skip);
+  const absl::Status updated = Update(session, request, update, skip);
   absl::MutexLock lock(&mutex);
   if (!updated.ok()) {
     step.CancelClose();
     return updated;
   }
-  session.EnterStep([&](OpenStep& open) { open.Close(request.optimizer, *norm, skip); });
+  session.EnterStep(
+      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->Now()); });
   return step.last().Result(step.state());
 }
 
-absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {
+absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, absl::string_view run) {
   if (auto trained = CheckTrained(session); !trained.ok()) return trained;
   {
     absl::MutexLock lock(&session.context().mutex);
-    const uint64_t open = session.step().number();
-    if (step != open) return StepNotOpen("step", step, open);
+    const NamedStep named{.step = step, .run = run};
+    auto open = session.step().CheckNumber("step", named, session.context().runtime->Now());
+    if (!open.ok()) return open;
   }
   if (auto status = ClearGradients(session); !status.ok()) return status;
   absl::MutexLock lock(&session.context().mutex);
@@ -130,8 +177,29 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step) {
   return session.step().state();
 }
 
+absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
+  const bool all = scope == ResetScope::kAll;
+  if (auto trained = CheckTrained(session); !all && !trained.ok()) return trained;
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    if (auto idle = CheckNothingOpen(session); !idle.ok()) return idle;
+    if (auto usable = session.step().CheckTensors(); !all && !usable.ok()) return usable;
+  }
+  if (session.config().trainable) {
+    if (auto status = ClearGradients(session); !status.ok()) return status;
+    if (auto status = ClearMoments(session); !status.ok()) return status;
+  }
+  absl::MutexLock lock(&session.context().mutex);
+  const absl::Status resetting = absl::UnavailableError(
+      absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
+  session.EnterStep([&](OpenStep& open) {
+    all ? open.BeginReset(resetting, session.context().runtime->Now()) : open.ResetOptimizer();
+  });
+  return session.step().state();
+}
+
 absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
-                       const std::optional<head::AppliedStep>& last_step) {
+                       const std::optional<head::AppliedStep>& last_step, const head::History& history) {
   if (session.config().trainable) {
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
@@ -140,7 +208,7 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
       absl::StrCat("the weights of head ", session.name(),
                    " are being replaced by a checkpoint's, or that failed half-way (load "
                    "one again)"));
-  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, loading); });
+  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading); });
   return absl::OkStatus();
 }
 

@@ -13,17 +13,23 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "server/engine/head_session.h"
 #include "server/engine/step_request.h"
 
 namespace lossd::engine {
 
+// Checks the number of expected ids and puts them in order, which is much work for many. On any thread.
+absl::Status OrderExpected(const EngineOptions& options, StepRequest& request);
+
 // Each as the member of Engine with its name; the optimizer's options have been validated.
-absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step);
+absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step,
+                                        absl::string_view run);
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
-absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step);
+absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, absl::string_view run);
+absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope);
 absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
-                       const std::optional<head::AppliedStep>& last_step);
+                       const std::optional<head::AppliedStep>& last_step, const head::History& history);
 absl::Status EndLoad(HeadSession& session);
 
 }  // namespace lossd::engine

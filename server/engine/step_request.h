@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "kernels/optimizer_options.h"
@@ -21,6 +22,14 @@ struct StepRequest {
   bool skip_non_finite = false;
   std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
   std::optional<uint64_t> generation;   // HeadState::generation that they were accumulated in
+  bool begin_optimizer = false;         // moments and the count of updates are 0 before the step
+  std::string run;                      // that closes the step, for people
+};
+
+// What a reset of a head makes as it was when the head was created.
+enum class ResetScope : uint8_t {
+  kOptimizer,  // moments and the count of updates
+  kAll,        // besides, values and step
 };
 
 struct GradNormResult {

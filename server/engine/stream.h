@@ -55,6 +55,7 @@ struct StreamSpec {
   std::string peer;                    // who has the stream, for shares of memory; "": without a share
   std::optional<uint64_t> step;        // required with accumulate_gradients
   std::optional<uint64_t> generation;  // HeadState::generation that it is meant for; ABORTED for another
+  std::string run;                     // of the program that trains, for people
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch
   RowRange rows;                // carried by this stream
@@ -81,6 +82,7 @@ struct BackwardSpec {
   std::string peer;                    // as in StreamSpec
   std::optional<uint64_t> step;        // must be open; required with accumulate_gradients
   std::optional<uint64_t> generation;  // as in StreamSpec
+  std::string run;                     // as in StreamSpec
   uint64_t microbatch_id = 0;
   RowRange rows;
   bool want_grad_hidden = false;

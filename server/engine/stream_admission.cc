@@ -30,6 +30,12 @@ absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
                    " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
 }
 
+absl::Status StreamAdmission::CheckStep(absl::string_view field, std::optional<uint64_t> named,
+                                        absl::string_view run) const {
+  if (!named.has_value()) return absl::OkStatus();
+  return parts_.step->CheckNumber(field, {.step = *named, .run = run}, parts_.context->runtime->Now());
+}
+
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
     StreamSpec spec, std::shared_ptr<StreamObserver> observer) {
   const SliceLimits limits = parts_.schedule->For(spec.accumulate_gradients).limits();
@@ -44,6 +50,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec sp
     return meant;
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
+  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok()) return open;
   if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
   if ((*stream)->spec().retain) {
     if (auto status = ReserveRetained(**stream); !status.ok()) return status;
@@ -56,8 +63,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
   if (auto places = CheckPlaces(spec.peer); !places.ok()) return places;
   if (auto meant = parts_.step->CheckGeneration("backward.generation", spec.generation); !meant.ok())
     return meant;
-  if (spec.step.has_value() && *spec.step != parts_.step->number())
-    return StepNotOpen("backward.step", *spec.step, parts_.step->number());
+  if (auto open = CheckStep("backward.step", spec.step, spec.run); !open.ok()) return open;
   if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
   if (spec.accumulate_gradients && !parts_.config->trainable) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
@@ -128,7 +134,11 @@ absl::Status StreamAdmission::Declare(const StreamState& stream) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
                       "names a contribution of this step", absl::StrCat(spec.microbatch_id));
   }
-  return parts_.step->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
+  const bool first = parts_.step->is_empty();
+  absl::Status declared =
+      parts_.step->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
+  if (first && declared.ok()) parts_.step->history().OnFirstRows(spec.run);
+  return declared;
 }
 
 void StreamAdmission::OnEnd(StreamState& stream) {

@@ -7,7 +7,9 @@
 #ifndef LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 #define LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -49,6 +51,8 @@ class StreamAdmission {
  private:
   // RESOURCE_EXHAUSTED if the peer may not open one stream more.
   absl::Status CheckPlaces(absl::string_view peer) const;
+  // The step that a call names, if it names one, is open.
+  absl::Status CheckStep(absl::string_view field, std::optional<uint64_t> named, absl::string_view run) const;
   absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
                                                           std::shared_ptr<StreamObserver> observer);
   // Finds a place for the hidden states of a stream that retains them.

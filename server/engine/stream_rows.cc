@@ -107,8 +107,6 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   if (auto status = CheckRanges(spec); !status.ok()) return status;
   if (auto status = CheckNumbers(spec); !status.ok()) return status;
   if (auto status = CheckHead(spec, config); !status.ok()) return status;
-  if (spec.step.has_value() && *spec.step != state.step)
-    return StepNotOpen("open.step", *spec.step, state.step);
 
   StreamRows rows(std::move(spec), state, limits);
   rows.hidden_size_ = config.hidden_size;

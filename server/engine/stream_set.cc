@@ -34,6 +34,12 @@ void StreamSet::FailIf(Predicate wanted, const absl::Status& why) {
   FailEach([&](const StreamState& stream) { return wanted(stream) ? why : absl::OkStatus(); });
 }
 
+int64_t StreamSet::accumulating() const {
+  return std::count_if(streams_.begin(), streams_.end(), [](const auto& stream) {
+    return stream->spec().accumulate_gradients && !stream->failed();
+  });
+}
+
 absl::Status StreamSet::CheckRetaining(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {
   for (const auto& stream : streams_) {
     if (!stream->spec().retain || stream->failed() || stream->spec().microbatch_id != id) continue;

@@ -39,6 +39,7 @@ class StreamSet {
 
   void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
   int64_t size() const { return static_cast<int64_t>(streams_.size()); }
+  int64_t accumulating() const;  // of them, those that accumulate and have not failed
 
   // Fails a stream with `why` (not OK) and drops its slices that are not on the device; nothing if it is
   // over.

@@ -80,7 +80,7 @@ absl::StatusOr<HeadState> TensorWriter::WriteOnDevice(RowRange rows, kernels::DT
       token_ = versions.BeginWrite(id_.role == kernels::Role::kValue ? Written::kValue : Written::kMoment);
       session_->EndStale();
     } else if (!versions.IsWriting(*token_)) {
-      return absl::AbortedError("a checkpoint was loaded during the call");
+      return absl::AbortedError("a checkpoint was loaded, or the head was reset, during the call");
     }
   }
   const absl::Status written =

@@ -49,6 +49,8 @@ void HeadVersions::NewGeneration(absl::string_view why) {
 
 void HeadVersions::NewWeights(absl::string_view why) { Change(Written::kValue, why); }
 
+void HeadVersions::NewMoments(absl::string_view why) { Change(Written::kMoment, why); }
+
 void HeadVersions::Change(Written what, absl::string_view why) {
   const uint64_t number = counter_->Next();
   (what == Written::kValue ? weights_ : moments_) = number;

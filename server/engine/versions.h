@@ -57,6 +57,7 @@ class HeadVersions {
   void SetStep(uint64_t step, absl::string_view why);
   void NewGeneration(absl::string_view why);
   void NewWeights(absl::string_view why);
+  void NewMoments(absl::string_view why);
   void NewAccumulation() { accumulation_ = counter_->Next(); }
 
   // ---- Writes: from the first row to the last, the tensor is no version of anything ----

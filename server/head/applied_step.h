@@ -18,7 +18,8 @@ struct AppliedStep {
   int64_t microbatches = 0;
   int64_t rows = 0;
   int64_t contributions = 0;
-  bool skipped = false;  // closed without an update
+  bool skipped = false;          // closed without an update
+  bool begin_optimizer = false;  // the optimizer's state was zeroed before it
 
   friend bool operator==(const AppliedStep&, const AppliedStep&) = default;
 };

@@ -25,6 +25,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/head_config.h"
 #include "proto/tensorfile/safetensors.h"
@@ -71,6 +72,7 @@ std::string AutomaticName(uint64_t step);
 struct SavedCheckpoint {
   std::string name;  // without the head's
   int64_t bytes = 0;
+  absl::Time saved_at = absl::UnixEpoch();  // to the second
 };
 
 // Saves to <directory>/<subject.head>/<name>. The directory must exist. On an error nothing is left behind
@@ -116,6 +118,7 @@ class CheckpointReader {
 
   const std::string& name() const { return name_; }  // "<head>/<name>"
   const CheckpointSubject& subject() const { return subject_; }
+  absl::Time saved_at() const { return saved_at_; }  // the epoch if it is not known
   const std::string& content_digest() const { return content_digest_; }  // ContentDigest
 
   // Reads files that are not a checkpoint yet: whether `folder` below the directory has what `shards` say, of
@@ -153,6 +156,7 @@ class CheckpointReader {
   std::string name_;  // "<head>/<name>"
   FolderLock lock_;
   CheckpointSubject subject_;
+  absl::Time saved_at_ = absl::UnixEpoch();
   std::string content_digest_;
   std::vector<ManifestShard> shards_;
   std::vector<std::unique_ptr<formats::SafetensorsReader>> files_;  // of the shards

@@ -59,6 +59,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   if (!manifest.ok()) return manifest.status();
   reader->content_digest_ = ContentDigest(*manifest);
   reader->subject_ = std::move(manifest->subject);
+  reader->saved_at_ = manifest->saved_at;
   reader->shards_ = std::move(manifest->shards);
   for (const ManifestShard& shard : reader->shards_) {
     if (absl::Status opened = reader->OpenShard(directory, shard); !opened.ok()) return opened;

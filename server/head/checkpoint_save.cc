@@ -136,6 +136,7 @@ class Save {
     absl::StatusOr<std::string> name = Publish(manifest);
     if (!name.ok()) return name.status();
     saved.name = *std::move(name);
+    saved.saved_at = manifest.saved_at;
     if (absl::Status status = options_.disk->SyncFolder(head_folder_); !status.ok()) return status;
     return saved;
   }

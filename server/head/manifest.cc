@@ -5,12 +5,14 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kernels/errors/bytes.h"
+#include "kernels/errors/text.h"
 #include "proto/tensorfile/strict_json.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
@@ -29,6 +31,7 @@ constexpr int kSharded = 4;  // or in several
 constexpr formats::JsonLimits kLimits = {.values = 40'000};
 constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that kMostShards together are a number
 constexpr size_t kMostShown = 40;                     // characters of a value in an error message
+constexpr size_t kMostRunBytes = 512;                 // 128 characters
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr char kAdamW[] = "adamw";
@@ -125,7 +128,7 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   if (!step.has_value()) return Json();
   const kernels::OptimizerOptions& optimizer = step->optimizer;
   const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
-  return {{"incarnation", EncodeIncarnation(step->incarnation)},
+  Json json = {{"incarnation", EncodeIncarnation(step->incarnation)},
           {"generation", step->generation},
           {"optimizer",
            {{"kind", adamw ? kAdamW : kSgd},
@@ -144,6 +147,8 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
           {"contributions", step->contributions},
           {"rows", step->rows},
           {"skipped", step->skipped}};
+  if (step->begin_optimizer) json["begin_optimizer"] = true;
+  return json;
 }
 
 // As DecodeSubject.
@@ -169,10 +174,28 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   applied.contributions = json.at("contributions").get_ref<const int64_t&>();
   applied.rows = json.at("rows").get_ref<const int64_t&>();
   applied.skipped = json.at("skipped").get<bool>();
-  applied.generation = json.value("generation", uint64_t{0});  // manifests of older servers have none
+  applied.generation = json.value("generation", uint64_t{0});  // manifests of older servers have neither
+  applied.begin_optimizer = json.value("begin_optimizer", false);
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
          absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
+}
+
+Json EncodeHistory(const CheckpointSubject& subject) {
+  Json json = Json::object();
+  if (!subject.run.empty()) json["run"] = subject.run;
+  if (subject.applied_unix_seconds != 0) json["applied_unix_seconds"] = subject.applied_unix_seconds;
+  return json;
+}
+
+// As DecodeSubject. Manifests of older servers have none.
+void DecodeHistory(const Json& json, CheckpointSubject* subject) {
+  if (!json.contains("history")) return;
+  const Json& history = json.at("history");
+  if (history.contains("run")) subject->run = errors::Shortened(history.at("run").get<std::string>(), kMostRunBytes);
+  if (history.contains("applied_unix_seconds")) {
+    subject->applied_unix_seconds = history.at("applied_unix_seconds").get_ref<const int64_t&>();
+  }
 }
 
 Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
@@ -249,6 +272,7 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
   CheckpointSubject& subject = manifest->subject;
   subject.updates = json.at("updates").get_ref<const uint64_t&>();
   manifest->automatic = json.at("automatic").get<bool>();
+  DecodeHistory(json, &subject);
   return subject.updates <= subject.step &&
          absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
                          &error) &&
@@ -284,6 +308,7 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"last_step", EncodeLastStep(subject.last_step)},
                {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},
                {"automatic", manifest.automatic}};
+  if (Json history = EncodeHistory(subject); !history.empty()) json["history"] = std::move(history);
   if (manifest.shards.size() == 1) {
     const ManifestShard& shard = manifest.shards[0];
     json["file"] = shard.file;

@@ -27,6 +27,9 @@ struct CheckpointSubject {
   uint64_t incarnation = 0;  // of the server that saved it
   // Step `step` - 1, if the server knows how it was applied.
   std::optional<AppliedStep> last_step;
+  // History::run and applied_unix_seconds of the head.
+  std::string run;
+  int64_t applied_unix_seconds = 0;
 
   friend bool operator==(const CheckpointSubject&, const CheckpointSubject&) = default;
 };

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/enums.h"
+#include "server/messages/texts.h"
 
 namespace lossd::messages {
 namespace {
@@ -67,6 +68,13 @@ absl::Status TakeGeneration(const Message& message, absl::string_view prefix,
   return absl::OkStatus();
 }
 
+// Takes the name of the program that trains.
+template <typename Message>
+absl::Status TakeRun(const Message& message, absl::string_view prefix, std::string* run) {
+  *run = message.run();
+  return CheckRun(absl::StrCat(prefix, "run"), *run);
+}
+
 kernels::OptimizerOptions FromAdamW(const v1::AdamW& adamw) {
   kernels::OptimizerOptions options;
   options.kind = kernels::OptimizerOptions::Kind::kAdamW;
@@ -87,6 +95,18 @@ kernels::OptimizerOptions FromSgd(const v1::Sgd& sgd) {
   options.dampening = sgd.dampening();
   options.nesterov = sgd.nesterov();
   return options;
+}
+
+v1::HeadHistory HistoryOf(const engine::HeadSnapshot& head) {
+  v1::HeadHistory message;
+  message.set_run(head.history.run);
+  message.set_applied_unix_seconds(head.history.applied_unix_seconds);
+  message.set_checkpoint(head.history.checkpoint);
+  message.set_checkpoint_step(head.history.checkpoint_step);
+  message.set_checkpoint_unix_seconds(head.history.checkpoint_unix_seconds);
+  message.set_loaded(head.history.loaded);
+  message.set_open_run(head.open_run);
+  return message;
 }
 
 bool IsNameCharacter(char c) { return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-'; }
@@ -193,6 +213,7 @@ absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& re
   const auto optimizer = ToOptimizerOptions(request.optimizer(), "optimizer.");
   if (!optimizer.ok()) return optimizer.status();
   if (auto status = TakeGeneration(request, "", &step.generation); !status.ok()) return status;
+  if (auto status = TakeRun(request, "", &step.run); !status.ok()) return status;
   step.step = request.step();
   step.optimizer = *optimizer;
   step.expected_microbatches.assign(request.expected_microbatches().begin(),
@@ -200,6 +221,7 @@ absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& re
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
   step.skip_non_finite = request.skip_non_finite();
   if (request.has_incarnation()) step.incarnation = request.incarnation();
+  step.begin_optimizer = request.begin_optimizer();
   return step;
 }
 
@@ -208,6 +230,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.head = open.head();
   if (open.has_step()) spec.step = open.step();
   if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
+  if (auto status = TakeRun(open, "open.", &spec.run); !status.ok()) return status;
   spec.microbatch_id = open.microbatch_id();
   if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
     return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
@@ -247,6 +270,7 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   spec.head = backward.head();
   if (backward.has_step()) spec.step = backward.step();
   if (auto status = TakeGeneration(backward, "backward.", &spec.generation); !status.ok()) return status;
+  if (auto status = TakeRun(backward, "backward.", &spec.run); !status.ok()) return status;
   spec.microbatch_id = backward.microbatch_id();
   const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
   if (!rows.ok()) return rows.status();
@@ -265,6 +289,7 @@ absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradie
   spec.head = open.head();
   spec.step = open.step();
   if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
+  if (auto status = TakeRun(open, "open.", &spec.run); !status.ok()) return status;
   spec.contribution_id = open.contribution_id();
   const auto param = ToParam(open.param(), "open.param");
   if (!param.ok()) return param.status();
@@ -376,6 +401,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
     *message.add_last_chunk_choices() = ToProto(choice);
   }
   message.set_gradient_error(head.gradient_error);
+  *message.mutable_history() = HistoryOf(head);
   return message;
 }
 

@@ -71,7 +71,8 @@ std::string CheckpointRow(const head::CheckpointInfo& info, absl::Time now) {
                    FormatBytes(static_cast<double>(info.bytes)),
                    is_dated ? FormatTime(info.saved_at, now) : std::string("-"),
                    is_dated ? FormatUptime(std::max(now - info.saved_at, absl::ZeroDuration())) : std::string("-"),
-                   "-", info.automatic ? "the server" : "a client"});
+                   info.subject.run.empty() ? std::string("-") : EscapeHtml(info.subject.run),
+                   info.automatic ? "the server" : "a client"});
 }
 
 std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestCheckpoints>>& newest) {

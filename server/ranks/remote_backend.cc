@@ -168,6 +168,12 @@ absl::Status RemoteHead::ZeroGradients() {
   return StatusOf(worker_->Call(std::move(request)));
 }
 
+absl::Status RemoteHead::ZeroMoments() {
+  v1::Request request = NewRequest();
+  request.set_zero_moments(true);
+  return StatusOf(worker_->Call(std::move(request)));
+}
+
 uint64_t RemoteHead::StartSumGradients() {
   v1::Request request = NewRequest();
   request.set_sum_gradients(true);

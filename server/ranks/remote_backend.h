@@ -40,6 +40,7 @@ class RemoteHead final : public kernels::HeadKernels, public kernels::RemotePart
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const kernels::OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
+  absl::Status ZeroMoments() override;
   std::vector<kernels::RemotePart> remote_parts() const override {
     return {{.rank = worker_->rank(), .head = id_.id}};
   }

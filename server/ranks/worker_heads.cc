@@ -191,6 +191,8 @@ absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Ans
     }
     case v1::Request::kZeroGradients:
       return head.kernels->ZeroGradients();
+    case v1::Request::kZeroMoments:
+      return head.kernels->ZeroMoments();
     case v1::Request::kSumGradients:
     case v1::Request::kSpreadValues:
       if (head.replicas == nullptr) return absl::InternalError("the head has no replicas");

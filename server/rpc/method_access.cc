@@ -32,6 +32,7 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "CreateHead", Role::kAdmin, true},      //
     {kHeads, "PlanHead", Role::kAdmin, true},        //
     {kHeads, "DeleteHead", Role::kAdmin, true},      //
+    {kHeads, "ResetHead", Role::kAdmin, true},       //
     {kHeads, "WriteTensor", Role::kAdmin, true},     //
     {kHeads, "LoadCheckpoint", Role::kAdmin, true},  //
 };

@@ -201,6 +201,8 @@ class AddGradientCall final : public ReceiveRowsCall {
   absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) override;
   absl::StatusOr<grpc::ByteBuffer> Answer() override;
 
+  void Release() override { contribution_.counted.reset(); }
+
   v1::AddGradientRequest request_;
   engine::Contribution contribution_;
   engine::AddedRows added_;  // so far, and when the last ones were

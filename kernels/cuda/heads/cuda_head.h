@@ -56,6 +56,7 @@ class CudaHead : public HeadKernels {
     return tensors_.ApplyStep(options, update);
   }
   absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
+  absl::Status ZeroMoments() override { return tensors_.ZeroMoments(); }
 
   // For a head that is split by vocabulary, before its first chunk.
   void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }

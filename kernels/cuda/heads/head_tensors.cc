@@ -245,4 +245,12 @@ absl::Status HeadTensors::ZeroGradients() {
   return device_->Synchronize();
 }
 
+absl::Status HeadTensors::ZeroMoments() {
+  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  if (optimizer_buffer_.bytes() == 0) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(
+      device_->Fail(Zero(optimizer_buffer_.data(), optimizer_buffer_.bytes(), device_->compute())));
+  return device_->Synchronize();
+}
+
 }  // namespace lossd::kernels::cuda

@@ -53,6 +53,7 @@ class HeadTensors {
   absl::StatusOr<double> GradNorm();
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update);
   absl::Status ZeroGradients();
+  absl::Status ZeroMoments();
 
   const ValueBuffer& values() const { return values_; }
   const ParamBlock& gradients() const { return gradients_; }

@@ -113,6 +113,7 @@ class ScriptedHead final : public HeadKernels {
   }
   absl::Status ApplyStep(const OptimizerOptions&, int64_t) override { return script_->of_calls(); }
   absl::Status ZeroGradients() override { return script_->of_calls(); }
+  absl::Status ZeroMoments() override { return script_->of_calls(); }
 
  private:
   const HeadConfig config_;

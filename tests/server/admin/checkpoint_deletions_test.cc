@@ -69,7 +69,7 @@ TEST_F(CheckpointDeletionsTest, ARepeatIsAnsweredWithTheStoredResult) {
 TEST_F(CheckpointDeletionsTest, WhatIsRefusedIsNotRemembered) {
   EXPECT_EQ(Delete("head/one", "a").status().code(), absl::StatusCode::kNotFound);
   for (const std::string& id : {std::string(), std::string(65, 'x'), std::string("a\nb"), std::string("\x7f"),
-                                std::string("\xc3\xa4"), std::string("a\0b", 3)}) {
+                                std::string("\xc3"), std::string("a\0b", 3)}) {
     const absl::Status status = Delete("head/one", id).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_EQ(errors::GetFieldViolation(status)->field, "deletion_id");
@@ -78,7 +78,7 @@ TEST_F(CheckpointDeletionsTest, WhatIsRefusedIsNotRemembered) {
   ASSERT_TRUE(server_.Save("one").ok());
   EXPECT_FALSE(Delete("head/one", "a")->repeated_call());
   ASSERT_TRUE(server_.Save("two").ok());
-  EXPECT_TRUE(Delete("head/two", std::string(64, 'x')).ok());
+  EXPECT_TRUE(Delete("head/two", std::string(63, 'x') + "\xc3\xa4").ok());
 }
 
 TEST_F(CheckpointDeletionsTest, RemembersTheLastThousand) {

@@ -44,6 +44,7 @@ class ForwardingHead : public HeadKernels {
     return head_->ApplyStep(options, update);
   }
   absl::Status ZeroGradients() override { return head_->ZeroGradients(); }
+  absl::Status ZeroMoments() override { return head_->ZeroMoments(); }
 
   HeadKernels& inner() const { return *head_; }
 

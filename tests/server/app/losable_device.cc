@@ -62,6 +62,10 @@ class LosableHead final : public ForwardingHead {
     absl::Status status = Check();
     return status.ok() ? ForwardingHead::ZeroGradients() : status;
   }
+  absl::Status ZeroMoments() override {
+    absl::Status status = Check();
+    return status.ok() ? ForwardingHead::ZeroMoments() : status;
+  }
 };
 
 class LosableBackend final : public ForwardingBackend {

@@ -43,6 +43,7 @@ class FakeDevice {
   // Not OK fails every step, or every zeroing, when something may have been changed already.
   absl::Status fail_step;
   absl::Status fail_zero;
+  absl::Status fail_moments;  // every zeroing of moments
   absl::Status fail_write;  // of tensors
   absl::Status fail_norm;
   // Called while a step is being applied.
@@ -112,6 +113,7 @@ class FakeDevice {
   std::optional<double> grad_norm;  // instead of the number of values accumulated
   int steps = 0;                    // applied
   int64_t last_update = 0;          // of the last one
+  int moments_zeroed = 0;           // how often
   std::atomic<int> heads = 0;       // that have not been destroyed
 
  private:
@@ -201,6 +203,11 @@ class FakeHead final : public kernels::HeadKernels {
     if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
     if (!device_->fail_zero.ok()) return device_->fail_zero;
     device_->ClearAccumulated();
+    return absl::OkStatus();
+  }
+  absl::Status ZeroMoments() override {
+    if (!device_->fail_moments.ok()) return device_->fail_moments;
+    ++device_->moments_zeroed;
     return absl::OkStatus();
   }
 

@@ -140,7 +140,7 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   ASSERT_TRUE(Send(accumulates, {0, 2}).queued());
   ASSERT_TRUE(Send(loss_only, {0, 4}).queued());
   const uint64_t generation = session_->step().versions().generation();
-  EXPECT_TRUE(ZeroGradients(*session_, 0).ok());
+  EXPECT_TRUE(ZeroGradients(*session_, 0, "").ok());
   EXPECT_GT(session_->step().versions().generation(), generation);
   EXPECT_EQ(accumulates.results->Wait().code(), absl::StatusCode::kAborted);
   EXPECT_FALSE(loss_only.results->finished());
@@ -154,8 +154,8 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
   EXPECT_FALSE(applied->repeated);
   EXPECT_TRUE(ApplyStep(*session_, {.step = 0})->repeated);
   EXPECT_EQ(device_.steps, 1);
-  EXPECT_EQ(ZeroGradients(*session_, 0).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(BeginLoad(*session_, {.step = 7, .updates = 5}, std::nullopt).ok());
+  EXPECT_EQ(ZeroGradients(*session_, 0, "").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(BeginLoad(*session_, {.step = 7, .updates = 5}, std::nullopt, {}).ok());
   EXPECT_TRUE(EndLoad(*session_).ok());
   EXPECT_EQ(Snapshot().state.step, 7u);
   EXPECT_EQ(Snapshot().updates, 5u);
@@ -164,11 +164,11 @@ TEST_F(HeadSessionTest, AStepEndsWhatBelongsToItAndHasItsOwnGeneration) {
 TEST_F(HeadSessionTest, AFailedUpdateMakesTheWeightsInvalidAndAFailedZeroingTheGradients) {
   Start();
   device_.fail_zero = absl::InternalError("boom");
-  EXPECT_THAT(std::string(ZeroGradients(*session_, 0).status().message()), HasSubstr("zero them again"));
+  EXPECT_THAT(std::string(ZeroGradients(*session_, 0, "").status().message()), HasSubstr("zero them again"));
   EXPECT_EQ(OpenStatus(Spec(1, 4, {0, 4})).code(), absl::StatusCode::kInternal);
   EXPECT_TRUE(OpenStatus(LossOnly(2, 4)).ok()) << "the weights are as they were";
   device_.fail_zero = absl::OkStatus();
-  ASSERT_TRUE(ZeroGradients(*session_, 0).ok());
+  ASSERT_TRUE(ZeroGradients(*session_, 0, "").ok());
   device_.fail_step = absl::InternalError("boom");
   EXPECT_THAT(std::string(ApplyStep(*session_, {.step = 0}).status().message()),
               HasSubstr("load a checkpoint"));

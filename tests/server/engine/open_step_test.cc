@@ -37,7 +37,7 @@ class OpenStepTest : public ::testing::Test {
     step_.contributions().Commit(id, {0, done}, checksums);
   }
   absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for = "") {
-    const absl::Status status = step_.CheckComplete(request, waits_for);
+    const absl::Status status = step_.CheckComplete(request, waits_for, absl::UnixEpoch());
     missing_ = GetMissing(status);
     return status;
   }
@@ -55,7 +55,7 @@ class OpenStepTest : public ::testing::Test {
 
   void Close(const kernels::OptimizerOptions& optimizer, double norm, bool skipped) {
     step_.BeginClose();
-    step_.Close(optimizer, norm, skipped);
+    step_.Close({.optimizer = optimizer}, norm, skipped, absl::UnixEpoch());
     step_.ForgetRows();
   }
 
@@ -91,7 +91,7 @@ TEST_F(OpenStepTest, KnowsWhatIsMissing) {
               ElementsAre(HasSubstr("contribution 5: rows [2, 4)"), "microbatch 2: rows [3, 4) of 4",
                           "microbatch 9: never opened", HasSubstr("microbatch 3"),
                           "rows: 8 accumulated, 7 expected", "in order: slices wait for microbatch 2"));
-  EXPECT_TRUE(step_.CheckComplete({.expected_rows = 8}, "").ok());
+  EXPECT_TRUE(step_.CheckComplete({.expected_rows = 8}, "", absl::UnixEpoch()).ok());
 }
 
 TEST_F(OpenStepTest, RequestsForOtherStepsAndProcessesAreRefused) {
@@ -155,7 +155,7 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
   EXPECT_GT(step_.state().generation, before.generation);
   EXPECT_EQ(step_.state().weights_version, before.weights_version);
   const HeadState restarted = step_.state();
-  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, absl::UnavailableError("loading"));
+  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, {}, absl::UnavailableError("loading"));
   EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(step_.CheckWeights().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(step_.CheckGradients().code(), absl::StatusCode::kUnavailable);
@@ -170,7 +170,7 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
   step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6},
-                  {});
+                  {}, {});
   EXPECT_TRUE(step_.last().IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
@@ -209,7 +209,7 @@ TEST_F(OpenStepTest, AStepIsClosedWithWhatWasInItBefore) {
   step_.BeginClose();
   EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable) << "nothing may join it";
   Accumulate(2, 4, 4);
-  step_.Close({}, 1.0, /*skipped=*/false);
+  step_.Close({}, 1.0, /*skipped=*/false, absl::UnixEpoch());
   EXPECT_EQ(LastResult().microbatches, 1);
   EXPECT_EQ(LastResult().rows, 4);
   step_.ForgetRows();
@@ -249,7 +249,7 @@ TEST_F(OpenStepTest, ALoadEndsEverything) {
   const Binding generation{.generation = versions.generation()}, weights{.weights = versions.weights()},
       accumulation{.accumulation = versions.accumulation()};
   const uint64_t write = step_.versions().BeginWrite(Written::kMoment);
-  step_.BeginLoad({.step = 3}, std::nullopt, absl::UnavailableError("loading"));
+  step_.BeginLoad({.step = 3}, std::nullopt, {}, absl::UnavailableError("loading"));
   for (const Binding& binding : {generation, weights, accumulation})
     EXPECT_EQ(step_.CheckBound(binding).code(), absl::StatusCode::kAborted);
   EXPECT_FALSE(versions.IsWriting(write));

@@ -63,6 +63,7 @@ class MemoryKernels final : public kernels::HeadKernels {
     return absl::UnimplementedError("computes nothing");
   }
   absl::Status ZeroGradients() override { return absl::UnimplementedError("computes nothing"); }
+  absl::Status ZeroMoments() override { return absl::UnimplementedError("computes nothing"); }
 
  private:
   float* At(kernels::TensorId id, int64_t row) {

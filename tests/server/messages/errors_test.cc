@@ -27,7 +27,7 @@ TEST(ErrorsTest, FieldAndValueReachTheDetail) {
 }
 
 TEST(ErrorsTest, EngineErrorsGetTheirDetail) {
-  const v1::ErrorDetail step = DetailOnTheWire(engine::StepNotOpen("open.step", 4, 3));
+  const v1::ErrorDetail step = DetailOnTheWire(engine::StepNotOpen("open.step", 4, 3, "why"));
   EXPECT_EQ(step.field(), "open.step");
   EXPECT_EQ(step.value(), "4");
   EXPECT_EQ(step.current_step(), 3u);

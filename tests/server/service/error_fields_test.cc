@@ -375,7 +375,7 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
                "../up");
   ExpectDetail(client_->DeleteCheckpoint("head/none", "x").status(), kNotFound, "checkpoint", "head/none");
   ExpectDetail(client_->DeleteCheckpoint("head/none", "").status(), absl::StatusCode::kInvalidArgument,
-               "deletion_id", "");
+               "deletion_id", "nothing");
 }
 
 TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {

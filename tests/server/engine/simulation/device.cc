@@ -235,6 +235,12 @@ absl::Status DeviceHead::ZeroGradients() {
   return absl::OkStatus();
 }
 
+absl::Status DeviceHead::ZeroMoments() {
+  CheckIdle("ZeroMoments");
+  device_->scheduler_->Yield();
+  return absl::OkStatus();
+}
+
 // ---- The device ----
 
 absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> Device::CreateHead(const kernels::HeadConfig& config) {

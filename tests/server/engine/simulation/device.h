@@ -88,6 +88,7 @@ class DeviceHead final : public kernels::HeadKernels {
   absl::StatusOr<double> GradNorm() override;
   absl::Status ApplyStep(const kernels::OptimizerOptions&, int64_t update) override;
   absl::Status ZeroGradients() override;
+  absl::Status ZeroMoments() override;
 
   Generation& generation() { return *generations_.back(); }
   // Counted over the life of the device; a number names a generation of one head.
