@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
+#include "client/cli/head_history.h"
 #include "client/cli/json.h"
 #include "client/cli/names.h"
 
@@ -145,6 +146,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["choices"] = ChoicesJson(head.choices());
   json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
+  json["history"] = HistoryJson(head.history());
   return json;
 }
 
@@ -250,6 +252,7 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  if (const std::string history = HistoryText(head.history()); !history.empty()) fields.Add("history", history);
   if (head.step_contributions() > 0)
     fields.Add("added to", absl::StrCat("by ", HumanCount(head.step_contributions()), " contributions"));
   if (head.updates() != head.state().step())

@@ -285,55 +285,6 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
   return result->state();
 }
 
-absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_view head,
-                                                                  absl::string_view name,
-                                                                  absl::Duration timeout) {
-  v1::SaveCheckpointRequest request;
-  request.set_head(std::string(head));
-  request.set_name(std::string(name));
-  return SaveCheckpoint(request, nullptr, timeout);
-}
-
-absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
-    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
-    absl::Duration timeout) {
-  grpc::ClientContext context;
-  internal::SetDeadline(DeadlineAfter(timeout, options().transfer_timeout), &context);
-  const auto reader = core_->connections().heads()->SaveCheckpoint(&context, request);
-  std::optional<v1::SaveCheckpointResponse> saved;
-  v1::SaveCheckpointUpdate update;
-  while (reader->Read(&update)) {
-    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
-    if (update.has_saved()) saved = std::move(*update.mutable_saved());
-  }
-  absl::Status status = internal::CallStatus(reader->Finish(), core_->connections().peer());
-  if (!status.ok()) return status;
-  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
-  return *std::move(saved);
-}
-
-absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string_view head,
-                                                                    absl::Duration timeout) {
-  v1::ListCheckpointsRequest request;
-  request.set_head(std::string(head));
-  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
-              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
-}
-
-absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
-                                                           absl::string_view head, absl::Duration timeout) {
-  v1::LoadCheckpointRequest request;
-  request.set_checkpoint(std::string(checkpoint));
-  request.set_head(std::string(head));
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
-                     DeadlineAfter(timeout, options().transfer_timeout), kNever);
-  if (result.ok()) {
-    core_->head_cache().Learn(*result);
-    core_->head_cache().ForgetAccumulation(result->spec().name());
-  }
-  return result;
-}
-
 absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {
   return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::GetServer,
               v1::GetServerRequest(), DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);

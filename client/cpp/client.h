@@ -44,6 +44,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/cpp/client_errors.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/monitoring.h"
@@ -302,6 +303,10 @@ class Client {
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
+  // Makes a head, or its optimizer alone, as it was when it was made. An empty reset_id: a random one. Repeated: the
+  // server resets once.
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
   // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins
@@ -359,6 +364,10 @@ class Client {
                                                      absl::string_view head = "",
                                                      absl::Duration timeout = absl::ZeroDuration());
 
+  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. Repeated: the server deletes once.
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
+      absl::string_view checkpoint, absl::Duration timeout = absl::ZeroDuration());
+
   // ---- Server ----
 
   absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
@@ -370,24 +379,6 @@ class Client {
 
   const std::unique_ptr<internal::Core> core_;
 };
-
-// That the server is another process than it was, so gradients of the open step are gone.
-struct Restart {
-  uint64_t before = 0;  // incarnations
-  uint64_t now = 0;
-};
-// What an ABORTED error says about a restart; nullopt if it is about something else.
-std::optional<Restart> RestartOf(const absl::Status& status);
-// Whether an ABORTED error says that the gradients of the open step were zeroed, or a checkpoint was loaded,
-// after this client had added rows to them.
-bool IsStepDiscarded(const absl::Status& status);
-
-// The field of the UNAVAILABLE error that says that there is no server at ClientOptions::target.
-inline constexpr absl::string_view kTargetField = "options.target";
-
-// The structured detail of an error: the server's, if it sent one; else field and value of what the client
-// itself refused, with incarnation 0.
-std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 
 // Bytes of one element; 0 for DTYPE_UNSPECIFIED and unknown values.
 size_t ElementSize(v1::DType dtype);

@@ -86,6 +86,7 @@ HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Eng
 // ---- Creation ----
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // of a checkpoint as a source
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
@@ -106,6 +107,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 }
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::PlanHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
@@ -245,6 +247,7 @@ absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
   if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
       head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
   if (!reader.ok()) return reader.status();

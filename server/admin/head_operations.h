@@ -76,6 +76,9 @@ class HeadOperations {
   absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const v1::ListCheckpointsRequest& request) {
     return checkpoints_.List(request);
   }
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
+    return checkpoints_.Delete(request);
+  }
   Checkpoints& checkpoints() { return checkpoints_; }
 
   // Opens a ReadTensor or WriteTensor call. FAILED_PRECONDITION for writing gradients.

@@ -193,6 +193,13 @@ class TestClientImpl final : public TestClient {
     request.set_head(head);
     return Call<v1::ListCheckpointsResponse>(&v1::HeadService::Stub::ListCheckpoints, request);
   }
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(const std::string& checkpoint,
+                                                                const std::string& deletion_id) override {
+    v1::DeleteCheckpointRequest request;
+    request.set_checkpoint(checkpoint);
+    request.set_deletion_id(deletion_id);
+    return Call<v1::DeleteCheckpointResponse>(&v1::HeadService::Stub::DeleteCheckpoint, request);
+  }
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                      const std::string& head) override {
     v1::LoadCheckpointRequest request;

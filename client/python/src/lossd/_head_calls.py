@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -40,8 +41,8 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step and add_gradient (the server does both once) are repeated when the connection
-    breaks, within the timeout. The others never are.
+    Calls that only read, apply_step, add_gradient and delete_checkpoint (the server does each once) are repeated when the
+    connection breaks, within the timeout. The others never are.
     """
 
     def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float) -> None:
@@ -260,6 +261,17 @@ class HeadCalls:
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(description.spec.name)
         return read(HeadDescription, description)
+
+    def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
+        """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
+
+        NotFound if there is none of that name. A load that is under way goes on. Each call deletes once, also if it is
+        repeated after its answer was lost: a checkpoint of that name that somebody has saved meanwhile stays.
+        """
+        request = head_pb2.DeleteCheckpointRequest(checkpoint=checkpoint, deletion_id=secrets.token_hex(16))
+        answer = self._heads("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse,
+                             timeout or self._transfer_timeout, repeat=True)
+        return int(answer.bytes)
 
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
         return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)

@@ -330,13 +330,14 @@ class CheckpointInfo(Shown):
     bytes: int = 0
     saved_unix_seconds: int = 0  # 0: not known
     automatic: bool = False  # named by the server; `keep` may remove it
+    run: str = ""  # of the trainer that applied its last step (Client's `run`); "": not known
 
 
 @dataclass(frozen=True, repr=False)
 class TensorFile(Shown):
     """Where Client.create_head finds initial values: safetensors below the server's checkpoint directory.
 
-    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the rest are names
+    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the others are names
     of tensors in it. Heads that have a bias or a norm need the names of theirs.
     """
 
@@ -346,6 +347,8 @@ class TensorFile(Shown):
     norm_gain: str = ""  # [D]
     norm_shift: str = ""  # [D]
     class_weights: str = ""  # [V]; optional
+    # False: InvalidArgument, naming the first, if a value is NaN or infinite; a bias may be -infinity all the same.
+    allow_non_finite: bool = False
 
     def to_proto(self) -> head_pb2.TensorFile:
         """Each field under its own name."""
