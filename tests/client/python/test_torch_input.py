@@ -4,6 +4,7 @@
 import contextlib
 import copy
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -93,6 +94,13 @@ def test_targets_of_every_dtype(client, make_head, problem, dtype, shift):
     ({"targets": torch.zeros(B, T, requires_grad=True)}, ValueError, r"targets.detach\(\)"),
     ({"targets": torch.zeros(B, T + 1, dtype=torch.long)}, ValueError, "targets has shape"),
     ({"targets": torch.full((B, T), V)}, lossd.InvalidArgument, rf"open.targets\[0\].*{V}"),
+    ({"hidden": [[0.0] * D]}, TypeError, r"hidden is a list; it must be a tensor: torch.as_tensor\(hidden\)"),
+    ({"hidden": np.zeros((B, T, D), np.float32)}, TypeError, r"hidden is a numpy.ndarray; .*torch.as_tensor\(hidden\)"),
+    ({"targets": [[0] * T] * B}, TypeError, r"targets is a list; it must be a tensor: torch.as_tensor\(targets\)"),
+    ({"targets": np.zeros((B, T), np.int64)}, TypeError, "targets is a numpy.ndarray; it must be a tensor"),
+    ({"targets": None}, TypeError, "targets is a NoneType; it must be a tensor"),
+    ({"row_weights": [1.0] * B}, TypeError, "row_weights is a list; it must be a tensor"),
+    ({"row_weights": 0.5}, TypeError, "row_weights is a float; it must be a tensor"),
     ({"row_weights": torch.ones(B)}, ValueError, "row_weights has shape"),
     ({"row_weights": torch.ones(B, T, requires_grad=True)}, ValueError, "row_weights requires a gradient"),
 ])
@@ -114,6 +122,55 @@ def test_bad_construction(client, make_head):
         LossHead(client, head, rank=2, world_size=2)
     with pytest.raises(TypeError, match="label_smothing"):
         LossHead(client, head, label_smothing=0.1)
+    with pytest.raises(TypeError, match="client is a str; it must be a lossd.Client"):
+        LossHead(head, client)
+    with pytest.raises(TypeError, match="head is a .*HeadDescription; it must be the name"):
+        LossHead(client, client.describe_head(head))
+
+
+@pytest.mark.parametrize("option, error, text", [
+    ({"reduction": "avg"}, ValueError, "reduction is 'avg'; it must be one of sum, mean, none"),
+    ({"reduction": None}, ValueError, "reduction is None; it must be one of sum, mean, none"),
+    ({"state": "all"}, ValueError, "state is 'all'"),
+    ({"gradients": "approximate"}, ValueError, "gradients is 'approximate'"),
+    ({"ignore_index": None}, TypeError, "ignore_index is None; it must be an integer"),
+    ({"ignore_index": -100.5}, TypeError, "ignore_index is -100.5; it must be an integer"),
+    ({"softcap": "30"}, TypeError, "softcap is '30'; it must be a number"),
+    ({"softcap": None}, TypeError, "softcap is None; it must be a number"),
+    ({"label_smoothing": "0.1"}, TypeError, "label_smoothing is '0.1'; it must be a number"),
+    ({"z_loss": [1e-4]}, TypeError, r"z_loss is \[0.0001\]; it must be a number"),
+    ({"logit_scale": True}, TypeError, "logit_scale is True; it must be a number"),
+    ({"grad_output": "loss"}, TypeError, "grad_output is 'loss'; it must be a number"),
+    ({"normalizer": "tokens"}, TypeError, "normalizer is 'tokens'; it must be a number or None"),
+    ({"timeout": "1s"}, TypeError, "timeout is '1s'; it must be a number or None"),
+    ({"filter_epsilon": "small"}, TypeError, "filter_epsilon is 'small'; it must be a number or None"),
+    ({"extras": "lse"}, TypeError, r"extras is 'lse'; it must be a tuple or list of names: extras=\('lse',\)"),
+    ({"extras": True}, TypeError, "extras is True; it must be a tuple"),
+    ({"extras": ("perplexity",)}, ValueError, "extras names 'perplexity'; there are z_loss, accuracy"),
+    ({"deferred": "yes"}, TypeError, "deferred is 'yes'; it must be True or False"),
+    ({"class_weights": [1.0, 2.0]}, TypeError, r"class_weights is \[1.0, 2.0\]; it must be True or False"),
+    ({"process_group": "world"}, TypeError, "process_group is 'world'; it must be a torch.distributed group"),
+])
+def test_arguments_of_other_types_are_refused_at_construction(client, make_head, option, error, text):
+    with pytest.raises(error, match=text):
+        LossHead(client, make_head(hidden_size=D, vocab_size=V), **option)
+
+
+def test_function_transforms_are_refused(client, make_head, problem):
+    torch_func = pytest.importorskip("torch.func", reason="torch has no torch.func")
+    module = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    hidden, targets = problem
+    for transformed in (torch_func.grad(lambda x: module(x, targets)), torch_func.vmap(lambda x: module(x, targets[0])),
+                        torch_func.jacrev(lambda x: module(x, targets))):
+        with pytest.raises(RuntimeError, match="hidden is inside a function transform of torch.func.*loss.backward"):
+            transformed(hidden)
+    # Other parameters may be swapped under the head, which has none.
+    trunk = torch.nn.Linear(D, D)
+    model = torch.nn.ModuleDict({"trunk": trunk, "head": module})
+    model.forward = lambda x: module(trunk(x), targets)
+    with torch.no_grad():
+        swapped = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+        torch.testing.assert_close(torch_func.functional_call(model, swapped, (hidden,)), module(hidden * 0, targets))
 
 
 def test_closed_client(server, make_head, problem):
@@ -135,8 +192,10 @@ def test_repr_names_the_head(client, make_head):
 
 def test_a_head_is_not_copied(client, make_head, tmp_path):
     module = torch.nn.Sequential(LossHead(client, make_head(hidden_size=D, vocab_size=V)))
-    for attempt in (copy.deepcopy, lambda it: torch.save(it, tmp_path / "module")):
-        with pytest.raises(TypeError, match="has no weights of its own.*state_dict"):
+    with pytest.raises(TypeError, match="has no weights of its own.*state_dict"):
+        torch.save(module, tmp_path / "module")
+    for attempt in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(TypeError, match=r"has no weights of its own.*AveragedModel\(model.trunk\).*EMA"):
             attempt(module)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,9 @@ class DataParallel:
                 raise ValueError(f"process_group is a mesh of {group.ndim} dimensions; give the dimension that the "
                                  "trunk's gradients are averaged over, mesh['dp'], or mesh['dp', 'cp']._flatten()")
             group = group.get_group()
+        if isinstance(group, (str, int, list, tuple)):
+            raise TypeError(f"process_group is {group!r}; it must be a torch.distributed group, a DeviceMesh of one "
+                            "dimension, or None")
         self.group = group
         self.rank = 0 if group is None else torch.distributed.get_rank(group)
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
@@ -54,28 +57,33 @@ class DataParallel:
                              "process_group")
 
     @contextlib.contextmanager
-    def before_total(self, total_follows: bool = True) -> Iterator[None]:
-        """If what is inside fails, the total() that the other ranks are going to wait in fails too."""
+    def before_total(self, total_follows: bool = True, values: int = 1) -> Iterator[None]:
+        """If what is inside fails, the total() or totals() that the other ranks are going to wait in fails too."""
         try:
             yield
         except BaseException:
             if total_follows:
-                self._sum(math.nan)
+                self._sum(math.nan for _ in range(values))
             raise
 
     def total(self, value: float) -> float:
         """The sum of the ranks' values. RuntimeError if another rank failed before it."""
-        total = self._sum(value)
-        if math.isnan(total):
-            raise RuntimeError(f"rank {self.rank} of {self.size} stops because another rank failed; its error says why")
-        return total
+        return self.totals(value)[0]
 
-    def _sum(self, value: float) -> float:
+    def totals(self, *values: float) -> list[float]:
+        """The sums of several values."""
+        totals = self._sum(values)
+        if math.isnan(totals[0]):
+            raise RuntimeError(f"rank {self.rank} of {self.size} stops because another rank failed; its error says why")
+        return totals
+
+    def _sum(self, values: Iterable[float]) -> list[float]:
         if self.size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64, device=self._device())
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self._device())
         torch.distributed.all_reduce(tensor, group=self.group)
-        return float(tensor)
+        found: list[float] = tensor.tolist()
+        return found
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

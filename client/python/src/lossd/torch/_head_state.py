@@ -61,8 +61,11 @@ class HeadStates:
         checkpoint, moment = self._last
         return {**state, "checkpoint": checkpoint, "step": moment.step, "incarnation": moment.incarnation}
 
-    def restore(self, state: State) -> None:
-        """RuntimeError, NotFound and so on if the head is not what `state` says afterwards. Collective."""
+    def restore(self, state: State) -> bool:
+        """RuntimeError, NotFound and so on if the head is not what `state` says afterwards. Collective.
+
+        False if the state does not hold the head.
+        """
         if state.get("version") != _VERSION:
             raise RuntimeError(f"the state of head {self._head!r} has version {state.get('version')!r}; this lossd reads "
                                f"version {_VERSION}")
@@ -71,12 +74,13 @@ class HeadStates:
             if self._kept:
                 raise RuntimeError(f"the state was saved with state='none', so it does not hold head {self._head!r}: "
                                    "load a checkpoint of it, and make LossHead(..., state='none')")
-            return
+            return False
         with self._parallel.before_total():
             if self._parallel.rank == 0:
                 self._load(checkpoint, state["step"])
         self._parallel.barrier()
         self._last = checkpoint, self._moment()
+        return True
 
     def _load(self, checkpoint: str, wanted: int) -> None:
         if self._last is not None and self._last[0] == checkpoint and self._moment().is_that_of(self._last[1]):

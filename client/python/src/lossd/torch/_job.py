@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,12 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd.torch import _memory
+from lossd.torch._callers import Pass
+from lossd.torch._continuation import Continuation
+from lossd.torch._forgetting import Watch
 from lossd.torch._gradient_scale import GradientScale
+from lossd.torch._graph import Deferred, Direct
+from lossd.torch._modes import Anchor, FirstPasses, Plan, refuse_evaluation
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
@@ -60,31 +66,50 @@ class Module(Protocol):
     extras: tuple[Extra, ...]
     steps: StepTracker
     scale: GradientScale
+    grad_output: float
+    first_passes: FirstPasses
+    watch: Watch
+    continuation: Continuation
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
 class Job:
     """One microbatch from start() to the end of backward."""
 
-    def __init__(self, module: Module, hidden: torch.Tensor, shape: torch.Size, needs_hidden: bool,
-                 needs_head: bool, number: int, grad_output: float) -> None:
+    def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
+                 row_weights: NDArray[np.float32] | None, plan: Plan, number: int) -> None:
         self.module = module
         self.hidden = hidden  # as it travels; part of the graph
-        self.shape = shape  # of the targets
-        self.needs_hidden = needs_hidden
-        self.needs_head = needs_head
+        self.labels = labels
+        self.row_weights = row_weights
+        self.shape = hidden.shape[:-1]  # of the targets
+        self.plan = plan
         self.number = number
         self.step = module.steps.step
         self.discards = module.steps.discards
-        self.grad_output = grad_output
+        self.grad_output = module.grad_output
         self.normalizer = 1.0
-        self.deferred = module.deferred and (needs_hidden or needs_head)
+        computes = plan.computes(module.deferred)
+        self.deferred = module.deferred and computes
         self.row_losses = module.deferred
+        self.writes_hidden = plan.hidden and computes
         self.pending: lossd.PendingLoss | None = None
+        self._anchor = Anchor(plan.head or plan.evaluates)
+        self._known: LossResult | None = None  # of the first pass, in a second one
         self._gradient: torch.Tensor | None = None  # where the client writes it
         self._lazy_loss: torch.Tensor | None = None  # memory of a loss that waits for its value
         self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted; likewise below
         self._gradient_error: torch.Tensor | None = None
+
+    @functools.cached_property
+    def counted(self) -> NDArray[np.bool_]:
+        """Which rows have a gradient."""
+        return self._valid if self.row_weights is None else self._valid & (self.row_weights != 0)
+
+    @property
+    def _valid(self) -> NDArray[np.bool_]:
+        valid: NDArray[np.bool_] = self.labels != self.module.options.ignore_index
+        return valid
 
     @property
     def dtype(self) -> DType:
@@ -94,16 +119,21 @@ class Job:
     def wire_id(self) -> int:
         return self.module.steps.wire_id(self.number)
 
-    def start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None) -> None:
-        accumulates = self.needs_head and not self.row_losses
+    def start(self) -> None:
+        if self.plan.repeats:
+            self._known, normalizer = self.module.first_passes.find(FirstPasses.key(self.labels, self.hidden))
+            self.normalizer = self.normalizer if normalizer is None else normalizer
+            if self._known is not None:
+                return
+        accumulates = self.plan.joins_step and not self.row_losses
         with self.module.steps.sending(self.number, accumulates):
-            self._start(labels, row_weights, accumulates)
+            self._start(accumulates)
 
-    def _start(self, labels: NDArray[np.int32], row_weights: NDArray[np.float32] | None, accumulates: bool) -> None:
+    def _start(self, accumulates: bool) -> None:
         module = self.module
         place = _memory.place_of(self.hidden, module.client)
         gradient: Any = False
-        if self.needs_hidden and not self.row_losses:
+        if self.writes_hidden and not self.row_losses:
             gradient = self._gradient_memory(place)
         sent = _memory.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
@@ -115,8 +145,8 @@ class Job:
         elif self.normalizer != 1.0:
             reduction = "mean"
         self.pending = module.client.compute_loss_async(
-            module.head_name, sent.array, labels, dtype=self.dtype, options=module.options,
-            step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
+            module.head_name, sent.array, self.labels, dtype=self.dtype, options=module.options,
+            step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
             retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **module.transport)
@@ -127,6 +157,8 @@ class Job:
         return _memory.as_sent(self._gradient)
 
     def _wait(self) -> LossResult:
+        if self._known is not None:
+            return self._known
         assert self.pending is not None
         try:
             with self._failure_noted():
@@ -136,9 +168,15 @@ class Job:
                 error.add(
                     ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
+            self.module.continuation.explain(error, self.step)
             raise
-        if self.needs_head and not self.row_losses:
+        except errors.ResourceExhausted as error:
+            self.module.watch.explain(error)
+            raise
+        if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
+        if self.plan.checkpoint is Pass.FIRST:
+            self.module.first_passes.note(self.step, FirstPasses.key(self.labels, self.hidden), result, self.normalizer)
         return result
 
     @contextmanager
@@ -161,11 +199,11 @@ class Job:
     def lazy_output(self) -> torch.Tensor:
         if self.module.extras or self.row_losses:
             raise RuntimeError("extras and deferred losses are needed before backward: use wait() instead of lazy()")
-        if not self.needs_hidden and not self.needs_head:
+        if not self.plan.has_graph or self.plan.repeats:
             loss = self.output()
             assert isinstance(loss, torch.Tensor)
             return loss
-        lazy: torch.Tensor = _Direct.apply(self._anchor(), self.hidden, self, None)
+        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self.hidden, self, None)
         self._lazy_loss = lazy.detach()
         return lazy
 
@@ -175,35 +213,44 @@ class Job:
             self._lazy_loss.fill_(self._wait().loss)
             self._lazy_loss = None
 
-    def _anchor(self) -> torch.Tensor:
-        """Ties the loss into the graph when the hidden states need no gradient."""
-        return torch.zeros((), requires_grad=self.needs_head)
-
     def output(self) -> LossOutput:
         result = self._wait()
         rows = {name: self._tensor(values) for name, values in result.rows.items()}
-        anchor = self._anchor()
-        with torch.set_grad_enabled(self.needs_hidden or self.needs_head):
+        with torch.set_grad_enabled(self.plan.has_graph):
             if self.row_losses:
-                loss = self._deferred_loss(anchor, rows)
+                loss = self._deferred_loss(rows)
             else:
-                loss = _Direct.apply(anchor, self.hidden, self, result.loss)
+                loss = Direct.apply(self._anchor.tensor, self.hidden, self, result.loss)
         if not self.module.extras:
             return loss
         return loss, self._extras(result, rows)
 
-    def _deferred_loss(self, anchor: torch.Tensor, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
+    def _deferred_loss(self, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
         """Replaces lse and entropy in `rows` by tensors that carry gradients."""
         names = [name for name in _DIFFERENTIABLE if name in rows]
-        rows.update(zip(names, _Deferred.apply(anchor, self.hidden, self, names, [rows[name] for name in names])))
+        rows.update(zip(names, Deferred.apply(self._anchor.tensor, self.hidden, self, names,
+                                                [rows[name] for name in names])))
         if self.module.reduction == "none":
             return self._shaped(rows["loss"])
         total = rows["loss"].sum()
         return total / self.normalizer if self.normalizer else total
 
+    def check_backward(self) -> None:
+        """RuntimeError if it asks for what was not computed."""
+        if self.plan.evaluates and (self.module.deferred or self._anchor.is_asked_for()):
+            refuse_evaluation(self.module.head_name, self.module.deferred)
+
+    def had_backward(self) -> None:
+        """Its gradients are where they belong."""
+        self.module.steps.had_backward(self.number)
+        if self.plan.head:
+            self.module.watch.had_backward()
+
     def meet(self, got: float) -> float:
         """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
         self._check_not_discarded("the weight gradient that the server had accumulated in forward")
+        if not self.counted.any():
+            return 1.0  # all of its gradients are 0, whatever multiplies them
         if math.isclose(got, self.grad_output, rel_tol=1e-6):
             factor = 1.0
         else:
@@ -213,7 +260,7 @@ class Job:
                 f"the gradient of this loss is {got}, but {self.grad_output} was announced, and the gradients are "
                 f"computed already in {self.hidden.dtype}. Set head.grad_output = {got} before forward, or make the "
                 "head with deferred=True")
-        if self.needs_head and not self.module.scale.meet_loss(self.step, factor):
+        if self.plan.head and not self.module.scale.meet_loss(self.step, factor):
             raise RuntimeError(
                 f"the gradient of this loss is {got}, {factor} times the announced {self.grad_output}; earlier losses of "
                 f"step {self.step} met {self.module.scale.of_losses(self.step)} times theirs, and the server has added "
@@ -222,7 +269,7 @@ class Job:
         return factor
 
     def _check_not_discarded(self, what: str) -> None:
-        if self.needs_head and self.discards != self.module.steps.discards:
+        if self.plan.head and self.discards != self.module.steps.discards:
             raise RuntimeError(
                 "zero_grad() or discard(), or another LossHead that begins the step again, came between forward and "
                 f"backward of this loss, and discarded {what}. Call zero_grad() before forward or after step()")
@@ -245,19 +292,19 @@ class Job:
                 f"backward of a loss of step {self.step}, but step {steps.step} is open: the server let go of its "
                 "hidden states. Call backward() before the optimizer's step()")
         self._check_not_discarded("the hidden states that the server had kept")
-        values = {name: None if gradient is None else gradient.detach().to("cpu", torch.float32).numpy()
+        values = {name: None if gradient is None else _where(self.counted if name == "loss" else self._valid, gradient)
                   for name, gradient in upstream.items()}
         loss, rows = values.get("loss"), 0
         if math.prod(self.shape) > 0:
             gradient: Any = False
-            if self.needs_hidden:
+            if self.writes_hidden:
                 gradient = self._gradient_memory(_memory.place_of(self.hidden, module.client))
                 _memory.settle(self._gradient)
-            with steps.sending(self.number, self.needs_head):
+            with steps.sending(self.number, self.plan.head):
                 pending = module.client.backward_async(
                     module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
                     grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
-                    dtype=self.dtype, step=self.step, accumulate=self.needs_head,
+                    dtype=self.dtype, step=self.step, accumulate=self.plan.head,
                     grad_hidden=gradient,
                     streams=module.transport["streams"], timeout=module.transport["timeout"])
             with self._failure_noted():
@@ -268,12 +315,11 @@ class Job:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
             if self._gradient_error is not None:
                 self._gradient_error.fill_(result.gradient_error)
-        else:
-            with steps.sending(self.number, self.needs_head):
-                if self.needs_hidden:
-                    self._gradient_memory("host")
-        if self.needs_head:
+        elif self.writes_hidden:  # of no rows the server knows nothing
+            self._gradient_memory("host")
+        if self.plan.head:
             steps.arrived(self.number, rows, waits_for_backward=False)
+        self.had_backward()
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
         extras = LossExtras()
@@ -310,65 +356,7 @@ def _per_valid_row(result: LossResult, total: float) -> float:
     return total / result.valid_rows if result.valid_rows else 0.0
 
 
-class _Direct(torch.autograd.Function):
-    """Gradients that are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, loss: float | None) -> torch.Tensor:
-        ctx.job = job
-        return job.scalar(math.nan if loss is None else loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job | None = ctx.job
-        if job is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        factor = job.meet(float(grad_loss))
-        ctx.job = None
-        job.fill_lazy_loss()
-        job.module.steps.had_backward(job.number)
-        return torch.zeros(()), _once_differentiable(job.gradient(factor)), None, None
-
-
-class _Deferred(torch.autograd.Function):
-    """Gradients that the server computes when the upstream gradients of the rows are known."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, names: list[RowOutput],
-                rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        ctx.job, ctx.names = job, names
-        ctx.set_materialize_grads(False)
-        return tuple(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        job: Job | None = ctx.job
-        if job is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        ctx.job = None
-        job.run_backward(dict(zip(ctx.names, upstream)))
-        return torch.zeros(()), _once_differentiable(job.gradient()), None, None, None
-
-
-_SECOND_BACKWARD = (
-    "backward ran twice on one loss; the server accumulated its weight gradient once. Compute the loss again, or add "
-    "losses up before backward()")
-
-
-class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on and raises if it is differentiated itself."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError("lossd has no second derivatives: the gradient of its loss cannot be differentiated")
-
-
-def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or not torch.is_grad_enabled():  # enabled with create_graph=True only
-        return gradient
-    marked: torch.Tensor = _NotTwice.apply(torch.zeros((), requires_grad=True), gradient)
-    return marked
+def _where(counts: NDArray[np.bool_], gradient: torch.Tensor) -> NDArray[np.float32]:
+    """0 for the other rows, whatever arrives there: their results are constants, and a mean of none divides by 0."""
+    values: NDArray[np.float32] = gradient.detach().to("cpu", torch.float32).numpy()
+    return values if counts.all() else np.where(counts, values, np.float32(0))

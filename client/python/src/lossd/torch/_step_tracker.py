@@ -22,6 +22,7 @@ class StepTracker:
         self.world_size = world_size
         self.group = 1  # a step has a multiple of so many microbatches
         self.discards = 0  # how often what was in an open step was discarded
+        self._changes = 0  # of the gradients, as far as this trainer is concerned
         self._lock = threading.Lock()
         self._begin(step)
 
@@ -99,6 +100,7 @@ class StepTracker:
         """Its gradients are accumulated: those of so many valid rows."""
         with self._lock:
             self._rows[number] = rows
+            self._changes += 1
             self._failed.discard(number)
             self._gaps.discard(number)
             if waits_for_backward:
@@ -131,6 +133,7 @@ class StepTracker:
     def had_backward(self, number: int) -> None:
         with self._lock:
             self._waiting.discard(number)
+            self._changes += 1
 
     def contribution(self) -> int:
         """The number of a gradient from elsewhere that is to be added; the same again until contributed()."""
@@ -144,6 +147,7 @@ class StepTracker:
         with self._lock:
             if self._contribution is not None:
                 self._contributions.add(self._contribution)
+                self._changes += 1
             self._contribution = None
 
     @property
@@ -154,6 +158,18 @@ class StepTracker:
         """
         with self._lock:
             return self._next
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Another one when this trainer has accumulated something since, or the gradients are others."""
+        with self._lock:
+            return self.step, self.discards, self._changes
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether something was accumulated, if only of rows that are ignored: a local head would have a gradient."""
+        with self._lock:
+            return bool(self._accumulated or self._rows or self._contributions)
 
     def discarded(self) -> None:
         """What is in the open step is going to be discarded."""
@@ -187,9 +203,11 @@ class StepTracker:
                 "accumulated its weight gradient in forward. Compute losses that are only looked at under "
                 "torch.no_grad(), call zero_grad() before forward, or discard the step with HeadOptimizer.discard()")
 
-        if len(self._accumulated) % self.group != 0:
+        with self._lock:
+            microbatches = len(self._accumulated | self._rows.keys())
+        if microbatches % self.group != 0:
             raise RuntimeError(
-                f"{what}: step {self.step} has {len(self._accumulated)} microbatches, but they come in groups of "
+                f"{what}: step {self.step} has {microbatches} microbatches, but they come in groups of "
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def check_order(self, number: int) -> None:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any, Literal, NoReturn
 
@@ -15,14 +14,12 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arguments import known_arguments
-from lossd._arrays import as_targets
-from lossd.torch import _data_parallel, _head_state, _memory, _succession
+from lossd.torch import _callers, _continuation, _data_parallel, _forgetting, _head_state, _input, _modes, _succession
 from lossd.torch._compile import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
 from lossd.torch._gradient_scale import GradientScale
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
-from lossd.v1 import types_pb2
 
 
 class LossHead(torch.nn.Module):
@@ -92,6 +89,16 @@ class LossHead(torch.nn.Module):
           filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
         """
         super().__init__()
+        _input.check_words(client, head, reduction, state)
+        _input.check_integer("ignore_index", ignore_index)
+        _input.check_numbers(
+            {"grad_output": grad_output, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+             "logit_scale": logit_scale},
+            {"normalizer": normalizer, "timeout": timeout, "streams": streams, "slice_bytes": slice_bytes,
+             "averaged_over": averaged_over, "rank": rank, "world_size": world_size, "filter_epsilon": filter_epsilon,
+             "sample_threshold": sample_threshold, "max_gradient_error": max_gradient_error})
+        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head)
+        self.extras: tuple[Extra, ...] = _input.names_of_extras(extras, EXTRAS)
         self.client = client
         self.head_name = head
         self.reduction: Reduction = reduction
@@ -111,30 +118,54 @@ class LossHead(torch.nn.Module):
         self.parallel = _data_parallel.DataParallel(process_group, averaged_over)
         self.scale = GradientScale(self.parallel.size, self.parallel.averaged_over)
         self.deferred = deferred or reduction == "none"
-        self.extras = tuple(extras)
-        for name in self.extras:
-            if name not in EXTRAS:
-                raise ValueError(f"extras names {name!r}; there are {', '.join(EXTRAS)}")
+        self.first_passes = _modes.FirstPasses()
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
-        self.train_head = train_head and not description.spec.frozen
+        self._frozen_on_server = description.spec.frozen
+        self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
+        self.continuation = _continuation.Continuation(client, head, self.steps, description)
+        self.watch = _forgetting.Watch(client.target, head)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
-        if state not in ("checkpoint", "none"):
-            raise ValueError(f"state is {state!r}; it must be 'checkpoint' or 'none'")
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
         # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
         # has left them, if one has. Several trainers see those of their own alone.
         self.left_over, self.earlier = self._left_over(description)
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied, as AveragedModel or "
+            "copy.deepcopy() of a model that holds it would: average or copy the rest of the model, "
+            f"AveragedModel(model.trunk), and make another LossHead(client, {self.head_name!r}) for the copy; \"Averaged "
+            "models (EMA)\" in docs/python.md shows how")
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"LossHead of {self.head_name!r} has no weights of its own, so it cannot be copied or pickled: make another "
             f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
+
+    def requires_grad_(self, requires_grad: bool = True) -> LossHead:
+        """Whether the head is trained (train_head), as for a module whose weights are its own.
+
+        requires_grad_() of a module that holds this one does the same; a loop over its parameters does not reach the
+        head, which has none here. ValueError if the head was created frozen.
+        """
+        if requires_grad and self._frozen_on_server:
+            raise ValueError(f"head {self.head_name!r} was created with frozen=True: the server has no gradients for it")
+        self.train_head = bool(requires_grad)
+        return self
+
+    def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As of any module; requires_grad_() of one that holds this one is noticed here."""
+        wanted = _callers.wanted_of_parameters()
+        if wanted is not None and not (wanted and self._frozen_on_server):
+            self.train_head = wanted
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
         """What repr() shows: the head, its shape and the options that are not as usual."""
@@ -155,9 +186,15 @@ class LossHead(torch.nn.Module):
 
         What this module has accumulated in the open step counts as lost, and the step starts again.
         """
-        step = self.client.describe_head(self.head_name).state.step  # if this fails, nothing has changed
+        self.begin_again()
+        self.watch.stepped()
+
+    def begin_again(self) -> None:
+        """sync(), where nobody has applied a step."""
+        description = self.client.describe_head(self.head_name)  # if this fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
-        self.steps.advance(step)
+        self.steps.advance(description.state.step)
+        self.continuation.found(description)
         self._class_weights = None
         self.left_over, self.earlier = 0, None
         self.scale.forget_losses()
@@ -173,8 +210,13 @@ class LossHead(torch.nn.Module):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the head, its optimizer's moments and its step, or raises. Collective with process_group."""
-        self._states.restore(state)
+        if self._states.restore(state):
+            self.continuation.loaded()
         self.steps.discarded()
+        with self.parallel.before_total():
+            if self.steps.sent > 0:  # what the open step has is not of the state
+                self.client.zero_gradients(self.head_name, self.client.describe_head(self.head_name).state.step)
+        self.parallel.barrier()
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
@@ -211,24 +253,25 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        needs_hidden = torch.is_grad_enabled() and hidden.requires_grad
-        needs_head = torch.is_grad_enabled() and self.train_head
-        counted_together = self._counted_together(normalizer, needs_hidden or needs_head)
-        with self.parallel.before_total(counted_together):
-            self._check(hidden, targets, row_weights)
-            labels = _labels(targets, self.shift, self.options.ignore_index)
-            self._check_labels(labels)
-            if needs_head:
+        _input.check_tensors(hidden, targets, row_weights)
+        plan = _modes.plan(self.train_head, self.training, hidden)
+        together = plan.counts_with_ranks
+        with self.parallel.before_total(together and self._counted_together(normalizer)):
+            self.client.check_usable()
+            _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, row_weights)
+            labels = _input.labels(targets, self.shift, self.options.ignore_index)
+            _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
+            if plan.joins_step:
                 self._settle_left_over()
-        total = self._normalizer(labels, normalizer, needs_hidden or needs_head)
-        wire = _autocast(hidden)
-        number = self.steps.number(microbatch) if needs_head else self.steps.number_apart()
+                self.continuation.begin()
+        total = self._normalizer(labels, normalizer, together)
+        wire = _input.autocast(hidden)
+        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
-        job = Job(self, wire, targets.shape, needs_hidden, needs_head, number, self.grad_output)
-        weights = None if row_weights is None else row_weights.detach().reshape(-1).to("cpu", torch.float32).numpy()
+        job = Job(self, wire, labels, _input.weights(row_weights), plan, number)
         job.normalizer = total
-        job.start(labels, weights)
+        job.start()
         return PendingHeadLoss(job)
 
     def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
@@ -243,9 +286,9 @@ class LossHead(torch.nn.Module):
             count = self._count(labels)
         return self.parallel.total(count) / ranks if training else count
 
-    def _counted_together(self, given: float | None, training: bool) -> bool:
-        """Whether _normalizer() asks the other ranks."""
-        return training and self.reduction == "mean" and given is None and self.normalizer is None
+    def _counted_together(self, given: float | None) -> bool:
+        """Whether _normalizer() asks the other ranks, in training."""
+        return self.reduction == "mean" and given is None and self.normalizer is None
 
     def _count(self, labels: NDArray[np.int32]) -> float:
         """The number of valid labels; with class weights their sum."""
@@ -255,17 +298,6 @@ class LossHead(torch.nn.Module):
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
         return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
-
-    def _check_labels(self, labels: NDArray[np.int32]) -> None:
-        """What the server would say, before anything is sent."""
-        wrong = ((labels < 0) | (labels >= self.vocab_size)) & (labels != self.options.ignore_index)
-        if not wrong.any():
-            return
-        index = int(wrong.argmax())
-        field, value = f"open.targets[{index}]", str(labels[index])
-        raise errors.InvalidArgument(
-            f"{field} must be in [0, {self.vocab_size}) or ignore_index ({self.options.ignore_index}), got {value}",
-            types_pb2.ErrorDetail(field=field, value=value))
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         earlier = _succession.succeed(_succession.Feeder(
@@ -285,31 +317,11 @@ class LossHead(torch.nn.Module):
                 "earlier one of this program that did not end its step, or another trainer's. "
                 "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
                 "or rank= and world_size=")
-        warnings.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
-                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning, stacklevel=5)
+        _callers.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
+                      f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning)
         self.earlier.succeeded()
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
-
-    def _check(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
-        self.client.check_usable()
-        if hidden.dtype not in _memory.DTYPES:
-            raise TypeError(f"hidden is {hidden.dtype}; lossd takes float32, float16 and bfloat16: use hidden.float()")
-        if hidden.dim() == 0 or hidden.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden has shape {tuple(hidden.shape)}; head {self.head_name!r} needs "
-                             f"(..., {self.hidden_size})")
-        for name, tensor in (("targets", targets), ("row_weights", row_weights)):
-            if tensor is None:
-                continue
-            if tensor.shape != hidden.shape[:-1]:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; hidden of shape {tuple(hidden.shape)} needs "
-                                 f"{tuple(hidden.shape[:-1])}")
-            if tensor.requires_grad:
-                raise ValueError(f"{name} requires a gradient, but lossd computes none for it: use {name}.detach()")
-        if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype is torch.bool:
-            raise TypeError(f"targets is {targets.dtype}; it must hold class indices: use targets.long()")
-        if self.shift and targets.dim() == 0:
-            raise ValueError("shift=True needs targets with at least one dimension")
 
 
 class PendingHeadLoss:
@@ -361,31 +373,3 @@ def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
         error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
                   "restore it with client.load_checkpoint()")
         raise
-
-
-def _labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
-    """One label a row of hidden states. Shifted ones are ignored at the last position; hidden states stay in place."""
-    array: NDArray[Any] = targets.detach().to("cpu").numpy()
-    labels = as_targets(array.reshape(-1)).reshape(array.shape)
-    if shift:
-        shifted = np.full_like(labels, ignore_index)
-        shifted[..., :-1] = labels[..., 1:]
-        labels = shifted
-    return labels.reshape(-1)
-
-
-def _autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """As a linear layer would take it."""
-    find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
-    dtype = find(hidden.device.type)
-    return hidden if dtype is None or hidden.dtype is dtype else hidden.to(dtype)
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _old_autocast_dtype(kind: str) -> torch.dtype | None:
-    if kind == "cpu":
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None

@@ -10,7 +10,10 @@ from typing import Any, Literal, NoReturn
 import torch
 
 import lossd
+from lossd import errors
 from lossd._arguments import known_arguments
+from lossd.torch import _forgetting
+from lossd.torch._stand_in import Gradient, Notes, StandIn
 from lossd.torch.head import LossHead
 
 
@@ -39,11 +42,14 @@ class HeadOptimizer(torch.optim.Optimizer):
     their backward passes.
     """
 
+    steps_a_head = True
+
     @known_arguments
     def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
                  momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decay_vectors: bool = False,
-                 skip_non_finite: bool = False, device: torch.device | str | None = None) -> None:
+                 skip_non_finite: bool = False, device: torch.device | str | None = None,
+                 continues: bool = False) -> None:
         """
         Args:
           lr, betas, eps, weight_decay: as torch.optim.AdamW.
@@ -52,20 +58,25 @@ class HeadOptimizer(torch.optim.Optimizer):
           skip_non_finite: a step whose gradient is not finite is closed without an update instead of refused;
             `last.skipped` says so.
           device: of the stand-in; GradScaler wants the model's.
+          continues: go on with the moments and the count of steps that the server has for the head, as left by another
+            program. False: begin as a new torch optimizer does, with the first step; unless this program restores a
+            state first: load_state_dict() of this or of the LossHead, or Client.load_checkpoint.
         """
         if algorithm not in ("adamw", "sgd"):
             raise ValueError(f"algorithm is {algorithm!r}; it must be 'adamw' or 'sgd'")
-        self.stand_in = torch.nn.Parameter(torch.zeros((), device=device))
+        self.stand_in = StandIn.on(device, self._gradient_now)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
                     "dampening": dampening, "nesterov": nesterov}
         super().__init__([self.stand_in], defaults)
         self.head = head
         head.has_optimizer = True
+        _forgetting.optimizer_made(head.client.target, head.head_name)
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite
         self.last: lossd.StepResult | None = None  # what the server said of the last step
-        self._loaded_norm: float | None = None
+        self._continues = continues
+        self._notes: Notes | None = None  # of the norm that was loaded last
 
     def __repr__(self) -> str:
         group = self.param_groups[0]
@@ -79,17 +90,52 @@ class HeadOptimizer(torch.optim.Optimizer):
             "another HeadOptimizer(head, lr=...), or save its state_dict(), which has the server save the weights")
 
     def load_grad_norm(self) -> float:
-        """Fetches the norm of the gradient of the open step, LossHead.grad_scale included, for the stand-in's gradient.
+        """The norm of the gradient of the open step, LossHead.grad_scale included, which is the stand-in's gradient.
 
-        Call it after the last backward, before anything that scales, clips or inspects gradients. Collective if the
-        LossHead has a process_group.
+        For after the last backward. Reading the stand-in's gradient, as a clip or GradScaler does, fetches it too. Where
+        that was multiplied already, what it is now. Collective if the LossHead has a process_group.
         """
+        held = self.stand_in.held
+        if not isinstance(held, Gradient) or held.notes.moment != self.head.steps.moment or not held.notes.touched:
+            held = self.stand_in.held = self._load()
+        return 0.0 if held is None else float(held)
+
+    def _gradient_now(self, held: torch.Tensor | None) -> torch.Tensor | None:
+        """What the stand-in has for a gradient, if `held` is what it had."""
         head = self.head
-        self._check_settled("load_grad_norm()")
-        head.parallel.barrier()  # the others' rows count too
-        self._loaded_norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
-        self.stand_in.grad = torch.full_like(self.stand_in, self._loaded_norm)
-        return self._loaded_norm
+        if not head.train_head or (held is not None and not isinstance(held, Gradient)):
+            return held
+        if isinstance(held, Gradient) and (held.notes.touched or held.notes.moment == head.steps.moment):
+            return held
+        if head.parallel.size == 1 and not head.steps.has_gradients:
+            return None
+        return self._load()
+
+    def _load(self) -> Gradient | None:
+        """None, as of any parameter, if nothing was accumulated."""
+        head = self.head
+        if not head.train_head:
+            return None
+        with head.parallel.before_total():
+            self._check_settled("load_grad_norm()")
+            has_gradients = head.steps.has_gradients or self._others_have_rows()
+        if not head.parallel.any(has_gradients):  # the others' rows count too
+            return None
+        norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
+        if not math.isfinite(norm):
+            head.watch.stepped()  # GradScaler will not call step()
+        self._notes = Notes(norm, head.steps.moment)
+        return Gradient.of(torch.full((), norm, device=self.stand_in.device), self._notes)
+
+    def _others_have_rows(self) -> bool:
+        """Whether the open step has rows of trainers that cannot be asked, or other rows that this one has not sent."""
+        head = self.head
+        if head.parallel.rank > 0 or (head.parallel.size > 1 and head.steps.world_size == head.parallel.size):
+            return False
+        description = head.client.describe_head(head.head_name)
+        if not head.steps.alone and description.state.step != head.step:
+            return True  # another one has applied it already
+        return description.step_microbatches > 0 or description.step_contributions > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what was accumulated in the open step, if anything was; what an interrupted loop left, too.
@@ -99,8 +145,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         """
         if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
             self.discard()
-        self.stand_in.grad = None
-        self._loaded_norm = None
+        self.stand_in.grad = self._notes = None
 
     def discard(self) -> None:
         """Discards what was accumulated in the open step, failed microbatches and all. The step stays open.
@@ -111,13 +156,12 @@ class HeadOptimizer(torch.optim.Optimizer):
         head.steps.discarded()
         if head.earlier is not None:
             head.earlier.succeeded()
-        head.sync()
+        head.begin_again()
         head.parallel.barrier()  # nothing of the others arrives any more
         if head.parallel.rank == 0:
             head.client.zero_gradients(head.head_name, head.step)
         head.parallel.barrier()  # nothing new arrives before
-        self.stand_in.grad = None
-        self._loaded_norm = None
+        self.stand_in.grad = self._notes = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *,  # type: ignore[override]
@@ -133,17 +177,37 @@ class HeadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         head = self.head
-        self._check_settled("step()")
-        head.parallel.barrier()  # the others have sent their rows, and read the norm if they do
+        if not head.train_head:
+            return loss
+        with head.parallel.before_total(values=2):
+            self._check_settled("step()")
+            multiplier = self._multiplier()
+            has_gradients = head.steps.has_gradients or self._others_have_rows()
+            continues = self._continues or head.continuation.is_loaded or self._others_continue()
+        # The others have sent their rows, and read the norm if they do.
+        with_gradients, continuing = head.parallel.totals(has_gradients, continues)
+        if not with_gradients:
+            return loss  # as of a parameter without a gradient
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
-        self.last = head.client.apply_step(
-            head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * self._multiplier(),
-            decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
-            expected_rows=head.steps.expected_rows())
+        try:
+            self.last = head.client.apply_step(
+                head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * multiplier,
+                decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
+                expected_rows=head.steps.expected_rows(), begin_optimizer=not continuing)
+        except errors.LossdError as error:
+            head.continuation.explain(error, head.step)
+            raise
+        self._continues = True
+        head.continuation.stepped()
+        head.watch.stepped()
         head.steps.advance(self.last.state.step)
-        self.stand_in.grad = None
-        self._loaded_norm = None
+        self.stand_in.grad = self._notes = None
         return loss
+
+    def _others_continue(self) -> bool:
+        """What trainers who cannot ask each other say alike of the first step."""
+        head = self.head
+        return head.steps.world_size > head.parallel.size and head.continuation.is_loaded_on_server()
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
@@ -156,8 +220,8 @@ class HeadOptimizer(torch.optim.Optimizer):
                            "is of another kind of optimizer, or of an older lossd")
         self.head.load_state(state_dict["head"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
-        self.stand_in.grad = None
-        self._loaded_norm = None
+        self._continues = True
+        self.stand_in.grad = self._notes = None
 
     def _check_settled(self, what: str) -> None:
         """RuntimeError if the open step is not what the trainer means it to be.
@@ -181,14 +245,26 @@ class HeadOptimizer(torch.optim.Optimizer):
                            weight_decay=group["weight_decay"])
 
     def _multiplier(self) -> float:
-        """What the stand-in's gradient was multiplied by since it was loaded."""
-        if self._loaded_norm is None or self._loaded_norm == 0.0 or self.stand_in.grad is None:
+        """What the stand-in's gradient was multiplied by since it was loaded. RuntimeError if that says nothing."""
+        held, notes, name = self.stand_in.held, self._notes, self.head.head_name
+        if held is None:
             return 1.0
-        multiplier = float(self.stand_in.grad) / self._loaded_norm
-        if not math.isfinite(self._loaded_norm) and self.skip_non_finite:
-            return 1.0  # the server skips the step
+        if notes is None:
+            raise RuntimeError(f"the stand-in's gradient of head {name!r} was set, but never loaded: load_grad_norm() "
+                               f"comes first, and then what is to multiply it. {_WAY_OUT}")
+        if notes.loaded == 0.0 or (not math.isfinite(notes.loaded) and self.skip_non_finite):
+            return 1.0  # or the server skips the step
+        multiplier = float(held) / notes.loaded
         if not math.isfinite(multiplier):
             raise ArithmeticError(
-                f"the gradient norm of head {self.head.head_name!r} is {self._loaded_norm}, of the stand-in "
-                f"{float(self.stand_in.grad)}: skip the step with zero_grad()")
+                f"the gradient norm of head {name!r} is {notes.loaded}, of the stand-in {float(held)}: skip the step with "
+                "zero_grad()")
+        refusal = notes.refusal(multiplier, isinstance(held, Gradient), self.head.steps.moment)
+        if refusal is not None:
+            raise RuntimeError(f"the stand-in's gradient of head {name!r} is the 2-norm of the head's, and it {refusal}, so "
+                               f"it does not say what the head's is to be multiplied by. {_WAY_OUT}")
         return multiplier
+
+
+_WAY_OUT = ("Clip by the 2-norm, torch.nn.utils.clip_grad_norm_([*model.parameters(), head_optimizer.stand_in], max_norm), "
+            "or leave the stand-in out and clip the rest; zero_grad() discards the step")

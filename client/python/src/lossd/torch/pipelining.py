@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-import inspect
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from lossd._arguments import known_arguments
+from lossd.torch._callers import Asked, asked_by_schedule
 from lossd.torch.head import LossHead
 
 
@@ -20,40 +24,73 @@ class PipelineLoss:
     HeadOptimizer applies the step. Give the schedule's own arguments. If several replicas of the pipeline train one
     head, give the LossHead the process group of their last stages.
 
+    Microbatches with different numbers of valid targets count alike then, as with a mean of torch. For the mean over all
+    valid targets of a step give `normalizer`, their number:
+
+        loss_fn = PipelineLoss(head, n_microbatches=8, normalizer=lambda: (targets != -100).sum())
+
     The server's work on a microbatch goes on behind whatever the schedule lets the stage do before that microbatch's
     backward (PendingHeadLoss.lazy); lossd.torch.schedules has a 1F1B that lets it do a forward.
+
+    schedule.eval() gets losses alone, and nothing is accumulated.
     """
 
-    def __init__(self, head: LossHead, *, n_microbatches: int, scale_grads: bool = True) -> None:
-        if n_microbatches < 1:
-            raise ValueError(f"n_microbatches is {n_microbatches}; it must be positive")
+    @known_arguments
+    def __init__(self, head: LossHead, *, n_microbatches: int, scale_grads: bool = True,
+                 normalizer: float | Callable[[], Any] | None = None) -> None:
+        """
+        Args:
+          n_microbatches, scale_grads: the schedule's.
+          normalizer: the number of valid targets (with class weights: their weight) of all microbatches of a step, of all
+            replicas together; or a function that is called for each microbatch and returns it. The trunk and the head
+            get the gradients of the mean over them, and the losses of the microbatches average to it (scale_grads=False:
+            add up). None: each microbatch is divided by its own.
+        """
+        if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ValueError(f"n_microbatches is {n_microbatches!r}; it must be a positive integer")
         if head.extras or head.reduction == "none":
             raise ValueError("a schedule needs one number: make the LossHead with reduction mean or sum and no extras")
+        if normalizer is not None and head.reduction != "mean":
+            raise ValueError(f"normalizer is for means; the LossHead has reduction {head.reduction!r}")
+        if normalizer is not None and not callable(normalizer):
+            _number(normalizer)
         self.head = head
+        self.normalizer = normalizer
+        self._divisor = n_microbatches if scale_grads else 1  # of the trunk's gradients, after the step
         head.steps.group = n_microbatches
-        head.scale.schedule = 1.0 / n_microbatches if scale_grads else 1.0
+        head.scale.schedule = 1.0 / self._divisor
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if _is_probe():
+        asked = asked_by_schedule()
+        if asked is Asked.SHAPE:
             return output.float().sum() * 0.0
-        pending = self.head.start(output, target)
+        if asked is Asked.VALUE:
+            with torch.no_grad():
+                return self._loss(output, target)
+        return self._loss(output, target)
+
+    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        pending = self.head.start(output, target, normalizer=self._share())
         if not self.head.deferred:
             return pending.lazy()
         loss = pending.wait()
         assert isinstance(loss, torch.Tensor)
         return loss
 
+    def _share(self) -> float | None:
+        """What a microbatch is divided by, so that the schedule's division makes that of the step of it."""
+        if self.normalizer is None:
+            return None
+        total = self.normalizer() if callable(self.normalizer) else self.normalizer
+        return _number(total) / self._divisor
 
-def _is_probe() -> bool:
-    """Whether a schedule only wants to know shapes.
 
-    Before its first step a schedule whose stages were made without example arguments calls the loss once with memory
-    that holds anything, to see the shape of the gradient. Those rows must not reach the server, and only the caller's
-    name tells them. Should the name change, the step has one microbatch too many and is refused (StepTracker.group).
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_backward_metadata_inference":
-            return True
-        frame = frame.f_back
-    return False
+def _number(value: Any) -> float:
+    """ValueError or TypeError unless it is a number of targets, or a tensor of one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"normalizer is {value!r}; it must be a number, or a function that returns one") from None
+    if not 0 <= number < math.inf:
+        raise ValueError(f"normalizer is {number:g}; it must be the number of valid targets of the step")
+    return number
