@@ -2,6 +2,7 @@
 // heads, describe, create, delete
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
@@ -80,6 +81,7 @@ struct CreateFlags {
   v1::Gradients gradients = v1::GRADIENTS_UNSPECIFIED;
   uint64_t workspace_bytes = 0;
   v1::Split split = v1::SPLIT_UNSPECIFIED;
+  std::vector<uint32_t> shares;
 
   bool dry_run = false;
   IfExists if_exists = IfExists::kError;
@@ -102,6 +104,7 @@ struct CreateFlags {
     spec->set_gradients(gradients);
     spec->set_workspace_bytes(workspace_bytes);
     spec->set_split(split);
+    spec->mutable_shares()->Add(shares.begin(), shares.end());
     values.SetIn(&request);
     return request;
   }
@@ -151,6 +154,12 @@ void AddCreate(CLI::App* app, Context* context) {
       create, "--split", &flags->split, Splits(),
       "Whether several devices of a server divide the rows or the classes of the head [any: by rows if every "
       "device has room for all classes]");
+  create
+      ->add_option("--shares", flags->shares,
+                   "By vocabulary: how much of the classes each device has, relative to the others, e.g. "
+                   "13,6,13,13; 0: none [all the same]")
+      ->delimiter(',')
+      ->type_name("SHARE,...");
 
   CLI::Option* dry_run = create->add_flag(
       "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");

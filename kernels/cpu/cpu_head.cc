@@ -178,18 +178,23 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
+// So many rows of c classes, which may be none, are worth a thread.
+int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
+
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
-  const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)}));
+  const int64_t block =
+      std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
+  const int64_t grain = RowGrain(c);
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
          {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
-    pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
+    pool_->ParallelFor(rows, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = first + begin; i < first + end; ++i) {
         const RowRequest request = RequestFor(chunk, order, i);
         const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
@@ -206,7 +211,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   absl::Status merged =
       exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
   if (!merged.ok()) return merged;
-  pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
+  pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
                                             buffers_.merged[i], buffers_.logits + i * c);

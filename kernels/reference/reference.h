@@ -39,7 +39,8 @@ struct Rows {
   int64_t first_row = 0;
   // Whether the uniform part of label smoothing is sampled without a softcap too.
   bool sample_uniform = false;
-  int class_parts = 1;  // on so many devices the classes lie, which sample them by themselves
+  int class_parts = 1;                // on so many devices the classes lie, which sample them by themselves
+  std::vector<int32_t> class_shares;  // of these devices (HeadConfig::shares); empty: they have the same
   // The error of logits over 1 + max |z| of the row, which decides what is undecided of sampled gradients.
   double logit_error = 0.0;
 };

@@ -182,7 +182,7 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   if (MaySample(options.gradients)) {
     const auto number = static_cast<uint64_t>(rows.first_row) + n;
     const std::vector<SampledPart> parts =
-        SampledPartsOf(v_count, rows.class_parts, rows.sample_seed, number);
+        SampledPartsOf(v_count, rows.class_parts, rows.class_shares, rows.sample_seed, number);
     row.sample_scale = classes.sample_scale;
     for (const ClassGradient& d : classes.gradient) row.squared_gradient += d.value * d.value;
     for (const double variance : classes.variance) row.sampling_variance += variance;

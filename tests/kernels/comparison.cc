@@ -230,7 +230,7 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
           slice.sample_seed,           slice.first_row,
           /*sample_uniform=*/false,    /*class_parts=*/1,
-          /*logit_error=*/0.0};
+          /*class_shares=*/{},         /*logit_error=*/0.0};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,7 +56,8 @@ class HeadCalls:
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
-                    workspace_bytes: int = 0, split: Split = "any", seed: int = 0, zeros: bool = False,
+                    workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), seed: int = 0,
+                    zeros: bool = False,
                     tensor_file: TensorFile | None = None, exist_ok: bool = False,
                     dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
@@ -67,6 +69,8 @@ class HeadCalls:
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
           split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which
             each then keeps its own alone. "any": rows if every device has room for all classes.
+          shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
+            others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same.
           exist_ok: a head of this name may exist and stays as it is. AlreadyExists if its specification is another.
           dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
             creation would raise.
@@ -77,7 +81,7 @@ class HeadCalls:
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split))
+            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
@@ -310,6 +314,15 @@ class HeadCalls:
             raise errors.InvalidArgument(
                 f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *row_shape)}')
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
+
+
+def _checked_shares(shares: Sequence[int]) -> Sequence[int]:
+    """InvalidArgument, naming the entry, if one is no share."""
+    for index, share in enumerate(shares):
+        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
+            raise errors.InvalidArgument(f"spec.shares[{index}] must be a whole number in [0, 2^31), got {share!r}",
+                                         types_pb2.ErrorDetail(field=f"spec.shares[{index}]", value=str(share)))
+    return shares
 
 
 def _check_same(has: HeadSpec, wanted: HeadSpec) -> None:

@@ -101,6 +101,7 @@ class HeadSpec(Shown):
     workspace_bytes: int = 0  # 0: as the server was started
     logits: Logits = _word(types.LOGITS, "stored")
     split: Split = _word(types.SPLITS, "any")
+    shares: tuple[int, ...] = ()  # of the devices, by vocabulary; empty: all have the same
 
 
 @dataclass(frozen=True, repr=False)
