@@ -45,6 +45,13 @@ void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& 
   job.raw_rows_here = {begin == 0 ? 0 : raw(begin), raw(end)};
 }
 
+// Found too late for its slice to fail alone.
+absl::Status HiddenGradientLost(bool accumulated) {
+  constexpr absl::string_view kWhat =
+      "the gradient of a hidden state is not finite though its loss is (look for infinite weights)";
+  return accumulated ? absl::DataLossError(kWhat) : absl::InternalError(kWhat);
+}
+
 }  // namespace
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config)
@@ -258,7 +265,7 @@ absl::Status CudaHead::Guard(const Pending& pending) {
 }
 
 // A path that recomputes logits has added its rows to the weight gradient by now, and of a head that is split
-// the other parts do not know of the rows here: then the gradients are lost, and the chunk says so.
+// the other parts do not know of the rows here: then the chunk fails, and what it has accumulated is lost.
 absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
   const ChunkJob& job = pending.job;
   const ChunkSlot& slot = *pending.slot;
@@ -274,7 +281,7 @@ absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
       .keep = workspace_.keep,
       .loss = job.out.loss,
       .lost = late || sizes_.is_split() ? slot.device_out.lost : nullptr,
-      .only_kept = !sizes_.is_split()};
+      .accumulate = sizes_.is_split() ? job.accumulate : nullptr};
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchHiddenGuard(p, device_->compute()), "guard kernel");
   return Guard(pending);
 }
@@ -324,9 +331,7 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       cudaDeviceSynchronize();  // copies to the slices' memory may be under way
     }
     if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
-      *final_status = absl::DataLossError(
-          "the gradient of a hidden state is not finite though its loss is, and the row has been accumulated: "
-          "look for infinite values among the weights");
+      *final_status = HiddenGradientLost(pending->job.layout.accumulate);
     }
     if (final_status->ok() && reports) {
       UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in,

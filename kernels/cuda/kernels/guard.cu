@@ -58,7 +58,8 @@ __global__ void HiddenGuardKernel(const __grid_constant__ HiddenGuardParams p) {
   }
   if (__any_sync(0xffffffffu, bad) == 0 || lane != 0) return;
   p.loss[row] = NAN;
-  if (p.lost != nullptr && (!p.only_kept || p.keep[row] != 0)) *p.lost = 1;
+  const bool not_accumulated = p.accumulate != nullptr && p.accumulate[row] == 0;
+  if (p.lost != nullptr && (p.keep[row] != 0 || not_accumulated)) *p.lost = 1;
 }
 
 }  // namespace

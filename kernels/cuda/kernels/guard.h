@@ -45,9 +45,10 @@ struct HiddenGuardParams {
   const RowCheck* checks = nullptr;  // [rows]
   const int32_t* keep = nullptr;     // [rows], of the guard before
   float* loss = nullptr;             // [rows]
-  // 1 if there is such a row, or with only_kept one that was kept; null: not wanted. Else as it was.
+  // 1 if there is such a row that was kept, or with `accumulate` [rows] one that is not accumulated anyway; null:
+  // not wanted. Else as it was.
   int32_t* lost = nullptr;
-  bool only_kept = false;
+  const int32_t* accumulate = nullptr;
 };
 cudaError_t LaunchHiddenGuard(const HiddenGuardParams& params, cudaStream_t stream);
 
