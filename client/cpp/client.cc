@@ -31,6 +31,12 @@ absl::Span<char> AsBytes(std::vector<T>* values) {
   return absl::MakeSpan(reinterpret_cast<char*>(values->data()), values->size() * sizeof(T));
 }
 
+// Unless the caller has named another one.
+template <typename Request>
+void NameRun(const std::string& run, Request* request) {
+  if (request->run().empty()) request->set_run(run);
+}
+
 }  // namespace
 
 PendingLoss& PendingLoss::operator=(PendingLoss&& other) noexcept {
@@ -123,18 +129,6 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
 }
 
 void Client::AcknowledgeRestart(absl::string_view head) { core_->head_cache().ForgetAccumulation(head); }
-
-absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
-                                                       absl::Duration timeout) {
-  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
-                     deadline, kNever);
-  if (result.ok()) {
-    core_->head_cache().Learn(*result);
-    core_->head_cache().ForgetAccumulation(request.spec().name());
-  }
-  return result;
-}
 
 absl::StatusOr<v1::HeadDescription> Client::PlanHead(const v1::CreateHeadRequest& request,
                                                      absl::Duration timeout) {
@@ -232,6 +226,7 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   const auto attempt = [&]() -> absl::StatusOr<v1::AddGradientResponse> {
     if (absl::Status status = cache.CheckCurrent(at); !status.ok()) return status;
     v1::OpenGradient meant = open;
+    NameRun(options().run, &meant);
     if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
@@ -246,6 +241,7 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
                                                       absl::Duration timeout) {
   v1::GradNormRequest request;
   request.set_head(std::string(head));
+  request.set_run(options().run);
   if (step.has_value()) request.set_step(*step);
   TrainerStep at = core_->head_cache().StepOf(head, step.value_or(0));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::GradNorm, request,
@@ -263,6 +259,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
   v1::ApplyStepRequest meant = request;
+  NameRun(options().run, &meant);
   if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
@@ -277,6 +274,7 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
                                                     absl::Duration timeout) {
   v1::ZeroGradientsRequest request;
   request.set_head(std::string(head));
+  request.set_run(options().run);
   request.set_step(step);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
                      DeadlineAfter(timeout, options().call_timeout), kNever);

@@ -23,7 +23,7 @@
 //   RESOURCE_EXHAUSTED also, without a detail: the transport refused the call, and repeating did not help
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
-//                      tells) or another caller has zeroed them or loaded a checkpoint
+//                      tells) or another caller has zeroed them, reset the head or loaded a checkpoint
 //                      (IsStepDiscarded() tells); see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that was refused.
@@ -239,6 +239,13 @@ struct TensorShape {
   uint64_t cols = 0;  // 1 for vectors
 };
 
+// What becomes of a head that CreateHead finds under the name.
+enum class IfExists {
+  kError,  // ALREADY_EXISTS
+  kKeep,   // it stays as it is, values, step and optimizer
+  kReset,  // as new, by ResetHead with RESET_SCOPE_ALL and the request's initial values
+};
+
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
@@ -287,16 +294,22 @@ class Client {
   // The client remembers to which gradients of a head (server process and generation) it added rows of the
   // open step, and names them in every further call of the step and every repeat. If the head has others,
   // calls of the step fail with ABORTED, since gradients are gone, until the trainer says that it starts the
-  // step again: by a CreateHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
+  // step again: by a CreateHead, ResetHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
   // Calls of the step that are under way then are not repeated.
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated like streams,
-  // within the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep, AddGradient and ResetHead (the server does each once) are repeated like
+  // streams, within the timeout. The others never are. A zero timeout means the default of ClientOptions.
 
+  // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has otherwise.
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
-                                                 absl::Duration timeout = absl::ZeroDuration());
+                                                 absl::Duration timeout = absl::ZeroDuration(),
+                                                 IfExists if_exists = IfExists::kError);
+  // Makes a head, or its optimizer alone, as it was when it was created. Without a reset_id it gets a random one; without an
+  // incarnation, that of the server process that has the head. ABORTED (RestartOf) if that ended during the call.
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
   // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
   absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request,
                                                absl::Duration timeout = absl::ZeroDuration());

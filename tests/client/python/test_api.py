@@ -72,7 +72,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 @pytest.mark.parametrize("kind, message", [
     (lossd.HeadSpec, head_pb2.HeadSpec), (lossd.HeadState, types_pb2.HeadState),
-    (lossd.HeadDescription, head_pb2.HeadDescription), (lossd.MemoryUsage, types_pb2.MemoryUsage),
+    (lossd.HeadDescription, head_pb2.HeadDescription), (lossd.HeadHistory, head_pb2.HeadHistory), (lossd.MemoryUsage, types_pb2.MemoryUsage),
     (lossd.RowRange, types_pb2.RowRange), (lossd.SliceLimits, loss_pb2.SliceLimits), (lossd.Choice, head_pb2.Choice),
     (lossd.ServerDescription, server_pb2.ServerDescription), (lossd.RankDescription, server_pb2.RankDescription),
     (lossd.StepResult, head_pb2.ApplyStepResponse),

@@ -33,7 +33,9 @@ TEST_F(ResetsTest, BothScopesDiscardTheOpenStep) {
     const HeadState before = Snapshot().state;
     const auto reset = engine_->Reset("head", scope);
     ASSERT_TRUE(reset.ok()) << reset.status();
-    if (scope == ResetScope::kAll) ASSERT_TRUE(engine_->EndLoad("head").ok());
+    if (scope == ResetScope::kAll) {
+      ASSERT_TRUE(engine_->EndLoad("head").ok());
+    }
     EXPECT_NE(reset->generation, before.generation);
     EXPECT_EQ(Snapshot().step_rows, 0);
     EXPECT_EQ(reset->weights_version == before.weights_version, scope == ResetScope::kOptimizer);

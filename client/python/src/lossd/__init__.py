@@ -12,6 +12,7 @@ from lossd.descriptions import (
     CheckpointInfo,
     Choice,
     HeadDescription,
+    HeadHistory,
     HeadSpec,
     HeadState,
     MemoryUsage,
@@ -54,7 +55,7 @@ from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
     "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
-    "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
+    "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
     "MemoryUsage", "NonFinite", "NotFound", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",

@@ -55,6 +55,7 @@ class HeadCache:
         self._facts: dict[str, HeadInfo] = {}
         self._accumulations: dict[str, tuple[int, GradientsId]] = {}  # head -> step, and where its rows are
         self._starts: dict[str, int] = {}  # head -> TrainerStep.starts
+        self._loaded: set[str] = set()  # heads
 
     def facts(self, head: str) -> HeadInfo | None:
         with self._lock:
@@ -128,6 +129,22 @@ class HeadCache:
             self._starts[head] = self._starts.get(head, 0) + 1
             if self._expected:
                 self._acknowledged.add(head)
+
+    # ---- Internal to this package: lossd.torch asks whether this program has loaded what it continues ----
+
+    def note_loaded(self, head: str) -> None:
+        """This client has loaded a checkpoint into the head."""
+        with self._lock:
+            self._loaded.add(head)
+
+    def loaded(self, head: str) -> bool:
+        """Whether this client has loaded a checkpoint into the head, since forget_loaded."""
+        with self._lock:
+            return head in self._loaded
+
+    def forget_loaded(self, head: str) -> None:
+        with self._lock:
+            self._loaded.discard(head)
 
     def _gradients_of(self, at: TrainerStep) -> GradientsId | None:
         noted_step, gradients = self._accumulations.get(at.head, (None, None))

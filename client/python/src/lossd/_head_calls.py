@@ -19,6 +19,7 @@ from lossd import _arrays, _tensors, errors, types
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
+from lossd._head_creation import WAYS_OUT, IfExists, InitialValues, ResetScope, check_same, chosen, scope_number
 from lossd.descriptions import (
     AddedGradient,
     CheckpointInfo,
@@ -42,11 +43,13 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step, add_gradient and delete_checkpoint (the server does each once) are repeated when the
+    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once) are repeated when the
     connection breaks, within the timeout. The others never are.
     """
 
-    def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float) -> None:
+    def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float,
+                 run: str) -> None:
+        self._run = run
         self._connections = connections
         self._head_cache = head_cache
         self._call_timeout = call_timeout
@@ -57,9 +60,8 @@ class HeadCalls:
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), seed: int = 0,
-                    zeros: bool = False,
-                    tensor_file: TensorFile | None = None, exist_ok: bool = False,
-                    dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
+                    zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
+                    exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
         Args:
@@ -71,10 +73,14 @@ class HeadCalls:
             each then keeps its own alone. "any": rows if every device has room for all classes.
           shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
             others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same.
-          exist_ok: a head of this name may exist and stays as it is. AlreadyExists if its specification is another.
+          if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
+            step and optimizer, as when a training goes on; "reset": as new, by reset_head(). With "keep" and "reset"
+            AlreadyExists names what its specification has otherwise.
+          exist_ok: the earlier name: True is if_exists="keep", with a DeprecationWarning. Not with `if_exists`.
           dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
             creation would raise.
         """
+        choice, values = chosen(if_exists, exist_ok), InitialValues(seed, zeros, tensor_file)
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
@@ -85,27 +91,37 @@ class HeadCalls:
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
-        if tensor_file is not None:
-            request.tensor_file.CopyFrom(tensor_file.to_proto())
-        elif zeros:
-            request.zeros.SetInParent()
-        else:
-            request.kaiming_uniform.seed = seed
+        values.put_into(request)
         try:
             if dry_run:
                 return read(HeadDescription, self._heads("PlanHead", request, head_pb2.HeadDescription,
                                                          timeout or self._call_timeout, repeat=True))
             description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
         except errors.AlreadyExists as error:
-            if not exist_ok:
-                error.add("; exist_ok=True takes a head that exists as it is, delete_head() removes it")
+            if dry_run or choice == "error":
+                error.add(WAYS_OUT)
                 raise
             found = self.describe_head(name, timeout)
-            _check_same(found.spec, read(HeadSpec, spec))
-            return found
-        self._head_cache.learn(description)
-        self._head_cache.forget_accumulation(name)
+            check_same(found.spec, read(HeadSpec, spec))
+            return found if choice == "keep" else self._reset(found, "all", values, timeout)
+        self._start_over(description)
         return read(HeadDescription, description)
+
+    def reset_head(self, head: str, scope: ResetScope, *, seed: int = 0, zeros: bool = False,
+                   tensor_file: TensorFile | None = None, timeout: float | None = None) -> HeadDescription:
+        """Makes a head, or its optimizer alone, as it was when it was created. What the open step has is discarded.
+
+        Once, also if the call is repeated after its answer was lost. FailedPrecondition while calls that accumulate are open
+        on the head; then nothing changed. Restarted if the server was restarted during the call.
+
+        Args:
+          scope: "optimizer": the moments become 0, and so does the count of updates; values and step stay. "all": besides,
+            all values are new, and step 0 is open.
+          seed, zeros, tensor_file: as in create_head; with "all" only.
+        """
+        values = InitialValues(seed, zeros, tensor_file)
+        scope_number(scope, values)
+        return self._reset(self.describe_head(head, timeout), scope, values, timeout)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
         """The head as it is now. NotFound if there is none of this name."""
@@ -123,6 +139,7 @@ class HeadCalls:
                     timeout or self._call_timeout)
         self._head_cache.forget_facts(head)
         self._head_cache.forget_accumulation(head)
+        self._head_cache.forget_loaded(head)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -179,7 +196,7 @@ class HeadCalls:
                 self._head_cache.check_current(at)
                 open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
                                               dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
-                                              **names(self._head_cache.gradients_of(at)))
+                                              run=self._run, **names(self._head_cache.gradients_of(at)))
                 return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
 
             answer = self._connections.repeated(attempt, deadline)
@@ -190,14 +207,14 @@ class HeadCalls:
         """The 2-norm over all gradients accumulated in the open step."""
         at = self._head_cache.trainer_step(head, step or 0)
         with contextlib.nullcontext() if step is None else self._told(at):
-            answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step),
+            answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step, run=self._run),
                                  head_pb2.GradNormResponse, timeout or self._call_timeout, repeat=True)
         self._head_cache.check(dataclasses.replace(at, step=answer.state.step), GradientsId.of(answer.state))
         return float(answer.grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
                    decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
-                   expected_rows: int | None = None, skip_non_finite: bool = False,
+                   expected_rows: int | None = None, skip_non_finite: bool = False, begin_optimizer: bool = False,
                    timeout: float | None = None) -> StepResult:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
@@ -205,11 +222,14 @@ class HeadCalls:
         and contributions) that are missing, or says that the gradient's norm is not finite; then nothing changed. With
         `skip_non_finite` such a step is closed without an update. Restarted also if the server that applied the step
         does not have the rows that this client accumulated; StepDiscarded if another caller has zeroed them.
+        `begin_optimizer`: before the step the moments become 0, and so does the count of updates, as those of a new torch
+        optimizer; with a step that is skipped, too.
         """
         at = self._head_cache.trainer_step(head, step)
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
-            expected_rows=expected_rows, skip_non_finite=skip_non_finite, **names(self._head_cache.gradients_of(at)))
+            expected_rows=expected_rows, skip_non_finite=skip_non_finite, begin_optimizer=begin_optimizer, run=self._run,
+            **names(self._head_cache.gradients_of(at)))
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
         with self._told(at):
@@ -221,7 +241,7 @@ class HeadCalls:
 
     def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> HeadState:
         """Discards the gradients of the open step and forgets its microbatches; the step stays open."""
-        answer = self._heads("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step),
+        answer = self._heads("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step, run=self._run),
                              head_pb2.ZeroGradientsResponse, timeout or self._call_timeout)
         self._head_cache.forget_accumulation(head)
         return read(HeadState, answer.state)
@@ -262,9 +282,33 @@ class HeadCalls:
         description = self._heads(
             "LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
             head_pb2.HeadDescription, timeout or self._transfer_timeout)
+        self._start_over(description)
+        self._head_cache.note_loaded(description.spec.name)
+        return read(HeadDescription, description)
+
+    def _reset(self, found: HeadDescription, scope: ResetScope, values: InitialValues,
+               timeout: float | None) -> HeadDescription:
+        """Resets a head that was found on this server process."""
+        meant = found.state.incarnation
+        request = head_pb2.ResetHeadRequest(head=found.spec.name, scope=scope_number(scope, values),
+                                            reset_id=secrets.token_hex(16), incarnation=meant)
+        if scope == "all":
+            values.put_into(request)
+        try:
+            answer = self._heads("ResetHead", request, head_pb2.ResetHeadResponse, timeout or self._transfer_timeout,
+                                 repeat=True)
+        except errors.FailedPrecondition as error:
+            if error.field != "incarnation":
+                raise
+            raise errors.restarted(found.spec.name, meant, error.incarnation, None) from error
+        self._start_over(answer.head)
+        return read(HeadDescription, answer.head)
+
+    def _start_over(self, description: head_pb2.HeadDescription) -> None:
+        """The head has other values or another optimizer by this client: what it remembers of it ends."""
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(description.spec.name)
-        return read(HeadDescription, description)
+        self._head_cache.forget_loaded(description.spec.name)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
         """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
@@ -323,19 +367,3 @@ def _checked_shares(shares: Sequence[int]) -> Sequence[int]:
             raise errors.InvalidArgument(f"spec.shares[{index}] must be a whole number in [0, 2^31), got {share!r}",
                                          types_pb2.ErrorDetail(field=f"spec.shares[{index}]", value=str(share)))
     return shares
-
-
-def _check_same(has: HeadSpec, wanted: HeadSpec) -> None:
-    """AlreadyExists, naming every field, unless what is wanted is what a head has. What is not said may be anything.
-
-    Flags are always said; numbers and words unless they are left to the server (0, None).
-    """
-    pairs = {field.name: (getattr(has, field.name), getattr(wanted, field.name)) for field in dataclasses.fields(wanted)}
-    different = {name: pair for name, pair in pairs.items()
-                 if pair[0] != pair[1] and (isinstance(pair[1], bool) or pair[1])}
-    if different:
-        words = ", ".join(f"{name} {is_} instead of {wants}" for name, (is_, wants) in different.items())
-        first = next(iter(different))
-        raise errors.AlreadyExists(
-            f'head "{wanted.name}" exists with {words}. Give what it has, or another name, or delete it first',
-            types_pb2.ErrorDetail(field=f"spec.{first}", value=str(different[first][1])))

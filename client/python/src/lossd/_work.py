@@ -59,8 +59,8 @@ class StreamPlan:
 
 class Work(ABC):
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, in_step: bool, rows: int,
-                 hidden_size: int, element_size: int, outputs: Outputs) -> None:
-        """`in_step`: what the call does ends with the gradients of the step (AnswerCheck)."""
+                 hidden_size: int, element_size: int, outputs: Outputs, run: str) -> None:
+        """`in_step`: what the call does ends with the gradients of the step (AnswerCheck). `run`: the client's."""
         if not head:
             raise errors.InvalidArgument("head is empty")
         for name, value in (("step", step), ("id", id)):
@@ -81,6 +81,7 @@ class Work(ABC):
         self.hidden_size = hidden_size
         self.row_bytes = hidden_size * element_size
         self.outputs = outputs
+        self.run = run
         self.hidden: RowMemory | None = None  # None: no slices are sent
 
     @property
@@ -139,9 +140,9 @@ class ForwardWork(Work):
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden: RowMemory,
                  hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
-                 reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs) -> None:
+                 reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "") -> None:
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
-                         rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs)
+                         rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
         self._dtype = hidden_dtype
         self._targets = targets
@@ -180,7 +181,7 @@ class ForwardWork(Work):
         arrays: dict[str, NDArray[Any]] = {"targets": self._targets[rows.begin:rows.end]}
         if self._row_weights is not None:
             arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
-        last = loss_pb2.OpenMicrobatch(retain=self._retain, region=region, **names(meant))
+        last = loss_pb2.OpenMicrobatch(retain=self._retain, region=region, run=self.run, **names(meant))
         return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last), rows, slices)
 
     def _normalizer(self) -> float:
@@ -210,9 +211,9 @@ class ForwardWork(Work):
 class BackwardWork(Work):
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden_size: int,
                  element_size: int, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
-                 grad_entropy: NDArray[np.float32] | None, outputs: Outputs) -> None:
+                 grad_entropy: NDArray[np.float32] | None, outputs: Outputs, run: str = "") -> None:
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=True, rows=len(grad_loss),
-                         hidden_size=hidden_size, element_size=element_size, outputs=outputs)
+                         hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         if self.rows == 0:
             raise errors.InvalidArgument("grad_loss is empty")
         self._gradients = {"grad_loss": grad_loss}
@@ -235,7 +236,7 @@ class BackwardWork(Work):
             rows=types_pb2.RowRange(begin=rows.begin, end=rows.end),
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate)
         arrays = {name: values[rows.begin:rows.end] for name, values in self._gradients.items()}
-        last = loss_pb2.OpenBackward(**names(meant))
+        last = loss_pb2.OpenBackward(run=self.run, **names(meant))
         if room is not None:
             last.region = region
             last.in_region.offset, last.in_region.bytes = room.offset, room.size

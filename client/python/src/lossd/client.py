@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connection_chooser, _region_source, _server, _wire, errors, types
+from lossd import _arrays, _connection_chooser, _region_source, _run, _server, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
@@ -35,13 +35,13 @@ class Client(HeadCalls):
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    compute_loss and backward compute; create_head, describe_head, list_heads and delete_head are about heads; read_tensor,
-    write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open step;
-    save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a module and an optimizer for
-    PyTorch on top.
+    compute_loss and backward compute; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
+    read_tensor, write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open
+    step; save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a
+    module and an optimizer for PyTorch on top.
 
     Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
-    Calls that only read, and those that the server does once (apply_step, add_gradient, delete_checkpoint, loss
+    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, delete_checkpoint, loss
     computations), are repeated when the connection breaks.
 
     Bad input raises before anything is sent where that can be known. Times are seconds, sizes are bytes. Symbols: N rows of
@@ -56,7 +56,7 @@ class Client(HeadCalls):
                  wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
                  transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
                  retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
-                 transport: str | None = None, shared_memory_bytes: int | None = None) -> None:
+                 transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
         """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
         `wait_for_server`; Restarted if another server is expected.
 
@@ -94,15 +94,19 @@ class Client(HeadCalls):
             None: the environment variable LOSSD_TRANSPORT, or "auto".
           shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
             None: 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
+          run: names the program that trains, in at most 128 printable characters: a head says who applied its last step,
+            and errors say who trains it besides. Processes of one training may share a name. None: the environment variable
+            LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
+        name = _run.given_or_default(run)
         _wire.keep_freed_memory()
         address, credentials = _server.resolve(target, context, ca, cert, key, token)
         connections = Connections(ConnectionOptions(
             address, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry, credentials,
             _region_source.given_or_environment(transport), shared_memory_bytes))
-        super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout)
+        super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout, name)
         self._loss_timeout = loss_timeout
         self._threads = StreamThreads(max_pending, (channels or _connection_chooser.MOST) * _SPARE_THREADS)
         self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
@@ -138,6 +142,11 @@ class Client(HeadCalls):
     def target(self) -> str:
         """The address of the server, as it was given."""
         return self._connections.options.target
+
+    @property
+    def run(self) -> str:
+        """The name under which this client trains: the argument `run`, or what stands for it."""
+        return self._run
 
     @property
     def transport(self) -> tuple[str, str]:
@@ -242,7 +251,7 @@ class Client(HeadCalls):
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted))
+            outputs=Outputs(place, wanted), run=self._run)
         return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(data, ready))
 
     def backward(
@@ -280,7 +289,7 @@ class Client(HeadCalls):
             element_size=types.NUMPY_DTYPES[dtype].itemsize, grad_loss=upstream,
             grad_lse=_arrays.as_floats("grad_lse", grad_lse),
             grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
-            outputs=Outputs(place))
+            outputs=Outputs(place), run=self._run)
         return self._start(work, gradient, streams, 1, timeout, None)  # no slices are sent
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
@@ -292,7 +301,7 @@ class Client(HeadCalls):
     def acknowledge_restart(self, head: str) -> None:
         """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
 
-        Not needed after load_checkpoint, create_head, delete_head or zero_gradients of this client on the head.
+        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
         """
         self._head_cache.forget_accumulation(head)
 

@@ -138,6 +138,19 @@ class Choice(Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class HeadHistory(Shown):
+    """Where the values of a head come from. A server before it kept histories says nothing of it: all is empty."""
+
+    run: str = ""  # that applied the last step (Client.run); "": none was applied, or its trainer named none
+    applied_unix_seconds: int = 0  # when the last step was applied; 0: not known
+    checkpoint: str = ""  # "<head>/<name>", which holds or held the values last; "": there is none
+    checkpoint_step: int = 0  # the step then open
+    checkpoint_unix_seconds: int = 0  # when it was saved; 0: not known
+    loaded: bool = False  # the head was restored from the checkpoint; False: it was saved to it
+    open_run: str = ""  # that sent the first rows of the open step; "": it has none, or their trainer named none
+
+
+@dataclass(frozen=True, repr=False)
 class HeadDescription(Shown):
     """A head: what it is, where it stands, what it holds and how it is computed."""
 
@@ -155,11 +168,12 @@ class HeadDescription(Shown):
     total_rows: int = 0  # computed since the head was created in this server process
     waiting_slices: int = 0  # deterministic server: slices that wait for their turn
     waits_for: str = ""  # what they wait for
-    updates: int = 0  # steps that updated the weights: those applied and not skipped
+    updates: int = 0  # steps that updated the weights since the optimizer began: those applied and not skipped
     step_contributions: int = 0  # of add_gradient, seen in the open step
     choices: tuple[Choice, ...] = _many(Choice)  # how a full chunk with gradients is computed
     last_chunk_choices: tuple[Choice, ...] = _many(Choice)
     gradient_error: float = 0.0  # predicted, relative, of the last chunk that was sampled
+    history: HeadHistory = _one(HeadHistory, repr=False)
 
     def __repr__(self) -> str:
         facts = ", ".join([f"{self.compute_dtype}, {self.spec.optimizer_state}", *self._special(), *self._progress()])

@@ -96,10 +96,11 @@ class Restarted(Aborted):
 
 
 class StepDiscarded(Aborted):
-    """Another caller has zeroed the gradients of the open step, or loaded a checkpoint: rows of this client are lost.
+    """Another caller has zeroed the gradients of the open step, reset the head, or loaded a checkpoint: rows of this client
+    are lost.
 
-    Calls of the step fail until the trainer starts it again: after zero_gradients or load_checkpoint of this client, or
-    Client.acknowledge_restart().
+    Calls of the step fail until the trainer starts it again: after zero_gradients, reset_head or load_checkpoint of this
+    client, or Client.acknowledge_restart().
     """
 
 
@@ -209,7 +210,7 @@ def _discarded(head: str, step: int, how: str, incarnation: int = 0) -> StepDisc
 
 def discarded(head: str, step: int, before: int, now: int) -> StepDiscarded:
     """The head has gradients of another generation."""
-    return _discarded(head, step, "another caller has zeroed them or loaded a checkpoint (generation "
+    return _discarded(head, step, "another caller has zeroed them, reset the head or loaded a checkpoint (generation "
                                   f"{before} -> {now}); start the step again")
 
 
@@ -232,7 +233,7 @@ def refuses_generation(error: LossdError) -> bool:
 
 def discarded_says_server(head: str, step: int, error: LossdError) -> StepDiscarded:
     """`error` is one that refuses_generation."""
-    return _discarded(head, step, "another caller has zeroed them or loaded a checkpoint; start the step again (the "
+    return _discarded(head, step, "another caller has zeroed them, reset the head or loaded a checkpoint; start the step again (the "
                                   f"server says: {error.message})", error.incarnation)
 
 

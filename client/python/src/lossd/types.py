@@ -67,7 +67,7 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
 class LossOptions:
     """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
 
-    InvalidArgument, naming field and value, if an option is out of range.
+    InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number, word or flag.
     """
 
     ignore_index: int = -100
@@ -91,6 +91,8 @@ class LossOptions:
     max_gradient_error: float | None = None
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            _check_type(option.name, getattr(self, option.name), option.default)
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
@@ -114,6 +116,25 @@ class LossOptions:
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
         return loss_pb2.LossOptions(**values)
+
+
+_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error")
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """TypeError, naming the option and its value, unless it has the kind of value that the option takes."""
+    if value is None and name in _MAY_BE_NONE:
+        return
+    if name == "gradients":
+        kind, ok = "a str", isinstance(value, str)
+    elif isinstance(default, bool):
+        kind, ok = "a bool", isinstance(value, (bool, np.bool_))
+    elif name == "ignore_index":
+        kind, ok = "an int", isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    else:
+        kind, ok = "a number", isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not ok:
+        raise TypeError(f"{name} is {value!r}; it must be {kind}")
 
 
 def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
