@@ -43,8 +43,8 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once) are repeated when the
-    connection breaks, within the timeout. The others never are.
+    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once)
+    are repeated when the connection breaks, within the timeout. The others never are.
     """
 
     def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float,
