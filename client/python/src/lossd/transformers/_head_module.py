@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,36 +15,98 @@ from lossd.torch import LossHead, TiedEmbedding
 
 
 class ServedHead(torch.nn.Module):
-    """A linear layer without parameters: its weight is on a lossd server.
+    """A linear layer whose weight is on a lossd server.
 
-    Its state_dict holds the weight nevertheless, read from the server, and load_state_dict writes it there. So
-    checkpoints of the model are complete. Called without gradients, as by generate(), it computes logits with a copy of
-    the weight, which it keeps until the weight changes.
+    Its parameters, of one element each, stand for those of the server, under the names that these had: what freezes them
+    freezes the head, the optimizer's group that they are in is the head's, and `to()` moves the copies too. They are 0, and
+    so are their gradients. A head that shares its weight with the input embeddings has none: the embeddings stand for it.
+
+    Its state_dict holds the weight, read from the server, and load_state_dict writes it there. So checkpoints of the model
+    are complete. Called without gradients, as by generate(), it computes logits with a copy of the weight, which it keeps
+    until the weight changes.
     """
 
-    def __init__(self, loss_head: LossHead, layer: torch.nn.Linear, tied: TiedEmbedding | None) -> None:
+    def __init__(self, loss_head: LossHead, layer: torch.nn.Linear, tied: TiedEmbedding | None,
+                 bias_aliases: list[torch.nn.Parameter]) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.out_features, self.in_features = layer.weight.shape
         # Not a submodule: its state is the tensors below.
         object.__setattr__(self, "loss_head", loss_head)
-        self.tied = tied  # keeps the input embeddings equal to the weight, if it shares it with them
+        object.__setattr__(self, "tied", tied)  # keeps the input embeddings equal to the weight, if it shares it with them
         self._names = ["weight"] + ["bias"] * (layer.bias is not None)
-        self._dtype, self._device = layer.weight.dtype, layer.weight.device
+        for name in self._names:
+            if not (tied is not None and name == "weight"):
+                old = getattr(layer, name)
+                self._parameters[name] = torch.nn.Parameter(old.new_zeros(1), requires_grad=old.requires_grad)
+        # What an optimizer that was made before patch() has; not kept alive.
+        object.__setattr__(self, "_before", {name: weakref.ref(getattr(layer, name)) for name in self._names})
+        object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the bias
         self._copies: dict[str, torch.Tensor] = {}
-        self._version: tuple[int, int] | None = None  # incarnation, weights_version of the copies
+        self._version: tuple[Any, ...] | None = None  # incarnation, weights_version, dtype, device of the copies
         self._captured: list[torch.Tensor] | None = None
+        self._with_logits = False
+        self.could_train = loss_head.train_head  # what the server and patch() allow
+        self._trained = loss_head.train_head  # as it was set last
         self.armed: bool | None = None  # an attached trainer is in its train(); None: none was attached yet
+        self.counts_items = True  # whether num_items_in_batch is heeded
+        self.keeps_hidden = False  # a trainer computes the loss itself, of a forward without labels
+        self.kept: torch.Tensor | None = None  # the hidden states of that forward
+        self.evaluation_logits = True  # whether a loss that is computed for evaluation comes with logits
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}"
+        return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}, on a lossd server"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"head {self.loss_head.head_name!r} is on a lossd server, so a copy of the model cannot have it: leave lm_head out "
+            "of peft's modules_to_save (it is trained on the server unless it is frozen), and average or copy the trunk alone")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__(None)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if self.tied is not None and name == "weight":
+            return  # it is the embeddings' already
+        raise RuntimeError(f"the {name} of head {self.loss_head.head_name!r} is on a lossd server and cannot be replaced here: "
+                           f"client.write_tensor({self.loss_head.head_name!r}, {name!r}, values) writes it")
+
+    @property
+    def stand_ins(self) -> dict[str, torch.nn.Parameter]:
+        """The parameter of the model that stands for each tensor of the server."""
+        found: dict[str, Any] = dict(self._parameters)
+        if self.tied is not None:
+            found["weight"] = self.tied.weight
+        return found
+
+    def tensors_of(self, name: str) -> list[Any]:
+        """The parameters that an optimizer may have for a tensor of the server."""
+        return [each for each in (self.stand_ins[name], self._before[name](), *(self._aliases if name == "bias" else []))
+                if each is not None]
+
+    @property
+    def trains(self) -> bool:
+        return self.could_train and self.stand_ins["weight"].requires_grad
+
+    def settle(self) -> None:
+        """The mode of the model, and what was frozen or unfrozen since the last time, hold for the server's head."""
+        if self.loss_head.training != self.training:
+            self.loss_head.train(self.training)
+        if self.trains != self._trained:
+            self._trained = self.loss_head.train_head = self.trains
+
+    @property
+    def device(self) -> torch.device:
+        return self.stand_ins["weight"].device
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._copy("weight")
+        if self._captured is not None:  # some models ask for its dtype before they call the head
+            return self.stand_ins["weight"]
+        return self._copy("weight", self.stand_ins["weight"])
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return self._copy("bias") if "bias" in self._names else None
+        return self._copy("bias", self.stand_ins["weight"]) if "bias" in self._names else None
 
     def check_trained(self) -> None:
         """RuntimeError if a trainer computes a loss to train from, and would leave the head as it is."""
@@ -55,37 +118,54 @@ class ServedHead(torch.nn.Module):
                 "as it is; a loop of your own makes a lossd.torch.HeadOptimizer(head)")
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, calls give no logits; what they would have been computed from is in the list."""
-        self._captured = []
+    def capturing(self, with_logits: bool = False) -> Iterator[list[torch.Tensor]]:
+        """Inside, what calls are given is in the list. They give no logits unless `with_logits`."""
+        self._captured, self._with_logits = [], with_logits
         try:
             yield self._captured
         finally:
-            self._captured = None
+            self._captured, self._with_logits = None, False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._captured is not None:
             self._captured.append(hidden)
-            return hidden.detach().new_zeros((*hidden.shape[:-1], 1))
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+            if not self._with_logits:
+                return hidden.detach().new_zeros((*hidden.shape[:-1], 1))
+        weight = self._copy("weight", hidden)
+        return torch.nn.functional.linear(hidden, weight, self._copy("bias", hidden) if "bias" in self._names else None)
+
+    def in_graph(self, *losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The losses, whose backward gives the stand-ins their gradient, 0: wrappers wait for that of every parameter."""
+        wanted = [each for each in self._parameters.values() if each is not None and each.requires_grad]
+        if not wanted or not torch.is_grad_enabled():
+            return losses
+        return tuple(_InGraph.apply(loss, *wanted) for loss in losses)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of the layer, as the server has them."""
-        head = self.loss_head
-        return {name: torch.from_numpy(head.client.read_tensor(head.head_name, name)).to(self._device, self._dtype)
-                for name in self._names}
+        return self._read(self._names, self.stand_ins["weight"])
 
-    def _copy(self, name: str) -> torch.Tensor:
+    def _read(self, names: list[str], like: torch.Tensor) -> dict[str, torch.Tensor]:
         head = self.loss_head
+        with torch.inference_mode(False):
+            return {name: torch.from_numpy(head.client.read_tensor(head.head_name, name)).to(like.device, like.dtype)
+                    for name in names}
+
+    def _copy(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """In the dtype and on the device of `like`."""
+        head = self.loss_head
+        self.settle()
         if torch.is_grad_enabled() and self.training and head.train_head:
             raise RuntimeError(
                 f"the weight of head {head.head_name!r} is on a lossd server, and so is its gradient: logits that are "
                 "computed here could not train it. Give the model labels, use torch.no_grad() for logits, and call "
-                "lossd.transformers.attach(trainer) after making a Trainer")
+                "lossd.transformers.attach(trainer) after making a Trainer. An adapter of peft cannot be put on it: leave "
+                "lm_head out of target_modules")
         state = head.client.describe_head(head.head_name).state
-        if self._version != (state.incarnation, state.weights_version):
-            self._copies = self.tensors()
-            self._version = (state.incarnation, state.weights_version)
+        version = state.incarnation, state.weights_version, like.dtype, like.device
+        if self._version != version:
+            self._copies = self._read(self._names, like)
+            self._version = version
         return self._copies[name]
 
     def forget_copies(self) -> None:
@@ -93,18 +173,21 @@ class ServedHead(torch.nn.Module):
         self._copies, self._version = {}, None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        tensors = {}
         if self.tied is not None:
-            destination[prefix + "weight"] = self.tied.weight if keep_vars else self.tied.weight.detach()
-            return
-        for name, tensor in self.tensors().items():
-            destination[prefix + name] = tensor
+            tensors["weight"] = self.tied.weight if keep_vars else self.tied.weight.detach()
+        tensors.update(self._read([name for name in self._names if name not in tensors], self.stand_ins["weight"]))
+        for name in self._names:
+            destination[prefix + name] = tensors[name]
+        for alias in self._aliases:
+            alias.data.copy_(tensors["bias"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        if self.tied is not None:
-            return  # push_tied() follows
         head = self.loss_head
         for name in self._names:
+            if self.tied is not None and name == "weight":
+                continue  # push_tied() follows
             if prefix + name not in state_dict:
                 missing_keys.append(prefix + name)
                 continue
@@ -121,9 +204,21 @@ class ServedHead(torch.nn.Module):
             self.loss_head.parallel.barrier()
 
 
+class _InGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        context.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+        return loss.clone()  # which its caller may change
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in context.shapes]
+        return gradient, *zeros
+
+
 def served_head(model: Any) -> ServedHead:
     """That of a model that patch() was called with, which may be inside a PEFT model. ValueError if it has none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if not isinstance(head, ServedHead):
         raise ValueError(f"the head of this {type(base).__name__} is not on a lossd server: call "
@@ -131,3 +226,6 @@ def served_head(model: Any) -> ServedHead:
     return head
 
 
+def base_of(model: Any) -> Any:
+    """The model of transformers, which may be inside one of peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -17,24 +17,24 @@ from transformers.utils import ModelOutput
 import lossd
 from lossd._arguments import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
-from lossd.transformers._head_module import ServedHead
-from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss
-
-_IGNORED = -100  # transformers' own
+from lossd.transformers._head_module import ServedHead, base_of
+from lossd.transformers._logits import HeadPlace, measure, random_tokens_loss
+from lossd.transformers._model_head import IfExists, ModelHead, Tied, existing, head_options
+from lossd.transformers._probe_batch import IGNORED, inputs_without_labels
 
 
 @known_arguments
 def patch(
-        model: Any, client: lossd.Client, name: str, *, exist_ok: bool = False, freeze: bool = False,
-        tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
-        compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
-        logits: lossd.types.Logits = "stored", verify: bool = True, deferred: bool = False,
-        state: Literal["checkpoint", "none"] = "checkpoint", streams: int | None = None, slice_bytes: int | None = None,
-        timeout: float | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-        logit_scale: float | None = None, gradients: lossd.types.Gradients | None = None,
-        filter_epsilon: float | None = None, sample_threshold: float | None = None,
-        max_gradient_error: float | None = None) -> Any:
-    """Moves the head of a causal language model to a server, and returns the model.
+        model: Any, client: lossd.Client, name: str, *, if_exists: IfExists = "error", exist_ok: bool = False,
+        freeze: bool = False, tied: Tied = "refuse", process_group: Any = _data_parallel.UNSAID,
+        averaged_over: int | None = None, compute_dtype: lossd.types.DType | None = None,
+        optimizer_state: lossd.types.OptimizerState = "adam", logits: lossd.types.Logits = "stored", verify: bool = True,
+        evaluation_logits: bool = True, deferred: bool = False, state: Literal["checkpoint", "none"] = "checkpoint",
+        streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, logit_scale: float | None = None,
+        gradients: lossd.types.Gradients | None = None, filter_epsilon: float | None = None,
+        sample_threshold: float | None = None, max_gradient_error: float | None = None) -> Any:
+    """Moves the head of a language model of transformers to a server, and returns the model.
 
         model = lossd.transformers.patch(AutoModelForCausalLM.from_pretrained(path), client, "lm")
         trainer = Trainer(model, ...)  # or trl.SFTTrainer
@@ -42,23 +42,40 @@ def patch(
         trainer.train()
 
     The model keeps its class, configuration, generate() and save_pretrained(), which reads the head's weights from the
-    server. Called with labels it returns a ModelOutput whose loss comes from the server and which has no logits.
+    server. Called with labels it returns a ModelOutput whose loss comes from the server. It has logits under
+    torch.no_grad() in evaluation mode alone.
+
+    What the model makes of its head's logits (scale, softcap) and of labels (shifted or not) is measured with a few tokens.
+    ValueError if lossd cannot do the same.
 
     Args:
-      exist_ok: a head of this name and shape may exist; it gets the model's weights. AlreadyExists otherwise.
-      freeze: the head is not trained. Also what a head without requires_grad becomes.
-      tied, compute_dtype, optimizer_state, logits, verify: as RemoteHeadCausalLM.
+      if_exists: what becomes of a head of this name that exists. "error": AlreadyExists. "keep": it gets the model's
+        weights, and keeps its step. "reset": it begins anew at step 0, with the model's weights.
+      exist_ok: deprecated; as if_exists="keep".
+      freeze: the head is not trained. Also what a head without requires_grad becomes; requires_grad_() of the model's head
+        says so later.
+      tied, compute_dtype, optimizer_state, logits: as RemoteHeadCausalLM.
+      verify: measure, and compare the loss of the tokens with the server's. False: what softcap and logit_scale or else the
+        configuration say is believed, and labels are shifted.
+      evaluation_logits: False: no logits come with the loss, under torch.no_grad() in evaluation neither. They are computed
+        with a copy of the weight in this process.
       process_group, averaged_over: as LossHead. With torch.distributed every rank calls patch(), and rank 0 of the
         group makes the head.
-      softcap, logit_scale: as LossHead; as the model's configuration says if None.
+      softcap, logit_scale: as LossHead; as was measured if None.
       deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss: as LossHead.
       gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
     """
+    given, model = model, base_of(model)
     if isinstance(model.get_output_embeddings(), ServedHead):
         raise ValueError(f"the head of this {type(model).__name__} is on a lossd server already, as head "
                          f"{model.get_output_embeddings().loss_head.head_name!r}: patch() was called with it before")
+    if_exists = existing(if_exists, exist_ok)
     head = ModelHead.of(model, tied)
-    expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
+    classes = head.layer.weight.shape[0]
+    place = HeadPlace(model, head.layer)
+    path = measure(model, head.layer, place) if verify else None
+    options = head_options(model, head, path, softcap, logit_scale)
+    expected = random_tokens_loss(_loss_of(model), model, classes) if verify else 0.0
     if process_group is _data_parallel.UNSAID:
         _data_parallel.check_said(name)
         process_group = None
@@ -66,25 +83,52 @@ def patch(
     with parallel.before_total():
         if parallel.rank == 0:
             head.create(client, name, compute_dtype=compute_dtype, optimizer_state=optimizer_state,
-                        frozen=freeze or not head.layer.weight.requires_grad, logits=logits, exist_ok=exist_ok)
+                        frozen=freeze or head.is_frozen, logits=logits, if_exists=if_exists)
     parallel.barrier()
-    of_config = head_options(model.config.get_text_config(), softcap, logit_scale)
     loss_head = LossHead(
-        client, name, shift=True, process_group=process_group, averaged_over=averaged_over, deferred=deferred,
-        state=state, streams=streams, slice_bytes=slice_bytes, timeout=timeout, label_smoothing=label_smoothing,
-        z_loss=z_loss, gradients=gradients, filter_epsilon=filter_epsilon, sample_threshold=sample_threshold,
-        max_gradient_error=max_gradient_error, **of_config)
-    served = ServedHead(loss_head, head.layer, TiedEmbedding(loss_head, head.embedding) if head.shared else None)
-    model.set_output_embeddings(served)
+        client, name, shift=path is None or path.shift, process_group=process_group, averaged_over=averaged_over,
+        deferred=deferred, state=state, streams=streams, slice_bytes=slice_bytes, timeout=timeout,
+        label_smoothing=label_smoothing, z_loss=z_loss, gradients=gradients, filter_epsilon=filter_epsilon,
+        sample_threshold=sample_threshold, max_gradient_error=max_gradient_error, **options)
+    tied_embedding = TiedEmbedding(loss_head, head.embedding) if head.shared else None
+    served = ServedHead(loss_head, head.layer, tied_embedding, _aliases_of_bias(model, head.layer))
+    served.evaluation_logits = evaluation_logits
+    served.counts_items = path is None or path.counts_items
+    place.put(served)
     model.register_load_state_dict_post_hook(lambda *_: served.push_tied())
+    model.resize_token_embeddings = functools.partial(_no_resize, name)
     wrap_forward(model, served)
     if verify:
-        got = random_tokens_loss(lambda **inputs: model(**inputs).loss, model)
-        if abs(got - expected) > 2e-2 * abs(expected):
+        plain = dataclasses.replace(loss_head.options, label_smoothing=0.0, z_loss=0.0)
+        with _as(loss_head, options=plain):
+            got = random_tokens_loss(_loss_of(model), model, classes)
+        if not abs(got - expected) <= 2e-2 * abs(expected):
+            place.put(head.layer)
+            del model.forward, model.resize_token_embeddings
             raise ValueError(
                 f"{type(model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "
-                f"{got:.4f}: it makes its logits in a way that this function does not know")
-    return model
+                f"{got:.4f}: it computes its loss in a way that this function does not know")
+    return given
+
+
+def _loss_of(model: Any) -> Any:
+    return lambda **inputs: model(**inputs).loss
+
+
+def _aliases_of_bias(model: Any, layer: Any) -> list[torch.nn.Parameter]:
+    """Parameters of other modules that are the layer's bias. They are left out of training: the server steps the bias."""
+    found = []
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if module is not layer and parameter is not None and parameter is layer.bias:
+                module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                found.append(module._parameters[name])
+    return found
+
+
+def _no_resize(name: str, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"the head {name!r} of this model is on a lossd server, with as many classes as it had at patch(): call "
+                       "resize_token_embeddings() before lossd.transformers.patch()")
 
 
 @dataclasses.dataclass
@@ -114,26 +158,29 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, labels: torch.Tensor | None = None, shift_labels: torch.Tensor | None = None,
                 num_items_in_batch: Any = None, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        served.settle()
         if labels is None and shift_labels is None:
-            return inner(*args, **inputs)
+            return _without_loss(served, inner, args, inputs) if served.keeps_hidden else inner(*args, **inputs)
         if num_items_in_batch is not None:  # as trainers do it
             served.check_trained()
-        with served.capturing() as captured:
-            output = inner(*args, **{**inputs, "return_dict": True})
-        if len(captured) != 1:
-            raise RuntimeError(f"{type(self).__name__} used its head {len(captured)} times in one forward; lossd knows "
-                               "models that use it once")
-        if fused_lm_head:
-            tokens = _tokens(served.loss_head, captured[0], labels, shift_labels, num_items_in_batch, temperature)
-            tokens.aux_loss = getattr(output, "aux_loss", None)
-            return tokens
-        loss = _loss(served.loss_head, captured[0], labels, shift_labels, num_items_in_batch)
+        with_logits = served.evaluation_logits and not self.training and not torch.is_grad_enabled()
+        own = inputs_without_labels(self, labels, inputs)
+        with served.capturing(with_logits and not fused_lm_head) as captured:
+            output = inner(*args, **{**own, "return_dict": True})
+        hidden = the_one(type(self).__name__, captured)
         aux_loss = getattr(output, "aux_loss", None)
+        if fused_lm_head:
+            tokens = _tokens(served, hidden, labels, shift_labels, num_items_in_batch, temperature)
+            tokens.aux_loss = aux_loss
+            return tokens
+        loss = _loss(served, hidden, labels, shift_labels, num_items_in_batch if served.counts_items else None)
         if aux_loss is not None:
             loss = loss + self.config.get_text_config().router_aux_loss_coef * aux_loss.to(loss.device)
-        output.loss, output.logits = loss, None
+        output.loss = loss
+        if not with_logits:
+            output.logits = None
         # A ModelOutput has a key for each field that was not None when it was made.
-        fields = {key: value for key, value in output.items() if key != "logits" and value is not None}
+        fields = {key: value for key, value in output.items() if value is not None and (key != "logits" or with_logits)}
         result = type(output)(**{**fields, "loss": loss})
         if inputs.get("return_dict", True) is False:
             return result.to_tuple()
@@ -142,31 +189,58 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
     model.forward = types.MethodType(forward, model)
 
 
-def _loss(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any) -> torch.Tensor:
+def the_one(model: str, captured: list[torch.Tensor]) -> torch.Tensor:
+    if len(captured) != 1:
+        raise RuntimeError(f"{model} used its head {len(captured)} times in one forward; lossd knows models that use it once")
+    return captured[0]
+
+
+def _without_loss(served: ServedHead, inner: Any, args: Any, inputs: Any) -> Any:
+    """For a trainer that computes the loss of what the model returns, with the labels that it has kept."""
+    served.check_trained()
+    with_logits = served.evaluation_logits and not served.training and not torch.is_grad_enabled()
+    with served.capturing(with_logits) as captured:
+        output = inner(*args, **{**inputs, "return_dict": True})
+    served.kept = the_one("the model", captured)
+    if not with_logits:
+        output.logits = None
+    fields = {key: value for key, value in output.items() if value is not None and (key != "logits" or with_logits)}
+    return type(output)(**fields)
+
+
+def _loss(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any) -> torch.Tensor:
     """As transformers' own loss: a mean over the valid labels, or their sum over `num_items`."""
-    shifted = shift_labels is not None
-    targets = shift_labels if shifted else labels
-    predicted = targets if shifted else targets[..., 1:]
-    count = float(num_items) if num_items is not None else float((predicted != _IGNORED).sum())
+    shift = shift_labels is None and served.loss_head.shift
+    return summed_loss(served, hidden, labels if shift_labels is None else shift_labels, shift, num_items)
+
+
+def summed_loss(served: ServedHead, hidden: torch.Tensor, targets: torch.Tensor, shift: bool, num_items: Any,
+                **changes: Any) -> torch.Tensor:
+    """The mean over the targets that count, or their sum over `num_items`, with other attributes of the LossHead."""
+    head = served.loss_head
+    predicted = targets[..., 1:] if shift else targets
+    count = float(num_items) if num_items is not None else float((predicted != IGNORED).sum())
     # The trainer sees to it that losses average over ranks; LossHead would do so too and divides what it is given.
     ranks = head.parallel.averaged_over if torch.is_grad_enabled() else 1
-    with _as(head, shift=not shifted):
+    with _as(head, shift=shift, **changes):
         loss = head(hidden, targets.to(hidden.device), normalizer=count * ranks)
     assert isinstance(loss, torch.Tensor)
-    return loss
+    return served.in_graph(loss)[0]
 
 
-def _tokens(head: LossHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any,
+def _tokens(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any,
             temperature: float) -> TokenOutput:
+    head = served.loss_head
     if shift_labels is None:
         hidden, targets = hidden[:, :-1], labels[:, 1:]
     else:
         targets = shift_labels
     targets = targets.to(hidden.device)
-    mask = targets != _IGNORED
+    mask = targets != IGNORED
     with _as(head, shift=False, reduction="none", deferred=True, extras=("entropy", "argmax"),
              options=_at_temperature(head.options, temperature)):
         losses, extras = head(hidden, targets)
+    losses = served.in_graph(losses)[0]
     count = mask.sum().clamp(min=1) if num_items is None else num_items
     return TokenOutput(loss=losses.sum() / count, log_probs=-losses, entropy=extras.entropy, label_mask=mask,
                        mean_logits=torch.full_like(losses, math.nan), is_top1=(extras.argmax == targets) & mask)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,8 @@ import lossd
 from lossd._arguments import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.torch._job import Extra
-from lossd.transformers._model_head import ModelHead, Tied, head_options, random_tokens_loss, set_values, values
+from lossd.transformers._logits import HeadPath, HeadPlace, measure, random_tokens_loss
+from lossd.transformers._model_head import IfExists, ModelHead, Tied, existing, head_options, set_values, values
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -27,16 +29,16 @@ class RemoteHeadCausalLM(torch.nn.Module):
         loss = remote(input_ids, labels=labels, attention_mask=mask)
 
     Takes the model over: the head's weights, and with move_norm the final norm's, go to the server as a new head, and
-    the model is left without them; save_back() brings them back. The options of the head that the configuration names
-    (final_logit_softcapping, logit_scale, logits_scaling) are kept. Labels are shifted as transformers does it.
+    the model is left without them; save_back() brings them back. What the model makes of its head's logits (scale, softcap)
+    and of labels (shifted or not) is measured with a few tokens; ValueError if lossd cannot do the same.
 
     `loss_head` is the LossHead: HeadOptimizer(remote.loss_head, ...) steps it.
     """
 
     @known_arguments
     def __init__(
-            self, model: Any, client: lossd.Client, name: str, *, move_norm: bool = False, tied: Tied = "refuse",
-            compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
+            self, model: Any, client: lossd.Client, name: str, *, if_exists: IfExists = "error", move_norm: bool = False,
+            tied: Tied = "refuse", compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
             logits: lossd.types.Logits = "stored", verify: bool = True, reduction: lossd.types.Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False, train_head: bool = True,
             extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,
@@ -48,6 +50,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
             max_gradient_error: float | None = None) -> None:
         """
         Args:
+          if_exists: as patch().
           move_norm: the final norm goes to the server too.
           tied: what becomes of a head that shares its weights with the input embeddings. "part": each goes its own
             way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
@@ -55,9 +58,9 @@ class RemoteHeadCausalLM(torch.nn.Module):
             the trainer's optimizer.
           compute_dtype: of the head's matrix products; the server's choice (bf16 on a GPU) if None.
           logits: as Client.create_head.
-          verify: compare the losses of a few random tokens before and after; ValueError if they differ, which says
-            that the model makes its logits in a way that this class does not know.
-          softcap, logit_scale: as LossHead; as the model's configuration says if None.
+          verify: measure, and compare the losses of a few random tokens before and after; ValueError if they differ.
+            False: what softcap and logit_scale or else the configuration say is believed, and labels are shifted.
+          softcap, logit_scale: as LossHead; as was measured if None.
           reduction, normalizer, grad_output, deferred, train_head, extras, state: as LossHead.
           process_group, averaged_over, rank, world_size, streams, slice_bytes, timeout: as LossHead.
           label_smoothing, z_loss, gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
@@ -65,28 +68,36 @@ class RemoteHeadCausalLM(torch.nn.Module):
         super().__init__()
         head = ModelHead.of(model, tied)
         norm = _FinalNorm.find(model) if move_norm else None
-        expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model) if verify else 0.0
+        classes = head.layer.weight.shape[0]
+        place = HeadPlace(model, head.layer)
+        path = measure(model, head.layer, place) if verify else None
+        options = head_options(model, head, path, softcap, logit_scale)
+        if path is not None:
+            options["logit_scale"] *= _factor(type(model).__name__, path)
+        expected = random_tokens_loss(lambda **inputs: model(**inputs).loss, model, classes) if verify else 0.0
 
         head.create(client, name, norm=norm.kind if norm else "none", norm_epsilon=norm.epsilon if norm else None,
-                    compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits)
+                    compute_dtype=compute_dtype, optimizer_state=optimizer_state, logits=logits,
+                    frozen=head.is_frozen, if_exists=existing(if_exists, False))
         if norm:
             norm.write(client, name)
         self.loss_head = LossHead(
-            client, name, shift=True, reduction=reduction, normalizer=normalizer, grad_output=grad_output,
+            client, name, shift=path is None or path.shift, reduction=reduction, normalizer=normalizer, grad_output=grad_output,
             deferred=deferred, train_head=train_head, extras=extras, process_group=process_group,
             averaged_over=averaged_over, rank=rank, world_size=world_size, state=state, streams=streams,
             slice_bytes=slice_bytes, timeout=timeout, label_smoothing=label_smoothing, z_loss=z_loss,
             gradients=gradients, filter_epsilon=filter_epsilon, sample_threshold=sample_threshold,
-            max_gradient_error=max_gradient_error, **head_options(model.config, softcap, logit_scale))
+            max_gradient_error=max_gradient_error, **options)
         self.tied = TiedEmbedding(self.loss_head, head.embedding) if head.shared else None
         self.model = model
         self._norm = norm
         self._layer = (head.layer.bias is not None, head.layer.weight.dtype, head.layer.weight.device)
-        model.set_output_embeddings(_NoHead())
+        self._place = place
+        place.put(_NoHead())
         if norm:
             setattr(norm.owner, norm.name, torch.nn.Identity())
         if verify:
-            self._verify(expected)
+            self._verify(expected, classes)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
         """The loss (or what the LossHead's extras make of it); `inputs` are those of the model without its head."""
@@ -108,18 +119,26 @@ class RemoteHeadCausalLM(torch.nn.Module):
         if self.tied is not None:
             self.tied.pull()
             layer.weight = self.tied.weight
-        self.model.set_output_embeddings(layer)
+        self._place.put(layer)
         if self._norm:
             self._norm.read(client, name)
             setattr(self._norm.owner, self._norm.name, self._norm.module)
         return self.model
 
-    def _verify(self, expected: float) -> None:
-        got = random_tokens_loss(self, self.model)
+    def _verify(self, expected: float, classes: int) -> None:
+        got = random_tokens_loss(self, self.model, classes)
         if not np.isclose(got, expected, rtol=2e-2):
             raise ValueError(
                 f"{type(self.model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "
                 f"{got:.4f}: it makes its logits in a way that this class does not know")
+
+
+def _factor(model: str, path: HeadPath) -> float:
+    """Of logits whose hidden states are the base model's. ValueError if the head gets others."""
+    if not math.isfinite(path.input_factor):
+        raise ValueError(f"the head of {model} does not get the last hidden states of its base model; "
+                         "lossd.transformers.patch() takes what the head gets")
+    return path.input_factor
 
 
 class _NoHead(torch.nn.Module):

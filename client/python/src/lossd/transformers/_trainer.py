@@ -3,54 +3,102 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
 from lossd._arguments import known_arguments
 from lossd.torch import HeadOptimizer
-from lossd.transformers._head_module import ServedHead, served_head
+from lossd.transformers import _zero
+from lossd.transformers._head_module import ServedHead, base_of, served_head
+from lossd.transformers._parameter_group import ParameterGroup, algorithm_of
 from lossd.transformers._patch import wrap_forward
+from lossd.transformers._rotation import Rotation
+from lossd.transformers._trainer_losses import serve_losses
 
 _STATE_KEY = "lossd_head"  # in the state of the trainer's optimizer
+_logger = logging.getLogger(__name__)
 
 
 @known_arguments
-def attach(trainer: Any, *, skip_non_finite: bool = False) -> HeadOptimizer | None:
+def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: float | None = None,
+           skip_non_finite: bool = False) -> HeadOptimizer | None:
     """Makes a transformers.Trainer, or one derived from it, train the head of a model that patch() was called with.
 
-    Call it after making the trainer and before train(). The head is stepped with the trainer's optimizer (torch's AdamW
-    or SGD), with its learning rate and other hyper-parameters; it is clipped by the global norm of model and head; it is
-    saved and restored with the optimizer's state, as a checkpoint on the server. Returns the head's optimizer; None if
-    the head is frozen.
+    Call it after making the trainer and before train(). The head is stepped once with each step of the trainer's optimizer
+    (torch's AdamW or SGD), with the hyper-parameters of the group that its weight was in; it is clipped by the global norm of
+    model and head; it is saved and restored with the trainer's checkpoints, as checkpoints on the server, and these are
+    removed with the trainer's (save_total_limit). Returns the head's optimizer; None if the head is frozen. A second call
+    returns the same.
 
     Trainers of trl get log-probabilities and entropies of tokens from the server, at their temperature.
+
+    Args:
+      head_lr: learning rate of the head, which the trainer's scheduler scales as it does that of the head's group. None:
+        the group's.
+      head_weight_decay: None: that of the group.
+      skip_non_finite: as HeadOptimizer.
     """
+    wanted = (head_lr, head_weight_decay, skip_non_finite)
+    earlier: _Attached | None = getattr(trainer, "_lossd_attached", None)
+    if earlier is not None:
+        if wanted not in ((None, None, False), earlier.wanted):
+            raise ValueError(f"attach() was called before with head_lr={earlier.wanted[0]}, head_weight_decay="
+                             f"{earlier.wanted[1]}, skip_non_finite={earlier.wanted[2]}; a trainer is attached once")
+        return earlier.optimizer
+    served = served_head(trainer.model)
+    _check(trainer, served, head_lr, head_weight_decay)
+    wrap_forward(base_of(trainer.model), served, getattr(trainer, "temperature", 1.0))  # trl's trainers have put theirs there
+    serve_losses(trainer, served)
+    served.settle()
+    attached = _Attached(trainer, served, wanted)
+    trainer._lossd_attached = attached
+    if attached.optimizer is not None:
+        attached.wrap(attached.optimizer)
+        trainer.add_callback(attached)
+    elif served.could_train:
+        _logger.warning("the head %r is frozen, as the model's parameters are that stand for it, and is not trained: "
+                        "model.get_output_embeddings().requires_grad_(True) before attach() trains it",
+                        served.loss_head.head_name)
+    return attached.optimizer
+
+
+def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_decay: float | None) -> None:
+    """ValueError if the trainer would compute something that the server does not."""
+    for name, value in (("head_lr", head_lr), ("head_weight_decay", head_weight_decay)):
+        if value is not None and not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
     if trainer.args.fp16:
         raise ValueError("fp16=True scales losses, and the scale is not known to the server; use bf16=True")
     if getattr(trainer, "use_weighting", False):
         raise ValueError("use_weighting=True takes the sum of squared probabilities of each token, which the server does "
                          "not compute")
-    served = served_head(trainer.model)
-    base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-    wrap_forward(base, served, getattr(trainer, "temperature", 1.0))  # trl's trainers have put theirs in its place
-    if not served.loss_head.train_head:
-        return None
-    attached = _Attached(served, skip_non_finite)
-    trainer.add_callback(attached)
-    attached.wrap(trainer)
-    return attached.optimizer
+    if trainer.compute_loss_func is not None:
+        raise ValueError("compute_loss_func is given logits, and these are on the server: leave it out (label smoothing, z-loss "
+                         "and class weights are options of patch() and LossHead), or write a loop with LossHead")
+    _zero.check(trainer, served.tied is not None)
 
 
 class _Attached(TrainerCallback):
-    def __init__(self, served: ServedHead, skip_non_finite: bool) -> None:
-        self.served = served
-        self.optimizer = HeadOptimizer(served.loss_head, lr=0.0, skip_non_finite=skip_non_finite, device=served._device)
-        self.armed = False  # the trainer's optimizer is complete: its state includes the head
-        self.restored = False
+    """The one place that steps the head: once in each global step of the trainer, whatever steps its optimizer."""
 
-    def wrap(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, served: ServedHead, wanted: tuple[float | None, float | None, bool]) -> None:
+        self.trainer, self.served, self.wanted = trainer, served, wanted
+        self.optimizer: HeadOptimizer | None = None
+        if served.trains:
+            self.optimizer = HeadOptimizer(served.loss_head, lr=0.0, skip_non_finite=wanted[2], device=served.device)
+            self.rotation = Rotation(trainer, served)
+        self.armed = False  # the trainer's optimizer is complete: its state includes the head
+        self._group: ParameterGroup | None = None
+        self._zero: _zero.ZeroSteps | None = None
+        self._applied = -1  # the global step of the trainer that the head's last step was part of
+
+    def wrap(self, head_optimizer: HeadOptimizer) -> None:
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            return  # its engine is made in train()
         if trainer.optimizer is not None:
             self.bind(trainer.optimizer)
         create, clip = trainer.create_optimizer, trainer.accelerator.clip_grad_norm_
@@ -63,23 +111,31 @@ class _Attached(TrainerCallback):
             return optimizer
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            self.finish_gradient()
-            return clip([*parameters, self.optimizer.stand_in], *args, **kwargs)
+            if not (self.armed and self.served.trains):
+                return clip(parameters, *args, **kwargs)
+            self.load_norm()
+            return clip([*parameters, head_optimizer.stand_in], *args, **kwargs)
 
         trainer.create_optimizer = create_optimizer
         trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        kinds: dict[type, Literal["adamw", "sgd"]] = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
-        if type(optimizer) not in kinds:
-            raise ValueError(f"the trainer's optimizer is {type(optimizer).__name__}; a head on a server steps with "
-                             "torch's AdamW (optim='adamw_torch') or SGD (optim='sgd')")
-        self.optimizer.algorithm = kinds[type(optimizer)]
+        assert self.optimizer is not None
+        self.optimizer.algorithm = algorithm_of(optimizer)
+        parameters = [group["params"] for group in optimizer.param_groups]
+        self._group = ParameterGroup(self.served, optimizer, parameters, *self.wanted[:2])
         if self.served.tied is not None:
             self._leave_out(optimizer, self.served.tied.weight)
-        optimizer.register_step_pre_hook(self.step)
+        optimizer.register_step_pre_hook(lambda *_: self.step())
         optimizer.register_state_dict_post_hook(self.add_state)
         optimizer.register_load_state_dict_pre_hook(self.take_state)
+
+    def bind_engine(self, engine: Any) -> None:
+        """Of DeepSpeed."""
+        assert self.optimizer is not None
+        self._zero = _zero.ZeroSteps(engine, self.load_norm, self.step, self.optimizer.discard)
+        self.optimizer.algorithm = algorithm_of(self._zero.base)
+        self._group = ParameterGroup(self.served, self._zero.base, self._zero.parameters, *self.wanted[:2])
 
     @staticmethod
     def _leave_out(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
@@ -87,45 +143,53 @@ class _Attached(TrainerCallback):
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each is not weight]
 
-    def finish_gradient(self) -> None:
+    def load_norm(self) -> float:
+        """After the last backward of a step: what comes from elsewhere joins the head's gradient, whose norm is returned."""
+        assert self.optimizer is not None
         if self.served.tied is not None:
             self.served.tied.add_gradient()
-        self.optimizer.load_grad_norm()
+        return self.optimizer.load_grad_norm()
 
-    def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before the trainer's optimizer steps: with the hyper-parameters of its decayed parameters."""
-        if not self.armed:
+    def step(self, multiplier: float = 1.0) -> None:
+        """Steps the head, unless that was done in this global step of the trainer."""
+        now = self.trainer.state.global_step
+        if not self.armed or not self.served.trains or self._applied == now:
             return
-        group = max(optimizer.param_groups, key=lambda group: group["weight_decay"])
-        ours = self.optimizer.param_groups[0]
-        for name in ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"):
-            if name in group:
-                ours[name] = group[name]
+        assert self.optimizer is not None and self._group is not None
+        self._group.copy_to(self.optimizer)
         if self.served.tied is not None:
             self.served.tied.add_gradient()
+        if multiplier != 1.0 and self.optimizer.stand_in.grad is not None:
+            self.optimizer.stand_in.grad.mul_(multiplier)
         self.optimizer.step()
         if self.served.tied is not None:
             self.served.tied.pull()
+        self._applied = now
 
     def add_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self.armed:
-            state[_STATE_KEY] = self.served.loss_head.save_state()
+            self.rotation.saved = state[_STATE_KEY] = self.served.loss_head.save_state()
         return state
 
     def take_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _STATE_KEY in state:
             self.served.loss_head.load_state(state[_STATE_KEY])
-            self.restored = True
+            self.rotation.restored = state[_STATE_KEY]
         return {key: value for key, value in state.items() if key != _STATE_KEY}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step > 0 and not self.restored:
+        assert self.optimizer is not None
+        if state.global_step > 0 and self.rotation.restored is None:
             raise RuntimeError(
                 f"training resumes at step {state.global_step}, but the optimizer's state does not say where the head "
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
+        if self.trainer.is_deepspeed_enabled:
+            self.bind_engine(self.trainer.model_wrapped)
         self.served.forget_copies()
         self.optimizer.zero_grad()
+        self._applied = -1
         self.armed = self.served.armed = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.armed = self.served.armed = self.restored = False
+        self.armed = self.served.armed = False
+        self.rotation.restored = None
