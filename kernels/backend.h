@@ -33,7 +33,9 @@ namespace lossd::kernels {
 inline constexpr int32_t kIgnoredTarget = -1;
 
 // Where the per-row results of a slice go; each is null (not wanted) or [rows] in host memory.
-// Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not.
+// Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not. Absent rows
+// (absent_row.h) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
+// finite in a slice that has not failed.
 struct RowOutputs {
   float* loss = nullptr;            // with z-loss, times the row weight
   float* lse = nullptr;             // natural log, of the logits after scale and softcap
@@ -42,7 +44,8 @@ struct RowOutputs {
   int32_t* argmax = nullptr;        // the smallest class among those with the largest logit
 };
 
-// Sums over the rows of a slice, in double. Ignored rows count in nothing.
+// Sums over the rows of a slice, in double. Ignored rows count in nothing; absent rows count as valid, and in
+// the entropy if theirs is finite.
 struct SliceSums {
   double loss = 0.0;          // sum of row losses, z-loss included, row weights applied
   double z_loss = 0.0;        // the z-loss part alone, row weights applied
@@ -85,8 +88,10 @@ struct Slice {
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
 
-  // Set by the backend. A row whose loss or lse is not finite makes its slice fail: the index of
-  // the first such row, else -1. A failed slice has unspecified outputs and accumulated nothing.
+  // Set by the backend. A row makes its slice fail if its loss, lse, target_logprob, entropy (if wanted or with
+  // a gradient), a factor of its gradient, or a wanted grad_hidden before it is rounded is not finite, and it is
+  // not absent: the index of the first such row, else -1. A failed slice has unspecified outputs and accumulated
+  // nothing.
   int64_t first_nonfinite_row = -1;
   SliceSums sums;
 };
@@ -130,7 +135,8 @@ struct ChunkCallbacks {
   absl::AnyInvocable<void(absl::Status)> on_results;
   // The chunk has left the device. An error here that on_results did not report means that the
   // accumulators of the head can no longer be trusted; so does DATA_LOSS whatever on_results said (of several
-  // devices that share the chunk some failed and others did not).
+  // devices that share the chunk some failed and others did not; or a gradient of a hidden state turned out not to
+  // be finite when its row had been accumulated).
   absl::AnyInvocable<void(absl::Status)> on_done;
 };
 

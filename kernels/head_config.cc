@@ -29,6 +29,25 @@ bool HasParam(const HeadConfig& config, Param param) {
   return false;
 }
 
+absl::Status ValidateShares(const HeadConfig& config) {
+  if (config.shares.empty()) return absl::OkStatus();
+  if (config.split == Split::kRows) {
+    return errors::FieldError("split", "be vocabulary with shares", Name(config.split));
+  }
+  int64_t sum = 0;
+  for (size_t i = 0; i < config.shares.size(); ++i) {
+    if (config.shares[i] < 0) {
+      return errors::FieldError(absl::StrCat("shares[", i, "]"), "be >= 0", config.shares[i]);
+    }
+    sum += config.shares[i];
+  }
+  constexpr int64_t kMostShares = std::numeric_limits<int32_t>::max();
+  if (sum < 1 || sum > kMostShares) {
+    return errors::FieldError("shares", absl::StrCat("have a sum in [1, ", kMostShares, "]"), sum);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status Validate(const HeadConfig& config) {
@@ -67,7 +86,15 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.split > Split::kVocabulary) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
-  return absl::OkStatus();
+  return ValidateShares(config);
+}
+
+absl::Status ValidateOn(const HeadConfig& config, int devices) {
+  if (absl::Status status = Validate(config); !status.ok()) return status;
+  if (config.shares.empty() || config.shares.size() == static_cast<size_t>(devices)) return absl::OkStatus();
+  return errors::FieldError("shares",
+                            absl::StrCat("have one entry for each of the server's devices, ", devices),
+                            absl::StrCat(config.shares.size(), " entries"));
 }
 
 absl::string_view Name(Param param) {

@@ -4,6 +4,7 @@
 #define LOSSD_KERNELS_HEAD_CONFIG_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -58,12 +59,17 @@ struct HeadConfig {
   // kSlots. 0: the backend's choice.
   int64_t workspace_bytes = 0;
   Split split = Split::kAny;
+  // By vocabulary: how much of the classes each device has, relative to the others; each >= 0, their sum in
+  // [1, 2^31 - 1]. Empty: the devices have the same. kAny with shares means kVocabulary.
+  std::vector<int32_t> shares;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };
 
 // INVALID_ARGUMENT naming the field and its value.
 absl::Status Validate(const HeadConfig& config);
+// The same for a head that is to lie on so many devices: shares are one for each.
+absl::Status ValidateOn(const HeadConfig& config, int devices);
 
 // The parameters of a head.
 enum class Param : uint8_t {

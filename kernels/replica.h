@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "absl/types/span.h"
+
 namespace lossd::kernels {
 
 // Which of how many replicas (or, by vocabulary, parts) of its heads a backend holds.
@@ -40,10 +42,38 @@ inline Shard ShardOf(int64_t vocab_size, Replica replica) {
   return {.first_class = first, .classes = left < each ? left : each, .norm = replica.index == 0};
 }
 
-// By vocabulary: classes in order, divided evenly; the first devices have one more where they do not divide.
-// vocab_size >= replica.count, so that every device has some. The norm's parameters are on every device,
-// which all update them alike.
-inline Shard ClassShardOf(int64_t vocab_size, Replica replica) {
+// Where shares of a head begin is a multiple of this many classes if there are many: a tile of the kernels.
+inline constexpr int64_t kShareGrain = 256;
+
+// The first class of a device whose head is divided by `shares`, one for each device (HeadConfig::shares): a
+// multiple of kShareGrain, or of less where the devices have few classes each. For device shares.size():
+// vocab_size.
+inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares, size_t device) {
+  int64_t before = 0, all = 0;
+  size_t last = 0;  // the last device that has a share: what rounding leaves is its
+  for (size_t i = 0; i < shares.size(); ++i) {
+    if (i < device) before += shares[i];
+    all += shares[i];
+    if (shares[i] > 0) last = i;
+  }
+  if (device > last) return vocab_size;
+  int64_t grain = kShareGrain;
+  while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(shares.size())) grain /= 2;
+  // vocab_size < 2^31 and all < 2^31, so that the product fits.
+  const int64_t exact = (vocab_size * before + all / 2) / all;
+  return std::min((exact + grain / 2) / grain * grain, vocab_size);
+}
+
+// By vocabulary: classes in order. Without shares they are divided evenly, and the first devices have one
+// more where they do not divide; vocab_size >= replica.count, so that every device has some. The norm's
+// parameters are on every device, which all update them alike.
+inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const int32_t> shares = {}) {
+  if (!shares.empty()) {
+    const auto device = static_cast<size_t>(replica.index);
+    const int64_t first = FirstClassOf(vocab_size, shares, device);
+    return {
+        .first_class = first, .classes = FirstClassOf(vocab_size, shares, device + 1) - first, .norm = true};
+  }
   const int64_t each = vocab_size / replica.count;
   const int64_t more = vocab_size % replica.count;
   return {.first_class = each * replica.index + std::min<int64_t>(replica.index, more),

@@ -3,6 +3,7 @@
 #ifndef LOSSD_KERNELS_SHARD_ROWS_H_
 #define LOSSD_KERNELS_SHARD_ROWS_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/head_config.h"
@@ -27,15 +28,22 @@ inline bool IsSplitByVocabulary(const HeadConfig& config, Replica replica) {
 // What a replica computes with and updates: of a head that is split by vocabulary its classes, else its
 // shard.
 inline Shard ShardOf(const HeadConfig& config, Replica replica) {
-  return IsSplitByVocabulary(config, replica) ? ClassShardOf(config.vocab_size, replica)
+  return IsSplitByVocabulary(config, replica) ? ClassShardOf(config.vocab_size, replica, config.shares)
                                               : ShardOf(config.vocab_size, replica);
 }
 
 // The classes whose logits a replica computes.
 inline ShardRows ClassesOf(const HeadConfig& config, Replica replica) {
   if (!IsSplitByVocabulary(config, replica)) return {0, config.vocab_size};
-  const Shard shard = ClassShardOf(config.vocab_size, replica);
+  const Shard shard = ClassShardOf(config.vocab_size, replica, config.shares);
   return {shard.first_class, shard.classes};
+}
+
+// The classes of the replica that has the most.
+inline int64_t MostClassesOf(const HeadConfig& config, int replicas) {
+  int64_t most = 0;
+  for (int i = 0; i < replicas; ++i) most = std::max(most, ClassesOf(config, {i, replicas}).rows);
+  return most;
 }
 
 // The rows that a replica updates. Class weights are not trained; they count as the norm does.

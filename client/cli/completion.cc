@@ -163,6 +163,17 @@ std::string PathOf(const CLI::App* app) {
   return path;
 }
 
+// The option that takes the argument of this number; null: there is none.
+const CLI::Option* PositionalAt(const CLI::App& app, size_t number) {
+  for (const CLI::Option* option : Options(app)) {
+    if (!option->get_positional()) continue;
+    const auto most = static_cast<size_t>(option->get_items_expected_max());
+    if (number < most) return option;
+    number -= most;
+  }
+  return nullptr;
+}
+
 size_t MostPositionals(const CLI::App& app) {
   size_t most = 0;
   for (const CLI::Option* option : Options(app)) {
@@ -227,16 +238,14 @@ Completions Complete(const CLI::App& app, absl::Span<const std::string> words) {
   const Place place = After(app, words.subspan(0, words.empty() ? 0 : words.size() - 1));
   if (place.waits != nullptr) return ValuesOf(*place.waits, last);
   if (IsOption(last) || last == "-") return OptionsFrom(place.app, last);
+  const CLI::Option* const positional = PositionalAt(*place.app, place.positionals);
   if (!Commands(*place.app).empty() && place.positionals == 0) {
     Completions found;
+    if (positional != nullptr) found = ValuesOf(*positional, last);
     for (const Word& word : CommandWords(*place.app)) AddIf(last, word.text, word.description, &found);
     return found;
   }
-  size_t number = 0;
-  for (const CLI::Option* option : Options(*place.app)) {
-    if (option->get_positional() && number++ == place.positionals) return ValuesOf(*option, last);
-  }
-  return OptionsFrom(place.app, "--");
+  return positional != nullptr ? ValuesOf(*positional, last) : OptionsFrom(place.app, "--");
 }
 
 std::optional<Misplaced> FindMisplaced(const CLI::App& app, absl::Span<const std::string> words) {
@@ -250,7 +259,8 @@ std::optional<Misplaced> FindMisplaced(const CLI::App& app, absl::Span<const std
       return Misplaced{Kind::kOption, word, PathOf(place.app),
                        Nearest(word, OptionsFrom(place.app, "--").words), ""};
     }
-    if (Commands(*place.app).empty()) {
+    if (Commands(*place.app).empty() || MostPositionals(*place.app) > 0) {
+      if (FindCommand(*place.app, words[i]) != nullptr) continue;
       if (place.many || place.positionals < MostPositionals(*place.app)) continue;
       return Misplaced{Kind::kSurplus, words[i], PathOf(place.app), "", ""};
     }

@@ -9,7 +9,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/format.h"
+#include "client/cli/head_history.h"
 #include "client/cli/json.h"
 #include "client/cli/names.h"
 
@@ -122,6 +124,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["gradients"] = NameOf(GradientsWords(), GradientsOf(spec));
   json["workspace_bytes"] = spec.workspace_bytes();
   json["split"] = NameOf(Splits(), spec.split());
+  json["shares"] = std::vector<uint32_t>(spec.shares().begin(), spec.shares().end());
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
   json["generation"] = head.state().generation();
@@ -145,6 +148,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["choices"] = ChoicesJson(head.choices());
   json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
+  json["history"] = HistoryJson(head.history());
   return json;
 }
 
@@ -246,10 +250,12 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   fields.Add("logits", NameOf(LogitsWords(), LogitsOf(spec)));
   fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
   fields.Add("split", NameOf(Splits(), spec.split()));
+  if (spec.shares_size() > 0) fields.Add("shares", absl::StrJoin(spec.shares(), ", "));
   if (spec.workspace_bytes() > 0)
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
+  if (const std::string history = HistoryText(head.history()); !history.empty()) fields.Add("history", history);
   if (head.step_contributions() > 0)
     fields.Add("added to", absl::StrCat("by ", HumanCount(head.step_contributions()), " contributions"));
   if (head.updates() != head.state().step())

@@ -2,13 +2,18 @@
 // heads, describe, create, delete
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/confirm.h"
 #include "client/cli/describe.h"
+#include "client/cli/head_history.h"
+#include "client/cli/initial_values.h"
 #include "client/cli/json.h"
 #include "client/cli/names.h"
 #include "client/cli/options.h"
+#include "client/cli/same_spec.h"
 
 namespace lossd::cli {
 namespace {
@@ -36,7 +41,13 @@ absl::Status RunHeads(Context* context, client::Client& client) {
   return absl::OkStatus();
 }
 
-absl::Status RunDelete(Context* context, const std::string& head, client::Client& client) {
+absl::Status RunDelete(Context* context, const std::string& head, bool yes, client::Client& client) {
+  if (!yes) {
+    const absl::StatusOr<v1::HeadDescription> described = client.DescribeHead(head, context->timeout());
+    if (!described.ok()) return described.status();
+    absl::Status agreed = Confirm(yes, absl::StrCat(WhatIsLost(*described), ". Delete it?"), "not deleted");
+    if (!agreed.ok()) return agreed;
+  }
   absl::Status status = client.DeleteHead(head, context->timeout());
   if (!status.ok()) return status;
   if (context->json) {
@@ -45,6 +56,14 @@ absl::Status RunDelete(Context* context, const std::string& head, client::Client
     context->Print(absl::StrCat("deleted head \"", head, "\"\n"));
   }
   return absl::OkStatus();
+}
+
+enum class IfExists : uint8_t { kError, kKeep, kReset };
+
+const std::map<std::string, IfExists>& IfExistsWords() {
+  static const auto* const words = new std::map<std::string, IfExists>{
+      {"error", IfExists::kError}, {"keep", IfExists::kKeep}, {"reset", IfExists::kReset}};
+  return *words;
 }
 
 struct CreateFlags {
@@ -62,11 +81,11 @@ struct CreateFlags {
   v1::Gradients gradients = v1::GRADIENTS_UNSPECIFIED;
   uint64_t workspace_bytes = 0;
   v1::Split split = v1::SPLIT_UNSPECIFIED;
+  std::vector<uint32_t> shares;
 
   bool dry_run = false;
-  uint64_t seed = 0;
-  bool zeros = false;
-  v1::TensorFile file;
+  IfExists if_exists = IfExists::kError;
+  InitialValues values;
 
   v1::CreateHeadRequest ToRequest() const {
     v1::CreateHeadRequest request;
@@ -85,16 +104,29 @@ struct CreateFlags {
     spec->set_gradients(gradients);
     spec->set_workspace_bytes(workspace_bytes);
     spec->set_split(split);
-    if (zeros) {
-      request.mutable_zeros();
-    } else if (!file.path().empty()) {
-      *request.mutable_tensor_file() = file;
-    } else {
-      request.mutable_kaiming_uniform()->set_seed(seed);
-    }
+    spec->mutable_shares()->Add(shares.begin(), shares.end());
+    values.SetIn(&request);
     return request;
   }
 };
+
+absl::StatusOr<v1::HeadDescription> RunCreate(Context* context, const CreateFlags& flags, client::Client& client) {
+  const v1::CreateHeadRequest request = flags.ToRequest();
+  if (flags.dry_run) return client.PlanHead(request, context->timeout());
+  absl::StatusOr<v1::HeadDescription> created = client.CreateHead(request, context->timeout());
+  if (!absl::IsAlreadyExists(created.status()) || flags.if_exists == IfExists::kError) return created;
+  absl::StatusOr<v1::HeadDescription> there = client.DescribeHead(flags.name, context->timeout());
+  if (!there.ok()) return there;
+  if (absl::Status same = CheckSameSpec(there->spec(), request.spec()); !same.ok()) return same;
+  if (flags.if_exists == IfExists::kKeep) return there;
+  v1::ResetHeadRequest reset;
+  reset.set_head(flags.name);
+  reset.set_scope(v1::RESET_SCOPE_ALL);
+  flags.values.SetIn(&reset);
+  absl::StatusOr<v1::ResetHeadResponse> done = client.ResetHead(reset, context->timeout());
+  if (!done.ok()) return done.status();
+  return std::move(*done->mutable_head());
+}
 
 void AddCreate(CLI::App* app, Context* context) {
   CLI::App* create = app->add_subcommand("create", "Make a head");
@@ -122,35 +154,21 @@ void AddCreate(CLI::App* app, Context* context) {
       create, "--split", &flags->split, Splits(),
       "Whether several devices of a server divide the rows or the classes of the head [any: by rows if every "
       "device has room for all classes]");
+  create
+      ->add_option("--shares", flags->shares,
+                   "By vocabulary: how much of the classes each device has, relative to the others, e.g. "
+                   "13,6,13,13; 0: none [all the same]")
+      ->delimiter(',')
+      ->type_name("SHARE,...");
 
-  create->add_flag("--dry-run", flags->dry_run,
-                   "Make nothing: print what the server would make, or why it would refuse");
-
-  const std::string group = "Initial values (default: --seed 0)";
-  CLI::Option* seed =
-      create->add_option("--seed", flags->seed, "Uniform, as torch.nn.Linear's")->group(group);
-  CLI::Option* zeros = create->add_flag("--zeros", flags->zeros, "All zero")->group(group);
-  CLI::Option* from = create
-                          ->add_option("--from", *flags->file.mutable_path(),
-                                       "safetensors file, index (.json) or model folder below the server's "
-                                       "checkpoint directory")
-                          ->type_name("PATH")
-                          ->group(group);
-  seed->excludes(zeros)->excludes(from);
-  zeros->excludes(from);
-  const auto add_tensor = [&](const std::string& name, std::string* tensor, const std::string& description) {
-    return create->add_option(name, *tensor, description)->type_name("TENSOR")->needs(from)->group(group);
-  };
-  from->needs(add_tensor("--weight", flags->file.mutable_weight(),
-                         "Tensor [V, D], e.g. lm_head.weight; if tied, the embedding's name"));
-  add_tensor("--bias-tensor", flags->file.mutable_bias(), "Tensor [V] in the file");
-  add_tensor("--norm-gain-tensor", flags->file.mutable_norm_gain(), "Tensor [D] in the file");
-  add_tensor("--norm-shift-tensor", flags->file.mutable_norm_shift(), "Tensor [D] in the file");
-  add_tensor("--class-weights-tensor", flags->file.mutable_class_weights(), "Tensor [V] in the file");
-  SetClientAction(create, context, [=](client::Client& client) {
-    return PrintHead(context, flags->dry_run ? client.PlanHead(flags->ToRequest(), context->timeout())
-                                             : client.CreateHead(flags->ToRequest(), context->timeout()));
-  });
+  CLI::Option* dry_run = create->add_flag(
+      "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");
+  AddWord(create, "--if-exists", &flags->if_exists, IfExistsWords(),
+          "If there is a head of this name with what was asked for: fail, keep it as it is, or reset all of it [error]")
+      ->excludes(dry_run);
+  AddInitialValues(create, &flags->values);
+  SetClientAction(create, context,
+                  [=](client::Client& client) { return PrintHead(context, RunCreate(context, *flags, client)); });
 }
 
 }  // namespace
@@ -169,8 +187,11 @@ void AddHeadCommands(CLI::App* app, Context* context) {
   AddCreate(app, context);
 
   CLI::App* remove = app->add_subcommand("delete", "Delete a head and everything it holds");
+  auto yes = std::make_shared<bool>(false);
   AddHead(remove, name.get());
-  SetClientAction(remove, context, [=](client::Client& client) { return RunDelete(context, *name, client); });
+  AddYes(remove, yes.get());
+  SetAskingAction(remove, context, yes,
+                  [=](client::Client& client) { return RunDelete(context, *name, *yes, client); });
 }
 
 }  // namespace lossd::cli

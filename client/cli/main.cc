@@ -86,6 +86,7 @@ int Main(int argc, char** argv) {
   AddGlobalOptions(&app, &context);
   AddServerCommands(&app, &context);
   AddHeadCommands(&app, &context);
+  AddResetCommand(&app, &context);
   AddTensorCommands(&app, &context);
   AddLossCommand(&app, &context);
   AddStepCommands(&app, &context);

@@ -7,6 +7,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "client/cli/confirm.h"
 #include "client/cli/http_address.h"
 #include "client/cli/names.h"
 #include "client/cli/value_checks.h"
@@ -78,6 +79,14 @@ CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,
   return command->add_option(name, parse, description)->type_name("BYTES")->check(NumberOfBytes());
 }
 
+// "checkpoints rm"; without the program's own name.
+std::string CommandPath(const CLI::App& command) {
+  const CLI::App* const parent = command.get_parent();
+  if (parent == nullptr) return "";
+  const std::string above = CommandPath(*parent);
+  return above.empty() ? command.get_name() : absl::StrCat(above, " ", command.get_name());
+}
+
 }  // namespace
 
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
@@ -128,6 +137,15 @@ void SetClientAction(CLI::App* command, Context* context,
   command->callback([context, action = std::move(action)] {
     context->action = [context, action] { return WithClient(context, action); };
   });
+}
+
+void SetAskingAction(CLI::App* command, Context* context, std::shared_ptr<bool> yes,
+                     std::function<absl::Status(client::Client&)> action) {
+  const auto act = [command, context, yes = std::move(yes), action = std::move(action)] {
+    absl::Status may_ask = CheckMayAsk(*yes, CommandPath(*command));
+    return may_ask.ok() ? WithClient(context, action) : may_ask;
+  };
+  command->callback([context, act] { context->action = act; });
 }
 
 absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,

@@ -31,6 +31,12 @@ absl::Span<char> AsBytes(std::vector<T>* values) {
   return absl::MakeSpan(reinterpret_cast<char*>(values->data()), values->size() * sizeof(T));
 }
 
+// Unless the caller has named another one.
+template <typename Request>
+void NameRun(const std::string& run, Request* request) {
+  if (request->run().empty()) request->set_run(run);
+}
+
 }  // namespace
 
 PendingLoss& PendingLoss::operator=(PendingLoss&& other) noexcept {
@@ -123,18 +129,6 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
 }
 
 void Client::AcknowledgeRestart(absl::string_view head) { core_->head_cache().ForgetAccumulation(head); }
-
-absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
-                                                       absl::Duration timeout) {
-  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
-                     deadline, kNever);
-  if (result.ok()) {
-    core_->head_cache().Learn(*result);
-    core_->head_cache().ForgetAccumulation(request.spec().name());
-  }
-  return result;
-}
 
 absl::StatusOr<v1::HeadDescription> Client::PlanHead(const v1::CreateHeadRequest& request,
                                                      absl::Duration timeout) {
@@ -232,6 +226,7 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   const auto attempt = [&]() -> absl::StatusOr<v1::AddGradientResponse> {
     if (absl::Status status = cache.CheckCurrent(at); !status.ok()) return status;
     v1::OpenGradient meant = open;
+    NameRun(options().run, &meant);
     if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
@@ -246,6 +241,7 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
                                                       absl::Duration timeout) {
   v1::GradNormRequest request;
   request.set_head(std::string(head));
+  request.set_run(options().run);
   if (step.has_value()) request.set_step(*step);
   TrainerStep at = core_->head_cache().StepOf(head, step.value_or(0));
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::GradNorm, request,
@@ -263,6 +259,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
   v1::ApplyStepRequest meant = request;
+  NameRun(options().run, &meant);
   if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
@@ -277,61 +274,13 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
                                                     absl::Duration timeout) {
   v1::ZeroGradientsRequest request;
   request.set_head(std::string(head));
+  request.set_run(options().run);
   request.set_step(step);
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
                      DeadlineAfter(timeout, options().call_timeout), kNever);
   if (!result.ok()) return result.status();
   core_->head_cache().ForgetAccumulation(head);
   return result->state();
-}
-
-absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_view head,
-                                                                  absl::string_view name,
-                                                                  absl::Duration timeout) {
-  v1::SaveCheckpointRequest request;
-  request.set_head(std::string(head));
-  request.set_name(std::string(name));
-  return SaveCheckpoint(request, nullptr, timeout);
-}
-
-absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
-    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
-    absl::Duration timeout) {
-  grpc::ClientContext context;
-  internal::SetDeadline(DeadlineAfter(timeout, options().transfer_timeout), &context);
-  const auto reader = core_->connections().heads()->SaveCheckpoint(&context, request);
-  std::optional<v1::SaveCheckpointResponse> saved;
-  v1::SaveCheckpointUpdate update;
-  while (reader->Read(&update)) {
-    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
-    if (update.has_saved()) saved = std::move(*update.mutable_saved());
-  }
-  absl::Status status = internal::CallStatus(reader->Finish(), core_->connections().peer());
-  if (!status.ok()) return status;
-  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
-  return *std::move(saved);
-}
-
-absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string_view head,
-                                                                    absl::Duration timeout) {
-  v1::ListCheckpointsRequest request;
-  request.set_head(std::string(head));
-  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
-              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
-}
-
-absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
-                                                           absl::string_view head, absl::Duration timeout) {
-  v1::LoadCheckpointRequest request;
-  request.set_checkpoint(std::string(checkpoint));
-  request.set_head(std::string(head));
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
-                     DeadlineAfter(timeout, options().transfer_timeout), kNever);
-  if (result.ok()) {
-    core_->head_cache().Learn(*result);
-    core_->head_cache().ForgetAccumulation(result->spec().name());
-  }
-  return result;
 }
 
 absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {

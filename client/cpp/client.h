@@ -23,7 +23,7 @@
 //   RESOURCE_EXHAUSTED also, without a detail: the transport refused the call, and repeating did not help
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
-//                      tells) or another caller has zeroed them or loaded a checkpoint
+//                      tells) or another caller has zeroed them, reset the head or loaded a checkpoint
 //                      (IsStepDiscarded() tells); see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
 // ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that was refused.
@@ -44,6 +44,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/cpp/client_errors.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/monitoring.h"
@@ -238,6 +239,13 @@ struct TensorShape {
   uint64_t cols = 0;  // 1 for vectors
 };
 
+// What becomes of a head that CreateHead finds under the name.
+enum class IfExists {
+  kError,  // ALREADY_EXISTS
+  kKeep,   // it stays as it is, values, step and optimizer
+  kReset,  // as new, by ResetHead with RESET_SCOPE_ALL and the request's initial values
+};
+
 class Client {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
@@ -286,22 +294,32 @@ class Client {
   // The client remembers to which gradients of a head (server process and generation) it added rows of the
   // open step, and names them in every further call of the step and every repeat. If the head has others,
   // calls of the step fail with ABORTED, since gradients are gone, until the trainer says that it starts the
-  // step again: by a CreateHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
+  // step again: by a CreateHead, ResetHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
   // Calls of the step that are under way then are not repeated.
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep and AddGradient (the server does both once) are repeated like streams,
-  // within the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep, AddGradient and ResetHead (the server does each once) are repeated like
+  // streams, within the timeout. The others never are. A zero timeout means the default of ClientOptions.
 
+  // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has otherwise.
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
-                                                 absl::Duration timeout = absl::ZeroDuration());
+                                                 absl::Duration timeout = absl::ZeroDuration(),
+                                                 IfExists if_exists = IfExists::kError);
+  // Makes a head, or its optimizer alone, as it was when it was created. Without a reset_id it gets a random one; without an
+  // incarnation, that of the server process that has the head. ABORTED (RestartOf) if that ended during the call.
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
   // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
   absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request,
                                                absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
+  // Makes a head, or its optimizer alone, as it was when it was made. An empty reset_id: a random one. Repeated: the
+  // server resets once.
+  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
   // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins
@@ -359,6 +377,10 @@ class Client {
                                                      absl::string_view head = "",
                                                      absl::Duration timeout = absl::ZeroDuration());
 
+  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. Repeated: the server deletes once.
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
+      absl::string_view checkpoint, absl::Duration timeout = absl::ZeroDuration());
+
   // ---- Server ----
 
   absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
@@ -370,24 +392,6 @@ class Client {
 
   const std::unique_ptr<internal::Core> core_;
 };
-
-// That the server is another process than it was, so gradients of the open step are gone.
-struct Restart {
-  uint64_t before = 0;  // incarnations
-  uint64_t now = 0;
-};
-// What an ABORTED error says about a restart; nullopt if it is about something else.
-std::optional<Restart> RestartOf(const absl::Status& status);
-// Whether an ABORTED error says that the gradients of the open step were zeroed, or a checkpoint was loaded,
-// after this client had added rows to them.
-bool IsStepDiscarded(const absl::Status& status);
-
-// The field of the UNAVAILABLE error that says that there is no server at ClientOptions::target.
-inline constexpr absl::string_view kTargetField = "options.target";
-
-// The structured detail of an error: the server's, if it sent one; else field and value of what the client
-// itself refused, with incarnation 0.
-std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 
 // Bytes of one element; 0 for DTYPE_UNSPECIFIED and unknown values.
 size_t ElementSize(v1::DType dtype);

@@ -16,6 +16,9 @@ namespace lossd::client {
 // The transport of the environment variable LOSSD_TRANSPORT, else "auto".
 std::string TransportFromEnvironment();
 
+// The run of the environment variable LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>", which no other client has.
+std::string RunFromEnvironment();
+
 // How many connections there are, and why.
 struct ConnectionChoice {
   int connections = 1;
@@ -75,6 +78,10 @@ struct ClientOptions {
   // Asked for, of the host's memory and of the GPU's as they are needed; the server may give less. Nullopt:
   // 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
   std::optional<int64_t> shared_memory_bytes;
+
+  // Names the program that trains, in at most 128 printable characters: a head says who applied its last step
+  // (v1::HeadHistory), and errors say who trains it besides. Processes of one training may share a name. "": no name.
+  std::string run = RunFromEnvironment();
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
   // before (a script that calls one program after the other): Connect, and calls that accumulate or apply

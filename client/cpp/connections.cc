@@ -11,6 +11,7 @@
 #include "client/cpp/channel_credentials.h"
 #include "client/cpp/connecting.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/run_name.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
 
@@ -43,6 +44,7 @@ absl::Status Validate(const ClientOptions& options) {
   if (const std::string problem = TargetProblem(options.target); !problem.empty()) {
     return ArgumentError(kTargetField, options.target, absl::StrCat("is '", options.target, "'; ", problem));
   }
+  if (absl::Status run = CheckRunName(options.run); !run.ok()) return run;
   if (options.transport != "auto" && options.transport != "grpc" && options.transport != "shared_memory" &&
       options.transport != "cuda_ipc") {
     return ArgumentError(

@@ -13,6 +13,10 @@
 namespace lossd::client::internal {
 namespace {
 
+void NameRun(const std::string& run, v1::ComputeLossRequest* first) {
+  first->has_backward() ? first->mutable_backward()->set_run(run) : first->mutable_open()->set_run(run);
+}
+
 bool RefusedForLimits(const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ||
          (status.code() == absl::StatusCode::kResourceExhausted && !IsTransient(status));
@@ -160,6 +164,7 @@ void LossCall::StartPart(size_t index) {
   const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
   absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);
   if (!work.ok()) return Fail(work.status());
+  NameRun(core_->options().run, &work->first);
   places->Name(*work, &work->first);
   StreamJob job{.work = *std::move(work),
                 .rule = *rule,

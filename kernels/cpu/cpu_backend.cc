@@ -141,7 +141,7 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
   }
 
   absl::StatusOr<int64_t> ChunkRows(const HeadConfig& config) const {
-    if (absl::Status status = Validate(config); !status.ok()) return status;
+    if (absl::Status status = ValidateOn(config, replica_.count); !status.ok()) return status;
     return ChunkRowsFor(config, replica_.count,
                         config.workspace_bytes > 0 ? config.workspace_bytes : workspace_bytes_);
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/absent_row.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/row_loops.h"
@@ -84,6 +85,7 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       arenas_(std::move(arenas)),
       buffers_(buffers),
       params_(config_, replica, pool, buffers),
+      guard_(buffers_, config.hidden_size, classes_.rows, pool),
       exchange_(std::make_shared<SoleExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
@@ -127,8 +129,8 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {
   Gather(chunk, order);
   if (absl::Status status = ComputeChunk(chunk, order); !status.ok()) return status;
-  MarkFailedSlices(chunk, order);
-  const absl::StatusOr<RowRange> with_hidden = ComputeGradHidden(order);
+  guard_.ClearFailedSlices(chunk, order);
+  const absl::StatusOr<RowRange> with_hidden = ComputeGradHidden(chunk, order);
   if (!with_hidden.ok()) return with_hidden.status();
   ScatterResults(chunk, order);
   ScatterGradHidden(chunk, *with_hidden);
@@ -176,18 +178,23 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
+// So many rows of c classes, which may be none, are worth a thread.
+int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
+
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
-  const int64_t block = std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)}));
+  const int64_t block =
+      std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
+  const int64_t grain = RowGrain(c);
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
          {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
-    pool_->ParallelFor(rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
+    pool_->ParallelFor(rows, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = first + begin; i < first + end; ++i) {
         const RowRequest request = RequestFor(chunk, order, i);
         const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
@@ -204,7 +211,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   absl::Status merged =
       exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
   if (!merged.ok()) return merged;
-  pool_->ParallelFor(order.rows, std::max<int64_t>(1, 4096 / c), [&](int64_t begin, int64_t end) {
+  pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
                                             buffers_.merged[i], buffers_.logits + i * c);
@@ -214,34 +221,9 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   return exchange_->MergeGradients(replica_.index, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
-// Finds the slices with a row that is not finite and clears all their rows, so that they add exactly nothing
-// to any sum over rows (a factor 0 alone would not do: 0 * NaN is NaN).
-void CpuHead::MarkFailedSlices(const Chunk& chunk, const RowOrder& order) {
-  for (Slice& slice : chunk.slices) slice.first_nonfinite_row = -1;
-  bool failed = false;
-  for (int64_t i = 0; i < order.rows; ++i) {
-    if (buffers_.results[i].finite) continue;
-    failed = true;
-    const RowSource& source = buffers_.sources[i];
-    int64_t& first = chunk.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
-    first = first < 0 ? source.row : std::min(first, source.row);
-  }
-  if (!failed) return;
-  const int64_t d = config_.hidden_size;
-  const int64_t c = classes_.rows;
-  for (int64_t i = 0; i < order.with_gradient(); ++i) {
-    if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;
-    std::fill_n(buffers_.hidden + i * d, d, 0.0f);
-    std::fill_n(buffers_.logits + i * c, c, 0.0f);
-    if (!has_norm_) continue;
-    std::fill_n(buffers_.unit + i * d, d, 0.0f);
-    buffers_.inverse_deviation[i] = 0.0f;
-  }
-}
-
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
 // then through the norm.
-absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const RowOrder& order) {
+absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   const RowRange wanted = {order.hidden_begin, order.hidden_end};
@@ -252,7 +234,8 @@ absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const RowOrder& order) {
        {buffers_.value(Param::kWeight), d}, 0.0f, grad + rows.begin * d, d);
   const absl::StatusOr<RowRange> here = exchange_->SumRows(replica_.index, grad, rows, d);
   if (!here.ok()) return here;
-  absl::Status status = has_norm_ ? BackThroughNorm(order, *here) : absl::OkStatus();
+  absl::Status status = guard_.CheckGradients(chunk, order, rows, *here, replica_.index, *exchange_);
+  if (status.ok() && has_norm_) status = BackThroughNorm(order, *here);
   if (!status.ok()) return status;
   return exchange_->CollectRows(replica_.index, grad, rows, wanted, d);
 }
@@ -318,7 +301,7 @@ void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
   for (const Slice& slice : chunk.slices) {
     if (slice.grad_hidden == nullptr || !reports_) continue;
     for (int64_t row = 0; row < slice.rows; ++row) {
-      if (slice.targets[row] != kIgnoredTarget) continue;
+      if (slice.targets[row] != kIgnoredTarget && !IsAbsent(slice, row)) continue;
       std::fill_n(GradHiddenRow(slice, row, d, dtype), SizeOf(d, dtype), uint8_t{0});
     }
   }
@@ -355,6 +338,7 @@ RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_
   if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
   request.want_gradient = gathered < order.with_gradient();
   request.want_entropy = slice.out.entropy != nullptr;
+  request.absent = IsAbsent(slice, row);
   request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row),
                             static_cast<uint64_t>(classes_.first));
   return request;

@@ -18,6 +18,7 @@
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/norm.h"
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/row_guard.h"
 #include "kernels/cpu/row_order.h"
 
 namespace lossd::kernels {
@@ -25,8 +26,8 @@ namespace lossd::kernels {
 // Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
 //
 // Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
-// A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if a
-// logit before the softcap is not. A chunk fails with what the exchange of a split head says.
+// A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if W x
+// before a softcap is not. A chunk fails with what the exchange of a split head says.
 class CpuHead final : public HeadKernels {
  public:
   // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows).
@@ -76,9 +77,8 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   absl::Status ComputeChunk(Chunk& chunk, const RowOrder& order);
   absl::Status ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
-  void MarkFailedSlices(const Chunk& chunk, const RowOrder& order);
   // Returns the rows whose gradient is delivered here; a head that is split may deliver others elsewhere.
-  absl::StatusOr<RowRange> ComputeGradHidden(const RowOrder& order);
+  absl::StatusOr<RowRange> ComputeGradHidden(const Chunk& chunk, const RowOrder& order);
   // dy becomes dx for the rows `here` that want it, and has its part in the gradients of the norm.
   absl::Status BackThroughNorm(const RowOrder& order, RowRange here);
   absl::Status AddNormGradients(RowRange rows);
@@ -102,6 +102,7 @@ class CpuHead final : public HeadKernels {
   const HeadArenas arenas_;
   const HeadBuffers buffers_;
   CpuParams params_;
+  const RowGuard guard_;
   std::shared_ptr<ClassExchange> exchange_;
 };
 

@@ -51,7 +51,15 @@ void UseSingleThreadedBlas() { openblas_set_num_threads(1); }
 
 void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOperand a, GemmOperand b,
           float beta, float* c, int64_t stride) {
-  if (m == 0 || n == 0 || k == 0) return;
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    for (int64_t row = 0; row < m; ++row) {
+      for (float* value = c + row * stride; value != c + row * stride + n; ++value) {
+        *value = beta == 0.0f ? 0.0f : *value * beta;
+      }
+    }
+    return;
+  }
   if (n >= m) {
     const int64_t grain = std::max<int64_t>(16, kLeastWork / (m * k));
     pool.ParallelFor(n, grain, [&](int64_t begin, int64_t end) {

@@ -22,8 +22,8 @@ struct GemmOperand {
   bool transposed = false;
 };
 
-// c [m, n] (row-major, `stride` apart) = alpha * a [m, k] * b [k, n] + beta * c. m, n, k < 2^31; if one is 0
-// nothing happens.
+// c [m, n] (row-major, `stride` apart) = alpha * a [m, k] * b [k, n] + beta * c. m, n, k < 2^31, and may be
+// 0: a product over no k is 0.
 void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOperand a, GemmOperand b,
           float beta, float* c, int64_t stride);
 

@@ -28,7 +28,12 @@ int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
 
 // Of the first replica: no other has more classes.
 int64_t WorkspaceBytes(const HeadConfig& config, int replicas, int64_t chunk_rows) {
-  return PlanBuffers(config, {0, replicas}, chunk_rows)[MemoryKind::kWorkspace];
+  // That of the replica with the most classes, so that all have the same rows.
+  int most = 0;
+  for (int i = 1; i < replicas; ++i) {
+    if (ClassesOf(config, {i, replicas}).rows > ClassesOf(config, {most, replicas}).rows) most = i;
+  }
+  return PlanBuffers(config, {most, replicas}, chunk_rows)[MemoryKind::kWorkspace];
 }
 
 }  // namespace
@@ -60,6 +65,7 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
     buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
     buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
+    buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
     if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
   }
   return buffers;

@@ -49,6 +49,7 @@ struct HeadBuffers {
   RowStatistics* statistics = nullptr;  // [R], of the replica's classes
   RowStatistics* merged = nullptr;      // [R], of all classes
   GradientSums* gradients = nullptr;    // [R], of the replica's classes
+  float* bad_rows = nullptr;            // [2 R], of this part and of all: not 0 where dx is not finite
   float* norm_sums = nullptr;           // [2 D]; only with a norm
 };
 

@@ -29,6 +29,7 @@ struct RowLoops {
   const char* instruction_set;
   // z += scale * x.
   void (*add_scaled)(float* z, const float* x, float scale, int64_t n);
+  bool (*all_finite)(const float* z, int64_t n);
   // z = cap * tanh(z / cap); false if a z was not finite.
   bool (*softcap)(float* z, float cap, int64_t n);
   // The largest element; -infinity if n = 0. NaN elements may be passed over.
@@ -39,7 +40,7 @@ struct RowLoops {
   double (*exp_sum)(const float* z, float max, int64_t n);
   // The same, leaving exp(z - max) in z.
   double (*exp_sum_in_place)(float* z, float max, int64_t n);
-  // sum exp(z - max) (z - max).
+  // sum exp(z - max) (z - max), to which a z of -infinity adds 0.
   double (*exp_moment)(const float* z, float max, int64_t n);
   // sum u (z - max); u null: all 1.
   double (*centred_sum)(const float* z, const float* u, float max, int64_t n);

@@ -14,6 +14,18 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 bool FiniteInFloat(double value) { return std::isfinite(static_cast<float>(value)); }
 
+// What an absent row says: that its logits are there, or nothing.
+RowResult AbsentRow(const RowStatistics& all, RowResult row, double log_total, double nll, double moment) {
+  row.finite = true;
+  row.lse = double{all.max} + log_total;
+  row.entropy = log_total - moment;
+  row.target_logprob = -nll;
+  if (all.finite && FiniteInFloat(row.lse)) return row;
+  row.lse = row.entropy = row.target_logprob = std::numeric_limits<double>::quiet_NaN();
+  row.argmax = -1;
+  return row;
+}
+
 }  // namespace
 
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
@@ -104,6 +116,7 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   Sums sums = SumsOf(own, all);
 
   const double nll = (double{all.max} - double{all.target_logit}) + sums.log_total;
+  if (request.absent) return AbsentRow(all, row, sums.log_total, nll, all.moment / sums.total);
   const double row_weight = double{request.row_weight};
   row.lse = double{all.max} + sums.log_total;
   row.z_loss = row_weight * lambda * row.lse * row.lse;
@@ -119,7 +132,9 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
-  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
+  const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
+  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) && FiniteInFloat(nll) &&
+               (!needs_entropy || FiniteInFloat(row.entropy)) &&
                FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
@@ -139,15 +154,18 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   return row;
 }
 
-// Adds the bias and applies the softcap; false if a logit before the softcap is not finite (after it, an
-// infinite one would look healthy).
+// Adds the bias and applies the softcap; false if W x before a softcap is not finite (after it, an infinite
+// one would look healthy). A bias may be: its logit is then the softcap.
 bool RowLoss::Transform(float* logits) const {
   const LossOptions& options = context_.options;
-  if (context_.bias != nullptr) {
-    loops_.add_scaled(logits, context_.bias, options.logit_scale, context_.classes);
+  const bool capped = options.softcap > 0.0f;
+  if (context_.bias == nullptr) {
+    return !capped || loops_.softcap(logits, options.softcap, context_.classes);
   }
-  if (options.softcap == 0.0f) return true;
-  return loops_.softcap(logits, options.softcap, context_.classes);
+  const bool finite = !capped || loops_.all_finite(logits, context_.classes);
+  loops_.add_scaled(logits, context_.bias, options.logit_scale, context_.classes);
+  if (capped) loops_.softcap(logits, options.softcap, context_.classes);
+  return finite;
 }
 
 // Of the classes that are here but the target; leaves the exponentials in the logits where they are enough

@@ -41,6 +41,7 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
+  bool absent = false;  // IsAbsent(); then want_gradient is false
   float sample = 0.0f;  // SampleOf() of the row and the classes that are here, of sampled gradients
 };
 
@@ -80,8 +81,9 @@ struct RowResult {
   double target_logprob = 0.0;
   GradientSums gradient;  // of the classes that are here
   int32_t argmax = -1;
-  // Whether lse, loss and everything that scales the gradient are finite in fp32, and the logits before a
-  // softcap too. If false, the rest is unspecified.
+  // Whether lse, loss, entropy and everything that scales the gradient are finite in fp32, and W x before a
+  // softcap too; later also whether dx is. If false, the rest is unspecified. Always true of an absent row, of
+  // which lse, entropy and target_logprob are NaN and argmax is -1 if it has none.
   bool finite = false;
 };
 

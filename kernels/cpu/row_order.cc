@@ -3,12 +3,15 @@
 
 #include <array>
 
+#include "kernels/absent_row.h"
+
 namespace lossd::kernels {
 namespace {
 
 constexpr size_t kGroups = 4;
 
 size_t GroupOf(const Slice& slice, int64_t row, bool accumulate) {
+  if (IsAbsent(slice, row)) return 3;
   const bool accumulated = accumulate && (slice.accumulate == nullptr || slice.accumulate[row] != 0);
   const bool with_hidden = slice.grad_hidden != nullptr;
   if (accumulated) return with_hidden ? 1 : 0;

@@ -4,6 +4,7 @@
 #ifndef LOSSD_KERNELS_CPU_SLICE_MEMORY_H_
 #define LOSSD_KERNELS_CPU_SLICE_MEMORY_H_
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -50,7 +51,7 @@ inline void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result
 inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSums& sums) {
   sums.loss += result.loss;
   sums.z_loss += result.z_loss;
-  if (slice.out.entropy != nullptr) sums.entropy += result.entropy;
+  if (slice.out.entropy != nullptr && std::isfinite(result.entropy)) sums.entropy += result.entropy;
   sums.valid_rows += 1;
   sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
   sums.dropped_mass += result.gradient.dropped_mass;

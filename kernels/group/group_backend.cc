@@ -149,6 +149,7 @@ class GroupBackend final : public Backend,
   }
 
   Split SplitOf(const HeadConfig& config) const {
+    if (config.split == Split::kAny && !config.shares.empty()) return Split::kVocabulary;
     return config.split == Split::kAny ? options_.split : config.split;
   }
 
@@ -217,7 +218,9 @@ class GroupBackend final : public Backend,
   }
 
   absl::Status CheckSplit(const HeadConfig& config) const {
-    if (config.split != Split::kVocabulary || config.vocab_size >= members_.size()) return absl::OkStatus();
+    if (absl::Status status = ValidateOn(config, members_.size()); !status.ok()) return status;
+    const bool divided_evenly = config.split == Split::kVocabulary && config.shares.empty();
+    if (!divided_evenly || config.vocab_size >= members_.size()) return absl::OkStatus();
     return errors::FieldError(
         "vocab_size", absl::StrCat("be at least ", members_.size(), ", the devices that it is split over"),
         config.vocab_size);

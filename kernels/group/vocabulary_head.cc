@@ -17,7 +17,9 @@ std::vector<Choice> VocabularyHead::Describe() const {
 
 std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const HeadConfig& config, int members,
                                              absl::string_view reason) {
-  const int64_t classes = ClassShardOf(config.vocab_size, {0, members}).classes;
+  HeadConfig split = config;
+  split.split = Split::kVocabulary;
+  const int64_t classes = MostClassesOf(split, members);
   first.insert(first.begin() + (first.empty() ? 0 : 1),
                {.what = "devices",
                 .choice = absl::StrCat(members, ", by vocabulary"),

@@ -78,7 +78,8 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
                double row_weight, size_t n, Result& result) {
-  const RowLoss row = ComputeRowLoss(options, u, soft, target);
+  const bool absent = row_weight == 0.0;
+  const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target);
   result.loss[n] = row_weight * row.loss;
   result.z_loss[n] = row_weight * row.z_loss;
   result.lse[n] = soft.lse;
@@ -87,14 +88,14 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   const auto top = std::max_element(soft.z.begin(), soft.z.end());
   result.argmax[n] = static_cast<int32_t>(top - soft.z.begin());
   result.top_gap[n] = std::numeric_limits<double>::infinity();
+  result.max_abs_logit[n] = MaxAbs(soft.z);
   for (size_t v = 0; v < soft.z.size(); ++v) {
-    result.max_abs_logit[n] = std::max(result.max_abs_logit[n], std::fabs(soft.z[v]));
     if (static_cast<int32_t>(v) == result.argmax[n]) continue;
     result.top_gap[n] = std::min(result.top_gap[n], *top - soft.z[v]);
   }
   result.loss_sum += result.loss[n];
   result.z_loss_sum += result.z_loss[n];
-  result.entropy_sum += soft.entropy;
+  if (std::isfinite(soft.entropy)) result.entropy_sum += soft.entropy;
   result.valid_rows += 1;
   result.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
 }
@@ -157,9 +158,10 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
     RecordRow(options, u, soft, target, row_weight, n, result);
+    const Upstream upstream = UpstreamOf(rows, n);
+    if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     result.dropped_mass[n] = DroppedMass(options, soft, target);
 
-    const Upstream upstream = UpstreamOf(rows, n);
     const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
     result.sample_scale[n] = ds.sample_scale;
     result.sampling_variance[n] = ds.sampling_variance;

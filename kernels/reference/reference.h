@@ -29,7 +29,7 @@ struct Head {
 struct Rows {
   std::vector<double> hidden;        // [N, D]
   std::vector<int32_t> targets;      // [N]; kIgnoredTarget: none
-  std::vector<double> row_weights;   // [N], default 1
+  std::vector<double> row_weights;   // [N], default 1; 0: the row is absent (kernels/absent_row.h)
   std::vector<uint8_t> accumulate;   // [N], default 1; 0: not into the parameter gradients
   double grad_scale = 1.0;           // dL/d(row loss)
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale
@@ -39,7 +39,8 @@ struct Rows {
   int64_t first_row = 0;
   // Whether the uniform part of label smoothing is sampled without a softcap too.
   bool sample_uniform = false;
-  int class_parts = 1;  // on so many devices the classes lie, which sample them by themselves
+  int class_parts = 1;                // on so many devices the classes lie, which sample them by themselves
+  std::vector<int32_t> class_shares;  // of these devices (HeadConfig::shares); empty: they have the same
   // The error of logits over 1 + max |z| of the row, which decides what is undecided of sampled gradients.
   double logit_error = 0.0;
 };

@@ -31,7 +31,7 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
       upstream.loss * share * u_sum * p,
       upstream.loss * 2.0 * lambda * soft.lse * p,
       upstream.lse * p,
-      -upstream.entropy * p * soft.log_p[v],
+      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0,
       -upstream.entropy * p * soft.entropy,
   };
   ClassGradient result;
@@ -54,12 +54,6 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
 }
 
-double MaxAbs(const std::vector<double>& values) {
-  double largest = 0.0;
-  for (const double value : values) largest = std::max(largest, std::fabs(value));
-  return largest;
-}
-
 // Puts what counts in the place of each sampled gradient.
 void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts, size_t target,
                RowClasses& row, std::vector<double>& undecided) {
@@ -76,6 +70,14 @@ void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts
 }
 
 }  // namespace
+
+double MaxAbs(const std::vector<double>& values) {
+  double largest = 0.0;
+  for (const double value : values) {
+    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  }
+  return largest;
+}
 
 double At(const std::vector<double>& values, size_t i, double missing) {
   return values.empty() ? missing : values[i];
@@ -109,7 +111,8 @@ Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::
   soft.lse = top + std::log(sum);
   for (size_t v = 0; v < v_count; ++v) {
     soft.log_p[v] = (soft.z[v] - top) - std::log(sum);
-    soft.entropy -= std::exp(soft.log_p[v]) * soft.log_p[v];
+    const double p = std::exp(soft.log_p[v]);
+    if (p > 0.0) soft.entropy -= p * soft.log_p[v];
   }
   return soft;
 }
@@ -119,7 +122,9 @@ RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const 
   const size_t v_count = soft.z.size();
   const double alpha = static_cast<double>(options.label_smoothing);
   double smooth = 0.0;
-  for (size_t v = 0; v < v_count; ++v) smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
+  for (size_t v = 0; v < v_count && alpha > 0.0; ++v) {
+    smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
+  }
   const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
   const double hard = -u[target] * soft.log_p[target];
   return {.loss = (1.0 - alpha) * hard + alpha * smooth + z_loss, .z_loss = z_loss};
@@ -177,7 +182,7 @@ LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeight
   if (MaySample(options.gradients)) {
     const auto number = static_cast<uint64_t>(rows.first_row) + n;
     const std::vector<SampledPart> parts =
-        SampledPartsOf(v_count, rows.class_parts, rows.sample_seed, number);
+        SampledPartsOf(v_count, rows.class_parts, rows.class_shares, rows.sample_seed, number);
     row.sample_scale = classes.sample_scale;
     for (const ClassGradient& d : classes.gradient) row.squared_gradient += d.value * d.value;
     for (const double variance : classes.variance) row.sampling_variance += variance;

@@ -45,6 +45,8 @@ struct Upstream {
 };
 Upstream UpstreamOf(const Rows& rows, size_t n);
 
+// Of those that are finite; 0 if none is.
+double MaxAbs(const std::vector<double>& values);
 // values[i], or `missing` if there are none.
 double At(const std::vector<double>& values, size_t i, double missing);
 Gradient Zeros(size_t n);

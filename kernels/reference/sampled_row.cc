@@ -60,10 +60,11 @@ void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& can
 
 }  // namespace
 
-std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, uint64_t seed, uint64_t row) {
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, absl::Span<const int32_t> shares,
+                                        uint64_t seed, uint64_t row) {
   std::vector<SampledPart> all;
   for (int part = 0; part < parts; ++part) {
-    const Shard shard = ClassShardOf(static_cast<int64_t>(classes), {part, parts});
+    const Shard shard = ClassShardOf(static_cast<int64_t>(classes), {part, parts}, shares);
     const auto first = static_cast<uint64_t>(shard.first_class);
     all.push_back({static_cast<size_t>(shard.first_class), static_cast<size_t>(shard.end_class()),
                    static_cast<double>(SampleOf(seed, row, first))});

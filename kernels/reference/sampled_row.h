@@ -17,8 +17,10 @@ struct SampledPart {
   double omega = 0.0;
 };
 
-// The parts of a row whose classes lie on `parts` devices (ClassShardOf). row: its number in the microbatch.
-std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, uint64_t seed, uint64_t row);
+// The parts of a row whose classes lie on `parts` devices, divided by `shares` unless that is empty
+// (ClassShardOf). row: its number in the microbatch.
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, absl::Span<const int32_t> shares,
+                                        uint64_t seed, uint64_t row);
 
 // [V]. sizes: a / tau of each class, 0 of the target. 1: taken.
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega);

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "proto/tensorfile/safetensors_index.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "kernels/errors/bytes.h"
 #include "proto/tensorfile/json_entries.h"
 
@@ -23,10 +26,13 @@ absl::Status IndexInvalid(absl::string_view name, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(name, ": not an index of safetensors files: ", what));
 }
 
-// True for a name that stays in its folder.
-bool IsFileName(absl::string_view name) {
-  return !name.empty() && name != "." && name != ".." && name.find('/') == absl::string_view::npos &&
-         name.find('\0') == absl::string_view::npos;
+// True for names of folders and of a file that lead from a folder to what is in it or below it.
+bool IsPathBelow(absl::string_view path) {
+  if (path.find('\0') != absl::string_view::npos) return false;
+  const std::vector<absl::string_view> names = absl::StrSplit(path, '/');
+  return std::none_of(names.begin(), names.end(), [](absl::string_view name) {
+    return name.empty() || name == "." || name == "..";
+  });
 }
 
 // A value for an error message, not long.
@@ -57,10 +63,11 @@ absl::StatusOr<SafetensorsIndex> SafetensorsIndex::Read(const InputFile& file,
       const bool first = others.size() < kMostOthers && others.insert(std::move(entry.name)).second;
       return first ? absl::OkStatus() : rules.malformed;
     }
-    if (!entry.value.is_string() || !IsFileName(entry.value.get_ref<const std::string&>())) {
+    if (!entry.value.is_string() || !IsPathBelow(entry.value.get_ref<const std::string&>())) {
       return IndexInvalid(file.name(),
                           absl::StrCat("tensor '", absl::CHexEscape(entry.name.substr(0, kMostShown)),
-                                       "' is in ", Shortened(entry.value), ", which is no file name"));
+                                       "' is in ", Shortened(entry.value),
+                                       ", which is no path of a file in the index's folder or below it"));
     }
     ++index.tensors_;
     if (!wanted.contains(entry.name)) return absl::OkStatus();

@@ -62,7 +62,11 @@ v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
 
 Checkpoints::Checkpoints(const CheckpointOptions& options, engine::Engine* engine, metrics::Metrics* metrics,
                          NamedLocks* head_locks)
-    : options_(options), engine_(engine), metrics_(metrics), head_locks_(head_locks) {}
+    : options_(options),
+      engine_(engine),
+      metrics_(metrics),
+      head_locks_(head_locks),
+      deletions_(options_.directory, options_.disk, metrics) {}
 
 void Checkpoints::RemoveLeftovers() {
   std::error_code error;
@@ -93,6 +97,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
   metrics_->saves().SetBuffered(0);
+  deletions_.RemoveUnused();
   if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
     metrics_->saves().OnFailed(saved.status());
@@ -206,6 +211,7 @@ void Checkpoints::Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckp
              {{"head", request.head()}, {"error", pruned.status().message()}});
     return;
   }
+  metrics_->saves().OnRemoved(metrics::SaveMetrics::Cause::kPruned, pruned->size());
   for (const std::string& checkpoint : *pruned) {
     response->add_pruned(checkpoint);
     log::Log(LogLevel::kInfo, "checkpoint removed", {{"checkpoint", checkpoint}, {"keep", keep}});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving, listing and pruning the checkpoints of heads, apart from gRPC.
+// Saving, listing, pruning and deleting the checkpoints of heads, apart from gRPC.
 //
 // A save is of one step boundary: while the head's tensors are read into memory, calls that change the head
 // wait, streams of rows go on. After that the head is free, and the disk takes the time it needs.
@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "lossd/v1/head.pb.h"
+#include "server/admin/checkpoint_deletions.h"
 #include "server/admin/named_locks.h"
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
@@ -72,6 +73,12 @@ class Checkpoints {
 
   absl::StatusOr<v1::ListCheckpointsResponse> List(const v1::ListCheckpointsRequest& request) const;
 
+  absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const v1::DeleteCheckpointRequest& request) {
+    return deletions_.Delete(request);
+  }
+  // For the end of a load: what was deleted during it goes now.
+  void EndReading() { deletions_.RemoveUnused(); }
+
  private:
   absl::StatusOr<v1::SaveCheckpointResponse> SaveInTurn(const v1::SaveCheckpointRequest& request,
                                                         const SaveCallbacks& callbacks)
@@ -84,6 +91,7 @@ class Checkpoints {
   engine::Engine* const engine_;
   metrics::Metrics* const metrics_;
   NamedLocks* const head_locks_;
+  CheckpointDeletions deletions_;
   std::atomic<bool> saves_cancelled_{false};
 
   absl::Mutex save_mutex_;  // one save at a time

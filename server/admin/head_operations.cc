@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
@@ -86,6 +87,7 @@ HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Eng
 // ---- Creation ----
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // of a checkpoint as a source
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
@@ -106,6 +108,7 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 }
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::PlanHead(const v1::CreateHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<kernels::HeadConfig> config =
       messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
   if (!config.ok()) return config.status();
@@ -245,6 +248,7 @@ absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
   if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
       head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
   if (!reader.ok()) return reader.status();
@@ -256,9 +260,9 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   absl::Status status;
   if (existing.ok()) {
     status = head::CheckLoadable(saved.config, existing->config);
-    if (status.ok()) status = WriteLoaded(name, **reader, /*is_new=*/false);
+    if (status.ok()) status = WriteLoaded(name, existing->config, **reader, /*is_new=*/false);
   } else {
-    status = CreateFilled(name, saved.config, [&] { return WriteLoaded(name, **reader, /*is_new=*/true); });
+    status = CreateLoaded(name, saved.config, **reader);
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
@@ -266,10 +270,24 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::Loa
   return description;
 }
 
-absl::Status HeadOperations::WriteLoaded(const std::string& head, const head::CheckpointReader& reader,
-                                         bool is_new) {
+absl::Status HeadOperations::CreateLoaded(const std::string& head, kernels::HeadConfig config,
+                                          const head::CheckpointReader& reader) {
+  const auto create = [&] {
+    return CreateFilled(head, config, [&] { return WriteLoaded(head, config, reader, /*is_new=*/true); });
+  };
+  absl::Status status = create();
+  const auto violation = errors::GetFieldViolation(status);
+  // Shares are of the devices that the head was saved on; what it holds does not depend on them.
+  if (config.shares.empty() || !violation || !absl::StartsWith(violation->field, "spec.shares"))
+    return status;
+  config.shares.clear();
+  return create();
+}
+
+absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels::HeadConfig& config,
+                                         const head::CheckpointReader& reader, bool is_new) {
   const head::CheckpointSubject& saved = reader.subject();
-  head::SiteLoading sites(saved.config, checkpoints_.LoadSites(head));
+  head::SiteLoading sites(config, checkpoints_.LoadSites(head));
   sites.Open(reader.name(), reader.content_digest());
   const auto pass_by = [&](const std::vector<int>& ranks) {
     return engine_->OnDevice(head, [&](head::Head& on_device) {

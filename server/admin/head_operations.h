@@ -76,6 +76,9 @@ class HeadOperations {
   absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const v1::ListCheckpointsRequest& request) {
     return checkpoints_.List(request);
   }
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(const v1::DeleteCheckpointRequest& request) {
+    return checkpoints_.Delete(request);
+  }
   Checkpoints& checkpoints() { return checkpoints_; }
 
   // Opens a ReadTensor or WriteTensor call. FAILED_PRECONDITION for writing gradients.
@@ -101,7 +104,11 @@ class HeadOperations {
   // `kind` of the event, and what the log says: "head_created", "head created".
   void LogHead(absl::string_view kind, const v1::HeadDescription& head);
   // `is_new`: nothing is left of the head if this fails.
-  absl::Status WriteLoaded(const std::string& head, const head::CheckpointReader& reader, bool is_new);
+  absl::Status WriteLoaded(const std::string& head, const kernels::HeadConfig& config,
+                           const head::CheckpointReader& reader, bool is_new);
+  // Makes a new head as saved; without its shares if the server has other devices.
+  absl::Status CreateLoaded(const std::string& head, kernels::HeadConfig config,
+                            const head::CheckpointReader& reader);
 
   const HeadOperationsOptions options_;
   engine::Engine* const engine_;

@@ -2,6 +2,7 @@
 // HeadOperations::ResetHead.
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "kernels/errors/field_error.h"
 #include "server/admin/head_operations.h"
 #include "server/messages/convert.h"
@@ -28,6 +29,7 @@ absl::Status CheckReset(const v1::ResetHeadRequest& request, uint64_t incarnatio
 }  // namespace
 
 absl::StatusOr<v1::ResetHeadResponse> HeadOperations::ResetHead(const v1::ResetHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
   if (absl::Status status = CheckReset(request, engine_->incarnation()); !status.ok()) return status;
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());

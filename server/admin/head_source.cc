@@ -2,6 +2,7 @@
 #include "server/admin/head_source.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -63,8 +64,10 @@ std::string Beside(absl::string_view path, absl::string_view name) {
   return absl::StrCat(path.substr(0, slash + 1), name);
 }
 
-bool Exists(const std::string& directory, const std::string& relative) {
-  return head::ResolveBelow(directory, relative).ok();
+// Whether a folder has a file or a link of this name, wherever that leads.
+bool HasEntry(const std::string& folder, const std::string& name) {
+  std::error_code error;
+  return std::filesystem::exists(std::filesystem::symlink_status(absl::StrCat(folder, "/", name), error));
 }
 
 // Finds the files that hold tensors, and opens each once. Paths are relative to `directory`.
@@ -73,8 +76,9 @@ class Files {
   using Readers = std::map<std::string, std::unique_ptr<formats::SafetensorsReader>>;
 
   // `tensors`: the names of all that will be looked for.
-  Files(const std::string& directory, std::vector<std::string> tensors, Readers* readers)
-      : directory_(directory), tensors_(std::move(tensors)), readers_(readers) {}
+  Files(const std::string& directory, std::vector<std::string> tensors, Readers* readers,
+        head::ReadLocks* locks)
+      : directory_(directory), tensors_(std::move(tensors)), readers_(readers), locks_(locks) {}
 
   // `path` is what the request says.
   absl::Status Find(const std::string& path) {
@@ -83,10 +87,13 @@ class Files {
     std::error_code error;
     path_ = path;
     if (std::filesystem::is_directory(*real, error)) {
-      const std::string index = absl::StrCat(path, "/", kIndexName);
-      path_ = Exists(directory_, index) ? index : absl::StrCat(path, "/", kFileName);
-      if (!Exists(directory_, path_)) {
-        if (Exists(directory_, absl::StrCat(path, "/", kManifestFile))) return OpenCheckpoint(path);
+      if (HasEntry(*real, kIndexName)) {
+        path_ = absl::StrCat(path, "/", kIndexName);
+      } else if (HasEntry(*real, kFileName)) {
+        path_ = absl::StrCat(path, "/", kFileName);
+      } else if (HasEntry(*real, kManifestFile)) {
+        return OpenCheckpoint(path, *real);
+      } else {
         return absl::NotFoundError(absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ",
                                                 kFileName, ", and no ", kManifestFile, " of a checkpoint"));
       }
@@ -123,13 +130,21 @@ class Files {
                                                              "': ", reader.status().message()));
   }
 
-  // The files of a checkpoint, in the order of their classes.
-  absl::Status OpenCheckpoint(const std::string& path) {
+  // The files of a checkpoint, in the order of their classes. They stay while they are read.
+  absl::Status OpenCheckpoint(const std::string& path, const std::string& folder) {
+    absl::StatusOr<head::ReadLocks> locks = head::LockForReading(folder);
+    if (absl::IsNotFound(locks.status())) {
+      return absl::NotFoundError(absl::StrCat(path, ": was removed just now"));
+    }
+    if (!locks.ok()) return locks.status();
+    *locks_ = *std::move(locks);
     const absl::StatusOr<head::Manifest> manifest = head::ReadManifest(directory_, path);
     if (!manifest.ok()) return manifest.status();
     for (const head::ManifestShard& shard : manifest->shards) {
       shards_.push_back(absl::StrCat(path, "/", shard.file));
+      if (absl::Status opened = Reader(shards_.back()).status(); !opened.ok()) return opened;
     }
+    locks_->name = head::FolderLock();
     return absl::OkStatus();
   }
 
@@ -156,6 +171,7 @@ class Files {
   const std::string& directory_;
   const std::vector<std::string> tensors_;
   Readers* const readers_;
+  head::ReadLocks* const locks_;
   std::string path_;                 // of the index or of the only file
   std::vector<std::string> shards_;  // of a checkpoint
   std::optional<formats::SafetensorsIndex> index_;
@@ -178,7 +194,7 @@ std::vector<int64_t> ShapeOf(absl::Span<const HeadSource::Part> parts) {
 
 // Checks one tensor against the head.
 absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::HeadConfig& config,
-                                         Files& files) {
+                                         Files& files, bool allow_non_finite) {
   auto parts = files.With(wanted.name);
   if (!parts.ok()) return InField(wanted.field, wanted.name, parts.status());
   const formats::SafetensorsReader& file = *parts->front().file;
@@ -190,7 +206,15 @@ absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::He
   }
   const absl::StatusOr<kernels::DType> dtype = ElementType(*parts->front().info, wanted.field, file.name());
   if (!dtype.ok()) return dtype.status();
-  return HeadSource::Tensor{wanted.param, *dtype, *std::move(parts)};
+  return HeadSource::Tensor{.param = wanted.param,
+                            .dtype = *dtype,
+                            .parts = *std::move(parts),
+                            .name = wanted.name,
+                            .field = wanted.field,
+                            .cols = kernels::ShapeOf(config, wanted.param).cols,
+                            .rules = {.non_finite = allow_non_finite,
+                                      .minus_infinity = wanted.param == kernels::Param::kBias,
+                                      .negative = wanted.param != kernels::Param::kClassWeights}};
 }
 
 }  // namespace
@@ -200,7 +224,7 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
   HeadSource source;
   Files files(directory,
               {file.weight(), file.bias(), file.norm_gain(), file.norm_shift(), file.class_weights()},
-              &source.files_);
+              &source.files_, &source.locks_);
   if (absl::Status status = files.Find(file.path()); !status.ok())
     return InField(kPathField, file.path(), status);
   const Wanted all[] = {
@@ -217,7 +241,7 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
     if (!stored || (wanted.name.empty() && !wanted.required)) continue;
     if (wanted.name.empty())
       return errors::FieldError(wanted.field, "name a tensor for this head", "nothing");
-    absl::StatusOr<Tensor> tensor = Match(wanted, config, files);
+    absl::StatusOr<Tensor> tensor = Match(wanted, config, files, file.allow_non_finite());
     if (!tensor.ok()) return tensor.status();
     source.tensors_.push_back(*tensor);
   }
@@ -239,7 +263,31 @@ absl::Status HeadSource::ReadRows(const Tensor& tensor, engine::RowRange rows,
     }
     first += part.info->rows();
   }
-  return absl::OkStatus();
+  return CheckValues(tensor, rows.begin, out);
+}
+
+absl::Status HeadSource::CheckValues(const Tensor& tensor, int64_t first_row,
+                                     absl::Span<const uint8_t> bytes) {
+  const std::optional<RefusedValue> refused = FirstRefused(tensor.rules, tensor.dtype, bytes);
+  if (!refused.has_value()) return absl::OkStatus();
+  int64_t row = first_row + refused->index / tensor.cols;
+  const bool is_matrix = tensor.param == kernels::Param::kWeight;
+  const std::string place =
+      is_matrix ? absl::StrCat("[", row, ", ", refused->index % tensor.cols, "]") : absl::StrCat("[", row, "]");
+  for (const Part& part : tensor.parts) {
+    if (row >= part.info->rows()) {
+      row -= part.info->rows();
+      continue;
+    }
+    const bool is_finite = std::isfinite(refused->value);
+    return errors::FieldError(
+        tensor.field,
+        is_finite ? "name a tensor without numbers below 0"
+                  : "name a tensor of finite values, unless tensor_file.allow_non_finite is set",
+        absl::StrCat(std::isnan(refused->value) ? "nan" : absl::StrCat(refused->value), " at ", place, " of '",
+                     tensor.name, "' in ", part.file->name()));
+  }
+  return absl::InternalError(absl::StrCat("row ", row, " of ", tensor.name, " is in no file"));
 }
 
 }  // namespace lossd::admin

@@ -13,12 +13,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kernels/dtype.h"
 #include "kernels/head_config.h"
 #include "lossd/v1/head.pb.h"
 #include "proto/tensorfile/safetensors.h"
+#include "server/admin/value_rules.h"
 #include "server/engine/stream.h"
+#include "server/head/checkpoint_removal.h"
 
 namespace lossd::admin {
 
@@ -33,6 +36,10 @@ class HeadSource {
     kernels::Param param = kernels::Param::kWeight;
     kernels::DType dtype = kernels::DType::kFloat32;  // in the files
     std::vector<Part> parts;                          // in the order of their rows
+    std::string name;                                 // in the files
+    absl::string_view field;                          // of the request that names it
+    int64_t cols = 1;
+    ValueRules rules;
   };
 
   // Opens the files below `directory` that are needed and checks that they have every tensor such a head
@@ -42,10 +49,14 @@ class HeadSource {
                                          const kernels::HeadConfig& config);
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
-  // Rows as stored; `out` has exactly their bytes.
+  // Rows as stored; `out` has exactly their bytes. INVALID_ARGUMENT, naming the first, if there are values
+  // among them that the request does not allow.
   absl::Status ReadRows(const Tensor& tensor, engine::RowRange rows, absl::Span<uint8_t> out) const;
 
  private:
+  static absl::Status CheckValues(const Tensor& tensor, int64_t first_row, absl::Span<const uint8_t> bytes);
+
+  head::ReadLocks locks_;  // of a checkpoint
   std::map<std::string, std::unique_ptr<formats::SafetensorsReader>> files_;  // by path below the directory
   std::vector<Tensor> tensors_;
 };

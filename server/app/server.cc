@@ -278,7 +278,8 @@ absl::Status ServerImpl::StartHttp() {
                                                                            .grpc_address = grpc_address(),
                                                                            .started = started_,
                                                                            .collectives = collectives_},
-                                                engine_.get(), backend_.get(), metrics_.get(), [this] {
+                                                options_.checkpoint_directory, engine_.get(), backend_.get(),
+                                                metrics_.get(), [this] {
                                                   return Trouble(health(), options_.liveness_timeout);
                                                 });
   Address address = http_bind_;

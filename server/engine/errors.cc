@@ -57,14 +57,18 @@ absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutt
 absl::Status RowNotFinite(int64_t row, bool some_accumulated) {
   return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
                     some_accumulated
-                        ? "must have a finite loss; rows of its slice may have been accumulated, "
+                        ? "must have a finite loss and gradient; rows of its slice may have been accumulated, "
                           "because other calls sent some of them, too (zero the step, or send "
                           "the slice again)"
-                        : "must have a finite loss; nothing of its slice was accumulated",
-                    "a loss that is not finite");
+                        : "must have a finite loss and gradient; nothing of its slice was accumulated",
+                    "a loss that is not finite, or a gradient of the hidden state that is not");
 }
 
 absl::Status DeviceFailed(const absl::Status& status) {
+  if (absl::IsDataLoss(status)) {
+    return absl::InternalError(
+        absl::StrCat("the gradients of the step are lost (zero the gradients and repeat the step): ", status.message()));
+  }
   return absl::InternalError(
       absl::StrCat("the device failed; nothing of this slice was accumulated: ", status.message()));
 }

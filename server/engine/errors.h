@@ -47,7 +47,7 @@ absl::Status CheckIncarnation(std::optional<uint64_t> named, uint64_t own);
 // UNAVAILABLE.
 absl::Status ShuttingDown();
 
-// OUT_OF_RANGE: the loss of a row of a microbatch is not finite. `some_accumulated`: rows of its slice may
+// OUT_OF_RANGE: the loss of a row of a microbatch, or its gradient, is not finite. `some_accumulated`: rows of its slice may
 // have been accumulated nevertheless, because slices of other calls hold rows of it, too.
 absl::Status RowNotFinite(int64_t row, bool some_accumulated);
 

@@ -108,7 +108,7 @@ struct LoadOptions {
   std::function<bool(const TensorPart&)> wanted = nullptr;
 };
 
-// While there is one, the checkpoint is not pruned.
+// While there is one, the checkpoint is not pruned, and its files stay if its name is taken away.
 class CheckpointReader {
  public:
   // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that all rows of every tensor are there

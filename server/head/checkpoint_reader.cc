@@ -14,6 +14,7 @@
 #include "kernels/errors/field_error.h"
 #include "server/head/checkpoint.h"
 #include "server/head/checkpoint_layout.h"
+#include "server/head/checkpoint_removal.h"
 #include "server/head/checksum.h"
 #include "server/head/head.h"
 #include "server/head/parallel.h"
@@ -48,12 +49,12 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   if (!folder.ok()) return OfCheckpoint(folder.status(), checkpoint);
   std::unique_ptr<CheckpointReader> reader(new CheckpointReader());
   reader->name_ = std::string(checkpoint);
-  absl::StatusOr<FolderLock> lock = FolderLock::Wait(*folder, FolderLock::Kind::kShared);
-  if (lock.ok()) {
-    reader->lock_ = *std::move(lock);
-  } else if (!absl::IsUnimplemented(lock.status())) {  // without locks no server removes checkpoints either
-    return lock.status();
+  absl::StatusOr<ReadLocks> locks = LockForReading(*folder);
+  if (absl::IsNotFound(locks.status())) {
+    return OfCheckpoint(absl::NotFoundError(absl::StrCat(checkpoint, ": was removed just now")), checkpoint);
   }
+  if (!locks.ok()) return locks.status();
+  reader->lock_ = std::move(locks->files);
   absl::StatusOr<Manifest> manifest = ReadManifest(directory, checkpoint);
   if (!manifest.ok()) return manifest.status();
   reader->content_digest_ = ContentDigest(*manifest);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -100,6 +102,39 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& d
     if (absl::Status status = AppendHead(directory, name, &list); !status.ok()) return status;
   }
   return list;
+}
+
+absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl::string_view head,
+                                             size_t most, size_t most_folders) {
+  if (absl::Status status = ValidateName("head", head); !status.ok()) return status;
+  const std::string head_folder = absl::StrCat(directory, "/", head);
+  NewestCheckpoints newest;
+  std::vector<std::pair<fs::file_time_type, std::string>> found;
+  size_t looked_at = 0;
+  std::error_code error;
+  for (fs::directory_iterator entry(head_folder, error), end; !error && entry != end; entry.increment(error)) {
+    if (++looked_at > most_folders) {
+      newest.and_more = true;
+      break;
+    }
+    std::error_code gone;
+    const std::string name = entry->path().filename();
+    if (!fs::is_directory(entry->symlink_status(gone)) || !ValidateName("", name).ok()) continue;
+    const auto written = fs::last_write_time(absl::StrCat(head_folder, "/", name, "/", kManifestFile), gone);
+    if (!gone) found.emplace_back(written, name);
+  }
+  if (error && error != std::errc::no_such_file_or_directory) {
+    return formats::FileError(head, "list", error.value());
+  }
+  const size_t shown = std::min(most, found.size());
+  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(shown), found.end(),
+                    std::greater<>());
+  for (size_t i = 0; i < shown; ++i) {
+    newest.checkpoints.push_back(Describe(directory, absl::StrCat(head, "/", found[i].second)));
+  }
+  std::sort(newest.checkpoints.begin(), newest.checkpoints.end(), NewestFirst);
+  newest.left_out = found.size() - shown;
+  return newest;
 }
 
 absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& directory,

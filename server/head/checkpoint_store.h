@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// All checkpoints of a directory: what is there, what may go. One server owns a directory; several may share
+// All checkpoints of a directory: what is there, what may go. checkpoint_removal.h removes a certain one. One server owns a directory; several may share
 // it as long as their heads' names differ.
 //
 // Thread-safe. Errors as in checkpoint.h.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 #define LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -36,6 +37,16 @@ struct CheckpointInfo {
 // whose manifest cannot be read come last. Only manifests are read. Empty if there is no such folder.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
                                                             absl::string_view head);
+
+// The `most` checkpoints of a head whose manifests were written last, sorted as ListCheckpoints does.
+struct NewestCheckpoints {
+  std::vector<CheckpointInfo> checkpoints;
+  size_t left_out = 0;    // that are there besides
+  bool and_more = false;  // there are even more: only `most_folders` folders were looked at
+};
+// Reads names and times of at most `most_folders` folders, and the manifests of the `most` newest.
+absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl::string_view head,
+                                             size_t most, size_t most_folders);
 
 // After the automatic checkpoint `saved` ("<head>/<name>") was saved: removes the automatic checkpoints of
 // its head but the `keep` (at least 1) newest, `saved` being one, and returns the names of those removed.

@@ -2,6 +2,7 @@
 #include "server/head/manifest.h"
 
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -67,20 +68,22 @@ std::string DigestOf(const Json& json) {
 
 Json EncodeSubject(const CheckpointSubject& subject) {
   const kernels::HeadConfig& config = subject.config;
-  return {{"name", subject.head},
-          {"hidden_size", config.hidden_size},
-          {"vocab_size", config.vocab_size},
-          {"bias", config.has_bias},
-          {"class_weights", config.has_class_weights},
-          {"norm", std::string(Name(config.norm))},
-          {"norm_epsilon", config.norm_epsilon},
-          {"compute_dtype", std::string(Name(config.compute_dtype))},
-          {"optimizer_state", std::string(Name(config.optimizer_state))},
-          {"trainable", config.trainable},
-          {"logits", std::string(Name(config.logits))},
-          {"gradients", std::string(Name(config.gradients))},
-          {"workspace_bytes", config.workspace_bytes},
-          {"split", std::string(Name(config.split))}};
+  Json json = {{"name", subject.head},
+               {"hidden_size", config.hidden_size},
+               {"vocab_size", config.vocab_size},
+               {"bias", config.has_bias},
+               {"class_weights", config.has_class_weights},
+               {"norm", std::string(Name(config.norm))},
+               {"norm_epsilon", config.norm_epsilon},
+               {"compute_dtype", std::string(Name(config.compute_dtype))},
+               {"optimizer_state", std::string(Name(config.optimizer_state))},
+               {"trainable", config.trainable},
+               {"logits", std::string(Name(config.logits))},
+               {"gradients", std::string(Name(config.gradients))},
+               {"workspace_bytes", config.workspace_bytes},
+               {"split", std::string(Name(config.split))}};
+  if (!config.shares.empty()) json["shares"] = config.shares;
+  return json;
 }
 
 // Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
@@ -96,6 +99,13 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.norm_epsilon = head.at("norm_epsilon").get<float>();
   config.trainable = head.at("trainable").get<bool>();
   config.workspace_bytes = head.at("workspace_bytes").get_ref<const int64_t&>();
+  if (head.contains("shares")) {
+    for (const Json& share : head.at("shares").get_ref<const Json::array_t&>()) {
+      const int64_t value = share.get_ref<const int64_t&>();
+      if (value < 0 || value > std::numeric_limits<int32_t>::max()) return false;
+      config.shares.push_back(static_cast<int32_t>(value));
+    }
+  }
   subject->step = json.at("step").get_ref<const uint64_t&>();
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&

@@ -93,6 +93,37 @@ struct Resolved {
   std::string relative;  // below it, without symbolic links
 };
 
+// Why realpath takes `relative` nowhere, or out of `root`: the first symbolic link on its way that does not lead to
+// something in there; OK if there is none. `error_number`: realpath's.
+absl::Status BadLink(const std::string& root, const std::string& prefix, absl::string_view relative,
+                     const std::vector<absl::string_view>& parts) {
+  std::string way;
+  for (const absl::string_view part : parts) {
+    if (part.empty() || part == ".") continue;
+    absl::StrAppend(&way, way.empty() ? "" : "/", part);
+    const std::string path = absl::StrCat(root, "/", way);
+    struct stat status {};
+    if (lstat(path.c_str(), &status) != 0) return absl::OkStatus();
+    if (!S_ISLNK(status.st_mode)) continue;
+    const std::string is_link =
+        absl::StrCat(way == relative ? "it" : absl::StrCat("'", absl::CHexEscape(way), "'"), " is a symbolic link");
+    const std::optional<std::string> real = RealPath(path);
+    if (!real.has_value() && errno == ELOOP) {
+      return BadPath(relative, absl::StrCat("leads nowhere: ", is_link, " in a loop of links; put the file in its place"));
+    }
+    if (!real.has_value() && errno == ENOENT) {
+      return absl::NotFoundError(absl::StrCat("path '", absl::CHexEscape(relative), "' leads nowhere: ", is_link,
+                                              " to something that is not there; put the file in its place"));
+    }
+    if (real.has_value() && *real != root && !absl::StartsWith(*real, prefix)) {
+      return BadPath(relative, absl::StrCat("leads outside the server's directory: ", is_link,
+                                            "; copy what it leads to into the directory, or start the server with a "
+                                            "--checkpoint_dir that holds both"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view relative) {
   if (relative.empty()) return BadPath(relative, "is empty");
   if (relative.front() == '/') return BadPath(relative, "is absolute");
@@ -104,8 +135,12 @@ absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view
     return formats::FileError(errno == ENOENT ? relative : "the server's directory", "resolve", errno);
   }
   const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
-  if (!real.has_value()) return formats::FileError(relative, "resolve", errno);
+  const int error = errno;
   const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");
+  if (!real.has_value() || !absl::StartsWith(*real, prefix)) {
+    if (absl::Status link = BadLink(*root, prefix, relative, parts); !link.ok()) return link;
+  }
+  if (!real.has_value()) return formats::FileError(relative, "resolve", error);
   if (!absl::StartsWith(*real, prefix)) return BadPath(relative, "leads outside the server's directory");
   return Resolved{*root, real->substr(prefix.size())};
 }

@@ -21,7 +21,8 @@ namespace lossd::head {
 absl::Status ValidateName(absl::string_view what, absl::string_view name);
 
 // The real path of `relative` below `directory`, without symbolic links. INVALID_ARGUMENT if it is empty
-// or absolute, holds "..", or leads outside through a symbolic link; NOT_FOUND if there is no such file.
+// or absolute, holds "..", or leads outside or in circles through a symbolic link, which the error names;
+// NOT_FOUND if there is no such file, or a link on the way leads to none.
 // A symbolic link that is made after the check is followed by those who use the path; OpenBelow follows none.
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative);
 

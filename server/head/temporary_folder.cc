@@ -42,11 +42,9 @@ absl::StatusOr<TemporaryFolder> TemporaryFolder::Adopt(Disk* disk, const std::st
   const std::string old_path = absl::StrCat(parent, "/", name);
   absl::StatusOr<FolderLock> lock = FolderLock::Try(old_path, FolderLock::Kind::kExclusive);
   if (!lock.ok()) return lock.status();
-  std::string path = TemporaryName(parent, name);
-  if (absl::Status status = disk->Rename(old_path, path); !status.ok()) return status;
-  // Not before its new name is on the disk may any of it go.
-  if (absl::Status status = disk->SyncFolder(parent); !status.ok()) return status;
-  TemporaryFolder folder(disk, std::move(path));
+  absl::StatusOr<std::string> path = TakeNameAway(disk, parent, name);
+  if (!path.ok()) return path.status();
+  TemporaryFolder folder(disk, *std::move(path));
   folder.lock_ = *std::move(lock);
   return folder;
 }
@@ -67,6 +65,17 @@ absl::Status TemporaryFolder::Become(const std::string& target) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, absl::string_view name) {
+  const std::string old_path = absl::StrCat(parent, "/", name);
+  std::string path = TemporaryName(parent, name);
+  if (absl::Status status = disk->Rename(old_path, path); !status.ok()) return status;
+  // Not before its new name is on the disk may any of it go.
+  absl::Status status = disk->SyncFolder(parent);
+  if (status.ok()) return path;
+  disk->Rename(path, old_path).IgnoreError();
+  return status;
+}
+
 absl::Status ValidateTemporaryName(absl::string_view name) {
   constexpr size_t kMostLength = 64 + 9;  // a checkpoint's name, and what TemporaryName puts behind it
   const auto is_usual = [](char c) {
@@ -81,6 +90,11 @@ absl::Status ValidateTemporaryName(absl::string_view name) {
                                                  "' is no temporary folder's name"));
 }
 
+bool RemoveIfUnused(Disk* disk, const std::string& path) {
+  const absl::StatusOr<FolderLock> lock = FolderLock::Try(path, FolderLock::Kind::kExclusive);
+  return absl::IsNotFound(lock.status()) || (lock.ok() && RemoveTree(disk, path).ok());
+}
+
 void RemoveLeftovers(Disk* disk, const std::string& parent) {
   namespace fs = std::filesystem;
   std::error_code error;
@@ -88,10 +102,7 @@ void RemoveLeftovers(Disk* disk, const std::string& parent) {
   for (fs::directory_iterator entry(parent, error), end; !error && entry != end; entry.increment(error)) {
     if (absl::StartsWith(entry->path().filename().string(), kPrefix)) leftovers.push_back(entry->path());
   }
-  for (const std::string& leftover : leftovers) {
-    const absl::StatusOr<FolderLock> lock = FolderLock::Try(leftover, FolderLock::Kind::kExclusive);
-    if (lock.ok()) RemoveTree(disk, leftover).IgnoreError();
-  }
+  for (const std::string& leftover : leftovers) RemoveIfUnused(disk, leftover);
 }
 
 }  // namespace lossd::head

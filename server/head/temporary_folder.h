@@ -45,8 +45,17 @@ class TemporaryFolder {
   FolderLock lock_;
 };
 
+// Gives the folder `name` of `parent` a temporary name and returns its new path: after a crash it is there as
+// it was, or a leftover. Who reads its files goes on. If it fails, the folder has its name, unless the disk
+// refuses that as well.
+absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, absl::string_view name);
+
 // INVALID_ARGUMENT unless a temporary folder may be called so.
 absl::Status ValidateTemporaryName(absl::string_view name);
+
+// Removes a temporary folder unless it is in use. True: it is gone; false: it is in use, or could not be
+// removed as a whole.
+bool RemoveIfUnused(Disk* disk, const std::string& path);
 
 // Removes temporary folders in `parent` that no process uses any more; what cannot be removed stays.
 void RemoveLeftovers(Disk* disk, const std::string& parent);

@@ -20,6 +20,11 @@ namespace {
 
 using errors::FieldError;
 
+absl::StatusOr<int32_t> ToShare(uint32_t share, absl::string_view field) {
+  if (share <= std::numeric_limits<int32_t>::max()) return static_cast<int32_t>(share);
+  return FieldError(field, "be at most 2^31 - 1", share);
+}
+
 constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 
@@ -175,6 +180,11 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   config.trainable = !spec.frozen();
   config.logits = *logits;
   config.split = *split;
+  for (int i = 0; i < spec.shares_size(); ++i) {
+    const auto share = ToShare(spec.shares(i), field(absl::StrCat("shares[", i, "]")));
+    if (!share.ok()) return share.status();
+    config.shares.push_back(*share);
+  }
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -364,6 +374,7 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_frozen(!config.trainable);
   spec.set_logits(ToProto(config.logits));
   spec.set_split(ToProto(config.split));
+  spec.mutable_shares()->Add(config.shares.begin(), config.shares.end());
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;

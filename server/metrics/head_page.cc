@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page of one head, a part of StatusPage.
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -57,6 +58,39 @@ std::string SavesTable(const std::vector<SaveMetrics::Save>& saves) {
                       FormatSeconds(save.seconds)});
   }
   return Table({"Checkpoint", "Step", "Time (UTC)", "Size", "Took"}, rows);
+}
+
+std::string CheckpointRow(const head::CheckpointInfo& info, absl::Time now) {
+  if (!info.status.ok()) {
+    return TableRow({EscapeHtml(info.name), "-", "-", "-", "-", "-",
+                     absl::StrCat("<span class=\"state error\">damaged</span> <span class=\"text\">",
+                                  EscapeHtml(info.status.message()), "</span>")});
+  }
+  const bool is_dated = info.saved_at > absl::UnixEpoch();
+  return TableRow({EscapeHtml(info.name), Grouped(static_cast<int64_t>(info.subject.step)),
+                   FormatBytes(static_cast<double>(info.bytes)),
+                   is_dated ? FormatTime(info.saved_at, now) : std::string("-"),
+                   is_dated ? FormatUptime(std::max(now - info.saved_at, absl::ZeroDuration())) : std::string("-"),
+                   info.subject.run.empty() ? std::string("-") : EscapeHtml(info.subject.run),
+                   info.automatic ? "the server" : "a client"});
+}
+
+std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestCheckpoints>>& newest) {
+  if (!newest.has_value()) return "<p>The directory is being read.</p>\n";
+  if (!newest->ok()) {
+    return absl::StrCat("<p>The directory cannot be read: ", EscapeHtml(newest->status().message()), "</p>\n");
+  }
+  const head::NewestCheckpoints& list = **newest;
+  if (list.checkpoints.empty()) return "<p>There are none.</p>\n";
+  const absl::Time now = absl::Now();
+  std::string rows;
+  for (const head::CheckpointInfo& info : list.checkpoints) rows += CheckpointRow(info, now);
+  std::string more;
+  if (list.left_out > 0 || list.and_more) {
+    more = absl::StrCat("<p>And ", list.and_more ? "more than " : "",
+                        Grouped(static_cast<int64_t>(list.left_out)), " older.</p>\n");
+  }
+  return absl::StrCat(Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Run", "Named by"}, rows), more);
 }
 
 std::string ChoicesTable(const engine::HeadSnapshot& head) {
@@ -124,7 +158,9 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           "</header>\n<section id=\"charts\">\n", Chart("head-rows", "Rows per second"),
           Chart("head-loss", "Loss of the last step"), Chart("head-norm", "Gradient norm"),
           Chart("head-rate", "Learning rate"), "</section>\n<section id=\"steps\"><h2>Last steps</h2>\n",
-          StepsTable(steps), "</section>\n<section id=\"saves\"><h2>Checkpoints</h2>\n",
+          StepsTable(steps), "</section>\n<section id=\"checkpoints\"><h2>Checkpoints</h2>\n",
+          options_.checkpoints == nullptr ? std::string() : CheckpointsTable(options_.checkpoints->Of(name)),
+          "</section>\n<section id=\"saves\"><h2>Last saves</h2>\n",
           SavesTable(metrics_->saves().Saves(name)), "</section>\n<section id=\"choices\"><h2>Choices</h2>\n",
           ChoicesTable(*head), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n",
           PlannedTable(head->memory), "</section>\n<section id=\"events\"><h2>Events</h2>\n",

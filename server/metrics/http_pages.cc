@@ -126,6 +126,11 @@ HttpFunction Asset(absl::string_view content_type, absl::string_view body) {
   };
 }
 
+StatusPageOptions WithCheckpoints(StatusPageOptions options, CheckpointLists* checkpoints) {
+  options.checkpoints = checkpoints;
+  return options;
+}
+
 }  // namespace
 
 void AddPages(const PageSources& sources, HttpHandlers* handlers) {
@@ -142,10 +147,12 @@ void AddPages(const PageSources& sources, HttpHandlers* handlers) {
   (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
 }
 
-HttpPages::HttpPages(const StatusPageOptions& options, const engine::Engine* engine,
-                     const kernels::Backend* backend, Metrics* metrics, std::function<std::string()> trouble)
+HttpPages::HttpPages(const StatusPageOptions& options, const std::string& checkpoint_directory,
+                     const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics,
+                     std::function<std::string()> trouble)
     : sampler_(engine, backend, metrics, &history_),
-      page_(options, engine, backend, metrics, &history_),
+      checkpoints_(checkpoint_directory),
+      page_(WithCheckpoints(options, &checkpoints_), engine, backend, metrics, &history_),
       sources_({.page = &page_,
                 .history = &history_,
                 .events = &metrics->events(),

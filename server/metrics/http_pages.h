@@ -49,7 +49,9 @@ void AddPages(const PageSources& sources, HttpHandlers* handlers);
 class HttpPages {
  public:
   // All outlive this. `trouble` is asked with each request.
-  HttpPages(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
+  // The checkpoints that pages list are those of `checkpoint_directory`; empty: none are.
+  HttpPages(const StatusPageOptions& options, const std::string& checkpoint_directory,
+            const engine::Engine* engine, const kernels::Backend* backend,
             Metrics* metrics, std::function<std::string()> trouble);
 
   // This outlives the handlers.
@@ -58,6 +60,7 @@ class HttpPages {
  private:
   History history_;
   Sampler sampler_;
+  CheckpointLists checkpoints_;
   const StatusPage page_;
   const PageSources sources_;
 };

@@ -36,7 +36,11 @@ SaveMetrics::SaveMetrics(prometheus::Registry& registry)
                     .Name("lossd_checkpoint_buffered_bytes")
                     .Help("Bytes that the running save has read from the device and not yet written.")
                     .Register(registry)
-                    .Add({})) {}
+                    .Add({})),
+      removed_(CounterFamily(registry, "lossd_checkpoint_removals_total",
+                             "Checkpoints that were removed, by cause: keep, client.")),
+      pruned_(removed_.Add({{"cause", "keep"}})),
+      deleted_(removed_.Add({{"cause", "client"}})) {}
 
 void SaveMetrics::OnSaved(absl::string_view head, Save save) {
   saved_.Increment();
@@ -64,6 +68,10 @@ void SaveMetrics::OnFailed(const absl::Status& status) {
   } else {
     failed_.Increment();
   }
+}
+
+void SaveMetrics::OnRemoved(Cause cause, size_t count) {
+  (cause == Cause::kPruned ? pruned_ : deleted_).Increment(static_cast<double>(count));
 }
 
 void SaveMetrics::ForgetHead(absl::string_view head) {

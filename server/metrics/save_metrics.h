@@ -48,6 +48,9 @@ class SaveMetrics {
   void OnSaved(absl::string_view head, Save save) ABSL_LOCKS_EXCLUDED(mutex_);
   // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
   void OnFailed(const absl::Status& status);
+  // `count` checkpoints were removed: by `keep`, or by a client's DeleteCheckpoint.
+  enum class Cause { kPruned, kDeleted };
+  void OnRemoved(Cause cause, size_t count);
   // What the running save has read and not yet written.
   void SetBuffered(int64_t bytes) { buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
@@ -67,6 +70,9 @@ class SaveMetrics {
   prometheus::Counter& saved_bytes_;
   prometheus::Histogram& seconds_;
   prometheus::Gauge& buffered_;
+  prometheus::Family<prometheus::Counter>& removed_;
+  prometheus::Counter& pruned_;
+  prometheus::Counter& deleted_;
 
   mutable absl::Mutex mutex_;
   // By head, the newest first.

@@ -19,6 +19,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
+#include "server/metrics/checkpoint_lists.h"
 #include "server/metrics/history.h"
 #include "server/metrics/metrics.h"
 
@@ -29,6 +30,7 @@ struct StatusPageOptions {
   std::string grpc_address;
   absl::Time started;
   std::string collectives = {};  // that the devices of the server exchange by; empty: it has one
+  CheckpointLists* checkpoints = nullptr;  // null: pages list none
 };
 
 class StatusPage {

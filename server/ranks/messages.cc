@@ -57,6 +57,7 @@ v1::HeadConfig ToProto(const kernels::HeadConfig& config) {
   out.set_gradients(ValueOf(config.gradients));
   out.set_workspace_bytes(config.workspace_bytes);
   out.set_split(ValueOf(config.split));
+  out.mutable_shares()->Add(config.shares.begin(), config.shares.end());
   return out;
 }
 
@@ -85,7 +86,8 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
                              .logits = *logits,
                              .gradients = *gradients,
                              .workspace_bytes = config.workspace_bytes(),
-                             .split = *split};
+                             .split = *split,
+                             .shares = {config.shares().begin(), config.shares().end()}};
 }
 
 v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {

@@ -38,6 +38,7 @@ std::string HeadOf(const Request& request) {
 }
 std::string HeadOf(const v1::CreateHeadRequest& request) { return request.spec().name(); }
 std::string HeadOf(const v1::ListHeadsRequest&) { return ""; }
+std::string HeadOf(const v1::DeleteCheckpointRequest&) { return ""; }
 
 bool Changes(AdminKind kind) { return kind == AdminKind::kChange || kind == AdminKind::kLong; }
 
@@ -47,8 +48,10 @@ const std::string& SubjectOf(const Request& request) {
   static const std::string* const none = new std::string();
   if constexpr (requires { request.spec().name(); }) {
     return request.spec().name();
-  } else if constexpr (requires { request.checkpoint(); }) {
+  } else if constexpr (requires { request.checkpoint(), request.head(); }) {
     return request.head().empty() ? request.checkpoint() : request.head();
+  } else if constexpr (requires { request.checkpoint(); }) {
+    return request.checkpoint();
   } else if constexpr (requires { request.head(); }) {
     return request.head();
   } else {
@@ -144,6 +147,8 @@ class HeadServiceImpl final : public HeadService, public Base {
     Unary("DescribeHead", AdminKind::kLook, &admin::HeadOperations::DescribeHead);
     Unary("ListHeads", AdminKind::kLook, &admin::HeadOperations::ListHeads);
     Unary("ListCheckpoints", AdminKind::kLook, &admin::HeadOperations::ListCheckpoints);
+    // Of the disk alone: changes no head, so it goes on while the server drains, as saves do.
+    Unary("DeleteCheckpoint", AdminKind::kRead, &admin::HeadOperations::DeleteCheckpoint);
     Serve("SaveCheckpoint", [this](auto* context) { return SaveCall::Start(&save_environment_, context); });
     Serve("ReadTensor", [this](auto* context) { return ReadTensorCall::Start(&environment_, context); });
   }

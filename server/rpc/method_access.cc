@@ -27,6 +27,7 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "ReadTensor", Role::kTrainer, false},          //
     {kHeads, "ZeroGradients", Role::kTrainer, true},        //
     {kHeads, "SaveCheckpoint", Role::kTrainer, true},       //
+    {kHeads, "DeleteCheckpoint", Role::kTrainer, true},     //
 
     {kHeads, "CreateHead", Role::kAdmin, true},      //
     {kHeads, "PlanHead", Role::kAdmin, true},        //

@@ -220,6 +220,8 @@ class FakeHeadService final : public v1::HeadService::Service {
     saved.set_checkpoint(absl::StrCat(request->head(), "/", name));
     saved.set_bytes(bytes);
     saved.set_seconds(0.25);
+    head->history.set_checkpoint(saved.checkpoint());
+    head->history.set_checkpoint_step(head->step);
     if (request->keep() == 1) saved.add_pruned(absl::StrCat(request->head(), "/old"));
     writer->Write(update);
     return grpc::Status::OK;
@@ -254,6 +256,34 @@ class FakeHeadService final : public v1::HeadService::Service {
     state_->Discard(head);
     head->weights_version = ++state_->drawn;
     *response = state_->Describe(*head);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status ResetHead(grpc::ServerContext*, const v1::ResetHeadRequest* request,
+                         v1::ResetHeadResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    Head* head = state_->Find(request->head());
+    if (head == nullptr) return state_->NotFound(request->head());
+    head->updates = 0;
+    if (request->scope() == v1::RESET_SCOPE_ALL) head->step = 0;
+    state_->Discard(head);
+    *response->mutable_head() = state_->Describe(*head);
+    return grpc::Status::OK;
+  }
+
+  // Of any name but "missing".
+  grpc::Status DeleteCheckpoint(grpc::ServerContext*, const v1::DeleteCheckpointRequest* request,
+                                v1::DeleteCheckpointResponse* response) override {
+    absl::MutexLock lock(&state_->mu);
+    const std::string& checkpoint = request->checkpoint();
+    if (checkpoint.ends_with("/missing")) {
+      return state_->Error(grpc::StatusCode::NOT_FOUND, "no such checkpoint", "checkpoint", checkpoint);
+    }
+    const bool is_new = state_->deletions.emplace(request->deletion_id(), checkpoint).second;
+    response->set_repeated_call(!is_new);
+    response->set_bytes(3 << 20);
+    // It is deleted, but the answer is lost.
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "connection reset");
     return grpc::Status::OK;
   }
 

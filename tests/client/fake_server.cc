@@ -136,6 +136,10 @@ uint64_t FakeServer::incarnation() const {
   absl::MutexLock lock(&state_->mu);
   return state_->incarnation;
 }
+uint64_t FakeServer::deletions() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->deletions.size();
+}
 uint64_t FakeServer::streams_opened() const {
   absl::MutexLock lock(&state_->mu);
   return state_->streams_seen;

@@ -97,6 +97,7 @@ class FakeServer {
   void Listen();
 
   uint64_t incarnation() const;
+  uint64_t deletions() const;  // of checkpoints, by their ids
   uint64_t streams_opened() const;
   uint64_t describes() const;  // DescribeHead calls answered
   uint64_t slices_received() const;

@@ -34,6 +34,7 @@ struct Head {
   uint64_t updates = 0;
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
+  v1::HeadHistory history;
   struct Retained {
     v1::DType dtype = v1::DTYPE_FP32;
     std::map<uint64_t, std::vector<float>> hidden;  // by row; valid rows only
@@ -133,6 +134,7 @@ struct FakeState {
     for (const auto& [id, seen] : head.ledger)
       description.set_step_rows(description.step_rows() + seen.size());
     description.set_total_rows(head.total_rows);
+    *description.mutable_history() = head.history;
     return description;
   }
   void Restart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
@@ -162,6 +164,7 @@ struct FakeState {
   uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
   uint64_t drawn ABSL_GUARDED_BY(mu) = 0;  // generations and weights versions: 1, 2, ...
   std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
+  std::map<std::string, std::string> deletions ABSL_GUARDED_BY(mu);  // deletion_id -> checkpoint
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t describes_seen ABSL_GUARDED_BY(mu) = 0;
   uint64_t slices_seen ABSL_GUARDED_BY(mu) = 0;

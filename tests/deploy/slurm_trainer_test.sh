@@ -48,7 +48,7 @@ nothing_left() {
 run 0 bash -euc 'lossctl create head --hidden 8 --vocab 50; lossctl loss head --random 16 --accumulate; lossctl step head --lr 1e-3; lossctl save head'
 [ "$(<"$folder/sruns")" = $'--ntasks=1 --gpus=1 --exact lossd\n--ntasks=1 --gpus=3 --exact bash' ] || fail "not these: $(<"$folder/sruns")"
 # The next job has the heads of the last one.
-run 0 bash -euc 'lossctl describe head | grep -q "step.*1"; lossctl delete head'
+run 0 bash -euc 'lossctl describe head | grep -q "step.*1"; lossctl delete head --yes'
 run 7 bash -c 'exit 7'
 
 # Without a server there is no training, and it does not go on without one.

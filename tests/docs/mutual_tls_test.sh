@@ -34,7 +34,7 @@ lossctl heads | grep -q lm_head || fail "the operator's head is not there"
 export LOSSD_CERT=trainer-1.pem LOSSD_KEY=trainer-1.key
 lossctl heads | grep -q lm_head || fail "the trainer does not see the head"
 status=0
-lossctl delete lm_head 2>said || status=$?
+lossctl delete lm_head --yes 2>said || status=$?
 [ "$status" = 4 ] && grep -q 'DeleteHead needs the role admin; dns:trainer-1 has the role trainer' said ||
   fail "the trainer deleted a head: $status $(cat said)"
 unset LOSSD_CERT LOSSD_KEY

@@ -28,6 +28,10 @@ bool AllZero(const std::vector<float>& values) {
   return std::all_of(values.begin(), values.end(), [](float v) { return v == 0.0f; });
 }
 
+bool AllFinite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); });
+}
+
 double NormOf(absl::Span<const float> values) {
   double sum = 0.0;
   for (float v : values) sum += double{v} * double{v};
@@ -62,7 +66,7 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.compute_dtype = GetParam().compute;
   spec.config.optimizer_state = OptimizerState::kNone;
   spec.config.logits = GetParam().logits;
-  spec.config.split = SplitOf(vocab_size);
+  SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
   spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
   spec.slice_rows = std::move(slice_rows);
@@ -72,14 +76,15 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
 ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_t vocab_size) {
   ProblemSpec spec = RandomSpec(rows, hidden_size, vocab_size, GetParam().hidden, GetParam().compute, rng_);
   spec.config.logits = GetParam().logits;
-  spec.config.split = SplitOf(vocab_size);
+  SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
   spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
   return spec;
 }
 
-Split BackendConformance::SplitOf(int64_t vocab_size) const {
-  return vocab_size < GetParam().devices ? Split::kRows : GetParam().split;
+void BackendConformance::SplitHead(HeadConfig& config) const {
+  config.split = config.vocab_size < GetParam().devices ? Split::kRows : GetParam().split;
+  if (config.split == Split::kVocabulary) config.shares = GetParam().shares;
 }
 
 Problem BackendConformance::WithLogits(const std::vector<float>& logits,

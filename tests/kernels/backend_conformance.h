@@ -35,6 +35,7 @@ struct ConformanceCase {
   int devices = 1;  // that share the work; each has a workspace of its own
   // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
   Split split = Split::kAny;
+  std::vector<int32_t> shares;  // HeadConfig::shares of heads that are split by vocabulary
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.
@@ -52,6 +53,7 @@ inline constexpr int64_t kOddShapes[][3] = {{1, 1, 1},       {3, 1, 7},      {8,
 
 absl::Span<const uint8_t> AsBytes(const std::vector<float>& values);
 bool AllZero(const std::vector<float>& values);
+bool AllFinite(const std::vector<float>& values);
 double NormOf(absl::Span<const float> values);
 // Of all parameters that have one.
 std::vector<std::vector<float>> AllGradients(HeadKernels& head);
@@ -72,7 +74,7 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
   ProblemSpec Random(int64_t rows, int64_t hidden_size, int64_t vocab_size);
   bool recomputes_logits() const { return GetParam().logits == Logits::kRecomputed; }
   // Of a head with so many classes.
-  Split SplitOf(int64_t vocab_size) const;
+  void SplitHead(HeadConfig& config) const;
   // One row a target: x = (1, noise), the first column of W holding `logits` (representable in 16 bits), so
   // that z is `logits` but for the noise.
   Problem WithLogits(const std::vector<float>& logits, const std::vector<int32_t>& targets);

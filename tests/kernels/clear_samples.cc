@@ -15,14 +15,15 @@ namespace lossd::kernels::testing {
 namespace {
 
 // The sum of what is undecided in a slice.
-double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice, int class_parts) {
+double UndecidedOf(const reference::SampledClasses& classes, const SliceData& slice, const Problem& problem) {
   const size_t vocab = slice.targets.empty() ? 0 : classes.size.size() / slice.targets.size();
   double sum = 0.0;
   for (size_t row = 0; row < slice.targets.size(); ++row) {
     const auto begin = static_cast<std::ptrdiff_t>(row * vocab),
                end = begin + static_cast<std::ptrdiff_t>(vocab);
-    const auto parts = reference::SampledPartsOf(vocab, class_parts, slice.sample_seed,
-                                                 static_cast<uint64_t>(slice.first_row) + row);
+    const auto parts =
+        reference::SampledPartsOf(vocab, problem.class_parts, problem.config.shares, slice.sample_seed,
+                                  static_cast<uint64_t>(slice.first_row) + row);
     const std::vector<double> undecided =
         reference::UndecidedClasses({classes.size.begin() + begin, classes.size.begin() + end},
                                     {classes.error.begin() + begin, classes.error.begin() + end}, parts);
@@ -40,6 +41,7 @@ reference::Rows SampledRows(const Problem& problem, const SliceData& slice) {
   const bool is_auto = problem.options.gradients == Gradients::kAuto;
   rows.sample_uniform = problem.samples_uniform || (problem.auto_samples_uniform && is_auto);
   rows.class_parts = problem.class_parts;
+  rows.class_shares = problem.config.shares;
   rows.logit_error = SampledElementError(problem.config.compute_dtype);
   return rows;
 }
@@ -51,10 +53,10 @@ Problem WithClearSamples(Problem problem) {
     const auto classes = reference::ComputeSampledClasses(ReferenceHead(problem), problem.options,
                                                           SampledRows(problem, slice));
     uint64_t best = slice.sample_seed;
-    double least = UndecidedOf(classes, slice, problem.class_parts);
+    double least = UndecidedOf(classes, slice, problem);
     for (int i = 0; i < kTries && least > 0.0; ++i) {
       slice.sample_seed = MixBits(slice.sample_seed);
-      const double here = UndecidedOf(classes, slice, problem.class_parts);
+      const double here = UndecidedOf(classes, slice, problem);
       if (here >= least) continue;
       least = here;
       best = slice.sample_seed;

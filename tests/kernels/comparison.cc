@@ -90,7 +90,10 @@ void ExpectIgnoredRow(const SliceOutputs& got, size_t row, int64_t hidden_size) 
 bool HasGradient(const Problem& problem, const SliceData& slice, size_t row) {
   const bool accumulated =
       problem.accumulate_gradients && (slice.accumulate.empty() || slice.accumulate[row] != 0);
-  return slice.targets[row] != kIgnoredTarget && (slice.want_grad_hidden || accumulated);
+  const bool absent = !slice.row_weights.empty() && slice.row_weights[row] == 0.0f &&
+                      (slice.grad_lse.empty() || slice.grad_lse[row] == 0.0f) &&
+                      (slice.grad_entropy.empty() || slice.grad_entropy[row] == 0.0f);
+  return slice.targets[row] != kIgnoredTarget && !absent && (slice.want_grad_hidden || accumulated);
 }
 
 // Of the rows with a gradient.
@@ -227,7 +230,7 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
           slice.sample_seed,           slice.first_row,
           /*sample_uniform=*/false,    /*class_parts=*/1,
-          /*logit_error=*/0.0};
+          /*class_shares=*/{},         /*logit_error=*/0.0};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,

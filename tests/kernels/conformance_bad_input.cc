@@ -16,10 +16,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-bool AllFinite(const std::vector<float>& values) {
-  return std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); });
-}
-
 }  // namespace
 
 // The slice with the bad row fails with its index; the others and the accumulators are as if it were absent.

@@ -53,6 +53,13 @@ TEST_F(SafetensorsIndexTest, FindsShards) {
   EXPECT_THAT(std::string(missing.message()), AllOf(HasSubstr("the index"), HasSubstr("'c'")));
 }
 
+TEST_F(SafetensorsIndexTest, FindsShardsInSubfolders) {
+  const auto index = Open(R"({"weight_map": {"a": "shards/model-00001.safetensors", "b": "x/y/..z", "c": "plain"}})");
+  ASSERT_TRUE(index.ok()) << index.status();
+  EXPECT_EQ(*index->ShardOf("a"), "shards/model-00001.safetensors");
+  EXPECT_EQ(*index->ShardOf("b"), "x/y/..z");
+}
+
 TEST_F(SafetensorsIndexTest, Refusals) {
   for (const char* text :
        {"", "[]", "{", "1", R"({"weight_map": {"a": "x", "a": "y"}})",
@@ -66,7 +73,8 @@ TEST_F(SafetensorsIndexTest, Refusals) {
   for (const char* text : {"{}", R"({"weight_map": []})", R"({"weight_map": null})"}) {
     ExpectRefused(text, "no weight_map");
   }
-  for (const char* shard : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"a/b\"", "\"/etc/passwd\"",
+  for (const char* shard : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"a/../../x\"", "\"a/..\"", "\"a//b\"", "\"a/\"",
+                            "\"./x\"", "\"/\"", "\"a/./b\"", "\"/etc/passwd\"",
                             "\"x\\u0000y\"", "3", "null", "{}", "[\"x\"]"}) {
     ExpectRefused(absl::StrCat("{\"weight_map\": {\"fine\": \"x\", \"bad\": ", shard, "}}"), "'bad'");
   }

@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/heads/head_plan.h"
+#include "kernels/cuda/kernels/guard.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
@@ -42,6 +43,13 @@ void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& 
   job.rows_here = exchange.RowsHere(rows);
   const auto [begin, end] = job.rows_here;
   job.raw_rows_here = {begin == 0 ? 0 : raw(begin), raw(end)};
+}
+
+// Found too late for its slice to fail alone.
+absl::Status HiddenGradientLost(bool accumulated) {
+  constexpr absl::string_view kWhat =
+      "the gradient of a hidden state is not finite though its loss is (look for infinite weights)";
+  return accumulated ? absl::DataLossError(kWhat) : absl::InternalError(kWhat);
 }
 
 }  // namespace
@@ -235,12 +243,47 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchGuard({job.layout.device_slices, slot.device_in.slice_begin, job.accumulate, job.out.loss,
-                   job.out.lse, slot.device_out.first_bad, workspace_.keep},
-                  stream),
-      "guard kernel");
+  LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));
+  LOSSD_RETURN_IF_ERROR(Guard(pending));
   return Record(slot.row_results, stream);
+}
+
+absl::Status CudaHead::Guard(const Pending& pending) {
+  const ChunkJob& job = pending.job;
+  const ChunkSlot& slot = *pending.slot;
+  const GuardParams p = {.slices = job.layout.device_slices,
+                         .slice_begin = slot.device_in.slice_begin,
+                         .accumulate = job.accumulate,
+                         .checks = slot.device_in.checks,
+                         .terms = job.terms,
+                         .in = job.in,
+                         .out = job.out,
+                         .gradient_scale = job.weight_gradient_scale,
+                         .first_bad = slot.device_out.first_bad,
+                         .keep = workspace_.keep};
+  return ToStatus(LaunchGuard(p, device_->compute()), "guard kernel");
+}
+
+// A path that recomputes logits has added its rows to the weight gradient by now, and of a head that is split
+// the other parts do not know of the rows here: then the chunk fails, and what it has accumulated is lost.
+absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
+  const ChunkJob& job = pending.job;
+  const ChunkSlot& slot = *pending.slot;
+  const bool late = config_.logits == Logits::kRecomputed && job.layout.accumulate;
+  const HiddenGuardParams p = {
+      .gradient = {workspace_.paths[Region::kHiddenGradient], job.hidden_gradient_dtype, sizes_.hidden,
+                   sizes_.padded_hidden},
+      .scale = job.hidden_gradient_factor(),
+      .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
+      .begin = job.rows_here.begin,
+      .end = job.rows_here.end,
+      .checks = slot.device_in.checks,
+      .keep = workspace_.keep,
+      .loss = job.out.loss,
+      .lost = late || sizes_.is_split() ? slot.device_out.lost : nullptr,
+      .accumulate = sizes_.is_split() ? job.accumulate : nullptr};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchHiddenGuard(p, device_->compute()), "guard kernel");
+  return Guard(pending);
 }
 
 absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
@@ -268,6 +311,7 @@ absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(path.HiddenGradient(job));
   auto* const dx = workspace_.paths.At<float>(Region::kHiddenGradient);
   LOSSD_RETURN_IF_ERROR(link_.exchange->SumRows(dx, job.rows(), sizes_.padded_hidden));
+  LOSSD_RETURN_IF_ERROR(GuardHiddenGradient(pending));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Backward(pending.job, *pending.slot));
   return Record(pending.slot->hidden_gradient, device_->compute());
 }
@@ -285,6 +329,9 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       *final_status = device->Fail(exchange->Wait(pending->slot->results));
     } else if (!final_status->ok() && pending->slot != nullptr) {
       cudaDeviceSynchronize();  // copies to the slices' memory may be under way
+    }
+    if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
+      *final_status = HiddenGradientLost(pending->job.layout.accumulate);
     }
     if (final_status->ok() && reports) {
       UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in,

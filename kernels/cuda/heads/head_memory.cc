@@ -136,7 +136,7 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   }
   sizes.all_classes = config.vocab_size;
   sizes.first_class = own.first;
-  sizes.most_classes = ClassesOf(config, {0, replica.count}).rows;
+  sizes.most_classes = MostClassesOf(config, replica.count);
   sizes.fused = fused && config.compute_dtype != DType::kFloat32;
   sizes.hidden = config.hidden_size;
   sizes.vocab = sizes.most_classes;  // so that all parts have the same sizes

@@ -84,8 +84,9 @@ absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) cons
         link_->exchange->Sum(ExchangeKind::kHiddenGradients, sums, 2 * sizes_.padded_hidden));
     LOSSD_RETURN_IF_ERROR(tensors_->AddNormGradients(sums, sums + sizes_.padded_hidden));
   }
-  if (!job.layout.want_hidden_gradient || job.rows() == job.layout.raw_rows) return absl::OkStatus();
-  return ToStatus(LaunchZeroUnmappedRows(raw, slot.device_in.compact_of_raw, job.layout.raw_rows, stream),
+  const int64_t with_gradient = job.rows() - job.layout.absent_rows;
+  if (!job.layout.want_hidden_gradient || with_gradient == job.layout.raw_rows) return absl::OkStatus();
+  return ToStatus(LaunchZeroUnmappedRows(raw, slot.device_in.gradient_of_raw, job.layout.raw_rows, stream),
                   "zero kernel");
 }
 

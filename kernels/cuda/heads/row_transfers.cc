@@ -16,8 +16,8 @@ int64_t RowTransfers::RowBytes(const ChunkJob& job) const {
   return sizes_.hidden * static_cast<int64_t>(SizeOf(job.chunk->hidden_dtype));
 }
 
-bool RowTransfers::IsDirect(const ChunkJob& job, const SliceLayout& place) const {
-  return job.direct && place.compact_rows == place.slice->rows && sizes_.hidden == sizes_.padded_hidden;
+bool RowTransfers::IsDirect(const ChunkJob& job, const SliceLayout& place, int64_t rows) const {
+  return job.direct && rows == place.slice->rows && sizes_.hidden == sizes_.padded_hidden;
 }
 
 absl::Status RowTransfers::Upload(const ChunkJob& job, const ChunkSlot& slot) {
@@ -58,7 +58,7 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
     return bring(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, 0, rows);
   }
   auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
-  if (IsDirect(job, place)) return bring(hidden + place.compact_begin * row_bytes, 0, rows);
+  if (IsDirect(job, place, place.compact_rows)) return bring(hidden + place.compact_begin * row_bytes, 0, rows);
   const DeviceMatrix buffer = {workspace_.upload_buffer, job.chunk->hidden_dtype, sizes_.hidden,
                                sizes_.hidden};
   const DeviceMatrix target = {hidden, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
@@ -75,11 +75,11 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
 
 absl::Status RowTransfers::Download(const ChunkJob& job, const ChunkSlot& slot) {
   const cudaStream_t stream = device_->download();
-  LOSSD_RETURN_IF_ERROR(Await(slot.row_results, stream));
+  // The guard of hidden gradients has the last word on what the rows' results say.
+  LOSSD_RETURN_IF_ERROR(Await(job.wants_hidden_gradient ? slot.hidden_gradient : slot.row_results, stream));
   LOSSD_RETURN_IF_ERROR(
       Copy(slot.host_outputs.data(), slot.memory.outputs, slot.host_outputs.bytes(), stream));
   if (job.layout.want_hidden_gradient) {
-    LOSSD_RETURN_IF_ERROR(Await(slot.hidden_gradient, stream));
     for (const SliceLayout& place : job.layout.slices) {
       if (place.compact_rows == 0 || place.slice->grad_hidden == nullptr) continue;
       LOSSD_RETURN_IF_ERROR(DownloadSlice(job, slot, place));
@@ -103,7 +103,7 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
                 stream);
   }
   uint8_t* const gradient = workspace_.paths[Region::kHiddenGradient];
-  if (IsDirect(job, place)) {
+  if (IsDirect(job, place, place.compact_rows - place.absent_rows)) {
     return Copy(to, gradient + place.compact_begin * row_bytes, rows * row_bytes, stream);
   }
   const DeviceMatrix source = {gradient, job.hidden_gradient_dtype, sizes_.hidden, sizes_.padded_hidden};
@@ -112,7 +112,7 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
   const int64_t block_rows = sizes_.transfer_bytes / row_bytes;
   for (int64_t r = 0; r < rows; r += block_rows) {
     const int64_t count = std::min(block_rows, rows - r);
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchScatterRows(source, buffer, slot.device_in.compact_of_raw + begin + r,
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchScatterRows(source, buffer, slot.device_in.gradient_of_raw + begin + r,
                                                  count, job.hidden_gradient_factor(), stream),
                                "scatter kernel");
     LOSSD_RETURN_IF_ERROR(Copy(to + r * row_bytes, buffer.data, count * row_bytes, stream));

@@ -33,7 +33,7 @@ class RowTransfers {
   absl::Status UploadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
   absl::Status DownloadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
   // Whether a slice is copied as it is.
-  bool IsDirect(const ChunkJob& job, const SliceLayout& place) const;
+  bool IsDirect(const ChunkJob& job, const SliceLayout& place, int64_t rows) const;
   int64_t RowBytes(const ChunkJob& job) const;  // of the host's rows
 
   Device* const device_;

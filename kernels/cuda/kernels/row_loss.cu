@@ -253,7 +253,9 @@ __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
     for (int i = 0; i < kSize; ++i) sum = fmaf(a[i], b[i], sum);
   }
   for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if ((threadIdx.x & 31) == 0) p.dots[row] = p.bias != nullptr ? sum + p.bias[place] : sum;
+  if ((threadIdx.x & 31) != 0) return;
+  // An infinite dot product must not hide behind a softcap; an infinite bias may.
+  p.dots[row] = p.bias == nullptr ? sum : isinf(sum) ? NAN : sum + p.bias[place];
 }
 
 struct LaunchPlan {

@@ -11,7 +11,6 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGuardThreads = 1024;  // often one block for all rows
 constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int kPartialColumns = 32;  // columns and groups of partials a block of AddPartials handles
 constexpr int kPartialGroups = 16;
@@ -85,28 +84,6 @@ __global__ void ScaleRowsKernel(DeviceMatrix matrix, const float* factors, float
       for (int i = 0; i < 8; ++i) x[i] = kept ? factor * x[i] : 0.0f;
       Store8(data, matrix.dtype, c, matrix.cols, aligned, x);
     }
-  }
-}
-
-__global__ void GuardKernel(GuardParams p) {
-  __shared__ int32_t warp_first[kGuardThreads / 32];
-  const int64_t slice = blockIdx.x;
-  const int32_t begin = p.slice_begin[slice];
-  const int32_t end = p.slice_begin[slice + 1];
-  int32_t first = INT32_MAX;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
-    if (!isfinite(p.loss[r]) || !isfinite(p.lse[r])) first = min(first, r);
-  }
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    first = min(first, __shfl_xor_sync(0xffffffffu, first, offset));
-  }
-  if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
-  __syncthreads();
-  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
-  const bool good = first == INT32_MAX;
-  if (threadIdx.x == 0) p.first_bad[slice] = good ? -1 : first;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
-    p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
   }
 }
 
@@ -187,12 +164,6 @@ cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map,
                                    cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   ZeroRowsKernel<<<RowBlocks(count), kThreads, 0, stream>>>(rows, map, 0, count);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream) {
-  if (params.slices == 0) return cudaSuccess;
-  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -35,21 +35,7 @@ cudaError_t LaunchScatterRows(const DeviceMatrix& from, const DeviceMatrix& to, 
 cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map, int64_t count,
                                    cudaStream_t stream);
 
-// Which compact rows may reach the accumulators: keep[r] = accumulate[r] and no row of r's slice has a
-// loss or lse that is not finite. first_bad[s]: the first such compact row of slice s, or -1. Slice s has
-// the compact rows [slice_begin[s], slice_begin[s + 1]).
-struct GuardParams {
-  int64_t slices = 0;
-  const int32_t* slice_begin = nullptr;  // [slices + 1]
-  const int32_t* accumulate = nullptr;   // [rows]
-  const float* loss = nullptr;           // [rows]
-  const float* lse = nullptr;            // [rows]
-  int32_t* first_bad = nullptr;          // [slices]
-  int32_t* keep = nullptr;               // [rows]
-};
-cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
-
-// matrix[r] = 0 where keep[r] == 0, for r in [0, rows).
+// matrix[r] = 0 where keep[r] == 0 (guard.h), for r in [0, rows).
 cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows,
                                   cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/absent_row.h"
 #include "kernels/sampling.h"
 
 namespace lossd::kernels::cuda {
@@ -24,6 +25,7 @@ struct RowFactors {
 };
 
 RowFactors FactorsOf(const Slice& slice, int64_t row) {
+  if (IsAbsent(slice, row)) return {0.0, 0.0, 0.0};
   return {static_cast<double>(slice.grad_scale) * static_cast<double>(ValueOr(slice.grad_loss, row, 1.0f)) *
               static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)),
           static_cast<double>(ValueOr(slice.grad_lse, row, 0.0f)),
@@ -48,13 +50,20 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   return std::ldexp(1.0f, exponent);
 }
 
+RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool accumulate) {
+  if (IsAbsent(slice, row)) return RowCheck::kNothing;
+  const bool through_norm = accumulate && head.config.norm != Norm::kNone;
+  return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
+}
+
 void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32_t first_class,
              const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(slice, row);
   const double inverse = 1.0 / static_cast<double>(unit);
   inputs.target[compact] = slice.targets[row] - first_class;
   inputs.accumulate[compact] = accumulate ? 1 : 0;
-  const bool with_gradient = !slice.stands_in && (accumulate || slice.grad_hidden != nullptr);
+  const bool with_gradient =
+      !slice.stands_in && !IsAbsent(slice, row) && (accumulate || slice.grad_hidden != nullptr);
   inputs.with_gradient[compact] = with_gradient ? 1 : 0;
   // A factor that is not finite makes the row's loss so, and with it the row fails.
   const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
@@ -63,6 +72,15 @@ void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32
   inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
   inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
   inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
+}
+
+// An absent row has no loss, and other results only if its logits are finite.
+void SettleAbsentRow(int64_t compact, const RowOutputBlock& outputs) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  outputs.loss[compact] = outputs.z_loss[compact] = 0.0f;
+  if (std::isfinite(outputs.lse[compact])) return;
+  outputs.lse[compact] = outputs.entropy[compact] = outputs.target_logprob[compact] = kNan;
+  outputs.argmax[compact] = -1;
 }
 
 void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutputBlock& outputs) {
@@ -87,7 +105,9 @@ void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const R
   }
   sums.loss += static_cast<double>(outputs.loss[compact]);
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
-  if (slice.out.entropy != nullptr) sums.entropy += static_cast<double>(outputs.entropy[compact]);
+  if (slice.out.entropy != nullptr && std::isfinite(outputs.entropy[compact])) {
+    sums.entropy += static_cast<double>(outputs.entropy[compact]);
+  }
   ++sums.valid_rows;
   if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
 }
@@ -107,9 +127,11 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   RowInputBlock block;
   block.compact_of_raw = carver.Take<int32_t>(capacity);
   block.raw_of_compact = carver.Take<int32_t>(capacity);
+  block.gradient_of_raw = carver.Take<int32_t>(capacity);
   block.target = carver.Take<int32_t>(capacity);
   block.accumulate = carver.Take<int32_t>(capacity);
   block.with_gradient = carver.Take<int32_t>(capacity);
+  block.checks = carver.Take<RowCheck>(capacity);
   block.weight = carver.Take<float>(capacity);
   block.coef_loss = carver.Take<float>(capacity);
   block.coef_lse = carver.Take<float>(capacity);
@@ -132,6 +154,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.square = carver.Take<float>(capacity);
   block.sample_threshold = carver.Take<float>(1);
   block.first_bad = carver.Take<int32_t>(capacity);
+  block.lost = carver.Take<int32_t>(1);
   block.decision = carver.Take<Decision>(1);
   return block;
 }
@@ -153,17 +176,21 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   layout.unit = UnitFor(head, chunk);
   const bool samples = MaySample(chunk.options.gradients);
   for (Slice& slice : chunk.slices) {
-    SliceLayout place{&slice, layout.raw_rows, layout.compact_rows, 0, -1};
+    SliceLayout place{.slice = &slice, .raw_begin = layout.raw_rows, .compact_begin = layout.compact_rows};
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t raw = layout.raw_rows + r;
       if (slice.targets[r] == kIgnoredTarget) {
-        inputs.compact_of_raw[raw] = -1;
+        inputs.compact_of_raw[raw] = inputs.gradient_of_raw[raw] = -1;
         continue;
       }
       const int64_t compact = layout.compact_rows++;
-      const bool accumulate =
-          chunk.accumulate_gradients && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
+      const bool absent = IsAbsent(slice, r);
+      const bool accumulate = chunk.accumulate_gradients && !absent &&
+                              (slice.accumulate == nullptr || slice.accumulate[r] != 0);
+      place.absent_rows += absent ? 1 : 0;
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
+      inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
+      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       FillRow(slice, r, accumulate, layout.unit, static_cast<int32_t>(head.first_class), inputs, compact);
       if (samples) {
@@ -171,11 +198,12 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
-      layout.accumulate_all &= accumulate;
+      layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient to be taken out
       layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
     }
     layout.raw_rows += slice.rows;
     place.compact_rows = layout.compact_rows - place.compact_begin;
+    layout.absent_rows += place.absent_rows;
     if (place.compact_rows > 0) {
       place.device_index = layout.device_slices;
       inputs.slice_begin[layout.device_slices++] = static_cast<int32_t>(place.compact_begin);
@@ -202,6 +230,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
     slice.first_nonfinite_row = -1;
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       if (compact >= 0) AddToSums(slice, compact, layout, inputs, outputs);
     }

@@ -13,6 +13,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/kernels/row_checks.h"
 #include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
@@ -21,9 +22,11 @@ namespace lossd::kernels::cuda {
 struct RowInputBlock {
   int32_t* compact_of_raw = nullptr;  // [capacity]: -1 for rows without target
   int32_t* raw_of_compact = nullptr;  // [capacity]
+  int32_t* gradient_of_raw = nullptr;  // [capacity]: compact_of_raw, but -1 for absent rows too
   int32_t* target = nullptr;          // [capacity], compact, likewise below
   int32_t* accumulate = nullptr;
-  int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted, and no stand-in
+  int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted; no stand-in, not absent
+  RowCheck* checks = nullptr;
   float* weight = nullptr;
   float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;       // grad_lse / unit
@@ -47,6 +50,7 @@ struct RowOutputBlock {
   float* square = nullptr;
   float* sample_threshold = nullptr;  // [1]
   int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
+  int32_t* lost = nullptr;            // [1]: not 0 if the chunk has left something in the accumulators that fails
   Decision* decision = nullptr;       // [1]; only of a chunk that may be filtered or sampled
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
@@ -61,6 +65,7 @@ struct SliceLayout {
   int64_t raw_begin = 0;      // first raw row in the chunk
   int64_t compact_begin = 0;  // first compact row in the chunk
   int64_t compact_rows = 0;
+  int64_t absent_rows = 0;    // of these (kernels/absent_row.h)
   int64_t device_index = -1;  // among the slices with compact rows
 };
 
@@ -68,6 +73,7 @@ struct ChunkLayout {
   std::vector<SliceLayout> slices;
   int64_t raw_rows = 0;
   int64_t compact_rows = 0;
+  int64_t absent_rows = 0;
   int64_t padded_rows = 0;  // what the GEMMs see: PadRows(compact_rows)
   int64_t device_slices = 0;
   bool want_hidden_gradient = false;

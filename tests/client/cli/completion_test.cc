@@ -106,6 +106,9 @@ TEST_F(CompletionTest, HeadsOfTheServer) {
   EXPECT_THAT(Words("bench --rows 4 lm"), Each(StartsWith("lm_head")));
   EXPECT_THAT(Words("bench --rows 4 lm"), Not(IsEmpty()));
   EXPECT_THAT(Words(absl::StrCat("--server ", server_.target(), " delete o")), ElementsAre("other"));
+  EXPECT_THAT(Words("checkpoints ''"), UnorderedElementsAre("lm_head", "lm_head.2", "other", "rm"));
+  EXPECT_THAT(Words("checkpoints rm ''"), UnorderedElementsAre("head/step-0000000007", "head/damaged"));
+  EXPECT_THAT(Words("checkpoints rm head/damaged --yes head/s"), ElementsAre("head/step-0000000007"));
   EXPECT_THAT(Words("--server 127.0.0.1:1 delete o"), IsEmpty());  // nothing is there
   EXPECT_EQ(exit_code_, 0);
 }

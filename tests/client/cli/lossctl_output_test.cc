@@ -28,12 +28,14 @@ const char* const kCommands[] = {"health",
                                  "read head weight",
                                  "save head",
                                  "checkpoints",
+                                 "checkpoints rm head/old --yes",
+                                 "reset head --scope optimizer --yes",
                                  "bench head --microbatches 1 --rows 4",
                                  "watch --count 1",
                                  "top --count 1 --interval 0.05",
                                  "context list",
                                  "context show",
-                                 "delete other"};
+                                 "delete other --yes"};
 
 TEST_F(LossctlOutputTest, EveryCommandPrintsYamlThatSaysWhatItsJsonSays) {
   if (std::system("python3 -c 'import yaml' 2>/dev/null") != 0) GTEST_SKIP() << "no python3-yaml";

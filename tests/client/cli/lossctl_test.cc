@@ -33,7 +33,7 @@ TEST_F(LossctlTest, HelpIsNoError) {
   for (const char* command :
        {"health", "server",    "heads", "describe", "create",      "delete", "loss",  "grad-norm",
         "step",   "zero-grad", "save",  "load",     "checkpoints", "read",   "write", "add-grad",
-        "bench",  "plan",      "watch", "metrics",  "events",      "trace",  "top"}) {
+        "bench",  "plan",      "watch", "metrics",  "events",      "trace",  "top",   "reset"}) {
     EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("  ", command, " ")));
     const Outcome help = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(help.exit_code, 0) << command;
@@ -136,10 +136,10 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   EXPECT_THAT(described, HasSubstr("workspace limit  64.0 MiB"));
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --logits kept").err, HasSubstr("--logits"));
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --gradients rough").err, HasSubstr("--gradients"));
-  Run("delete small");
+  Run("delete small --yes");
   EXPECT_EQ(Json("heads").size(), 2u);
   EXPECT_EQ(Json("describe other")["vocab_size"], 6);
-  EXPECT_EQ(Run("delete other").out, "deleted head \"other\"\n");
+  EXPECT_EQ(Run("delete other --yes").out, "deleted head \"other\"\n");
   EXPECT_EQ(Json("heads").size(), 1u);
 }
 

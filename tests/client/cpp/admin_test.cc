@@ -149,6 +149,21 @@ TEST_F(AdminTest, StepWhoseAnswerWasLostIsAppliedOnce) {
   EXPECT_EQ(result->state().step(), 1u);
 }
 
+TEST_F(AdminTest, CheckpointWhoseDeletionsAnswerWasLostIsDeletedOnce) {
+  server_.SetFaults({.refuse_calls = 2});
+  const auto deleted = client_->DeleteCheckpoint("head/old");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_TRUE(deleted->repeated_call());
+  EXPECT_EQ(deleted->bytes(), 3u << 20);
+  EXPECT_EQ(server_.deletions(), 1u);
+  // Another call is another deletion.
+  EXPECT_FALSE(client_->DeleteCheckpoint("head/old")->repeated_call());
+  EXPECT_EQ(server_.deletions(), 2u);
+  const absl::Status status = client_->DeleteCheckpoint("head/missing").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(ErrorDetailOf(status)->field(), "checkpoint");
+}
+
 TEST_F(AdminTest, RefusedStepSaysWhatIsMissing) {
   v1::ApplyStepRequest request;
   request.set_head("head");

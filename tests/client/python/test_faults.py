@@ -250,6 +250,47 @@ def _train(target, head, rank, ranks, seed):
                                 reduction="sum", grad_hidden=True)
 
 
+def test_a_checkpoint_is_deleted_once_through_a_cut_network(server, client, make_head, seed):
+    head = make_head(hidden_size=D, vocab_size=V)
+    proxy = CutProxy(server.target, mean_bytes=1500, seed=seed)
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
+    with lossd.Client(proxy.target, channels=1, retry=retry, transport="grpc") as shaky:
+        rounds = 0
+        while proxy.cuts < 8 or rounds < 20:
+            saved = client.save_checkpoint(head, "best")
+            assert shaky.delete_checkpoint("/".join([head, "best"])) == saved.bytes
+            assert client.list_checkpoints(head) == []
+            rounds += 1
+    proxy.close()
+
+
+def test_a_repeated_deletion_leaves_what_was_saved_meanwhile(server, client, make_head, monkeypatch):
+    """The answer is lost, and before the repeat somebody saves another checkpoint of that name."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    client.save_checkpoint(head, "best")
+    calls = []
+    with lossd.Client(server.target, retry=lossd.RetryOptions(initial_backoff=0.01)) as other:
+        run = other._connections.run
+
+        def lose_the_first_answer(call):
+            answer = run(call)
+            calls.append(call)
+            if len(calls) == 1:
+                client.save_checkpoint(head, "best")
+                raise lossd.Unavailable("socket closed")
+            return answer
+
+        monkeypatch.setattr(other._connections, "run", lose_the_first_answer)
+        other.delete_checkpoint(f"{head}/best")
+    assert len(calls) == 2
+    assert [each.checkpoint for each in client.list_checkpoints(head)] == [f"{head}/best"]
+    client.delete_checkpoint(f"{head}/best")
+    with pytest.raises(lossd.NotFound, match=f"{head}/best"):
+        client.delete_checkpoint(f"{head}/best")
+    with pytest.raises(lossd.InvalidArgument, match="checkpoint"):
+        client.delete_checkpoint("../secrets")
+
+
 def test_several_trainers_feed_one_step(server, client, make_head, seed):
     head = make_head(hidden_size=D, vocab_size=V)
     context = multiprocessing.get_context("spawn")

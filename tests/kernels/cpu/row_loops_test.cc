@@ -83,6 +83,42 @@ TEST_P(RowLoopsTest, SoftcapReportsWhatIsNotFinite) {
   }
 }
 
+TEST_P(RowLoopsTest, AllFiniteFindsWhatIsNotAnywhere) {
+  for (int64_t n : kLengths) {
+    std::vector<float> z = Draw(rng_, n, -3e38f, 3e38f);
+    EXPECT_TRUE(loops().all_finite(z.data(), n)) << n;
+    for (float bad : {INFINITY, -INFINITY, NAN}) {
+      if (n == 0) continue;
+      std::vector<float> spoilt = z;
+      spoilt[static_cast<size_t>(UniformInt(rng_, 0, n - 1))] = bad;
+      EXPECT_FALSE(loops().all_finite(spoilt.data(), n)) << n;
+    }
+  }
+}
+
+// A class with probability 0 adds nothing, whatever the other terms are.
+TEST_P(RowLoopsTest, MasksAddNothing) {
+  std::vector<float> z = Draw(rng_, 37, -5.0f, 0.0f);
+  const double moment = loops().exp_moment(z.data(), 0.0f, 37);
+  z.insert(z.begin() + 20, 3, -INFINITY);
+  EXPECT_NEAR(loops().exp_moment(z.data(), 0.0f, 40), moment, 1e-6 * std::fabs(moment));
+  LogitGradientTerms terms;
+  terms.inverse_total = 0.1f;
+  terms.log_total = 2.3f;
+  terms.slope = 1.5f;
+  terms.entropy_slope = -0.75f;
+  terms.entropy = 1.0f;
+  loops().gradient_from_logits(z.data(), nullptr, terms, 40);
+  for (size_t i = 0; i < z.size(); ++i) {
+    EXPECT_TRUE(std::isfinite(z[i])) << i;
+    if (i >= 20 && i < 23) {
+      EXPECT_EQ(z[i], 0.0f) << i;
+    }
+  }
+  z[5] = NAN;
+  EXPECT_TRUE(std::isnan(loops().exp_moment(z.data(), 0.0f, 40)));
+}
+
 TEST_P(RowLoopsTest, MaxAndFindAtAnyLength) {
   for (int64_t n : kLengths) {
     std::vector<float> z = Draw(rng_, n, -5.0f, -1.0f);

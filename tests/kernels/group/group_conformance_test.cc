@@ -25,17 +25,21 @@ Backend& SharedGroup(int members, int64_t least_rows) {
 // Of heads that are split by vocabulary.
 std::vector<ConformanceCase> VocabularyCases() {
   std::vector<ConformanceCase> cases;
-  for (const auto& [members, hidden] : {std::pair{1, DType::kFloat32},
-                                        {2, DType::kFloat32},
-                                        {2, DType::kFloat16},
-                                        {3, DType::kBFloat16},
-                                        {4, DType::kFloat32}}) {
-    cases.push_back({.name = absl::StrCat("VocabularyOf", members),
-                     .backend = [members = members]() -> Backend& { return SharedGroup(members, 0); },
+  const auto add = [&](absl::string_view name, int members, DType hidden, std::vector<int32_t> shares) {
+    cases.push_back({.name = absl::StrCat(name, members),
+                     .backend = [members]() -> Backend& { return SharedGroup(members, 0); },
                      .hidden = hidden,
                      .devices = members,
-                     .split = Split::kVocabulary});
-  }
+                     .split = Split::kVocabulary,
+                     .shares = std::move(shares)});
+  };
+  add("VocabularyOf", 1, DType::kFloat32, {});
+  add("VocabularyOf", 2, DType::kFloat32, {});
+  add("VocabularyOf", 2, DType::kFloat16, {});
+  add("VocabularyOf", 3, DType::kBFloat16, {});
+  add("VocabularyOf", 4, DType::kFloat32, {});
+  add("SharesOf", 2, DType::kFloat16, {1, 7});
+  add("SharesOf", 3, DType::kFloat32, {5, 0, 2});
   return cases;
 }
 

@@ -34,7 +34,7 @@ TEST(SampledRow, WithoutErrorsNothingIsUndecided) {
 // 5 classes on 2 devices are 3 and 2. Each part begins anew, with a number of its own.
 TEST(SampledRow, PartsAreSampledByThemselves) {
   const Values sizes = {0.5, 0.4, 0.3, 0.5, 0.6}, errors = {0.01, 0.01, 0.01, 0.02, 0.0};
-  const std::vector<SampledPart> parts = SampledPartsOf(5, 2, /*seed=*/7, /*row=*/3);
+  const std::vector<SampledPart> parts = SampledPartsOf(5, 2, /*shares=*/{}, /*seed=*/7, /*row=*/3);
   ASSERT_EQ(parts.size(), 2u);
   EXPECT_EQ(parts[0].begin, 0u);
   EXPECT_EQ(parts[0].end, 3u);

@@ -208,6 +208,8 @@ TEST_F(SecurityTest, AuditLines) {
   EXPECT_TRUE((*admin)->WriteTensor("h", v1::PARAM_WEIGHT, values).ok());
   EXPECT_TRUE((*admin)->SaveCheckpoint("h", "c").ok());
   EXPECT_TRUE((*admin)->LoadCheckpoint("h/c").ok());
+  EXPECT_TRUE((*admin)->DeleteCheckpoint("h/c").ok());
+  EXPECT_EQ((*reader)->DeleteCheckpoint("h/d").status().code(), absl::StatusCode::kPermissionDenied);
   EXPECT_TRUE((*admin)->ZeroGradients("h", 0).ok());
   EXPECT_FALSE((*reader)->DeleteHead("h").ok());
   EXPECT_TRUE((*admin)->DeleteHead("h").ok());
@@ -220,12 +222,14 @@ TEST_F(SecurityTest, AuditLines) {
   for (const std::string line :
        {"method=CreateHead head=h outcome=OK", "method=CreateHead head=h outcome=ALREADY_EXISTS",
         "method=WriteTensor head=h outcome=OK", "method=SaveCheckpoint head=h outcome=OK",
-        "method=LoadCheckpoint head=h/c outcome=OK", "method=ZeroGradients head=h outcome=OK",
+        "method=LoadCheckpoint head=h/c outcome=OK", "method=DeleteCheckpoint head=h/c outcome=OK", "method=ZeroGradients head=h outcome=OK",
         "method=DeleteHead head=h outcome=OK"}) {
     EXPECT_THAT(log, ::testing::ContainsRegex(who + line + "\n"));
   }
   EXPECT_THAT(log, ::testing::ContainsRegex("WARNING audit identity=token:scraper address=127.0.0.1:[0-9]+ "
                                             "method=DeleteHead head=h outcome=PERMISSION_DENIED"));
+  EXPECT_THAT(log, ::testing::ContainsRegex("WARNING audit identity=token:scraper address=127.0.0.1:[0-9]+ "
+                                            "method=DeleteCheckpoint head=h/d outcome=PERMISSION_DENIED"));
   EXPECT_THAT(log, Not(HasSubstr("ListHeads")));
   EXPECT_THAT(log, Not(HasSubstr(kReaderToken)));
   size_t refused = 0;

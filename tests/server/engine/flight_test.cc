@@ -230,5 +230,19 @@ TEST_F(FlightTest, AChunkWithoutResultsMayHaveAccumulatedAllTheSame) {
   EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
 }
 
+// The backend has found out too late that a row is not finite: nobody is told that nothing was accumulated.
+TEST_F(FlightTest, AChunkThatHasLostGradientsSaysSo) {
+  device_.fail_results = [](int64_t) { return absl::DataLossError("not finite"); };
+  Prepare();
+  Fly();
+  EXPECT_EQ(a_.results->Wait().code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(a_.results->Wait().message()),
+              AllOf(HasSubstr("the gradients of the step are lost"), HasSubstr("not finite"),
+                    Not(HasSubstr("nothing of this slice was accumulated"))));
+  EXPECT_EQ(Unsettled({0, 8}), 8);
+  absl::MutexLock lock(&context_->mutex);
+  EXPECT_EQ(session_->step().CheckValid().code(), absl::StatusCode::kInternal);
+}
+
 }  // namespace
 }  // namespace lossd::engine::flight_test

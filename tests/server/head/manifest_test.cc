@@ -29,7 +29,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .logits = kernels::Logits::kRecomputed,
                                  .gradients = kernels::Gradients::kAuto,
                                  .workspace_bytes = int64_t{1} << 40,
-                                 .split = kernels::Split::kVocabulary},
+                                 .split = kernels::Split::kVocabulary,
+                                 .shares = {3, 0, 4}},
                       .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
@@ -181,7 +182,7 @@ TEST_F(ManifestTest, BadValues) {
     refused(json, field);
   }
   for (const auto& [field, value] : whole["head"].items()) {
-    if (field == "split") continue;
+    if (field == "split" || field == "shares") continue;
     Json json = whole;
     json["head"].erase(field);
     refused(json, "head without " + field);
@@ -191,6 +192,12 @@ TEST_F(ManifestTest, BadValues) {
     json = whole;
     json["head"][field] = "other";
     refused(json, field);
+  }
+  for (const Json& shares : {Json("1, 2"), Json::array({1, -2}), Json::array({0, 0}), Json::array({1.5}),
+                             Json::array({int64_t{1} << 31})}) {
+    json = whole;
+    json["head"]["shares"] = shares;
+    refused(json, "shares " + shares.dump());
   }
   json = whole;
   json["last_step"]["optimizer"]["learning_rate"] = -1.0;

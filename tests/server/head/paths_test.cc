@@ -14,6 +14,7 @@
 #include <string>
 #include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::head::paths_test {
@@ -83,7 +84,34 @@ TEST_F(ResolveBelowTest, RefusesWhatLeadsOutside) {
   }
   EXPECT_EQ(Code("models/escape/secret"), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Code("none"), absl::StatusCode::kNotFound);
-  EXPECT_EQ(Code("loop"), absl::StatusCode::kInternal);
+  EXPECT_EQ(Code("loop"), absl::StatusCode::kInvalidArgument);
+}
+
+// The error says which link it is, where it leads in general, and what to do.
+TEST_F(ResolveBelowTest, SaysWhichLinkLeadsAstray) {
+  fs::create_symlink("nothing", root_ + "/models/dangling");
+  fs::create_symlink("models/escape", root_ + "/indirect");
+  fs::create_directory_symlink("models", root_ + "/m");
+  fs::create_symlink("pong", root_ + "/ping");
+  fs::create_symlink("ping", root_ + "/pong");
+  const auto message = [this](absl::string_view path) {
+    const absl::Status status = ResolveBelow(root_, path).status();
+    EXPECT_THAT(std::string(status.message()), Not(HasSubstr(folder_.path())));
+    return absl::StrCat(absl::StatusCodeToString(status.code()), ": ", status.message());
+  };
+  EXPECT_THAT(message("outside"), HasSubstr("INVALID_ARGUMENT: path 'outside' leads outside the server's directory: "
+                                            "it is a symbolic link; copy what it leads to into the directory"));
+  EXPECT_THAT(message("outside"), HasSubstr("--checkpoint_dir"));
+  EXPECT_THAT(message("models/escape/secret"), HasSubstr("outside the server's directory: 'models/escape' is a symbolic"));
+  EXPECT_THAT(message("m/escape/secret"), HasSubstr("outside the server's directory: 'm/escape' is a symbolic link"));
+  EXPECT_THAT(message("indirect/secret"), HasSubstr("outside the server's directory: 'indirect' is a symbolic link"));
+  EXPECT_THAT(message("models/dangling"), HasSubstr("NOT_FOUND: path 'models/dangling' leads nowhere: it is a symbolic "
+                                                    "link to something that is not there"));
+  EXPECT_THAT(message("m/dangling/x"), HasSubstr("'m/dangling' is a symbolic link to something that is not there"));
+  EXPECT_THAT(message("loop"), HasSubstr("INVALID_ARGUMENT: path 'loop' leads nowhere: it is a symbolic link in a loop"));
+  EXPECT_THAT(message("ping/x"), HasSubstr("'ping' is a symbolic link in a loop of links"));
+  EXPECT_THAT(message("models/none"), HasSubstr("NOT_FOUND: models/none: resolve: "));
+  EXPECT_EQ(ResolveBelow(root_, "m/a/w").value(), fs::canonical(root_ + "/models/a/w"));
 }
 
 // What OpenBelow reads, or the code of its error.

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/status_page.h"
 
+#include <filesystem>
+
+#include "server/head/checkpoint.h"
+#include "tests/support/temp_folder.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -163,6 +168,36 @@ TEST_F(StatusPageTest, AHeadHasAPage) {
   EXPECT_THAT(html, HasSubstr("not finite"));
   EXPECT_THAT(html, Not(HasSubstr("of another head")));
   EXPECT_FALSE(page_.RenderHead("other").has_value());
+}
+
+TEST_F(StatusPageTest, AHeadsPageListsItsCheckpoints) {
+  test::TempFolder folder;
+  const kernels::HeadConfig config{.hidden_size = 2, .vocab_size = 3};
+  const auto zeros = [](kernels::TensorId, int64_t, int64_t, absl::Span<uint8_t> out) {
+    std::fill(out.begin(), out.end(), uint8_t{0});
+    return absl::OkStatus();
+  };
+  ASSERT_TRUE(engine_->CreateHead("lm", config).ok() && engine_->PublishHead("lm").ok());
+  for (uint64_t step = 1; step <= 22; ++step) {
+    ASSERT_TRUE(head::SaveCheckpoint(folder.path(), absl::StrCat("s", step),
+                                     {.head = "lm", .config = config, .step = 1000 + step}, zeros)
+                    .ok());
+  }
+  std::filesystem::create_directories(folder.File("lm/bad"));
+  test::WriteWholeFile(folder.File("lm/bad/manifest.json"), "<x>");
+  CheckpointLists lists(folder.path());
+  const StatusPage page({.checkpoints = &lists}, engine_.get(), backend_.get(), &metrics_, &history_);
+  std::string html;
+  for (int i = 0; i < 600 && html.find("lm/s22") == std::string::npos; ++i) {
+    html = *page.RenderHead("lm");
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_THAT(html, HasSubstr("lm/s22</td><td>1,022</td>"));
+  EXPECT_THAT(html, HasSubstr("a client"));
+  EXPECT_THAT(html, HasSubstr("damaged"));
+  EXPECT_THAT(html, Not(HasSubstr("<x>")));
+  EXPECT_THAT(html, HasSubstr("And 3 older."));
+  EXPECT_THAT(html, Not(HasSubstr(folder.path())));
 }
 
 TEST_F(StatusPageTest, EventsAndErrorsAreShown) {

@@ -18,6 +18,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/support/rank_server.h"
@@ -223,6 +224,34 @@ TEST(RanksShardsTest, OnlyRanksThatSeeTheFolderTakePart) {
     ServerProcess one(LOSSD_BINARY, {absl::StrCat("--checkpoint_dir=", server.checkpoint_folder())});
     ASSERT_TRUE(ConnectOnce(one.target())->LoadCheckpoint("head/a", "head").ok());
     EXPECT_EQ(Tensors(*ConnectOnce(one.target())), before);
+  }
+}
+
+// The files of all ranks go, and a load that is under way gets all of them.
+TEST(RanksShardsTest, DeletionsBesideLoads) {
+  for (const char* const split : {"rows", "vocabulary"}) {
+    SCOPED_TRACE(split);
+    RankServer server(LOSSD_BINARY, {.ranks = 3, .flags = FlagsOf({3, split})});
+    TrainAndSave(server.target(), 7, "a");
+    const auto client = ConnectOnce(server.target());
+    const auto before = Tensors(*client);
+    for (int round = 0; round < 6; ++round) {
+      const std::string name = round == 0 ? "a" : absl::StrCat("again-", round);
+      if (round > 0) {
+        ASSERT_TRUE(client->SaveCheckpoint("head", name).ok());
+      }
+      absl::Status loaded;
+      std::thread loader([&] {
+        loaded = ConnectOnce(server.target())->LoadCheckpoint(absl::StrCat("head/", name), "head").status();
+      });
+      absl::SleepFor(absl::Milliseconds(2 * round));
+      const auto deleted = client->DeleteCheckpoint(absl::StrCat("head/", name));
+      loader.join();
+      ASSERT_TRUE(deleted.ok()) << deleted.status();
+      EXPECT_TRUE(loaded.ok() || absl::IsNotFound(loaded)) << loaded;
+      EXPECT_EQ(Tensors(*client), before);
+      EXPECT_TRUE(fs::is_empty(fs::path(server.checkpoint_folder()) / "head"));
+    }
   }
 }
 

@@ -10,10 +10,12 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "tests/server/service/deferred_training.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
@@ -32,16 +34,15 @@ TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  for (const auto& [count, split] : std::vector<std::pair<int, v1::Split>>{{2, v1::SPLIT_ROWS},
-                                                                           {4, v1::SPLIT_ROWS},
-                                                                           {2, v1::SPLIT_VOCABULARY},
-                                                                           {3, v1::SPLIT_VOCABULARY},
-                                                                           {4, v1::SPLIT_VOCABULARY}}) {
-    SCOPED_TRACE(absl::StrCat(count, " ", v1::Split_Name(split)));
+  const std::vector<std::tuple<int, v1::Split, std::vector<uint32_t>>> cases = {
+      {2, v1::SPLIT_ROWS, {}},       {4, v1::SPLIT_ROWS, {}},       {2, v1::SPLIT_VOCABULARY, {}},
+      {3, v1::SPLIT_VOCABULARY, {}}, {4, v1::SPLIT_VOCABULARY, {}}, {3, v1::SPLIT_VOCABULARY, {2, 0, 5}}};
+  for (const auto& [count, split, shares] : cases) {
+    SCOPED_TRACE(absl::StrCat(count, " ", v1::Split_Name(split), " ", absl::StrJoin(shares, ",")));
     ServerProcess devices(LOSSD_BINARY, {absl::StrCat("--cpu_devices=", count), "--deterministic"});
-    const Trained of_devices = TrainAt(devices.target(), data, seed, split);
+    const Trained of_devices = TrainAt(devices.target(), data, seed, split, shares);
     RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--deterministic"}});
-    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1, split);
+    const Trained of_ranks = TrainAt(ranks.target(), data, seed + 1, split, shares);
     ExpectSameBits(of_ranks, of_devices);
   }
 }
@@ -75,7 +76,12 @@ TEST(RanksSplitsTest, DeferredRowsOfDeterministicRanksHaveTheBitsOfAsManyDevices
   }
 }
 
-class RanksCheckpointTest : public ::testing::TestWithParam<v1::Split> {};
+struct Division {
+  v1::Split split = v1::SPLIT_UNSPECIFIED;
+  std::vector<uint32_t> shares;
+};
+
+class RanksCheckpointTest : public ::testing::TestWithParam<Division> {};
 
 TEST_P(RanksCheckpointTest, LoadIntoRanksAndIntoOneProcess) {
   const uint64_t seed = std::random_device{}();
@@ -83,7 +89,7 @@ TEST_P(RanksCheckpointTest, LoadIntoRanksAndIntoOneProcess) {
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
   RankServer ranks(LOSSD_BINARY, {.ranks = 2, .flags = {"--restore=latest"}});
-  const Trained trained = TrainAt(ranks.target(), data, seed, GetParam());
+  const Trained trained = TrainAt(ranks.target(), data, seed, GetParam().split, GetParam().shares);
   ASSERT_TRUE(Connect(ranks.target())->SaveCheckpoint("head", "").ok());
   ServerProcess one(LOSSD_BINARY);
   std::filesystem::copy(ranks.checkpoint_folder(), one.checkpoint_folder(),
@@ -105,8 +111,13 @@ TEST_P(RanksCheckpointTest, LoadIntoRanksAndIntoOneProcess) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Splits, RanksCheckpointTest, ::testing::Values(v1::SPLIT_ROWS, v1::SPLIT_VOCABULARY),
-                         [](const auto& split) { return v1::Split_Name(split.param); });
+INSTANTIATE_TEST_SUITE_P(Splits, RanksCheckpointTest,
+                         ::testing::Values(Division{v1::SPLIT_ROWS, {}}, Division{v1::SPLIT_VOCABULARY, {}},
+                                           Division{v1::SPLIT_VOCABULARY, {1, 6}}),
+                         [](const auto& division) {
+                           return absl::StrCat(v1::Split_Name(division.param.split),
+                                               division.param.shares.empty() ? "" : "_with_shares");
+                         });
 
 // Every tensor that a checkpoint has, and how far the head is.
 struct Restorable {

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -124,6 +125,41 @@ TEST(TcpSocketTest, TakesNamesAndIpv6) {
     EXPECT_GT(sockets->front().port(), 0);
   }
   EXPECT_FALSE(ListeningSocket::OpenTcp("no such host", 0).ok());
+}
+
+// Whether somebody listens there.
+template <typename Address>
+bool ConnectsTo(const Address& address) {
+  const int descriptor =
+      socket(reinterpret_cast<const sockaddr*>(&address)->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int result = connect(descriptor, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  close(descriptor);
+  return result == 0;
+}
+
+sockaddr_in LoopbackOfIpv4(int port) {
+  sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(static_cast<uint16_t>(port))};
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return address;
+}
+
+sockaddr_in6 LoopbackOfIpv6(int port) {
+  sockaddr_in6 address = {.sin6_family = AF_INET6, .sin6_port = htons(static_cast<uint16_t>(port))};
+  address.sin6_addr = in6addr_loopback;
+  return address;
+}
+
+TEST(TcpSocketTest, AllAddressesOfIpv6AreThoseOfIpv4Too) {
+  const auto one = ListeningSocket::OpenTcp("[::1]", 0);
+  if (absl::IsUnavailable(one.status())) GTEST_SKIP() << one.status();  // a machine without IPv6
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_TRUE(ConnectsTo(LoopbackOfIpv6(one->front().port())));
+  EXPECT_FALSE(ConnectsTo(LoopbackOfIpv4(one->front().port())));
+
+  const auto all = ListeningSocket::OpenTcp("[::]", 0);
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_TRUE(ConnectsTo(LoopbackOfIpv6(all->front().port())));
+  EXPECT_TRUE(ConnectsTo(LoopbackOfIpv4(all->front().port())));
 }
 
 }  // namespace

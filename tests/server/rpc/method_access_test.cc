@@ -59,6 +59,11 @@ TEST(MethodAccessTest, ChangesOfHeadsAreAudited) {
   for (const char* method : {"CreateHead", "DeleteHead", "WriteTensor", "LoadCheckpoint"}) {
     EXPECT_EQ(FindMethodAccess(method)->role, access::Role::kAdmin) << method;
   }
+  // Whoever saves may remove: a trainer keeps so many of its checkpoints.
+  for (const char* method : {"SaveCheckpoint", "DeleteCheckpoint"}) {
+    EXPECT_EQ(FindMethodAccess(method)->role, access::Role::kTrainer) << method;
+    EXPECT_TRUE(FindMethodAccess(method)->audited) << method;
+  }
   for (const MethodAccess& line : MethodAccessTable()) {
     if (line.role == access::Role::kAdmin) {
       EXPECT_TRUE(line.audited) << line.method;

@@ -24,6 +24,7 @@
 namespace lossd::app::testing::devices_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 ServerOptions WithDevices(int devices, const std::string& split = "any") {
@@ -205,6 +206,24 @@ TEST(DevicesServiceTest, ByVocabularyTheDevicesTogetherHoldAHeadOnce) {
   const auto few = Connect(three.target())->CreateHead(request);
   EXPECT_EQ(few.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(few.status().message()), HasSubstr("vocab_size must be at least 3"));
+}
+
+TEST(DevicesServiceTest, SharesDivideTheClasses) {
+  TestServer three(WithDevices(3));
+  const auto client = Connect(three.target());
+  v1::CreateHeadRequest request = SmallHead();
+  for (int i = 0; i < 3; ++i) request.mutable_spec()->add_shares(0);
+  EXPECT_THAT(std::string(client->CreateHead(request).status().message()),
+              HasSubstr("shares must have a sum"));
+  request.mutable_spec()->set_shares(0, 5);
+  request.mutable_spec()->set_shares(2, 2);
+  const auto head = client->CreateHead(request);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_THAT(head->spec().shares(), ElementsAre(5, 0, 2));
+  request.mutable_spec()->add_shares(1);
+  request.mutable_spec()->set_name("other");
+  const absl::Status refused = client->CreateHead(request).status();
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("spec.shares must have one entry for each"));
 }
 
 TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {

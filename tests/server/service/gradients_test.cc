@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -135,6 +136,43 @@ TEST_P(GradientsTest, AllLogitsNearMinusTwenty) {
   Problem problem = kernels::testing::MakeProblem(spec, rng_);
   for (float& bias : problem.bias) bias = -20.0f + kernels::testing::Uniform(rng_, -0.01f, 0.01f);
   RunAndCompare(problem, rng_);
+}
+
+// A bias of -infinity; the entropies of all rows are wanted.
+TEST_P(GradientsTest, MaskedClasses) {
+  Problem problem = kernels::testing::MakeProblem(SpecFor({37, 20}, 33, 101, GetParam()), rng_);
+  std::fill_n(problem.bias.begin() + 40, 10, -std::numeric_limits<float>::infinity());
+  for (SliceData& slice : problem.slices) {
+    for (int32_t& target : slice.targets) target = target >= 40 && target < 50 ? 39 : target;
+  }
+  RunAndCompare(problem, rng_);
+}
+
+// Rows of weight 0 with NaN in their hidden states: the sums and gradients of the others.
+TEST_P(GradientsTest, AbsentRows) {
+  Problem problem = kernels::testing::MakeProblem(SpecFor({30}, 33, 101, GetParam()), rng_);
+  SliceData& data = problem.slices[0];
+  for (size_t row = 0; row < 30; row += 3) data.row_weights[row] = 0.0f;
+  SliceData poisoned = data;
+  for (size_t row = 0; row < 30; row += 3) std::fill_n(poisoned.hidden.begin() + row * 33, 33, NAN);
+  TestServer server;
+  const auto client = server.Connect();
+  ASSERT_NO_FATAL_FAILURE(CreateHead(*client, "head", problem));
+  const LossAnswers answers = Stream(*client, OpenFor("head", problem, data, 0), problem, poisoned, 0, 30, rng_);
+  ASSERT_TRUE(answers.status.ok()) << answers.status;
+  reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+  const std::vector<reference::Result> want = kernels::testing::ComputeReference(problem, &gradients);
+  ExpectGradients(*client, "head", problem.config, gradients, kernels::testing::MaxAbsLogit(want));
+  EXPECT_NEAR(answers.summary->loss_sum(), want[0].loss_sum, 1e-3);
+  EXPECT_EQ(answers.summary->valid_rows(), static_cast<uint64_t>(want[0].valid_rows));
+  const kernels::testing::SliceOutputs out = Collect(problem, data, {answers});
+  for (size_t row = 0; row < 30; row += 3) {
+    if (data.targets[row] == kernels::kIgnoredTarget) continue;
+    EXPECT_EQ(out.loss[row], 0.0f);
+    EXPECT_TRUE(std::isnan(out.lse[row]));
+    EXPECT_EQ(out.argmax[row], -1);
+    for (size_t i = 0; i < 33; ++i) EXPECT_EQ(out.grad_hidden[row * 33 + i], 0.0f);
+  }
 }
 
 // One row whose target has probability 0.9999: p - 1 must not be lost to rounding.

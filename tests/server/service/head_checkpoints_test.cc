@@ -140,5 +140,28 @@ TEST_F(HeadsTest, SavesThroughTheService) {
   EXPECT_EQ(client_->ListCheckpoints("")->checkpoints_size(), 4);
 }
 
+// Through the service: once for an id, and the names that are left.
+TEST_F(HeadsTest, CheckpointsAreDeleted) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  const auto saved = client_->SaveCheckpoint("head", "one");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "two").ok());
+  const auto deleted = client_->DeleteCheckpoint("head/one", "a");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->bytes(), saved->bytes());
+  EXPECT_FALSE(deleted->repeated_call());
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "one").ok());
+  EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "a")->repeated_call());
+  EXPECT_EQ(client_->ListCheckpoints("head")->checkpoints_size(), 2);
+  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "a").status().code(), absl::StatusCode::kFailedPrecondition);
+  // The head does not need its checkpoints, nor they the head.
+  ASSERT_TRUE(client_->DeleteHead("head").ok());
+  EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "b").ok());
+  EXPECT_TRUE(client_->DeleteCheckpoint("head/two", "c").ok());
+  EXPECT_EQ(client_->ListCheckpoints("")->checkpoints_size(), 0);
+  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "d").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(std::filesystem::is_empty(server_.checkpoint_directory() + "/head"));
+}
+
 }  // namespace
 }  // namespace lossd::app::testing::head_checkpoints_test

@@ -193,6 +193,13 @@ class TestClientImpl final : public TestClient {
     request.set_head(head);
     return Call<v1::ListCheckpointsResponse>(&v1::HeadService::Stub::ListCheckpoints, request);
   }
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(const std::string& checkpoint,
+                                                                const std::string& deletion_id) override {
+    v1::DeleteCheckpointRequest request;
+    request.set_checkpoint(checkpoint);
+    request.set_deletion_id(deletion_id);
+    return Call<v1::DeleteCheckpointResponse>(&v1::HeadService::Stub::DeleteCheckpoint, request);
+  }
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                      const std::string& head) override {
     v1::LoadCheckpointRequest request;
@@ -257,14 +264,18 @@ absl::StatusOr<std::string> TestClientImpl::ReadTensor(const v1::ReadTensorReque
   std::string bytes;
   uint64_t next_row = request.has_rows() ? request.rows().begin() : 0;
   bool in_order = true;
+  bool as_asked = true;
+  const v1::DType dtype = request.dtype() == v1::DTYPE_UNSPECIFIED ? v1::DTYPE_FP32 : request.dtype();
   while (reader->Read(&slice)) {
     in_order = in_order && slice.rows().begin() == next_row;
+    as_asked = as_asked && slice.dtype() == dtype;
     next_row = slice.rows().end();
     bytes += slice.payload();
   }
   const grpc::Status status = reader->Finish();
   if (!status.ok()) return wire::FromGrpcStatus(status);
   if (!in_order) return absl::DataLossError("slices out of order");
+  if (!as_asked) return absl::DataLossError("slices of another dtype than was asked for");
   return bytes;
 }
 

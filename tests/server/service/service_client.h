@@ -97,6 +97,8 @@ class TestClient {
       const v1::SaveCheckpointRequest& request,
       const std::function<bool(const v1::SaveProgress&)>& on_progress) = 0;
   virtual absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(const std::string& head) = 0;
+  virtual absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(const std::string& checkpoint,
+                                                                        const std::string& deletion_id) = 0;
   virtual absl::StatusOr<v1::HeadDescription> LoadCheckpoint(const std::string& checkpoint,
                                                              const std::string& head) = 0;
   virtual absl::StatusOr<v1::ServerDescription> GetServer() = 0;

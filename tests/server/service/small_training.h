@@ -93,11 +93,12 @@ inline std::vector<SmallRows> RandomData(std::mt19937_64& rng) {
 
 // Three steps of a new head.
 inline Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
-                       v1::Split split = v1::SPLIT_UNSPECIFIED) {
+                       v1::Split split = v1::SPLIT_UNSPECIFIED, const std::vector<uint32_t>& shares = {}) {
   std::mt19937_64 rng(seed);
   const auto client = Connect(target, 1 + static_cast<int>(rng() % 3));
   v1::CreateHeadRequest head = SmallHead();
   head.mutable_spec()->set_split(split);
+  head.mutable_spec()->mutable_shares()->Add(shares.begin(), shares.end());
   EXPECT_TRUE(client->CreateHead(head).ok());
   Trained trained;
   Train(*client, data, 0, 3, rng, trained);

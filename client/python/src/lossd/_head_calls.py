@@ -8,6 +8,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,8 +43,8 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step, add_gradient and reset_head (the server does each once) are repeated when the
-    connection breaks, within the timeout. The others never are.
+    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once)
+    are repeated when the connection breaks, within the timeout. The others never are.
     """
 
     def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float,
@@ -58,8 +59,8 @@ class HeadCalls:
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
-                    workspace_bytes: int = 0, split: Split = "any", seed: int = 0, zeros: bool = False,
-                    tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
+                    workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), seed: int = 0,
+                    zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
                     exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
@@ -70,6 +71,8 @@ class HeadCalls:
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
           split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which
             each then keeps its own alone. "any": rows if every device has room for all classes.
+          shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
+            others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same.
           if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
             step and optimizer, as when a training goes on; "reset": as new, by reset_head(). With "keep" and "reset"
             AlreadyExists names what its specification has otherwise.
@@ -84,7 +87,7 @@ class HeadCalls:
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split))
+            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
@@ -307,6 +310,17 @@ class HeadCalls:
         self._head_cache.forget_accumulation(description.spec.name)
         self._head_cache.forget_loaded(description.spec.name)
 
+    def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
+        """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
+
+        NotFound if there is none of that name. A load that is under way goes on. Each call deletes once, also if it is
+        repeated after its answer was lost: a checkpoint of that name that somebody has saved meanwhile stays.
+        """
+        request = head_pb2.DeleteCheckpointRequest(checkpoint=checkpoint, deletion_id=secrets.token_hex(16))
+        answer = self._heads("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse,
+                             timeout or self._transfer_timeout, repeat=True)
+        return int(answer.bytes)
+
     def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
         return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)
 
@@ -344,3 +358,12 @@ class HeadCalls:
             raise errors.InvalidArgument(
                 f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *row_shape)}')
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
+
+
+def _checked_shares(shares: Sequence[int]) -> Sequence[int]:
+    """InvalidArgument, naming the entry, if one is no share."""
+    for index, share in enumerate(shares):
+        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
+            raise errors.InvalidArgument(f"spec.shares[{index}] must be a whole number in [0, 2^31), got {share!r}",
+                                         types_pb2.ErrorDetail(field=f"spec.shares[{index}]", value=str(share)))
+    return shares

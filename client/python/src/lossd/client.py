@@ -35,14 +35,14 @@ class Client(HeadCalls):
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    compute_loss and backward compute; create_head, reset_head, describe_head, list_heads and delete_head are about heads; read_tensor,
-    write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open step;
-    save_checkpoint, list_checkpoints and load_checkpoint about checkpoints. lossd.torch has a module and an optimizer for
-    PyTorch on top.
+    compute_loss and backward compute; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
+    read_tensor, write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open
+    step; save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a
+    module and an optimizer for PyTorch on top.
 
     Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
-    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, loss computations), are repeated
-    when the connection breaks.
+    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, delete_checkpoint, loss
+    computations), are repeated when the connection breaks.
 
     Bad input raises before anything is sent where that can be known. Times are seconds, sizes are bytes. Symbols: N rows of
     a microbatch, D hidden size, V vocabulary size.

@@ -101,6 +101,7 @@ class HeadSpec(Shown):
     workspace_bytes: int = 0  # 0: as the server was started
     logits: Logits = _word(types.LOGITS, "stored")
     split: Split = _word(types.SPLITS, "any")
+    shares: tuple[int, ...] = ()  # of the devices, by vocabulary; empty: all have the same
 
 
 @dataclass(frozen=True, repr=False)
@@ -351,7 +352,7 @@ class CheckpointInfo(Shown):
 class TensorFile(Shown):
     """Where Client.create_head finds initial values: safetensors below the server's checkpoint directory.
 
-    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the rest are names
+    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the others are names
     of tensors in it. Heads that have a bias or a norm need the names of theirs.
     """
 
@@ -361,6 +362,8 @@ class TensorFile(Shown):
     norm_gain: str = ""  # [D]
     norm_shift: str = ""  # [D]
     class_weights: str = ""  # [V]; optional
+    # False: InvalidArgument, naming the first, if a value is NaN or infinite; a bias may be -infinity all the same.
+    allow_non_finite: bool = False
 
     def to_proto(self) -> head_pb2.TensorFile:
         """Each field under its own name."""

@@ -53,7 +53,7 @@ class InvalidArgument(LossdError, ValueError):
 
 
 class NonFinite(LossdError, ArithmeticError):
-    """A row's loss is not finite; nothing of its slice was accumulated. Skip the step or lower the loss scale."""
+    """A row's loss or gradient is not finite; nothing of its slice was accumulated. Skip the step or lower the loss scale."""
 
 
 class NotFound(LossdError, LookupError):

@@ -257,7 +257,14 @@ cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const
 cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                                      const FusedRows& rows, void* exponentials, int64_t ld,
                                      cudaStream_t stream) {
-  return LaunchFinish({terms, in, out, rows, nullptr, static_cast<__nv_bfloat16*>(exponentials), ld}, stream);
+  auto* const elements = static_cast<__nv_bfloat16*>(exponentials);
+  if (const cudaError_t error = LaunchFinish({terms, in, out, rows, nullptr, elements, ld}, stream);
+      error != cudaSuccess)
+    return error;
+  // Padding rows of a head that is not finite: 0 times NaN would reach the weight gradient.
+  const int64_t padding = in.padded_rows - in.rows;
+  if (padding == 0) return cudaSuccess;
+  return cudaMemsetAsync(elements + in.rows * ld, 0, static_cast<size_t>(padding * ld) * sizeof(*elements), stream);
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -40,7 +40,7 @@ inline constexpr bool kStores =
 struct LogitKernelParams {
   int rows, classes, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
-  float f, scale, softcap, inverse_cap, small_slope;
+  float f, scale, softcap, inverse_cap, small_slope, largest_bias;
   const float* bias;
   const int32_t* targets;
   const float* reference;
@@ -132,6 +132,15 @@ __device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) 
   for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
 }
 
+// With a softcap, a bias that is infinite makes a logit that is large, and so the softcap; see ToLogit.
+template <Form kForm>
+__device__ __forceinline__ float BoundedBias(const LogitKernelParams& p, float bias) {
+  if constexpr (kForm != Form::kCapped) return bias;
+  const float most = bias > p.largest_bias ? p.largest_bias : bias;  // NaN stays
+  return most < -p.largest_bias ? -p.largest_bias : most;
+}
+
+template <Form kForm>
 __device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const LogitTile& tile,
                                               float (&logits)[128]) {
   const int first = tile.vocab_tile * kVocabTile + LaneColumn();
@@ -140,6 +149,7 @@ __device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const 
     float2 bias = make_float2(0.0f, 0.0f);
     if (p.bias != nullptr)
       bias = __ldg(reinterpret_cast<const float2*>(p.bias + min(first + 8 * j, p.last_bias)));
+    bias = make_float2(BoundedBias<kForm>(p, bias.x), BoundedBias<kForm>(p, bias.y));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       logits[4 * j + 2 * h] = p.scale * (logits[4 * j + 2 * h] + bias.x);

@@ -12,6 +12,8 @@
 //
 // Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md.
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels/cuda/kernels/hopper/cluster_position.cuh"
@@ -82,7 +84,7 @@ __device__ __forceinline__ void Consume(const Maps& maps, const LogitKernelParam
     Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits, [&] {
       if constexpr (kOutput == Output::kCandidates) LoadSumBounds(p, tile, rows);
     });
-    if constexpr (kForm != Form::kPlain) ScaleAndShift(p, tile, logits);
+    if constexpr (kForm != Form::kPlain) ScaleAndShift<kForm>(p, tile, logits);
     Mask<kForm, kOutput>(p, tile, rows, logits);
     const int column = tile.vocab_tile * kVocabTile;
     if constexpr (kOutput == Output::kGradient) {
@@ -172,6 +174,7 @@ LogitKernelParams MakeKernelParams(const LogitOperands& o) {
   p.softcap = o.form.softcap;
   p.inverse_cap = o.form.softcap > 0.0f ? 1.0f / o.form.softcap : 0.0f;
   p.small_slope = SmallSlope(o.form.softcap);
+  p.largest_bias = 1e37f / std::max(1.0f, std::fabs(o.form.scale));
   p.bias = o.form.bias;
   p.targets = o.targets;
   p.first_listed = static_cast<int>(FirstListedTile(p.vocab_tiles));

@@ -36,7 +36,7 @@ cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DTy
                                 bool with_uniform, cudaStream_t stream);
 
 // Makes the rules final: rows that may add nothing to any sum get a gradient of 0, and the first two kinds
-// hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (rows.h), and
+// hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (guard.h), and
 // padding rows, [rows, padded_rows).
 struct SettleParams {
   GradientRule* rules = nullptr;  // [padded_rows]

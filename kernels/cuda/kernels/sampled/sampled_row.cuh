@@ -5,6 +5,7 @@
 #define LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_SAMPLED_ROW_CUH_
 
 #include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/gradient_factor.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/sampled/sampled.h"
 
@@ -27,17 +28,6 @@ struct RowScale {
   int target_group;
 };
 
-// kappa, over the gradient unit.
-__device__ __forceinline__ float KappaOf(const SampleRowsParams& p, int64_t row) {
-  const float c = p.in.coef_loss[row];
-  const int place = p.in.all_targets != nullptr ? p.in.all_targets[row] : p.in.targets[row];
-  const float hard = ClassWeight(p.terms, place) * (1.0f - p.terms.smoothing);
-  const float share = p.terms.smoothing / static_cast<float>(p.terms.vocab + p.terms.elsewhere);
-  const float softmax =
-      c * (hard + share * p.terms.class_weight_sum + 2.0f * p.terms.z_loss * p.lse[row]) + p.in.coef_lse[row];
-  return fabsf(softmax) + fabsf(p.in.coef_entropy[row]);
-}
-
 // Of which the levels but 0 are multiples: at the last one few classes are taken whatever tau is.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
@@ -50,7 +40,7 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
   RowScale s;
   s.target = p.in.targets[row];
   s.target_group = s.target < 0 ? -1 : s.target / kGroup;
-  s.kappa = KappaOf(p, row);
+  s.kappa = GradientFactor(p.terms, p.in, row, p.lse[row]);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
   s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target

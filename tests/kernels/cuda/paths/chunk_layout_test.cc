@@ -109,6 +109,82 @@ TEST(ChunkLayout, RowsThatStandInHaveNoGradient) {
               ElementsAre(0, 0, 1, 1));
 }
 
+// Of weight 0, and of these the one whose lse has a gradient is not absent.
+TEST(ChunkLayout, AbsentRowsHaveResultsAndNoGradient) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {1, kIgnoredTarget, 2, 3, 4};
+  const std::vector<float> weights = {0.0f, 0.0f, 0.0f, 1.0f, 0.0f}, grad_lse = {0.0f, 0.0f, 0.5f, 0.0f, 0.0f};
+  std::vector<float> loss(5), lse(5), entropy(5), logprob(5), gradient(20);
+  std::vector<int32_t> argmax(5);
+  Slice slice;
+  slice.rows = 5;
+  slice.targets = targets.data();
+  slice.row_weights = weights.data();
+  slice.grad_lse = grad_lse.data();
+  slice.grad_hidden = gradient.data();
+  slice.grad_scale = 3.0f;
+  slice.out = {loss.data(), lse.data(), entropy.data(), logprob.data(), argmax.data()};
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  EXPECT_EQ(layout.compact_rows, 4);
+  EXPECT_EQ(layout.absent_rows, 2);
+  EXPECT_EQ(layout.slices[0].absent_rows, 2);
+  EXPECT_TRUE(layout.accumulate);
+  EXPECT_TRUE(layout.accumulate_all);
+  const auto first = [](const auto* p, size_t n) { return std::vector(p, p + n); };
+  EXPECT_THAT(first(blocks.inputs.compact_of_raw, 5), ElementsAre(0, -1, 1, 2, 3));
+  EXPECT_THAT(first(blocks.inputs.gradient_of_raw, 5), ElementsAre(-1, -1, 1, 2, -1));
+  EXPECT_THAT(first(blocks.inputs.accumulate, 4), ElementsAre(0, 1, 1, 0));
+  EXPECT_THAT(first(blocks.inputs.with_gradient, 4), ElementsAre(0, 1, 1, 0));
+  EXPECT_THAT(first(blocks.inputs.checks, 4), ElementsAre(RowCheck::kNothing, RowCheck::kHiddenGradient,
+                                                          RowCheck::kHiddenGradient, RowCheck::kNothing));
+  EXPECT_EQ(blocks.inputs.coef_loss[0], 0.0f);
+  for (int r = 0; r < 4; ++r) {
+    blocks.outputs.loss[r] = blocks.outputs.z_loss[r] = 2.0f;
+    blocks.outputs.lse[r] = blocks.outputs.entropy[r] = blocks.outputs.target_logprob[r] = 4.0f;
+    blocks.outputs.argmax[r] = 4;
+  }
+  blocks.outputs.loss[3] = blocks.outputs.lse[3] = NAN;
+  blocks.outputs.first_bad[0] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  EXPECT_THAT(loss, ElementsAre(0.0f, 0.0f, 2.0f, 2.0f, 0.0f));
+  EXPECT_THAT(std::vector(lse.begin(), lse.end() - 1), ElementsAre(4.0f, 0.0f, 4.0f, 4.0f));
+  EXPECT_TRUE(std::isnan(lse[4]) && std::isnan(entropy[4]) && std::isnan(logprob[4]));
+  EXPECT_THAT(argmax, ElementsAre(4, -1, 4, 4, -1));
+  EXPECT_EQ(slice.sums.loss, 4.0);
+  EXPECT_EQ(slice.sums.z_loss, 4.0);
+  EXPECT_EQ(slice.sums.entropy, 12.0);
+  EXPECT_EQ(slice.sums.valid_rows, 4);
+  EXPECT_EQ(slice.sums.correct_rows, 0);
+}
+
+// What the guard looks at: dx only where it is wanted, or goes into the gradients of a norm.
+TEST(ChunkLayout, HiddenGradientsAreCheckedWhereTheyGoSomewhere) {
+  const std::vector<int32_t> targets = {1, 2};
+  const std::vector<uint8_t> accumulate = {1, 0};
+  float gradient[8] = {};
+  for (const Norm norm : {Norm::kNone, Norm::kRmsNorm}) {
+    for (const bool wanted : {false, true}) {
+      Blocks blocks;
+      Slice slice;
+      slice.rows = 2;
+      slice.targets = targets.data();
+      slice.accumulate = accumulate.data();
+      if (wanted) slice.grad_hidden = gradient;
+      Chunk chunk;
+      chunk.slices = absl::MakeSpan(&slice, 1);
+      LayoutHead head = Head(DType::kBFloat16);
+      head.config.norm = norm;
+      LayOutChunk(head, chunk, blocks.inputs);
+      const bool through_norm = norm != Norm::kNone;
+      EXPECT_EQ(blocks.inputs.checks[0] == RowCheck::kHiddenGradient, wanted || through_norm);
+      EXPECT_EQ(blocks.inputs.checks[1] == RowCheck::kHiddenGradient, wanted);
+      EXPECT_NE(blocks.inputs.checks[1], RowCheck::kNothing);
+    }
+  }
+}
+
 TEST(ChunkLayout, TakesAPowerOfTwoOutOfTheScale) {
   for (DType compute : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
     for (float scale : {1e-9f, 1.0f / 3000.0f, 1.0f, 5e8f, -2e-7f}) {

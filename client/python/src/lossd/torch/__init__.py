@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """lossd for PyTorch: a loss head as a module, and the optimizer that steps it. Needs torch 1.13 or later."""
 
+from lossd.torch._balance import Balance, balance
 from lossd.torch._job import LossExtras
 from lossd.torch.head import LossHead, PendingHeadLoss
 from lossd.torch.optimizer import HeadOptimizer
 from lossd.torch.pipelining import PipelineLoss
 from lossd.torch.tied import TiedEmbedding
 
-__all__ = ["HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss", "PipelineLoss", "TiedEmbedding"]
+__all__ = ["Balance", "HeadOptimizer", "LossExtras", "LossHead", "PendingHeadLoss", "PipelineLoss", "TiedEmbedding",
+           "balance"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -53,32 +54,26 @@ class Continuation:
         if not self._note_training() and self._steps.rank == 0 and not self.is_loaded and self._is_used():
             _callers.warn(self._words())
 
-    def explain(self, error: errors.LossdError, step: int) -> None:
-        """Says of an error about a step that is not open what has moved it, as far as this client can know."""
-        if not isinstance(error, errors.FailedPrecondition) or error.field.rpartition(".")[2] != "step":
+    def explain(self, error: errors.LossdError) -> None:
+        """Adds to an error about a step that has moved what moved it, if that is known, and the way out."""
+        moved = isinstance(error, errors.FailedPrecondition) and error.field.rpartition(".")[2] == "step"
+        if not moved and not isinstance(error, errors.StepDiscarded):
             return
         try:
             now = self._client.describe_head(self._head)
         except errors.LossdError:
             return
-        history, before = now.history, self._description.state
-        runs = [run for run in (history.open_run, history.run) if run and run != self._client.run]
-        if before.incarnation != now.state.incarnation:
-            error.add(f". The server was started anew since this LossHead was made{self._restored(history)}: load a "
-                      "checkpoint and call LossHead.sync()")
-        elif history.loaded and history.checkpoint_step == now.state.step:
-            error.add(f". The head was restored{self._restored(history)}, after this LossHead had looked: call "
-                      "LossHead.sync()")
-        elif runs:
-            error.add(f". Another program (run {runs[0]}) trains this head too; this one is run {self._client.run}. Give one of "
-                      "them another head; several trainers of one head need process_group=, or rank= and world_size=")
-        else:
-            error.add(f". The head is at step {now.state.step}, and this LossHead at {step}: another LossHead or client of "
-                      "this program has applied or loaded a step; LossHead.sync() takes the head as it is")
-
-    @staticmethod
-    def _restored(history: Any) -> str:
-        return f" from checkpoint {history.checkpoint}" if history.loaded and history.checkpoint else ""
+        history, own = now.history, self._client.run
+        others = [run for run in (history.open_run, history.run) if run and run != own]
+        restarted = self._description.state.incarnation != now.state.incarnation
+        if others and not history.loaded and not restarted:
+            said = "" if "another program trains this head" in error.message else (
+                f"; another program trains this head: run {others[0]}, which is at step {now.state.step}")
+            error.add(f"{said}; this one is run {own}. Give one of them another head; several trainers of one head need "
+                      "process_group=, or rank= and world_size=")
+        elif moved:
+            since = "; the server was started anew since this LossHead was made" if restarted else ""
+            error.add(f"{since}. LossHead.sync() takes the head as it is now")
 
     def is_loaded_on_server(self) -> bool:
         """Whether somebody has restored the head, and no step came after that: for trainers who cannot ask each other."""
@@ -95,7 +90,8 @@ class Continuation:
             _trained[key] = None
             if len(_trained) > _MOST:
                 _trained.popitem(last=False)
-        return before or (self._description.history.run != "" and self._description.history.run == self._client.run)
+        run = self._description.history.run
+        return before or (run == self._client.run and f":{os.getpid()}-" in run)  # not one that programs share by its name
 
     def _is_used(self) -> bool:
         return self._description.state.step > 0 or self._description.updates > 0
@@ -111,7 +107,7 @@ class Continuation:
                          f"{_at(history.checkpoint_unix_seconds)}")
         return (f"head {self._head!r} continues at step {self._description.state.step}"
                 f"{': ' if known else ''}{', '.join(known)}; "
-                "Client.create_head(..., if_exists='reset') or Client.reset_head() begins anew")
+                f"Client.create_head(..., if_exists='reset') or Client.reset_head({self._head!r}, 'all') begins anew")
 
 
 def _at(unix_seconds: int) -> str:

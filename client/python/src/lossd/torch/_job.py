@@ -168,7 +168,10 @@ class Job:
                 error.add(
                     ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
                     "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
-            self.module.continuation.explain(error, self.step)
+            self.module.continuation.explain(error)
+            raise
+        except errors.StepDiscarded as error:
+            self.module.continuation.explain(error)
             raise
         except errors.ResourceExhausted as error:
             self.module.watch.explain(error)

@@ -189,20 +189,26 @@ class HeadOptimizer(torch.optim.Optimizer):
         if not with_gradients:
             return loss  # as of a parameter without a gradient
         expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
-        try:
-            self.last = head.client.apply_step(
-                head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * multiplier,
-                decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
-                expected_rows=head.steps.expected_rows(), begin_optimizer=not continuing)
-        except errors.LossdError as error:
-            head.continuation.explain(error, head.step)
-            raise
+        self.last = self._apply(expected, multiplier, begins=not continuing)
         self._continues = True
         head.continuation.stepped()
         head.watch.stepped()
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = self._notes = None
         return loss
+
+    def _apply(self, expected: list[int], multiplier: float, begins: bool) -> lossd.StepResult:
+        head = self.head
+        try:
+            return head.client.apply_step(
+                head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * multiplier,
+                decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
+                expected_rows=head.steps.expected_rows(), begin_optimizer=begins)
+        except errors.LossdError as error:
+            if begins and error.field == "begin_optimizer" and head.steps.world_size > head.parallel.size:
+                return self._apply(expected, multiplier, begins=False)  # a trainer that knew of a checkpoint was the first
+            head.continuation.explain(error)
+            raise
 
     def _others_continue(self) -> bool:
         """What trainers who cannot ask each other say alike of the first step."""

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The calls of Client that are about checkpoints.
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/client.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/core.h"
+#include "client/cpp/unary_call.h"
+
+namespace lossd::client {
+namespace {
+
+using internal::Call;
+using internal::DeadlineAfter;
+using internal::kNever;
+using internal::Repeat;
+
+// 128 random bits of the system's: the server takes a deletion with an id that it knows for a repeat.
+std::string NewDeletionId() {
+  std::random_device random;
+  std::string id;
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
+  return id;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(absl::string_view head,
+                                                                  absl::string_view name,
+                                                                  absl::Duration timeout) {
+  v1::SaveCheckpointRequest request;
+  request.set_head(std::string(head));
+  request.set_name(std::string(name));
+  return SaveCheckpoint(request, nullptr, timeout);
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
+    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
+    absl::Duration timeout) {
+  grpc::ClientContext context;
+  internal::SetDeadline(DeadlineAfter(timeout, options().transfer_timeout), &context);
+  const auto reader = core_->connections().heads()->SaveCheckpoint(&context, request);
+  std::optional<v1::SaveCheckpointResponse> saved;
+  v1::SaveCheckpointUpdate update;
+  while (reader->Read(&update)) {
+    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
+    if (update.has_saved()) saved = std::move(*update.mutable_saved());
+  }
+  absl::Status status = internal::CallStatus(reader->Finish(), core_->connections().peer());
+  if (!status.ok()) return status;
+  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
+  return *std::move(saved);
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> Client::ListCheckpoints(absl::string_view head,
+                                                                    absl::Duration timeout) {
+  v1::ListCheckpointsRequest request;
+  request.set_head(std::string(head));
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints, request,
+              DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
+}
+
+absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view checkpoint,
+                                                           absl::string_view head, absl::Duration timeout) {
+  v1::LoadCheckpointRequest request;
+  request.set_checkpoint(std::string(checkpoint));
+  request.set_head(std::string(head));
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint, request,
+                     DeadlineAfter(timeout, options().transfer_timeout), kNever);
+  if (result.ok()) {
+    core_->head_cache().Learn(*result);
+    core_->head_cache().ForgetAccumulation(result->spec().name());
+  }
+  return result;
+}
+
+absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
+                                                        absl::Duration timeout) {
+  v1::ResetHeadRequest named = request;
+  if (named.reset_id().empty()) named.set_reset_id(NewDeletionId());
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ResetHead, named,
+                     DeadlineAfter(timeout, options().transfer_timeout), Repeat::kIfTransient);
+  if (result.ok()) {
+    core_->head_cache().Learn(result->head());
+    core_->head_cache().ForgetAccumulation(request.head());
+  }
+  return result;
+}
+
+absl::StatusOr<v1::DeleteCheckpointResponse> Client::DeleteCheckpoint(absl::string_view checkpoint,
+                                                                      absl::Duration timeout) {
+  v1::DeleteCheckpointRequest request;
+  request.set_checkpoint(std::string(checkpoint));
+  request.set_deletion_id(NewDeletionId());
+  return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteCheckpoint, request,
+              DeadlineAfter(timeout, options().transfer_timeout), Repeat::kIfTransient);
+}
+
+}  // namespace lossd::client

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// The calls of Client that make heads, or make them as new.
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/text_format.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "client/cpp/client.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/core.h"
+#include "client/cpp/run_name.h"
+#include "client/cpp/step_errors.h"
+#include "client/cpp/unary_call.h"
+#include "kernels/errors/field_error.h"
+
+namespace lossd::client {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+
+// What a server takes where nothing is said.
+v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
+  if (spec.norm() == v1::NORM_UNSPECIFIED) spec.set_norm(v1::NORM_NONE);
+  if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED) {
+    spec.set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+  }
+  if (spec.logits() == v1::LOGITS_UNSPECIFIED) spec.set_logits(v1::LOGITS_STORED);
+  if (spec.gradients() == v1::GRADIENTS_UNSPECIFIED) spec.set_gradients(v1::GRADIENTS_EXACT);
+  return spec;
+}
+
+std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
+  std::string text;
+  google::protobuf::TextFormat::PrintFieldValueToString(spec, field, -1, &text);
+  return text;
+}
+
+// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that is left to
+// the server may be any.
+absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
+  const v1::HeadSpec wanted = WithDefaults(asked);
+  std::vector<std::string> different;
+  std::optional<errors::FieldViolation> first;
+  for (int i = 0; i < v1::HeadSpec::descriptor()->field_count(); ++i) {
+    const FieldDescriptor* const field = v1::HeadSpec::descriptor()->field(i);
+    const bool is_said = field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||
+                         wanted.GetReflection()->HasField(wanted, field);
+    const std::string is = ValueOf(has, field), wants = ValueOf(wanted, field);
+    if (!is_said || is == wants) continue;
+    different.push_back(absl::StrCat(field->name(), " ", is, " instead of ", wants));
+    if (!first.has_value()) first = {absl::StrCat("spec.", field->name()), "differs from the head's", wants};
+  }
+  if (different.empty()) return absl::OkStatus();
+  return errors::WithViolation(
+      absl::AlreadyExistsError(absl::StrCat("head \"", wanted.name(), "\" exists with ",
+                                            absl::StrJoin(different, ", "),
+                                            ". Give what it has, or another name, or delete it first")),
+      *first);
+}
+
+v1::ResetHeadRequest ResetTo(const v1::CreateHeadRequest& wanted) {
+  v1::ResetHeadRequest reset;
+  reset.set_head(wanted.spec().name());
+  reset.set_scope(v1::RESET_SCOPE_ALL);
+  if (wanted.has_kaiming_uniform()) *reset.mutable_kaiming_uniform() = wanted.kaiming_uniform();
+  if (wanted.has_zeros()) *reset.mutable_zeros() = wanted.zeros();
+  if (wanted.has_tensor_file()) *reset.mutable_tensor_file() = wanted.tensor_file();
+  return reset;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
+                                                       absl::Duration timeout, IfExists if_exists) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
+                               deadline, internal::kNever);
+  if (result.ok()) {
+    core_->head_cache().Learn(*result);
+    core_->head_cache().ForgetAccumulation(request.spec().name());
+  }
+  if (!absl::IsAlreadyExists(result.status()) || if_exists == IfExists::kError) return result;
+  absl::StatusOr<v1::HeadDescription> found = DescribeHead(request.spec().name(), deadline - absl::Now());
+  if (!found.ok()) return found.status();
+  if (absl::Status same = CheckSame(found->spec(), request.spec()); !same.ok()) return same;
+  if (if_exists == IfExists::kKeep) return found;
+  v1::ResetHeadRequest reset = ResetTo(request);
+  reset.set_incarnation(found->state().incarnation());
+  absl::StatusOr<v1::ResetHeadResponse> done = ResetHead(reset, deadline - absl::Now());
+  if (!done.ok()) return done.status();
+  return std::move(*done->mutable_head());
+}
+
+absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
+                                                        absl::Duration timeout) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  v1::ResetHeadRequest meant = request;
+  if (meant.reset_id().empty()) meant.set_reset_id(internal::RandomDigits(32));
+  if (!meant.has_incarnation()) {
+    // A repeat that finds another process must not reset what that has restored.
+    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - absl::Now());
+    if (!head.ok()) return head.status();
+    meant.set_incarnation(head->state().incarnation());
+  }
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ResetHead, meant,
+                               deadline, internal::Repeat::kIfTransient);
+  if (result.ok()) {
+    core_->head_cache().Learn(result->head());
+    core_->head_cache().ForgetAccumulation(request.head());
+    return result;
+  }
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(result.status());
+  if (detail.has_value() && detail->field() == "incarnation" && detail->incarnation() != 0) {
+    return internal::RestartedError(request.head(), meant.incarnation(), detail->incarnation(), std::nullopt);
+  }
+  return result;
+}
+
+}  // namespace lossd::client

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lossd.torch.balance against all divisions of small models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import lossd.torch
+
+
+def all_divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    cuts = itertools.combinations(range(1, layers), stages - 1)
+    return [tuple(end - begin for begin, end in zip((0, *cut), (*cut, layers))) for cut in cuts]
+
+
+def best_of_all(times: list[float], head: float, besides: list[float]) -> float:
+    """The time of the slowest stage in the best division, its head divided as finely as one likes."""
+    best = math.inf
+    for layers in all_divisions(len(times), len(besides)):
+        ends = list(itertools.accumulate(layers))
+        loads = [sum(times[end - count:end]) + more for end, count, more in zip(ends, layers, besides)]
+        best = min(best, max(max(loads), (sum(loads) + head) / len(loads)))
+    return best
+
+
+def test_is_the_best_division(rng: np.random.Generator) -> None:
+    for _ in range(60):
+        stages = int(rng.integers(1, 5))
+        times = rng.uniform(0.5, 2.0, int(rng.integers(stages, 10))).tolist()
+        besides = (rng.uniform(0, 1, stages) * rng.integers(0, 2)).tolist()
+        head = float(rng.choice([0.0, 0.3, 2.0, 20.0]))
+        got = lossd.torch.balance(times, head, stages, stage_seconds=besides, least_share=0)
+        assert sum(got.layers) == len(times) and min(got.layers) >= 1
+        best = best_of_all(times, head, besides)
+        assert max(got.seconds) == pytest.approx(best, abs=head * 0.01 + 1e-9)
+        assert sum(got.seconds) == pytest.approx(sum(times) + sum(besides) + head)
+        assert got.bound <= best + 1e-9
+
+
+def test_layers_that_do_not_divide() -> None:
+    got = lossd.torch.balance([2.0] * 13, 12.0, 4)
+    assert sorted(got.layers) == [3, 3, 3, 4]
+    assert got.seconds == pytest.approx([9.5] * 4, abs=0.05)
+    assert min(got.shares) == pytest.approx(125, abs=2)
+
+
+def test_a_stage_that_has_no_time_left() -> None:
+    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3).shares == (1, 500, 500)
+    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3, least_share=0).shares == (0, 500, 500)
+    assert lossd.torch.balance([1.0, 1.0], 0.0, 2).shares == (1, 1)
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (dict(layer_seconds=[1.0], head_seconds=1.0, stages=2), "stages is 2"),
+    (dict(layer_seconds=[1.0, -1.0], head_seconds=1.0, stages=2), r"layer_seconds\[1\] is -1.0"),
+    (dict(layer_seconds=[1.0], head_seconds=math.nan, stages=1), "head_seconds is nan"),
+    (dict(layer_seconds=[1.0], head_seconds=1.0, stages=1, stage_seconds=[1.0, 2.0]), "2 entries for 1 stages"),
+    (dict(layer_seconds=[1.0], head_seconds=1.0, stages=1, least_share=1001), "least_share is 1001")])
+def test_bad_input(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        lossd.torch.balance(**arguments)  # type: ignore[arg-type]
