@@ -183,7 +183,7 @@ class _Attached(TrainerCallback):
             raise RuntimeError(
                 f"training resumes at step {state.global_step}, but the optimizer's state does not say where the head "
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
-        if self.trainer.is_deepspeed_enabled:
+        if self.trainer.is_deepspeed_enabled and not _zero.ZeroSteps.are_in(self.trainer.model_wrapped):
             self.bind_engine(self.trainer.model_wrapped)
         self.served.forget_copies()
         self.optimizer.zero_grad()
