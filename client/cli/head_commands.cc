@@ -110,7 +110,8 @@ struct CreateFlags {
   }
 };
 
-absl::StatusOr<v1::HeadDescription> RunCreate(Context* context, const CreateFlags& flags, client::Client& client) {
+absl::StatusOr<v1::HeadDescription> RunCreate(Context* context, const CreateFlags& flags,
+                                              client::Client& client) {
   const v1::CreateHeadRequest request = flags.ToRequest();
   if (flags.dry_run) return client.PlanHead(request, context->timeout());
   absl::StatusOr<v1::HeadDescription> created = client.CreateHead(request, context->timeout());
@@ -164,11 +165,13 @@ void AddCreate(CLI::App* app, Context* context) {
   CLI::Option* dry_run = create->add_flag(
       "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");
   AddWord(create, "--if-exists", &flags->if_exists, IfExistsWords(),
-          "If there is a head of this name with what was asked for: fail, keep it as it is, or reset all of it [error]")
+          "If there is a head of this name with what was asked for: fail, keep it as it is, or reset all of "
+          "it [error]")
       ->excludes(dry_run);
   AddInitialValues(create, &flags->values);
-  SetClientAction(create, context,
-                  [=](client::Client& client) { return PrintHead(context, RunCreate(context, *flags, client)); });
+  SetClientAction(create, context, [=](client::Client& client) {
+    return PrintHead(context, RunCreate(context, *flags, client));
+  });
 }
 
 }  // namespace

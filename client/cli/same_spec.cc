@@ -28,15 +28,16 @@ class Differences {
   template <typename E>
   void Word(const std::string& field, const std::map<std::string, E>& words, E has, E wanted, E unsaid) {
     if (static_cast<int>(wanted) == 0) return;
-    Compare<std::string>(field, NameOf(words, static_cast<int>(has) == 0 ? unsaid : has), NameOf(words, wanted));
+    Compare<std::string>(field, NameOf(words, static_cast<int>(has) == 0 ? unsaid : has),
+                         NameOf(words, wanted));
   }
 
   absl::Status Status(const std::string& head) const {
     if (found_.empty()) return absl::OkStatus();
-    return errors::WithViolation(
-        absl::AlreadyExistsError(absl::StrCat("head \"", head, "\" exists with ", absl::StrJoin(found_, ", "),
-                                              "; ask for what it has, give another name, or delete it first")),
-        first_);
+    return errors::WithViolation(absl::AlreadyExistsError(absl::StrCat(
+                                     "head \"", head, "\" exists with ", absl::StrJoin(found_, ", "),
+                                     "; ask for what it has, give another name, or delete it first")),
+                                 first_);
   }
 
  private:
@@ -55,13 +56,16 @@ absl::Status CheckSameSpec(const v1::HeadSpec& has, const v1::HeadSpec& wanted) 
   differences.Flag("spec.frozen", has.frozen(), wanted.frozen());
   differences.Word("spec.norm", Norms(), has.norm(), wanted.norm(), v1::NORM_NONE);
   if (wanted.has_norm_epsilon()) {
-    differences.Compare("spec.norm_epsilon", has.has_norm_epsilon() ? has.norm_epsilon() : 1e-5f, wanted.norm_epsilon());
+    differences.Compare("spec.norm_epsilon", has.has_norm_epsilon() ? has.norm_epsilon() : 1e-5f,
+                        wanted.norm_epsilon());
   }
-  differences.Word("spec.compute_dtype", DTypes(), has.compute_dtype(), wanted.compute_dtype(), v1::DTYPE_FP32);
+  differences.Word("spec.compute_dtype", DTypes(), has.compute_dtype(), wanted.compute_dtype(),
+                   v1::DTYPE_FP32);
   differences.Word("spec.optimizer_state", OptimizerStates(), has.optimizer_state(), wanted.optimizer_state(),
                    v1::OPTIMIZER_STATE_ADAM);
   differences.Word("spec.logits", LogitsWords(), has.logits(), wanted.logits(), v1::LOGITS_STORED);
-  differences.Word("spec.gradients", GradientsWords(), has.gradients(), wanted.gradients(), v1::GRADIENTS_EXACT);
+  differences.Word("spec.gradients", GradientsWords(), has.gradients(), wanted.gradients(),
+                   v1::GRADIENTS_EXACT);
   if (wanted.workspace_bytes() > 0) {
     differences.Compare("spec.workspace_bytes", has.workspace_bytes(), wanted.workspace_bytes());
   }

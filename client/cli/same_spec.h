@@ -8,8 +8,8 @@
 
 namespace lossd::cli {
 
-// ALREADY_EXISTS, naming every difference, unless what is wanted is what the head has. Flags are always wanted; numbers
-// and words unless they are left to the server (0, unspecified).
+// ALREADY_EXISTS, naming every difference, unless what is wanted is what the head has. Flags are always
+// wanted; numbers and words unless they are left to the server (0, unspecified).
 absl::Status CheckSameSpec(const v1::HeadSpec& has, const v1::HeadSpec& wanted);
 
 }  // namespace lossd::cli

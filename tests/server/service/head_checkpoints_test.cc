@@ -153,7 +153,8 @@ TEST_F(HeadsTest, CheckpointsAreDeleted) {
   ASSERT_TRUE(client_->SaveCheckpoint("head", "one").ok());
   EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "a")->repeated_call());
   EXPECT_EQ(client_->ListCheckpoints("head")->checkpoints_size(), 2);
-  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "a").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "a").status().code(),
+            absl::StatusCode::kFailedPrecondition);
   // The head does not need its checkpoints, nor they the head.
   ASSERT_TRUE(client_->DeleteHead("head").ok());
   EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "b").ok());

@@ -76,13 +76,16 @@ TEST_F(TensorFileTest, Refusals) {
   ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
 }
 
-// A tensor of every type that a file may have, with one value that is none, at places before and after the pieces in
-// which files are read.
+// A tensor of every type that a file may have, with one value that is none, at places before and after the
+// pieces in which files are read.
 class NonFiniteTest : public HeadsTest, public ::testing::WithParamInterface<kernels::DType> {
  protected:
   static constexpr int64_t kFileClasses = 1000;
 
-  NonFiniteTest() : weight_(kFileClasses * kHidden, 0.5f), bias_(kFileClasses, -0.25f), class_weights_(kFileClasses, 2.0f) {
+  NonFiniteTest()
+      : weight_(kFileClasses * kHidden, 0.5f),
+        bias_(kFileClasses, -0.25f),
+        class_weights_(kFileClasses, 2.0f) {
     std::filesystem::create_directories(server_.checkpoint_directory());
     request_ = Request("head");
     request_.mutable_spec()->set_vocab_size(kFileClasses);
@@ -102,9 +105,10 @@ class NonFiniteTest : public HeadsTest, public ::testing::WithParamInterface<ker
     const formats::DType type = types.at(GetParam());
     const std::string path = server_.checkpoint_directory() + "/model.safetensors";
     std::filesystem::remove(path);
-    auto writer = formats::CreateSafetensors(path, {{{.name = "w", .dtype = type, .shape = {kFileClasses, kHidden}},
-                                                     {.name = "b", .dtype = type, .shape = {kFileClasses}},
-                                                     {.name = "u", .dtype = type, .shape = {kFileClasses}}}});
+    auto writer =
+        formats::CreateSafetensors(path, {{{.name = "w", .dtype = type, .shape = {kFileClasses, kHidden}},
+                                           {.name = "b", .dtype = type, .shape = {kFileClasses}},
+                                           {.name = "u", .dtype = type, .shape = {kFileClasses}}}});
     EXPECT_TRUE(writer.ok()) << writer.status();
     for (const auto* values : {&weight_, &bias_, &class_weights_}) {
       EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(GetParam(), *values)).ok());
@@ -144,7 +148,8 @@ TEST_P(NonFiniteTest, AreRefusedUnlessAskedFor) {
       ExpectRefused("weight", absl::StrCat("got ", text, place));
     }
     weight_[at] = kNaN;
-    ExpectRefused("weight", absl::StrCat("finite values, unless tensor_file.allow_non_finite is set, got nan", place));
+    ExpectRefused("weight",
+                  absl::StrCat("finite values, unless tensor_file.allow_non_finite is set, got nan", place));
     weight_[weight_.size() - 1] = kNaN;  // the first one is named
     ExpectRefused("weight", place);
     request_.mutable_tensor_file()->set_allow_non_finite(true);
@@ -327,7 +332,8 @@ TEST_F(ShardedModelTest, Refusals) {
 
   // Out of the folder, by name or by a link.
   WriteIndex(R"("model.embed_tokens.weight": "../model.safetensors")");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no path of a file in the index's folder"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.path", "no path of a file in the index's folder"});
   test::TempFolder outside;
   std::filesystem::rename(Path("model-00001-of-00002.safetensors"), outside.File("x"));
   std::filesystem::create_symlink(outside.File("x"), Path("link.safetensors"));
@@ -344,21 +350,25 @@ TEST_F(ShardedModelTest, Refusals) {
 TEST_F(ShardedModelTest, ShardsInSubfolders) {
   std::filesystem::create_directories(Path("shards/deep"));
   std::filesystem::rename(Path("model-00001-of-00002.safetensors"), Path("shards/model-00001.safetensors"));
-  std::filesystem::rename(Path("model-00002-of-00002.safetensors"), Path("shards/deep/model-00002.safetensors"));
+  std::filesystem::rename(Path("model-00002-of-00002.safetensors"),
+                          Path("shards/deep/model-00002.safetensors"));
   WriteIndex(R"("model.embed_tokens.weight": "shards/model-00001.safetensors",
                 "model.norm.weight": "shards/deep/model-00002.safetensors")");
   ExpectLoads();
   request_.mutable_tensor_file()->set_path("model/model.safetensors.index.json");
   ExpectLoads();
-  for (const char* path : {"shards/../shards/model-00001.safetensors", "/model/shards/model-00001.safetensors"}) {
+  for (const char* path :
+       {"shards/../shards/model-00001.safetensors", "/model/shards/model-00001.safetensors"}) {
     WriteIndex(absl::StrCat(R"("model.embed_tokens.weight": ")", path, R"(")"));
-    ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no path of a file in the index's folder"});
+    ExpectError(absl::StatusCode::kInvalidArgument,
+                {"tensor_file.path", "no path of a file in the index's folder"});
   }
   // A subfolder that is a link out of the directory.
   test::TempFolder outside;
   std::filesystem::create_directory_symlink(outside.path(), Path("away"));
   WriteIndex(R"("model.embed_tokens.weight": "away/x.safetensors")");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.weight", "'model/away' is a symbolic link", "outside"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "'model/away' is a symbolic link", "outside"});
 }
 
 // What links lead to counts, and where they lead astray the error says so.
@@ -383,12 +393,14 @@ TEST_F(ShardedModelTest, Links) {
     ExpectError(absl::StatusCode::kNotFound, {"tensor_file.path", absl::StrCat("model/", name),
                                               "is a symbolic link to something that is not there"});
     replace(name, name);
-    ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", absl::StrCat("model/", name), "loop"});
+    ExpectError(absl::StatusCode::kInvalidArgument,
+                {"tensor_file.path", absl::StrCat("model/", name), "loop"});
     std::filesystem::remove(Path(name));
   }
   std::filesystem::create_directory_symlink(outside.path(), server_.checkpoint_directory() + "/away");
   request_.mutable_tensor_file()->set_path("away");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path: path 'away' leads outside", "it is a symbolic link"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.path: path 'away' leads outside", "it is a symbolic link"});
   replace("manifest.json", outside.File("x"));
   request_.mutable_tensor_file()->set_path("model");
   ExpectError(absl::StatusCode::kInvalidArgument, {"model/manifest.json", "is a symbolic link", "outside"});
