@@ -299,8 +299,9 @@ class Client {
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep, AddGradient and ResetHead (the server does each once) are repeated like
-  // streams, within the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep, AddGradient, ResetHead and DeleteCheckpoint (the server does each once)
+  // are repeated like streams, within the timeout. The others never are. A zero timeout means ClientOptions'
+  // default.
 
   // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has
   // otherwise.
@@ -318,10 +319,6 @@ class Client {
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
-  // Makes a head, or its optimizer alone, as it was when it was made. An empty reset_id: a random one.
-  // Repeated: the server resets once.
-  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
-                                                  absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
   // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins

@@ -151,7 +151,7 @@ TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
   EXPECT_EQ(different.exit_code, 4);
   EXPECT_THAT(different.err,
               AllOf(HasSubstr("hidden_size 3 instead of 4"), HasSubstr("bias false instead of true"),
-                    HasSubstr("norm none instead of rmsnorm")));
+                    HasSubstr("norm NORM_NONE instead of NORM_RMSNORM")));
   EXPECT_EQ(Run("create other --hidden 4 --vocab 5 --if-exists=reset").exit_code, 4);
   EXPECT_EQ(Json("describe other")["step"], 1);
   EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=reset")["step"], 0);
