@@ -16,7 +16,7 @@ NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 PRESET ?= $(if $(NVCC),release,cpu-only)
 
 .DEFAULT_GOAL := help
-.PHONY: help deps demo demo-faults build packages test test-nightly test-all test-cuda test-integrations test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures docs format lint check-layers clean
+.PHONY: help deps demo demo-faults build packages test test-nightly test-all test-cuda test-integrations test-integrations-nightly test-sanitized test-threads test-sanitizers fuzz mutants soak bench bundle install figures docs format lint check-layers clean
 
 help: ## print this
 	@echo "lossd: the loss head of a language model as a server"
@@ -85,6 +85,9 @@ test-integrations: ## test the Python client with current torch, transformers, t
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
 	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
 	@scripts/test-integrations build/$(PRESET) $(ARGS)
+
+test-integrations-nightly: ## what of test-integrations takes minutes: every class of models of transformers
+	@$(MAKE) test-integrations PRESET=cpu-only ARGS="-m nightly tests/client/python/integrations"
 
 test-threads: ## tests of engine, calls and metrics, and the simulation, under the thread sanitizer
 	@scripts/install-deps build test

@@ -18,6 +18,7 @@ import lossd
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "nightly: takes minutes; make test-integrations-nightly runs it")
 
 
 @pytest.fixture(scope="session")

@@ -79,6 +79,8 @@ def small_config(config_class: Any, depth: int = 0) -> Any:
                                         depth + 1).to_dict()
     if "qk_rope_head_dim" in values:
         values.pop("head_dim", None)  # follows from the parts
+        if "num_key_value_heads" in values:
+            values["num_key_value_heads"] = values["num_attention_heads"]
     values.update(_OWN.get(config_class.__name__, {}))
     config = config_class(**values)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:

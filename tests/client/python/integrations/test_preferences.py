@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trl's GRPO, RLOO and DPO trainers with patch() and attach(): losses and weights of the stock model."""
+"""trl's GRPO, RLOO, DPO and KTO trainers with patch() and attach(): losses and weights of the stock model."""
 
 import copy
 
@@ -115,6 +115,22 @@ def test_dpo_with_lora_and_a_frozen_head(client, name, tmp_path):
         return peft.get_peft_model(model, config)
     compare(lambda model: dpo(model, tmp_path, 1, None), "llama", client, name, DPO_KEYS, with_adapter, freeze=True)
     assert client.describe_head(name).spec.frozen
+
+
+def judged():
+    """Completions of uneven length, good and bad."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(3, V, (8, 20), generator=generator)
+    return Dataset.from_list([{"prompt": words(row[:4 + i % 3]), "completion": " " + words(row[8:12 + i % 4]), "label": i % 3 != 0}
+                              for i, row in enumerate(rows)])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_kto(client, name, tmp_path, accumulation):
+    def make(model):
+        return trl.KTOTrainer(model, make_model("llama"), trl.KTOConfig(**options(tmp_path, accumulation)),
+                              train_dataset=judged(), processing_class=make_tokenizer())
+    compare(make, "llama", client, name, {"loss", "kl", "rewards/chosen", "rewards/rejected"})
 
 
 def test_what_the_server_does_not_compute_is_refused(client, name, tmp_path):

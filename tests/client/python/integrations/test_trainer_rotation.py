@@ -13,7 +13,7 @@ from lossd.transformers._rotation import FILE
 
 
 def names(client, head):
-    return sorted(each.name for each in client.list_checkpoints(head))
+    return sorted(each.checkpoint.split("/")[1] for each in client.list_checkpoints(head))
 
 
 def named(folder):
@@ -30,15 +30,16 @@ def test_one_is_left_of_five(client, head_name, tmp_path):
     assert names(client, head_name) == sorted(["mine", *named(tmp_path)]) and own.endswith("/mine")
 
 
-def test_the_best_stays(client, head_name, tmp_path):
-    trainer = trainer_of(both(client, head_name)[0], tmp_path, max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=1,
-                         eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+@pytest.mark.parametrize("limit, kept", [(1, ["checkpoint-1"]), (2, ["checkpoint-1", "checkpoint-4"])])
+def test_the_best_stays(client, head_name, tmp_path, limit, kept):
+    """With a limit of 1 the trainer removes the last one at the end of its training."""
+    trainer = trainer_of(both(client, head_name)[0], tmp_path, max_steps=4, save_strategy="steps", save_steps=1,
+                         save_total_limit=limit, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
                          greater_is_better=True)  # the first is
     lossd.transformers.attach(trainer)
     trainer.train()
-    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert len(left) == 2 and left[-1] == "checkpoint-4"
-    assert names(client, head_name) == named(tmp_path) and len(named(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
+    assert names(client, head_name) == named(tmp_path) and len(named(tmp_path)) == len(kept)
 
 
 def test_folders_that_others_remove_stay_on_the_server(client, head_name, tmp_path):

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,16 @@ class Rotation:
         self.restored: dict[str, Any] | None = None  # the state that training went on from
         self._trainer, self._served = trainer, served
         self._elsewhere: set[str] = set()  # checkpoints that a folder outside of the trainer's names
-        save, save_optimizer, load = trainer._save_checkpoint, trainer._save_optimizer_and_scheduler, \
-            trainer._load_optimizer_and_scheduler
+        save, finalize = trainer._save_checkpoint, trainer._finalize_training
+        save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         def save_checkpoint(model: Any, trial: Any) -> Any:
-            folder = Path(trainer._get_output_dir(trial=trial))
-            before = _named(folder)
-            result = save(model, trial)
-            if trainer.is_world_process_zero():
-                self._remove(before, folder)
-            return result
+            with self._following(trial):
+                return save(model, trial)
+
+        def finalize_training(trial: Any, *args: Any, **options: Any) -> Any:
+            with self._following(trial):
+                return finalize(trial, *args, **options)
 
         def save_optimizer_and_scheduler(output_dir: str) -> Any:
             self.saved = None
@@ -52,7 +54,7 @@ class Rotation:
                 self._restore(Path(checkpoint))
             return result
 
-        trainer._save_checkpoint = save_checkpoint
+        trainer._save_checkpoint, trainer._finalize_training = save_checkpoint, finalize_training
         trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
         trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
 
@@ -62,6 +64,15 @@ class Rotation:
             self._served.loss_head.load_state(self.restored)
         if self.restored is not None and checkpoint.resolve().parent != Path(self._trainer.args.output_dir).resolve():
             self._elsewhere.add(self.restored["checkpoint"])
+
+    @contextlib.contextmanager
+    def _following(self, trial: Any) -> Iterator[None]:
+        """What the trainer removes inside is removed from the server afterwards. One rank does it."""
+        folder = Path(self._trainer._get_output_dir(trial=trial))
+        before = _named(folder)
+        yield
+        if self._trainer.is_world_process_zero():
+            self._remove(before, folder)
 
     def _remove(self, before: dict[Path, str], folder: Path) -> None:
         left = set(_named(folder).values()) | self._elsewhere
