@@ -283,7 +283,7 @@ class HeadCalls:
             "LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
             head_pb2.HeadDescription, timeout or self._transfer_timeout)
         self._start_over(description)
-        self._head_cache.note_loaded(description.spec.name)
+        self._head_cache.note_loaded(description.spec.name, description.state.incarnation)
         return read(HeadDescription, description)
 
     def _reset(self, found: HeadDescription, scope: ResetScope, values: InitialValues,
@@ -308,7 +308,7 @@ class HeadCalls:
         """The head has other values or another optimizer by this client: what it remembers of it ends."""
         self._head_cache.learn(description)
         self._head_cache.forget_accumulation(description.spec.name)
-        self._head_cache.forget_loaded(description.spec.name)
+        self._head_cache.forget_loaded(description.spec.name, description.state.incarnation)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
         """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
