@@ -258,6 +258,16 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
                                                         absl::Duration timeout) {
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
+  if (request.begin_optimizer()) {
+    // An earlier server would apply the step and pass that over.
+    if (!cache.Facts(request.head()).has_value()) {
+      if (auto head = DescribeHead(request.head(), timeout); !head.ok()) return cache.Interpret(at, head.status());
+    }
+    const std::optional<internal::HeadInfo> facts = cache.Facts(request.head());
+    if (facts.has_value() && !facts->histories) {
+      return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
+    }
+  }
   v1::ApplyStepRequest meant = request;
   NameRun(options().run, &meant);
   if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
