@@ -37,6 +37,17 @@ void NameRun(const std::string& run, Request* request) {
   if (request->run().empty()) request->set_run(run);
 }
 
+// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer over. A new head has nothing to begin.
+absl::Status CheckBegins(Client& client, const internal::HeadCache& cache, absl::string_view head,
+                         absl::Duration timeout) {
+  const std::optional<internal::HeadInfo> facts = cache.Facts(head);
+  if (facts.has_value() && facts->histories) return absl::OkStatus();
+  const absl::StatusOr<v1::HeadDescription> found = client.DescribeHead(head, timeout);
+  if (!found.ok()) return found.status();
+  if (found->has_history() || (found->updates() == 0 && found->state().step() == 0)) return absl::OkStatus();
+  return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
+}
+
 }  // namespace
 
 PendingLoss& PendingLoss::operator=(PendingLoss&& other) noexcept {
@@ -259,13 +270,8 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
   if (request.begin_optimizer()) {
-    // An earlier server would apply the step and pass that over.
-    if (!cache.Facts(request.head()).has_value()) {
-      if (auto head = DescribeHead(request.head(), timeout); !head.ok()) return cache.Interpret(at, head.status());
-    }
-    const std::optional<internal::HeadInfo> facts = cache.Facts(request.head());
-    if (facts.has_value() && !facts->histories) {
-      return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
+    if (absl::Status begins = CheckBegins(*this, cache, request.head(), timeout); !begins.ok()) {
+      return cache.Interpret(at, begins);
     }
   }
   v1::ApplyStepRequest meant = request;

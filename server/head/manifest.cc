@@ -202,6 +202,7 @@ Json EncodeHistory(const CheckpointSubject& subject) {
 bool DecodeHistory(const Json& json, CheckpointSubject* subject) {
   if (!json.contains("history")) return true;
   const Json& history = json.at("history");
+  if (!history.is_object()) return false;
   if (history.contains("run")) subject->run = history.at("run").get<std::string>();
   if (history.contains("applied_unix_seconds")) {
     subject->applied_unix_seconds = history.at("applied_unix_seconds").get_ref<const int64_t&>();

@@ -308,12 +308,16 @@ class HeadCalls:
         return read(HeadDescription, answer.head)
 
     def _check_begins(self, head: str, deadline: Deadline) -> None:
-        """Unimplemented if the server would apply the step and pass begin_optimizer over."""
-        facts = self._head_cache.facts(head) or self._head_cache.learn(self._describe(head, deadline))
-        if not facts.histories:
-            raise errors.Unimplemented(
-                "begin_optimizer is True, and the server does not know this: it is of an earlier version than this client; "
-                "install lossd of this version there")
+        """Unimplemented if the server would apply the step and pass begin_optimizer over. A new head has nothing to begin."""
+        facts = self._head_cache.facts(head)
+        if facts is not None and facts.histories:
+            return
+        description = self._describe(head, deadline)
+        if description.HasField("history") or not (description.updates or description.state.step):
+            return
+        raise errors.Unimplemented(
+            "begin_optimizer is True, and the server does not know this: it is of an earlier version than this client; "
+            "install lossd of this version there")
 
     def _start_over(self, description: head_pb2.HeadDescription) -> None:
         """The head has other values or another optimizer by this client: what it remembers of it ends."""
