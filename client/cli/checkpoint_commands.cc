@@ -138,19 +138,21 @@ std::string Named(const std::vector<std::string>& names) {
 }
 
 // Removes all that it can; the first error counts.
-absl::Status RunRemove(Context* context, const std::vector<std::string>& names, bool yes, client::Client& client) {
+absl::Status RunRemove(Context* context, const std::vector<std::string>& names, bool yes,
+                       client::Client& client) {
   std::vector<std::string> once;
   for (const std::string& name : names) {
     if (std::find(once.begin(), once.end(), name) == once.end()) once.push_back(name);
   }
   const std::string question = absl::StrCat(
-      "Remove ", once.size() == 1 ? "checkpoint " : absl::StrCat(HumanCount(once.size()), " checkpoints: "), Named(once),
-      "?");
+      "Remove ", once.size() == 1 ? "checkpoint " : absl::StrCat(HumanCount(once.size()), " checkpoints: "),
+      Named(once), "?");
   if (absl::Status agreed = Confirm(yes, question, "not removed"); !agreed.ok()) return agreed;
   absl::Status first_error;
   nlohmann::ordered_json removed = nlohmann::ordered_json::array();
   for (const std::string& name : once) {
-    const absl::StatusOr<v1::DeleteCheckpointResponse> deleted = client.DeleteCheckpoint(name, context->timeout());
+    const absl::StatusOr<v1::DeleteCheckpointResponse> deleted =
+        client.DeleteCheckpoint(name, context->timeout());
     first_error.Update(deleted.status());
     if (!deleted.ok()) continue;
     removed.push_back({{"checkpoint", name}, {"bytes", deleted->bytes()}});
@@ -173,7 +175,8 @@ absl::Status AskBeforeLoad(Context* context, const std::string& checkpoint, cons
   const std::optional<uint64_t> since = StepsSinceSave(*there);
   const bool is_saved = since.has_value() ? *since == 0 : there->state().step() == 0;
   if (is_saved && there->step_rows() == 0) return absl::OkStatus();
-  return Confirm(false, absl::StrCat(WhatIsLost(*there), ". Load ", Printable(checkpoint), " over it?"), "not loaded");
+  return Confirm(false, absl::StrCat(WhatIsLost(*there), ". Load ", Printable(checkpoint), " over it?"),
+                 "not loaded");
 }
 
 absl::Status RunLoad(Context* context, const std::string& checkpoint, const std::string& head, bool yes,

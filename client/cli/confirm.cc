@@ -34,8 +34,9 @@ bool CanAsk() { return isatty(STDIN_FILENO) == 1; }
 
 absl::Status CheckMayAsk(bool yes, const std::string& command) {
   if (yes || CanAsk()) return absl::OkStatus();
-  return UsageError(absl::StrCat(command, " asks before it does anything, and stdin is no terminal: give --yes"),
-                    absl::StrCat("lossctl ", command, " --help"));
+  return UsageError(
+      absl::StrCat(command, " asks before it does anything, and stdin is no terminal: give --yes"),
+      absl::StrCat("lossctl ", command, " --help"));
 }
 
 absl::Status Confirm(bool yes, const std::string& question, const std::string& otherwise) {

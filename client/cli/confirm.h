@@ -16,12 +16,12 @@ CLI::Option* AddYes(CLI::App* command, bool* yes);
 // Whether somebody can be asked: stdin is a terminal.
 bool CanAsk();
 
-// A wrong command line unless --yes was given or somebody can be asked. `command`: "delete". To be called before
-// the command does anything.
+// A wrong command line unless --yes was given or somebody can be asked. `command`: "delete". To be called
+// before the command does anything.
 absl::Status CheckMayAsk(bool yes, const std::string& command);
 
-// Asks `question` on stderr, with " [y/N] ". OK if the answer is y or yes, or without asking if --yes was given. Else
-// CANCELLED with `otherwise`, e.g. "not deleted".
+// Asks `question` on stderr, with " [y/N] ". OK if the answer is y or yes, or without asking if --yes was
+// given. Else CANCELLED with `otherwise`, e.g. "not deleted".
 absl::Status Confirm(bool yes, const std::string& question, const std::string& otherwise);
 
 }  // namespace lossd::cli

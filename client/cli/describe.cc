@@ -255,7 +255,8 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
                                        " rows of ", HumanCount(head.step_microbatches()), " microbatches)"));
-  if (const std::string history = HistoryText(head.history()); !history.empty()) fields.Add("history", history);
+  if (const std::string history = HistoryText(head.history()); !history.empty())
+    fields.Add("history", history);
   if (head.step_contributions() > 0)
     fields.Add("added to", absl::StrCat("by ", HumanCount(head.step_contributions()), " contributions"));
   if (head.updates() != head.state().step())

@@ -13,7 +13,6 @@
 #include "client/cli/json.h"
 #include "client/cli/names.h"
 #include "client/cli/options.h"
-#include "client/cli/same_spec.h"
 
 namespace lossd::cli {
 namespace {
@@ -58,11 +57,11 @@ absl::Status RunDelete(Context* context, const std::string& head, bool yes, clie
   return absl::OkStatus();
 }
 
-enum class IfExists : uint8_t { kError, kKeep, kReset };
-
-const std::map<std::string, IfExists>& IfExistsWords() {
-  static const auto* const words = new std::map<std::string, IfExists>{
-      {"error", IfExists::kError}, {"keep", IfExists::kKeep}, {"reset", IfExists::kReset}};
+const std::map<std::string, client::IfExists>& IfExistsWords() {
+  static const auto* const words =
+      new std::map<std::string, client::IfExists>{{"error", client::IfExists::kError},
+                                                  {"keep", client::IfExists::kKeep},
+                                                  {"reset", client::IfExists::kReset}};
   return *words;
 }
 
@@ -84,7 +83,7 @@ struct CreateFlags {
   std::vector<uint32_t> shares;
 
   bool dry_run = false;
-  IfExists if_exists = IfExists::kError;
+  client::IfExists if_exists = client::IfExists::kError;
   InitialValues values;
 
   v1::CreateHeadRequest ToRequest() const {
@@ -109,24 +108,6 @@ struct CreateFlags {
     return request;
   }
 };
-
-absl::StatusOr<v1::HeadDescription> RunCreate(Context* context, const CreateFlags& flags, client::Client& client) {
-  const v1::CreateHeadRequest request = flags.ToRequest();
-  if (flags.dry_run) return client.PlanHead(request, context->timeout());
-  absl::StatusOr<v1::HeadDescription> created = client.CreateHead(request, context->timeout());
-  if (!absl::IsAlreadyExists(created.status()) || flags.if_exists == IfExists::kError) return created;
-  absl::StatusOr<v1::HeadDescription> there = client.DescribeHead(flags.name, context->timeout());
-  if (!there.ok()) return there;
-  if (absl::Status same = CheckSameSpec(there->spec(), request.spec()); !same.ok()) return same;
-  if (flags.if_exists == IfExists::kKeep) return there;
-  v1::ResetHeadRequest reset;
-  reset.set_head(flags.name);
-  reset.set_scope(v1::RESET_SCOPE_ALL);
-  flags.values.SetIn(&reset);
-  absl::StatusOr<v1::ResetHeadResponse> done = client.ResetHead(reset, context->timeout());
-  if (!done.ok()) return done.status();
-  return std::move(*done->mutable_head());
-}
 
 void AddCreate(CLI::App* app, Context* context) {
   CLI::App* create = app->add_subcommand("create", "Make a head");
@@ -164,11 +145,15 @@ void AddCreate(CLI::App* app, Context* context) {
   CLI::Option* dry_run = create->add_flag(
       "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");
   AddWord(create, "--if-exists", &flags->if_exists, IfExistsWords(),
-          "If there is a head of this name with what was asked for: fail, keep it as it is, or reset all of it [error]")
+          "If there is a head of this name with what was asked for: fail, keep it as it is, or reset all of "
+          "it [error]")
       ->excludes(dry_run);
   AddInitialValues(create, &flags->values);
-  SetClientAction(create, context,
-                  [=](client::Client& client) { return PrintHead(context, RunCreate(context, *flags, client)); });
+  SetClientAction(create, context, [=](client::Client& client) {
+    return PrintHead(context, flags->dry_run ? client.PlanHead(flags->ToRequest(), context->timeout())
+                                             : client.CreateHead(flags->ToRequest(), context->timeout(),
+                                                                 flags->if_exists));
+  });
 }
 
 }  // namespace

@@ -15,8 +15,9 @@ namespace {
 std::string Steps(uint64_t count) { return absl::StrCat(HumanCount(count), count == 1 ? " step" : " steps"); }
 
 std::string CheckpointText(const v1::HeadHistory& history) {
-  std::string text = absl::StrCat(history.loaded() ? "loaded from " : "saved as ", Printable(history.checkpoint()),
-                                  " (step ", HumanCount(history.checkpoint_step()), ")");
+  std::string text =
+      absl::StrCat(history.loaded() ? "loaded from " : "saved as ", Printable(history.checkpoint()),
+                   " (step ", HumanCount(history.checkpoint_step()), ")");
   if (history.checkpoint_unix_seconds() == 0) return text;
   return absl::StrCat(text, history.loaded() ? ", of " : " ", UtcText(history.checkpoint_unix_seconds()));
 }

@@ -84,7 +84,8 @@ absl::Status WithClient(Context* context, const std::function<absl::Status(clien
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action);
 
-// The same for a command that asks before it acts: a wrong command line if it cannot ask and --yes was not given.
+// The same for a command that asks before it acts: a wrong command line if it cannot ask and --yes was not
+// given.
 void SetAskingAction(CLI::App* command, Context* context, std::shared_ptr<bool> yes,
                      std::function<absl::Status(client::Client&)> action);
 

@@ -55,8 +55,8 @@ absl::Status RunReset(Context* context, const ResetFlags& flags, bool yes, clien
   if (context->json) {
     context->PrintJson(ToJson(reset->head()));
   } else {
-    context->Print(absl::StrCat("reset ", flags.all() ? "all" : "the optimizer", " of head \"", flags.head, "\", step ",
-                                HumanCount(reset->head().state().step()), "\n"));
+    context->Print(absl::StrCat("reset ", flags.all() ? "all" : "the optimizer", " of head \"", flags.head,
+                                "\", step ", HumanCount(reset->head().state().step()), "\n"));
   }
   return absl::OkStatus();
 }
@@ -64,7 +64,8 @@ absl::Status RunReset(Context* context, const ResetFlags& flags, bool yes, clien
 }  // namespace
 
 void AddResetCommand(CLI::App* app, Context* context) {
-  CLI::App* reset = app->add_subcommand("reset", "Make a head, or its optimizer alone, as it was when it was made");
+  CLI::App* reset =
+      app->add_subcommand("reset", "Make a head, or its optimizer alone, as it was when it was made");
   auto flags = std::make_shared<ResetFlags>();
   auto yes = std::make_shared<bool>(false);
   AddHead(reset, &flags->head);

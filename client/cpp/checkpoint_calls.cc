@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The calls of Client that are about checkpoints.
 #include <optional>
-#include <random>
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
+#include "client/cpp/run_name.h"
 #include "client/cpp/unary_call.h"
 
 namespace lossd::client {
@@ -18,14 +17,6 @@ using internal::Call;
 using internal::DeadlineAfter;
 using internal::kNever;
 using internal::Repeat;
-
-// 128 random bits of the system's: the server takes a deletion with an id that it knows for a repeat.
-std::string NewDeletionId() {
-  std::random_device random;
-  std::string id;
-  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
-  return id;
-}
 
 }  // namespace
 
@@ -78,24 +69,11 @@ absl::StatusOr<v1::HeadDescription> Client::LoadCheckpoint(absl::string_view che
   return result;
 }
 
-absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
-                                                        absl::Duration timeout) {
-  v1::ResetHeadRequest named = request;
-  if (named.reset_id().empty()) named.set_reset_id(NewDeletionId());
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ResetHead, named,
-                     DeadlineAfter(timeout, options().transfer_timeout), Repeat::kIfTransient);
-  if (result.ok()) {
-    core_->head_cache().Learn(result->head());
-    core_->head_cache().ForgetAccumulation(request.head());
-  }
-  return result;
-}
-
 absl::StatusOr<v1::DeleteCheckpointResponse> Client::DeleteCheckpoint(absl::string_view checkpoint,
                                                                       absl::Duration timeout) {
   v1::DeleteCheckpointRequest request;
   request.set_checkpoint(std::string(checkpoint));
-  request.set_deletion_id(NewDeletionId());
+  request.set_deletion_id(internal::RandomDigits(32));
   return Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteCheckpoint, request,
               DeadlineAfter(timeout, options().transfer_timeout), Repeat::kIfTransient);
 }

@@ -294,20 +294,23 @@ class Client {
   // The client remembers to which gradients of a head (server process and generation) it added rows of the
   // open step, and names them in every further call of the step and every repeat. If the head has others,
   // calls of the step fail with ABORTED, since gradients are gone, until the trainer says that it starts the
-  // step again: by a CreateHead, ResetHead, LoadCheckpoint or ZeroGradients of this client on the head, or by this call.
-  // Calls of the step that are under way then are not repeated.
+  // step again: by a CreateHead, ResetHead, LoadCheckpoint or ZeroGradients of this client on the head, or by
+  // this call. Calls of the step that are under way then are not repeated.
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep, AddGradient and ResetHead (the server does each once) are repeated like
-  // streams, within the timeout. The others never are. A zero timeout means the default of ClientOptions.
+  // Calls that only read, ApplyStep, AddGradient, ResetHead and DeleteCheckpoint (the server does each once)
+  // are repeated like streams, within the timeout. The others never are. A zero timeout means ClientOptions'
+  // default.
 
-  // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has otherwise.
+  // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has
+  // otherwise.
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
                                                  absl::Duration timeout = absl::ZeroDuration(),
                                                  IfExists if_exists = IfExists::kError);
-  // Makes a head, or its optimizer alone, as it was when it was created. Without a reset_id it gets a random one; without an
-  // incarnation, that of the server process that has the head. ABORTED (RestartOf) if that ended during the call.
+  // Makes a head, or its optimizer alone, as it was when it was created. Without a reset_id it gets a random
+  // one; without an incarnation, that of the server process that has the head. ABORTED (RestartOf) if that
+  // ended during the call.
   absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
@@ -316,10 +319,6 @@ class Client {
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
                                                    absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
-  // Makes a head, or its optimizer alone, as it was when it was made. An empty reset_id: a random one. Repeated: the
-  // server resets once.
-  absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
-                                                  absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
   // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins
@@ -354,6 +353,7 @@ class Client {
   // ABORTED also if the answer shows that the server was restarted between the accumulation of rows of this
   // step and its application: then it applied a step without them (give expected_rows or
   // expected_microbatches to have it refuse).
+  // UNIMPLEMENTED with begin_optimizer by earlier servers; nothing is applied.
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,

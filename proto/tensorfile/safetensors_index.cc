@@ -30,9 +30,8 @@ absl::Status IndexInvalid(absl::string_view name, absl::string_view what) {
 bool IsPathBelow(absl::string_view path) {
   if (path.find('\0') != absl::string_view::npos) return false;
   const std::vector<absl::string_view> names = absl::StrSplit(path, '/');
-  return std::none_of(names.begin(), names.end(), [](absl::string_view name) {
-    return name.empty() || name == "." || name == "..";
-  });
+  return std::none_of(names.begin(), names.end(),
+                      [](absl::string_view name) { return name.empty() || name == "." || name == ".."; });
 }
 
 // A value for an error message, not long.

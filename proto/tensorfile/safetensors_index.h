@@ -4,9 +4,9 @@
 //
 //   {"metadata": {...}, "weight_map": {"<tensor>": "<path of its shard>", ...}}
 //
-// Shards lie in the index's folder or below it: a path that could lead anywhere else is refused. Every index is treated
-// as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and only what
-// was asked for is kept in memory. Thread-safe.
+// Shards lie in the index's folder or below it: a path that could lead anywhere else is refused. Every index
+// is treated as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and
+// only what was asked for is kept in memory. Thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_INDEX_H_
 #define LOSSD_PROTO_TENSORFILE_SAFETENSORS_INDEX_H_
 
@@ -31,8 +31,8 @@ class SafetensorsIndex {
   // file.h's errors.
   static absl::StatusOr<SafetensorsIndex> Read(const InputFile& file, absl::Span<const std::string> tensors);
 
-  // The path, from the index's folder on, of the shard with this tensor, one of those that Read was asked for; NOT_FOUND if no shard
-  // has it. The result lives as long as the index.
+  // The path, from the index's folder on, of the shard with this tensor, one of those that Read was asked
+  // for; NOT_FOUND if no shard has it. The result lives as long as the index.
   absl::StatusOr<absl::string_view> ShardOf(absl::string_view tensor) const;
   int64_t tensors() const { return tensors_; }  // that the index names
 

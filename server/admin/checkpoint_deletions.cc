@@ -19,7 +19,8 @@ constexpr char kDeletionIdField[] = "deletion_id";
 
 absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointDeletions::Delete(
     const v1::DeleteCheckpointRequest& request) {
-  if (absl::Status status = messages::CheckCallId(kDeletionIdField, request.deletion_id()); !status.ok()) return status;
+  if (absl::Status status = messages::CheckCallId(kDeletionIdField, request.deletion_id()); !status.ok())
+    return status;
   const NamedLocks::Guard guard = under_way_.Lock(request.deletion_id());
   const absl::StatusOr<std::optional<int64_t>> before = Find(request);
   if (!before.ok()) return before.status();
@@ -51,10 +52,10 @@ absl::StatusOr<std::optional<int64_t>> CheckpointDeletions::Find(
   const auto found = by_id_.find(request.deletion_id());
   if (found == by_id_.end()) return std::nullopt;
   if (found->second.checkpoint == request.checkpoint()) return found->second.bytes;
-  return errors::FieldProblem(kDeletionIdField,
-                              absl::StrCat("has deleted ", found->second.checkpoint, " before and not ",
-                                           request.checkpoint()),
-                              request.deletion_id(), absl::StatusCode::kFailedPrecondition);
+  return errors::FieldProblem(
+      kDeletionIdField,
+      absl::StrCat("has deleted ", found->second.checkpoint, " before and not ", request.checkpoint()),
+      request.deletion_id(), absl::StatusCode::kFailedPrecondition);
 }
 
 void CheckpointDeletions::Remember(const v1::DeleteCheckpointRequest& request, int64_t bytes,

@@ -33,8 +33,9 @@ class CheckpointDeletions {
   CheckpointDeletions(const std::string& directory, head::Disk* disk, metrics::Metrics* metrics)
       : directory_(directory), disk_(disk), metrics_(metrics) {}
 
-  // INVALID_ARGUMENT for a deletion_id that is none; FAILED_PRECONDITION if it has deleted another checkpoint.
-  // Other errors as head::RemoveCheckpoint. What fails is not remembered, since it has changed nothing.
+  // INVALID_ARGUMENT for a deletion_id that is none; FAILED_PRECONDITION if it has deleted another
+  // checkpoint. Other errors as head::RemoveCheckpoint. What fails is not remembered, since it has changed
+  // nothing.
   absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const v1::DeleteCheckpointRequest& request)
       ABSL_LOCKS_EXCLUDED(mutex_);
 

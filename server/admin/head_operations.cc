@@ -151,8 +151,8 @@ absl::Status HeadOperations::FillHead(const std::string& head, const InitialValu
 void HeadOperations::LogHead(absl::string_view kind, const v1::HeadDescription& head) {
   const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
   metrics_->events().Add(metrics::EventLevel::kInfo, kind, head.spec().name(),
-                        absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
-                                     head.spec().hidden_size(), " values, step ", head.state().step()));
+                         absl::StrCat(event, ": ", head.spec().vocab_size(), " classes of ",
+                                      head.spec().hidden_size(), " values, step ", head.state().step()));
   log::Log(LogLevel::kInfo, event,
            {{"head", head.spec().name()},
             {"vocab_size", head.spec().vocab_size()},
@@ -296,8 +296,8 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
     });
   };
   const auto begin = [&] {
-    absl::Status status = engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step,
-                                             HistoryOfLoaded(reader));
+    absl::Status status =
+        engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step, HistoryOfLoaded(reader));
     if (status.ok()) status = pass_by(sites.ranks());
     if (status.ok()) sites.Start();
     return status;

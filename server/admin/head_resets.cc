@@ -13,7 +13,8 @@ namespace lossd::admin {
 namespace {
 
 absl::Status CheckReset(const v1::ResetHeadRequest& request, uint64_t incarnation) {
-  if (absl::Status status = messages::CheckCallId("reset_id", request.reset_id()); !status.ok()) return status;
+  if (absl::Status status = messages::CheckCallId("reset_id", request.reset_id()); !status.ok())
+    return status;
   if (request.scope() != v1::RESET_SCOPE_OPTIMIZER && request.scope() != v1::RESET_SCOPE_ALL) {
     return errors::FieldError("scope", "be RESET_SCOPE_OPTIMIZER or RESET_SCOPE_ALL",
                               static_cast<int>(request.scope()));
@@ -51,7 +52,8 @@ absl::StatusOr<v1::ResetHeadResponse> HeadOperations::ResetHead(const v1::ResetH
   return response;
 }
 
-absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request, const engine::HeadSnapshot& head) {
+absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
+                                         const engine::HeadSnapshot& head) {
   if (request.scope() == v1::RESET_SCOPE_OPTIMIZER) {
     return engine_->Reset(head.name, engine::ResetScope::kOptimizer).status();
   }

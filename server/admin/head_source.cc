@@ -272,8 +272,8 @@ absl::Status HeadSource::CheckValues(const Tensor& tensor, int64_t first_row,
   if (!refused.has_value()) return absl::OkStatus();
   int64_t row = first_row + refused->index / tensor.cols;
   const bool is_matrix = tensor.param == kernels::Param::kWeight;
-  const std::string place =
-      is_matrix ? absl::StrCat("[", row, ", ", refused->index % tensor.cols, "]") : absl::StrCat("[", row, "]");
+  const std::string place = is_matrix ? absl::StrCat("[", row, ", ", refused->index % tensor.cols, "]")
+                                      : absl::StrCat("[", row, "]");
   for (const Part& part : tensor.parts) {
     if (row >= part.info->rows()) {
       row -= part.info->rows();
@@ -284,8 +284,8 @@ absl::Status HeadSource::CheckValues(const Tensor& tensor, int64_t first_row,
         tensor.field,
         is_finite ? "name a tensor without numbers below 0"
                   : "name a tensor of finite values, unless tensor_file.allow_non_finite is set",
-        absl::StrCat(std::isnan(refused->value) ? "nan" : absl::StrCat(refused->value), " at ", place, " of '",
-                     tensor.name, "' in ", part.file->name()));
+        absl::StrCat(std::isnan(refused->value) ? "nan" : absl::StrCat(refused->value), " at ", place,
+                     " of '", tensor.name, "' in ", part.file->name()));
   }
   return absl::InternalError(absl::StrCat("row ", row, " of ", tensor.name, " is in no file"));
 }

@@ -56,7 +56,7 @@ class HeadSource {
  private:
   static absl::Status CheckValues(const Tensor& tensor, int64_t first_row, absl::Span<const uint8_t> bytes);
 
-  head::ReadLocks locks_;  // of a checkpoint
+  head::ReadLocks locks_;                                                     // of a checkpoint
   std::map<std::string, std::unique_ptr<formats::SafetensorsReader>> files_;  // by path below the directory
   std::vector<Tensor> tensors_;
 };

@@ -274,14 +274,13 @@ void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
 }
 
 absl::Status ServerImpl::StartHttp() {
-  pages_ = std::make_unique<metrics::HttpPages>(metrics::StatusPageOptions{.version = options_.version,
-                                                                           .grpc_address = grpc_address(),
-                                                                           .started = started_,
-                                                                           .collectives = collectives_},
-                                                options_.checkpoint_directory, engine_.get(), backend_.get(),
-                                                metrics_.get(), [this] {
-                                                  return Trouble(health(), options_.liveness_timeout);
-                                                });
+  pages_ = std::make_unique<metrics::HttpPages>(
+      metrics::StatusPageOptions{.version = options_.version,
+                                 .grpc_address = grpc_address(),
+                                 .started = started_,
+                                 .collectives = collectives_},
+      options_.checkpoint_directory, engine_.get(), backend_.get(), metrics_.get(),
+      [this] { return Trouble(health(), options_.liveness_timeout); });
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =

@@ -118,7 +118,7 @@ class CheckpointReader {
 
   const std::string& name() const { return name_; }  // "<head>/<name>"
   const CheckpointSubject& subject() const { return subject_; }
-  absl::Time saved_at() const { return saved_at_; }  // the epoch if it is not known
+  absl::Time saved_at() const { return saved_at_; }                      // the epoch if it is not known
   const std::string& content_digest() const { return content_digest_; }  // ContentDigest
 
   // Reads files that are not a checkpoint yet: whether `folder` below the directory has what `shards` say, of

@@ -60,9 +60,10 @@ absl::StatusOr<int64_t> CheckRemovable(const std::string& directory, const std::
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename();
     if (!is_whole && !IsFileOfCheckpoint(name)) {
-      return NoRemoval(absl::StatusCode::kFailedPrecondition, checkpoint,
-                       absl::StrCat("its manifest cannot be read, and '", name,
-                                    "' lies there, which is no file of a checkpoint; remove the folder by hand"));
+      return NoRemoval(
+          absl::StatusCode::kFailedPrecondition, checkpoint,
+          absl::StrCat("its manifest cannot be read, and '", name,
+                       "' lies there, which is no file of a checkpoint; remove the folder by hand"));
     }
     std::error_code gone;
     const auto size = fs::is_regular_file(entry->symlink_status(gone)) ? entry->file_size(gone) : 0;
@@ -94,7 +95,8 @@ absl::StatusOr<RemovedCheckpoint> RemoveCheckpoint(const std::string& directory,
   absl::Status status = ValidateName("checkpoint's head", names.first);
   status.Update(ValidateName("checkpoint's name", names.second));
   if (!status.ok()) {
-    return errors::WithViolation(std::move(status), {kRemovedField, "must be <head>/<name>", std::string(checkpoint)});
+    return errors::WithViolation(std::move(status),
+                                 {kRemovedField, "must be <head>/<name>", std::string(checkpoint)});
   }
   const std::string head_folder = absl::StrCat(directory, "/", names.first);
   const std::string folder = absl::StrCat(head_folder, "/", names.second);

@@ -112,7 +112,8 @@ absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl:
   std::vector<std::pair<fs::file_time_type, std::string>> found;
   size_t looked_at = 0;
   std::error_code error;
-  for (fs::directory_iterator entry(head_folder, error), end; !error && entry != end; entry.increment(error)) {
+  for (fs::directory_iterator entry(head_folder, error), end; !error && entry != end;
+       entry.increment(error)) {
     if (++looked_at > most_folders) {
       newest.and_more = true;
       break;

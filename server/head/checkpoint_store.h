@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All checkpoints of a directory: what is there, what may go. checkpoint_removal.h removes a certain one. One server owns a directory; several may share
-// it as long as their heads' names differ.
+// All checkpoints of a directory: what is there, what may go. checkpoint_removal.h removes a certain one. One
+// server owns a directory; several may share it as long as their heads' names differ.
 //
 // Thread-safe. Errors as in checkpoint.h.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_

@@ -93,8 +93,8 @@ struct Resolved {
   std::string relative;  // below it, without symbolic links
 };
 
-// Why realpath takes `relative` nowhere, or out of `root`: the first symbolic link on its way that does not lead to
-// something in there; OK if there is none. `error_number`: realpath's.
+// Why realpath takes `relative` nowhere, or out of `root`: the first symbolic link on its way that does not
+// lead to something in there; OK if there is none. `error_number`: realpath's.
 absl::Status BadLink(const std::string& root, const std::string& prefix, absl::string_view relative,
                      const std::vector<absl::string_view>& parts) {
   std::string way;
@@ -105,20 +105,23 @@ absl::Status BadLink(const std::string& root, const std::string& prefix, absl::s
     struct stat status {};
     if (lstat(path.c_str(), &status) != 0) return absl::OkStatus();
     if (!S_ISLNK(status.st_mode)) continue;
-    const std::string is_link =
-        absl::StrCat(way == relative ? "it" : absl::StrCat("'", absl::CHexEscape(way), "'"), " is a symbolic link");
+    const std::string is_link = absl::StrCat(
+        way == relative ? "it" : absl::StrCat("'", absl::CHexEscape(way), "'"), " is a symbolic link");
     const std::optional<std::string> real = RealPath(path);
     if (!real.has_value() && errno == ELOOP) {
-      return BadPath(relative, absl::StrCat("leads nowhere: ", is_link, " in a loop of links; put the file in its place"));
+      return BadPath(relative, absl::StrCat("leads nowhere: ", is_link,
+                                            " in a loop of links; put the file in its place"));
     }
     if (!real.has_value() && errno == ENOENT) {
-      return absl::NotFoundError(absl::StrCat("path '", absl::CHexEscape(relative), "' leads nowhere: ", is_link,
+      return absl::NotFoundError(absl::StrCat("path '", absl::CHexEscape(relative),
+                                              "' leads nowhere: ", is_link,
                                               " to something that is not there; put the file in its place"));
     }
     if (real.has_value() && *real != root && !absl::StartsWith(*real, prefix)) {
-      return BadPath(relative, absl::StrCat("leads outside the server's directory: ", is_link,
-                                            "; copy what it leads to into the directory, or start the server with a "
-                                            "--checkpoint_dir that holds both"));
+      return BadPath(relative,
+                     absl::StrCat("leads outside the server's directory: ", is_link,
+                                  "; copy what it leads to into the directory, or start the server with a "
+                                  "--checkpoint_dir that holds both"));
     }
   }
   return absl::OkStatus();

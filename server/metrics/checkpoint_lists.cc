@@ -49,8 +49,7 @@ void CheckpointLists::Run() {
       head = std::move(queue_.front());
       queue_.pop_front();
     }
-    absl::StatusOr<head::NewestCheckpoints> list =
-        head::ListNewest(directory_, head, kShown, kMostFolders);
+    absl::StatusOr<head::NewestCheckpoints> list = head::ListNewest(directory_, head, kShown, kMostFolders);
     absl::MutexLock lock(&mutex_);
     Entry& entry = by_head_[head];
     entry.list = std::move(list);

@@ -67,18 +67,20 @@ std::string CheckpointRow(const head::CheckpointInfo& info, absl::Time now) {
                                   EscapeHtml(info.status.message()), "</span>")});
   }
   const bool is_dated = info.saved_at > absl::UnixEpoch();
-  return TableRow({EscapeHtml(info.name), Grouped(static_cast<int64_t>(info.subject.step)),
-                   FormatBytes(static_cast<double>(info.bytes)),
-                   is_dated ? FormatTime(info.saved_at, now) : std::string("-"),
-                   is_dated ? FormatUptime(std::max(now - info.saved_at, absl::ZeroDuration())) : std::string("-"),
-                   info.subject.run.empty() ? std::string("-") : EscapeHtml(info.subject.run),
-                   info.automatic ? "the server" : "a client"});
+  return TableRow(
+      {EscapeHtml(info.name), Grouped(static_cast<int64_t>(info.subject.step)),
+       FormatBytes(static_cast<double>(info.bytes)),
+       is_dated ? FormatTime(info.saved_at, now) : std::string("-"),
+       is_dated ? FormatUptime(std::max(now - info.saved_at, absl::ZeroDuration())) : std::string("-"),
+       info.subject.run.empty() ? std::string("-") : EscapeHtml(info.subject.run),
+       info.automatic ? "the server" : "a client"});
 }
 
 std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestCheckpoints>>& newest) {
   if (!newest.has_value()) return "<p>The directory is being read.</p>\n";
   if (!newest->ok()) {
-    return absl::StrCat("<p>The directory cannot be read: ", EscapeHtml(newest->status().message()), "</p>\n");
+    return absl::StrCat("<p>The directory cannot be read: ", EscapeHtml(newest->status().message()),
+                        "</p>\n");
   }
   const head::NewestCheckpoints& list = **newest;
   if (list.checkpoints.empty()) return "<p>There are none.</p>\n";
@@ -90,7 +92,8 @@ std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestChec
     more = absl::StrCat("<p>And ", list.and_more ? "more than " : "",
                         Grouped(static_cast<int64_t>(list.left_out)), " older.</p>\n");
   }
-  return absl::StrCat(Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Run", "Named by"}, rows), more);
+  return absl::StrCat(Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Run", "Named by"}, rows),
+                      more);
 }
 
 std::string ChoicesTable(const engine::HeadSnapshot& head) {

@@ -51,8 +51,8 @@ class HttpPages {
   // All outlive this. `trouble` is asked with each request.
   // The checkpoints that pages list are those of `checkpoint_directory`; empty: none are.
   HttpPages(const StatusPageOptions& options, const std::string& checkpoint_directory,
-            const engine::Engine* engine, const kernels::Backend* backend,
-            Metrics* metrics, std::function<std::string()> trouble);
+            const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics,
+            std::function<std::string()> trouble);
 
   // This outlives the handlers.
   void AddTo(HttpHandlers* handlers) const { AddPages(sources_, handlers); }

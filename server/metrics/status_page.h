@@ -29,7 +29,7 @@ struct StatusPageOptions {
   std::string version;
   std::string grpc_address;
   absl::Time started;
-  std::string collectives = {};  // that the devices of the server exchange by; empty: it has one
+  std::string collectives = {};            // that the devices of the server exchange by; empty: it has one
   CheckpointLists* checkpoints = nullptr;  // null: pages list none
 };
 

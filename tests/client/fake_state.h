@@ -34,6 +34,7 @@ struct Head {
   uint64_t updates = 0;
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
+  std::map<std::string, v1::ResetHeadResponse> resets;  // by id
   v1::HeadHistory history;
   struct Retained {
     v1::DType dtype = v1::DTYPE_FP32;
@@ -152,6 +153,11 @@ struct FakeState {
     head.generation = ++drawn;
     head.weights_version = ++drawn;
     head.spec = spec;
+    if (spec.norm() == v1::NORM_UNSPECIFIED) head.spec.set_norm(v1::NORM_NONE);
+    if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED)
+      head.spec.set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+    if (spec.logits() == v1::LOGITS_UNSPECIFIED) head.spec.set_logits(v1::LOGITS_STORED);
+    if (spec.gradients() == v1::GRADIENTS_UNSPECIFIED) head.spec.set_gradients(v1::GRADIENTS_EXACT);
     head.values[v1::PARAM_WEIGHT].resize(spec.vocab_size() * spec.hidden_size());
     if (spec.bias()) head.values[v1::PARAM_BIAS].resize(spec.vocab_size());
     head.weight_gradient.resize(spec.vocab_size());

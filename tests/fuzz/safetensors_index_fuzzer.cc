@@ -44,7 +44,8 @@ void CheckShards(const formats::SafetensorsIndex& index, const nlohmann::json& j
     FUZZ_CHECK(shard.ok() && *shard == file.get<std::string>(), tensor);
     const std::filesystem::path path(std::string(*shard).c_str());
     FUZZ_CHECK(path.is_relative() && path.has_filename() && path.native() == *shard, *shard);
-    for (const std::filesystem::path& part : path) FUZZ_CHECK(part != ".." && part != "." && !part.empty(), *shard);
+    for (const std::filesystem::path& part : path)
+      FUZZ_CHECK(part != ".." && part != "." && !part.empty(), *shard);
   }
 }
 

@@ -63,7 +63,9 @@ TEST(SharesTest, EveryClassIsOfOneDevice) {
       ASSERT_EQ(own.first, next);
       ASSERT_GE(own.rows, 0);
       const int32_t share = shares[static_cast<size_t>(device)];
-      if (share == 0) EXPECT_EQ(own.rows, 0);
+      if (share == 0) {
+        EXPECT_EQ(own.rows, 0);
+      }
       EXPECT_NEAR(static_cast<double>(own.rows), static_cast<double>(vocab) * share / all, kShareGrain + 2);
       EXPECT_LE(own.rows, MostClassesOf(config, devices));
       next = own.end();

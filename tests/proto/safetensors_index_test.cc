@@ -54,7 +54,8 @@ TEST_F(SafetensorsIndexTest, FindsShards) {
 }
 
 TEST_F(SafetensorsIndexTest, FindsShardsInSubfolders) {
-  const auto index = Open(R"({"weight_map": {"a": "shards/model-00001.safetensors", "b": "x/y/..z", "c": "plain"}})");
+  const auto index =
+      Open(R"({"weight_map": {"a": "shards/model-00001.safetensors", "b": "x/y/..z", "c": "plain"}})");
   ASSERT_TRUE(index.ok()) << index.status();
   EXPECT_EQ(*index->ShardOf("a"), "shards/model-00001.safetensors");
   EXPECT_EQ(*index->ShardOf("b"), "x/y/..z");
@@ -73,9 +74,9 @@ TEST_F(SafetensorsIndexTest, Refusals) {
   for (const char* text : {"{}", R"({"weight_map": []})", R"({"weight_map": null})"}) {
     ExpectRefused(text, "no weight_map");
   }
-  for (const char* shard : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"a/../../x\"", "\"a/..\"", "\"a//b\"", "\"a/\"",
-                            "\"./x\"", "\"/\"", "\"a/./b\"", "\"/etc/passwd\"",
-                            "\"x\\u0000y\"", "3", "null", "{}", "[\"x\"]"}) {
+  for (const char* shard :
+       {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"a/../../x\"", "\"a/..\"", "\"a//b\"", "\"a/\"", "\"./x\"",
+        "\"/\"", "\"a/./b\"", "\"/etc/passwd\"", "\"x\\u0000y\"", "3", "null", "{}", "[\"x\"]"}) {
     ExpectRefused(absl::StrCat("{\"weight_map\": {\"fine\": \"x\", \"bad\": ", shard, "}}"), "'bad'");
   }
   ExpectRefused(absl::StrCat("{\"weight_map\": ", std::string(100'000, '[')), "unique keys");

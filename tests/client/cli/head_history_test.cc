@@ -31,8 +31,9 @@ TEST(HeadHistoryTest, OneLine) {
   history.set_loaded(true);
   history.set_checkpoint_unix_seconds(1'700'000'060);
   history.set_open_run("run-1");
-  EXPECT_EQ(HistoryText(history),
-            "run run-1, last step 2023-11-14 22:13:20Z; loaded from lm/best (step 1,007), of 2023-11-14 22:14:20Z");
+  EXPECT_EQ(
+      HistoryText(history),
+      "run run-1, last step 2023-11-14 22:13:20Z; loaded from lm/best (step 1,007), of 2023-11-14 22:14:20Z");
   history.set_open_run("run-2");
   EXPECT_TRUE(HistoryText(history).ends_with("; rows of the open step from run run-2"));
 }

@@ -75,13 +75,15 @@ TEST_F(LossctlAskingTest, TerminalsAreAsked) {
   for (const char* answer : {"n\n", "\n", "yess\n", "\x04", "Y es\n"}) {
     const Outcome outcome = RunOnTerminal("delete head", answer);
     EXPECT_EQ(outcome.exit_code, 1) << answer;
-    EXPECT_THAT(outcome.out, AllOf(HasSubstr("head \"head\" is at step 0: no checkpoint known. Delete it? [y/N]"),
-                                   HasSubstr("not deleted")));
+    EXPECT_THAT(outcome.out,
+                AllOf(HasSubstr("head \"head\" is at step 0: no checkpoint known. Delete it? [y/N]"),
+                      HasSubstr("not deleted")));
     EXPECT_TRUE(HeadIsThere()) << answer;
   }
   ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
   ASSERT_EQ(Run("loss head --random 5 --accumulate").exit_code, 0);
-  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out, HasSubstr("at step 1: no checkpoint known, and 5 rows in the open"));
+  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out,
+              HasSubstr("at step 1: no checkpoint known, and 5 rows in the open"));
   const Outcome missing = RunOnTerminal("delete nothing", "y\n");
   EXPECT_EQ(missing.exit_code, 4);
   EXPECT_THAT(missing.out, Not(HasSubstr("[y/N]")));
@@ -92,7 +94,8 @@ TEST_F(LossctlAskingTest, TerminalsAreAsked) {
 TEST_F(LossctlAskingTest, SaysHowManyStepsAreLost) {
   ASSERT_EQ(Run("save head --name best").exit_code, 0);
   for (int i = 0; i < 3; ++i) ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
-  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out, HasSubstr("at step 3: 3 steps since checkpoint head/best. Delete"));
+  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out,
+              HasSubstr("at step 3: 3 steps since checkpoint head/best. Delete"));
   EXPECT_THAT(RunOnTerminal("load head/best", "n\n").out,
               HasSubstr("at step 3: 3 steps since checkpoint head/best. Load head/best over it?"));
   EXPECT_EQ(Run("load head/best </dev/null").exit_code, 0);
@@ -129,9 +132,10 @@ TEST_F(LossctlAskingTest, ResetsHeads) {
   ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
   EXPECT_EQ(Run("reset head --scope=optimizer --yes").out, "reset the optimizer of head \"head\", step 1\n");
   EXPECT_EQ(Json("reset head --scope=all --yes")["step"], 0);
-  for (const char* arguments : {"reset head --yes", "reset head --scope=some --yes", "reset --scope=all --yes",
-                                "reset head --scope=optimizer --zeros --yes", "reset head --scope=optimizer --seed 0 --yes",
-                                "reset head --scope=all --zeros --seed 1 --yes"}) {
+  for (const char* arguments :
+       {"reset head --yes", "reset head --scope=some --yes", "reset --scope=all --yes",
+        "reset head --scope=optimizer --zeros --yes", "reset head --scope=optimizer --seed 0 --yes",
+        "reset head --scope=all --zeros --seed 1 --yes"}) {
     EXPECT_EQ(Run(arguments).exit_code, 2) << arguments;
   }
   EXPECT_EQ(Run("reset nothing --scope=all --yes").exit_code, 4);
@@ -145,8 +149,9 @@ TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
   EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=keep")["step"], 1);
   const Outcome different = Run("create other --hidden 4 --vocab 5 --bias --norm rmsnorm --if-exists=keep");
   EXPECT_EQ(different.exit_code, 4);
-  EXPECT_THAT(different.err, AllOf(HasSubstr("hidden_size 3 instead of 4"), HasSubstr("bias false instead of true"),
-                                   HasSubstr("norm none instead of rmsnorm")));
+  EXPECT_THAT(different.err,
+              AllOf(HasSubstr("hidden_size 3 instead of 4"), HasSubstr("bias false instead of true"),
+                    HasSubstr("norm NORM_NONE instead of NORM_RMSNORM")));
   EXPECT_EQ(Run("create other --hidden 4 --vocab 5 --if-exists=reset").exit_code, 4);
   EXPECT_EQ(Json("describe other")["step"], 1);
   EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=reset")["step"], 0);

@@ -252,7 +252,7 @@ def _train(target, head, rank, ranks, seed):
 
 def test_a_checkpoint_is_deleted_once_through_a_cut_network(server, client, make_head, seed):
     head = make_head(hidden_size=D, vocab_size=V)
-    proxy = CutProxy(server.target, mean_bytes=1500, seed=seed)
+    proxy = CutProxy(server.target, mean_bytes=6000, seed=seed)
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
     with lossd.Client(proxy.target, channels=1, retry=retry, transport="grpc") as shaky:
         rounds = 0

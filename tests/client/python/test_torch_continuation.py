@@ -132,7 +132,7 @@ def test_a_second_optimizer_of_one_program_begins(client, make_head, compare):
 
 
 @pytest.mark.filterwarnings("ignore:head")
-@pytest.mark.parametrize("how", ["continues", "load_checkpoint", "load_state_dict", "load_state", "client made before"])
+@pytest.mark.parametrize("how", ["continues", "load_checkpoint", "load_state_dict", "load_state", "client made before", "another client"])
 def test_an_optimizer_that_continues(client, used, how):
     """The moments are those of the earlier program: with no gradient the weights move on."""
     name, _ = used(save=True)
@@ -142,6 +142,10 @@ def test_an_optimizer_that_continues(client, used, how):
     optimizer = HeadOptimizer(head, lr=1e-2, continues=how == "continues")
     if how == "load_checkpoint":
         client.load_checkpoint(f"{name}/kept")
+        head.sync()
+    elif how == "another client":  # of this program
+        with lossd.Client(client.target) as other:
+            other.load_checkpoint(f"{name}/kept")
         head.sync()
     elif how == "load_state_dict":
         optimizer.load_state_dict(optimizer.state_dict())

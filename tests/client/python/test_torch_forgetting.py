@@ -90,6 +90,38 @@ def test_the_head_is_never_stepped(head, accumulated, zeroed):
         step()
 
 
+def test_a_head_alone_is_never_stepped(head):
+    """There is no other optimizer that could tell."""
+    HeadOptimizer(head, lr=0.1)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(0, V, (N,))
+    with silence():
+        for _ in range(63):
+            head(hidden, targets).backward()
+    with pytest.warns(UserWarning, match=r"has 64 microbatches.*head_optimizer.step\(\) is missing"):
+        head(hidden, targets).backward()
+
+
+def test_every_step_is_discarded(head):
+    optimizer = HeadOptimizer(head, lr=0.1)
+    with silence():
+        for _ in range(3):
+            head(torch.randn(N, D), torch.randint(0, V, (N,))).backward()
+            optimizer.zero_grad()
+        optimizer.zero_grad()
+        head(torch.randn(N, D), torch.randint(0, V, (N,))).backward()
+    with pytest.warns(UserWarning, match=r"discarded 4 steps.*add head_optimizer.step\(\) before"):
+        optimizer.zero_grad()
+
+
+@pytest.mark.skipif(not TOLD_OF_STEPS, reason="torch does not tell of steps")
+def test_a_step_of_very_many_microbatches(head):
+    loop, optimizer = Loop(head), HeadOptimizer(head, lr=0.1)
+    with silence():
+        loop.backward(150)
+        loop.optimizer.step()
+        optimizer.step()
+
+
 @pytest.mark.skipif(TOLD_OF_STEPS, reason="torch tells of steps")
 def test_the_head_is_never_stepped_under_an_older_torch(head):
     loop = Loop(head)

@@ -74,6 +74,7 @@ struct Way {
   Dtypes dtypes;
   int gpus = 1;
   Split split = Split::kAny;
+  std::vector<int32_t> shares = {};
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -140,6 +141,20 @@ std::vector<Way> Ways() {
        {{kF16, kF16}, {kBf16, kBf16}},
        kGroupGpus,
        Split::kVocabulary},
+      {"CudaShares",
+       GroupWith<kFused>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary,
+       {1, 3}},
+      {"CudaSharesRecomputed",
+       GroupWith<kFused>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGroupGpus,
+       Split::kVocabulary,
+       {5, 1}},
   };
 }
 
@@ -149,7 +164,7 @@ std::vector<ConformanceCase> Cases() {
     if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split});
+                       way.gpus, way.split, way.shares});
     }
   }
   return cases;

@@ -60,10 +60,12 @@ TEST_F(CheckpointDeletionsTest, ARepeatIsAnsweredWithTheStoredResult) {
   // The id stands for one checkpoint.
   const absl::Status other = Delete("head/two", "a").status();
   EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition) << other;
-  EXPECT_THAT(std::string(other.message()), AllOf(HasSubstr("deletion_id"), HasSubstr("head/one"), HasSubstr("head/two")));
+  EXPECT_THAT(std::string(other.message()),
+              AllOf(HasSubstr("deletion_id"), HasSubstr("head/one"), HasSubstr("head/two")));
   EXPECT_FALSE(Delete("head/one", "b")->repeated_call());
   EXPECT_THAT(Listed(), IsEmpty());
-  EXPECT_THAT(server_.metrics().RenderText(), HasSubstr("lossd_checkpoint_removals_total{cause=\"client\"} 2\n"));
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_removals_total{cause=\"client\"} 2\n"));
 }
 
 TEST_F(CheckpointDeletionsTest, WhatIsRefusedIsNotRemembered) {
@@ -168,9 +170,8 @@ TEST_F(CheckpointDeletionsTest, ASaveUnderWayIsNotRemovedHalfWay) {
   disk_.CloseGate();
   absl::StatusOr<v1::SaveCheckpointResponse> saved;
   std::atomic<bool> begun{false};
-  std::thread saver([&] {
-    saved = server_.Save("one", {.on_progress = [&](const v1::SaveProgress&) { begun = true; }});
-  });
+  std::thread saver(
+      [&] { saved = server_.Save("one", {.on_progress = [&](const v1::SaveProgress&) { begun = true; }}); });
   while (!begun) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_EQ(Delete("head/one", "a").status().code(), absl::StatusCode::kNotFound);
   disk_.OpenGate();

@@ -222,8 +222,8 @@ TEST_F(SecurityTest, AuditLines) {
   for (const std::string line :
        {"method=CreateHead head=h outcome=OK", "method=CreateHead head=h outcome=ALREADY_EXISTS",
         "method=WriteTensor head=h outcome=OK", "method=SaveCheckpoint head=h outcome=OK",
-        "method=LoadCheckpoint head=h/c outcome=OK", "method=DeleteCheckpoint head=h/c outcome=OK", "method=ZeroGradients head=h outcome=OK",
-        "method=DeleteHead head=h outcome=OK"}) {
+        "method=LoadCheckpoint head=h/c outcome=OK", "method=DeleteCheckpoint head=h/c outcome=OK",
+        "method=ZeroGradients head=h outcome=OK", "method=DeleteHead head=h outcome=OK"}) {
     EXPECT_THAT(log, ::testing::ContainsRegex(who + line + "\n"));
   }
   EXPECT_THAT(log, ::testing::ContainsRegex("WARNING audit identity=token:scraper address=127.0.0.1:[0-9]+ "

@@ -15,8 +15,10 @@
 namespace lossd::engine::flight_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // Two streams, one with rows [0, 4) of a microbatch and one with [2, 6), and a chunk with all rows [0, 8), of
 // which nothing was sent for the last two.

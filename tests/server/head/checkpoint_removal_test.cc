@@ -60,8 +60,8 @@ TEST_F(CheckpointRemovalTest, RemovesAllFilesAndSaysHowMuchTheyHad) {
 TEST_F(CheckpointRemovalTest, NothingElseIsRemoved) {
   SaveNamed("one");
   test::WriteWholeFile(root_ + "/outside", "");
-  for (const char* name : {"", "lm", "/", "lm/", "/one", "lm/..", "../lm/one", "lm/../lm/one", "lm/one/x", "lm//one",
-                           "./lm/one", "lm/.", "lm/.tmp-one-1", "/lm/one", "lm/one/", "lm\\one"}) {
+  for (const char* name : {"", "lm", "/", "lm/", "/one", "lm/..", "../lm/one", "lm/../lm/one", "lm/one/x",
+                           "lm//one", "./lm/one", "lm/.", "lm/.tmp-one-1", "/lm/one", "lm/one/", "lm\\one"}) {
     ExpectRefused(name, absl::StatusCode::kInvalidArgument, "must be 1 to 64 characters");
   }
   ExpectRefused(std::string("lm/on\0e", 7), absl::StatusCode::kInvalidArgument, "must be");

@@ -65,7 +65,8 @@ TEST_F(NoLocksTest, SavesAndPrunesAreRefused) {
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("has no locks"), HasSubstr("another server")));
   EXPECT_FALSE(PruneCheckpoints(root_, "lm/step-0000000003", 1).ok());
-  EXPECT_EQ(RemoveCheckpoint(root_, "lm/step-0000000003").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(RemoveCheckpoint(root_, "lm/step-0000000003").status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(FilesIn(root_ + "/lm").size(), 3u);
   Head loaded("lm", std::make_unique<MemoryKernels>(subject.config));
   int calls = 0;

@@ -99,16 +99,23 @@ TEST_F(ResolveBelowTest, SaysWhichLinkLeadsAstray) {
     EXPECT_THAT(std::string(status.message()), Not(HasSubstr(folder_.path())));
     return absl::StrCat(absl::StatusCodeToString(status.code()), ": ", status.message());
   };
-  EXPECT_THAT(message("outside"), HasSubstr("INVALID_ARGUMENT: path 'outside' leads outside the server's directory: "
-                                            "it is a symbolic link; copy what it leads to into the directory"));
+  EXPECT_THAT(message("outside"),
+              HasSubstr("INVALID_ARGUMENT: path 'outside' leads outside the server's directory: "
+                        "it is a symbolic link; copy what it leads to into the directory"));
   EXPECT_THAT(message("outside"), HasSubstr("--checkpoint_dir"));
-  EXPECT_THAT(message("models/escape/secret"), HasSubstr("outside the server's directory: 'models/escape' is a symbolic"));
-  EXPECT_THAT(message("m/escape/secret"), HasSubstr("outside the server's directory: 'm/escape' is a symbolic link"));
-  EXPECT_THAT(message("indirect/secret"), HasSubstr("outside the server's directory: 'indirect' is a symbolic link"));
-  EXPECT_THAT(message("models/dangling"), HasSubstr("NOT_FOUND: path 'models/dangling' leads nowhere: it is a symbolic "
-                                                    "link to something that is not there"));
-  EXPECT_THAT(message("m/dangling/x"), HasSubstr("'m/dangling' is a symbolic link to something that is not there"));
-  EXPECT_THAT(message("loop"), HasSubstr("INVALID_ARGUMENT: path 'loop' leads nowhere: it is a symbolic link in a loop"));
+  EXPECT_THAT(message("models/escape/secret"),
+              HasSubstr("outside the server's directory: 'models/escape' is a symbolic"));
+  EXPECT_THAT(message("m/escape/secret"),
+              HasSubstr("outside the server's directory: 'm/escape' is a symbolic link"));
+  EXPECT_THAT(message("indirect/secret"),
+              HasSubstr("outside the server's directory: 'indirect' is a symbolic link"));
+  EXPECT_THAT(message("models/dangling"),
+              HasSubstr("NOT_FOUND: path 'models/dangling' leads nowhere: it is a symbolic "
+                        "link to something that is not there"));
+  EXPECT_THAT(message("m/dangling/x"),
+              HasSubstr("'m/dangling' is a symbolic link to something that is not there"));
+  EXPECT_THAT(message("loop"),
+              HasSubstr("INVALID_ARGUMENT: path 'loop' leads nowhere: it is a symbolic link in a loop"));
   EXPECT_THAT(message("ping/x"), HasSubstr("'ping' is a symbolic link in a loop of links"));
   EXPECT_THAT(message("models/none"), HasSubstr("NOT_FOUND: models/none: resolve: "));
   EXPECT_EQ(ResolveBelow(root_, "m/a/w").value(), fs::canonical(root_ + "/models/a/w"));

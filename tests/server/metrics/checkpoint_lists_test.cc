@@ -18,7 +18,8 @@ namespace fs = std::filesystem;
 class CheckpointListsTest : public testing::Test {
  protected:
   void Save(uint64_t step) {
-    const head::CheckpointSubject subject{.head = "lm", .config = {.hidden_size = 2, .vocab_size = 3}, .step = step};
+    const head::CheckpointSubject subject{
+        .head = "lm", .config = {.hidden_size = 2, .vocab_size = 3}, .step = step};
     const auto zeros = [](kernels::TensorId, int64_t, int64_t, absl::Span<uint8_t> out) {
       std::fill(out.begin(), out.end(), uint8_t{0});
       return absl::OkStatus();
@@ -26,8 +27,9 @@ class CheckpointListsTest : public testing::Test {
     const auto saved = head::SaveCheckpoint(folder_.path(), "", subject, zeros);
     ASSERT_TRUE(saved.ok()) << saved.status();
     // Seconds apart.
-    fs::last_write_time(folder_.File(absl::StrCat("lm/", saved->name, "/manifest.json")),
-                        fs::file_time_type::clock::now() - std::chrono::hours(1) + std::chrono::seconds(step));
+    fs::last_write_time(
+        folder_.File(absl::StrCat("lm/", saved->name, "/manifest.json")),
+        fs::file_time_type::clock::now() - std::chrono::hours(1) + std::chrono::seconds(step));
   }
   // Waits until the list is as it should be, or some time has passed.
   head::NewestCheckpoints Await(CheckpointLists& lists, const std::string& head, size_t count) {
@@ -72,7 +74,8 @@ TEST_F(CheckpointListsTest, WhatIsReadIsBounded) {
   ASSERT_TRUE(some.ok()) << some.status();
   EXPECT_TRUE(some->and_more);
   EXPECT_LE(some->checkpoints.size(), 1u);
-  EXPECT_EQ(head::ListNewest(folder_.path(), "..", 20, 10).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(head::ListNewest(folder_.path(), "..", 20, 10).status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 TEST_F(CheckpointListsTest, OfManyHeadsAndOfNoDirectory) {

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/status_page.h"
 
-#include <filesystem>
-
-#include "server/head/checkpoint.h"
-#include "tests/support/temp_folder.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -16,9 +12,11 @@
 
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "server/head/checkpoint.h"
 #include "server/metrics/html.h"
 #include "server/metrics/http_pages.h"
 #include "server/metrics/sampler.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::metrics::status_page_test {
 namespace {

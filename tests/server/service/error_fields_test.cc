@@ -371,11 +371,6 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
   ExpectDetail(client_->LoadCheckpoint("../up", "").status(), absl::StatusCode::kInvalidArgument,
                "checkpoint", "../up");
   ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
-  ExpectDetail(client_->DeleteCheckpoint("../up", "x").status(), absl::StatusCode::kInvalidArgument, "checkpoint",
-               "../up");
-  ExpectDetail(client_->DeleteCheckpoint("head/none", "x").status(), kNotFound, "checkpoint", "head/none");
-  ExpectDetail(client_->DeleteCheckpoint("head/none", "").status(), absl::StatusCode::kInvalidArgument,
-               "deletion_id", "nothing");
 }
 
 TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {

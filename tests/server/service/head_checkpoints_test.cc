@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "proto/wire/status_details.h"
 #include "tests/server/service/heads_fixture.h"
 
 namespace lossd::app::testing::head_checkpoints_test {
@@ -140,6 +141,24 @@ TEST_F(HeadsTest, SavesThroughTheService) {
   EXPECT_EQ(client_->ListCheckpoints("")->checkpoints_size(), 4);
 }
 
+// The errors name field and value.
+TEST_F(HeadsTest, WrongDeletionsSayWhatIsWrong) {
+  const auto expect = [&](const std::string& checkpoint, const std::string& id, absl::StatusCode code,
+                          const std::string& field, const std::string& value) {
+    const absl::Status status = client_->DeleteCheckpoint(checkpoint, id).status();
+    EXPECT_EQ(status.code(), code) << status;
+    const v1::ErrorDetail detail = wire::GetErrorDetail(status).value_or(v1::ErrorDetail());
+    EXPECT_EQ(detail.field(), field);
+    EXPECT_EQ(detail.value(), value);
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  expect("../up", "x", kInvalid, "checkpoint", "../up");
+  expect("", "x", kInvalid, "checkpoint", "");
+  expect("head/none", "x", absl::StatusCode::kNotFound, "checkpoint", "head/none");
+  expect("head/none", "", kInvalid, "deletion_id", "nothing");
+  expect("head/none", std::string(65, 'x'), kInvalid, "deletion_id", "65 characters");
+}
+
 // Through the service: once for an id, and the names that are left.
 TEST_F(HeadsTest, CheckpointsAreDeleted) {
   ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
@@ -153,7 +172,8 @@ TEST_F(HeadsTest, CheckpointsAreDeleted) {
   ASSERT_TRUE(client_->SaveCheckpoint("head", "one").ok());
   EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "a")->repeated_call());
   EXPECT_EQ(client_->ListCheckpoints("head")->checkpoints_size(), 2);
-  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "a").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(client_->DeleteCheckpoint("head/two", "a").status().code(),
+            absl::StatusCode::kFailedPrecondition);
   // The head does not need its checkpoints, nor they the head.
   ASSERT_TRUE(client_->DeleteHead("head").ok());
   EXPECT_TRUE(client_->DeleteCheckpoint("head/one", "b").ok());

@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <limits>
-#include <map>
 
 #include "absl/strings/match.h"
 #include "proto/tensorfile/safetensors.h"
@@ -74,107 +72,6 @@ TEST_F(TensorFileTest, Refusals) {
   request_.mutable_tensor_file()->set_bias("lm_head.bias");
   request_.mutable_tensor_file()->set_norm_gain("gain");
   ExpectRefused(absl::StatusCode::kInvalidArgument, "tensor_file.norm_gain");
-}
-
-// A tensor of every type that a file may have, with one value that is none, at places before and after the pieces in
-// which files are read.
-class NonFiniteTest : public HeadsTest, public ::testing::WithParamInterface<kernels::DType> {
- protected:
-  static constexpr int64_t kFileClasses = 1000;
-
-  NonFiniteTest() : weight_(kFileClasses * kHidden, 0.5f), bias_(kFileClasses, -0.25f), class_weights_(kFileClasses, 2.0f) {
-    std::filesystem::create_directories(server_.checkpoint_directory());
-    request_ = Request("head");
-    request_.mutable_spec()->set_vocab_size(kFileClasses);
-    request_.mutable_spec()->set_norm(v1::NORM_NONE);
-    v1::TensorFile& file = *request_.mutable_tensor_file();
-    file.set_path("model.safetensors");
-    file.set_weight("w");
-    file.set_bias("b");
-    file.set_class_weights("u");
-  }
-
-  absl::Status Create() {
-    static const std::map<kernels::DType, formats::DType> types = {
-        {kernels::DType::kFloat32, formats::DType::kFloat32},
-        {kernels::DType::kFloat16, formats::DType::kFloat16},
-        {kernels::DType::kBFloat16, formats::DType::kBFloat16}};
-    const formats::DType type = types.at(GetParam());
-    const std::string path = server_.checkpoint_directory() + "/model.safetensors";
-    std::filesystem::remove(path);
-    auto writer = formats::CreateSafetensors(path, {{{.name = "w", .dtype = type, .shape = {kFileClasses, kHidden}},
-                                                     {.name = "b", .dtype = type, .shape = {kFileClasses}},
-                                                     {.name = "u", .dtype = type, .shape = {kFileClasses}}}});
-    EXPECT_TRUE(writer.ok()) << writer.status();
-    for (const auto* values : {&weight_, &bias_, &class_weights_}) {
-      EXPECT_TRUE((*writer)->Append(kernels::testing::Encode(GetParam(), *values)).ok());
-    }
-    EXPECT_TRUE((*writer)->Finish().ok());
-    return client_->CreateHead(request_).status();
-  }
-  void ExpectRefused(const std::string& field, const std::string& what) {
-    const absl::Status status = Create();
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr(what));
-    EXPECT_THAT(std::string(status.message()), HasSubstr("in model.safetensors"));
-    EXPECT_EQ(wire::GetErrorDetail(status).value_or(v1::ErrorDetail()).field(), "tensor_file." + field);
-    EXPECT_EQ(client_->ListHeads()->heads_size(), 0);
-  }
-  void ExpectTaken() {
-    const absl::Status status = Create();
-    EXPECT_TRUE(status.ok()) << status;
-    EXPECT_TRUE(client_->DeleteHead("head").ok());
-  }
-
-  std::vector<float> weight_, bias_, class_weights_;
-  v1::CreateHeadRequest request_;
-};
-INSTANTIATE_TEST_SUITE_P(Types, NonFiniteTest,
-                         ::testing::Values(kernels::DType::kFloat32, kernels::DType::kFloat16,
-                                           kernels::DType::kBFloat16));
-
-TEST_P(NonFiniteTest, AreRefusedUnlessAskedFor) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  ExpectTaken();
-  for (const size_t at : {size_t{0}, size_t{5}, weight_.size() / 2 + 3, weight_.size() - 1}) {
-    const std::string place = absl::StrCat(" at [", at / kHidden, ", ", at % kHidden, "] of 'w'");
-    for (const auto& [value, text] : std::map<float, std::string>{{kInfinity, "inf"}, {-kInfinity, "-inf"}}) {
-      weight_[at] = value;
-      ExpectRefused("weight", absl::StrCat("got ", text, place));
-    }
-    weight_[at] = kNaN;
-    ExpectRefused("weight", absl::StrCat("finite values, unless tensor_file.allow_non_finite is set, got nan", place));
-    weight_[weight_.size() - 1] = kNaN;  // the first one is named
-    ExpectRefused("weight", place);
-    request_.mutable_tensor_file()->set_allow_non_finite(true);
-    ExpectTaken();
-    request_.mutable_tensor_file()->set_allow_non_finite(false);
-    weight_[at] = weight_[weight_.size() - 1] = 0.5f;
-  }
-  // A class that is masked by its bias.
-  bias_[7] = -kInfinity;
-  ExpectTaken();
-  bias_[8] = kInfinity;
-  ExpectRefused("bias", "got inf at [8] of 'b'");
-  bias_[8] = -kNaN;
-  ExpectRefused("bias", "got nan at [8] of 'b'");
-  bias_[8] = 0;
-}
-
-TEST_P(NonFiniteTest, ClassWeightsAreNotNegative) {
-  class_weights_[3] = 0;
-  class_weights_[4] = -0.0f;
-  ExpectTaken();
-  class_weights_[999] = -0.5f;
-  ExpectRefused("class_weights", "numbers below 0, got -0.5 at [999] of 'u'");
-  request_.mutable_tensor_file()->set_allow_non_finite(true);
-  ExpectRefused("class_weights", "got -0.5 at [999]");
-  class_weights_[2] = std::numeric_limits<float>::quiet_NaN();
-  class_weights_[999] = 1;
-  ExpectTaken();
-  request_.mutable_tensor_file()->set_allow_non_finite(false);
-  ExpectRefused("class_weights", "got nan at [2] of 'u'");
 }
 
 // A checkpoint as a source, in one file or in shards: for a head of another kind than the one that was saved.
@@ -327,7 +224,8 @@ TEST_F(ShardedModelTest, Refusals) {
 
   // Out of the folder, by name or by a link.
   WriteIndex(R"("model.embed_tokens.weight": "../model.safetensors")");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no path of a file in the index's folder"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.path", "no path of a file in the index's folder"});
   test::TempFolder outside;
   std::filesystem::rename(Path("model-00001-of-00002.safetensors"), outside.File("x"));
   std::filesystem::create_symlink(outside.File("x"), Path("link.safetensors"));
@@ -344,21 +242,25 @@ TEST_F(ShardedModelTest, Refusals) {
 TEST_F(ShardedModelTest, ShardsInSubfolders) {
   std::filesystem::create_directories(Path("shards/deep"));
   std::filesystem::rename(Path("model-00001-of-00002.safetensors"), Path("shards/model-00001.safetensors"));
-  std::filesystem::rename(Path("model-00002-of-00002.safetensors"), Path("shards/deep/model-00002.safetensors"));
+  std::filesystem::rename(Path("model-00002-of-00002.safetensors"),
+                          Path("shards/deep/model-00002.safetensors"));
   WriteIndex(R"("model.embed_tokens.weight": "shards/model-00001.safetensors",
                 "model.norm.weight": "shards/deep/model-00002.safetensors")");
   ExpectLoads();
   request_.mutable_tensor_file()->set_path("model/model.safetensors.index.json");
   ExpectLoads();
-  for (const char* path : {"shards/../shards/model-00001.safetensors", "/model/shards/model-00001.safetensors"}) {
+  for (const char* path :
+       {"shards/../shards/model-00001.safetensors", "/model/shards/model-00001.safetensors"}) {
     WriteIndex(absl::StrCat(R"("model.embed_tokens.weight": ")", path, R"(")"));
-    ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", "no path of a file in the index's folder"});
+    ExpectError(absl::StatusCode::kInvalidArgument,
+                {"tensor_file.path", "no path of a file in the index's folder"});
   }
   // A subfolder that is a link out of the directory.
   test::TempFolder outside;
   std::filesystem::create_directory_symlink(outside.path(), Path("away"));
   WriteIndex(R"("model.embed_tokens.weight": "away/x.safetensors")");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.weight", "'model/away' is a symbolic link", "outside"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.weight", "'model/away' is a symbolic link", "outside"});
 }
 
 // What links lead to counts, and where they lead astray the error says so.
@@ -383,12 +285,14 @@ TEST_F(ShardedModelTest, Links) {
     ExpectError(absl::StatusCode::kNotFound, {"tensor_file.path", absl::StrCat("model/", name),
                                               "is a symbolic link to something that is not there"});
     replace(name, name);
-    ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path", absl::StrCat("model/", name), "loop"});
+    ExpectError(absl::StatusCode::kInvalidArgument,
+                {"tensor_file.path", absl::StrCat("model/", name), "loop"});
     std::filesystem::remove(Path(name));
   }
   std::filesystem::create_directory_symlink(outside.path(), server_.checkpoint_directory() + "/away");
   request_.mutable_tensor_file()->set_path("away");
-  ExpectError(absl::StatusCode::kInvalidArgument, {"tensor_file.path: path 'away' leads outside", "it is a symbolic link"});
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              {"tensor_file.path: path 'away' leads outside", "it is a symbolic link"});
   replace("manifest.json", outside.File("x"));
   request_.mutable_tensor_file()->set_path("model");
   ExpectError(absl::StatusCode::kInvalidArgument, {"model/manifest.json", "is a symbolic link", "outside"});

@@ -18,6 +18,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
+    histories: bool = True  # the server knows of histories, and so of optimizers that begin with a step
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class TrainerStep:
     starts: int  # how often this client had started a step of the head over (HeadCache.forget_accumulation)
 
 
+_MOST_LOADED = 1024
+_loaded_lock = threading.Lock()
+_loaded: dict[tuple[int, str], None] = {}  # incarnation and head; of all clients of this program; guarded by _loaded_lock
+
+
 class HeadCache:
     def __init__(self, expected_incarnation: int = 0) -> None:
         """`expected_incarnation`: the client's; 0: none."""
@@ -55,14 +61,13 @@ class HeadCache:
         self._facts: dict[str, HeadInfo] = {}
         self._accumulations: dict[str, tuple[int, GradientsId]] = {}  # head -> step, and where its rows are
         self._starts: dict[str, int] = {}  # head -> TrainerStep.starts
-        self._loaded: set[str] = set()  # heads
 
     def facts(self, head: str) -> HeadInfo | None:
         with self._lock:
             return self._facts.get(head)
 
     def learn(self, description: head_pb2.HeadDescription) -> HeadInfo:
-        facts = HeadInfo(description.spec.hidden_size, description.slice_limits)
+        facts = HeadInfo(description.spec.hidden_size, description.slice_limits, description.HasField("history"))
         with self._lock:
             self._facts[description.spec.name] = facts
         return facts
@@ -132,19 +137,23 @@ class HeadCache:
 
     # ---- Internal to this package: lossd.torch asks whether this program has loaded what it continues ----
 
-    def note_loaded(self, head: str) -> None:
-        """This client has loaded a checkpoint into the head."""
-        with self._lock:
-            self._loaded.add(head)
+    def note_loaded(self, head: str, incarnation: int) -> None:
+        """A client of this program has loaded a checkpoint into the head of this server process."""
+        with _loaded_lock:
+            _loaded[incarnation, head] = None
+            if len(_loaded) > _MOST_LOADED:
+                _loaded.pop(next(iter(_loaded)))
 
-    def loaded(self, head: str) -> bool:
-        """Whether this client has loaded a checkpoint into the head, since forget_loaded."""
-        with self._lock:
-            return head in self._loaded
+    def loaded(self, head: str, incarnation: int) -> bool:
+        """Whether one has, since forget_loaded."""
+        with _loaded_lock:
+            return (incarnation, head) in _loaded
 
-    def forget_loaded(self, head: str) -> None:
-        with self._lock:
-            self._loaded.discard(head)
+    def forget_loaded(self, head: str, incarnation: int | None = None) -> None:
+        """None: of all server processes."""
+        with _loaded_lock:
+            for key in [key for key in _loaded if key[1] == head and incarnation in (None, key[0])]:
+                del _loaded[key]
 
     def _gradients_of(self, at: TrainerStep) -> GradientsId | None:
         noted_step, gradients = self._accumulations.get(at.head, (None, None))

@@ -40,11 +40,11 @@ class Continuation:
     @property
     def is_loaded(self) -> bool:
         """Whether this program has, and no step came after that."""
-        return self._loaded or self._client._head_cache.loaded(self._head)
+        return self._loaded or self._client._head_cache.loaded(self._head, self._description.state.incarnation)
 
     def stepped(self) -> None:
         self._loaded = False
-        self._client._head_cache.forget_loaded(self._head)
+        self._client._head_cache.forget_loaded(self._head, self._description.state.incarnation)
 
     def begin(self) -> None:
         """Before a forward in training: the first one says what it continues."""

@@ -14,7 +14,10 @@ from lossd.torch import _callers
 
 _BACKWARDS = 4  # without a HeadOptimizer
 _STEPS_OF_OTHERS = 2  # of one optimizer, with a HeadOptimizer that makes none
-_BACKWARDS_OF_A_STEP = 64  # of torch 1.13, which does not tell of steps of other optimizers
+_DISCARDS = 4  # of steps that had a backward, one after the other
+# In the first step, where no other optimizer can tell that it should be over: nothing but the head is trained, or torch (1.13)
+# does not tell of their steps.
+_BACKWARDS_OF_A_STEP = 64
 _MOST = 1024  # heads that are remembered
 
 # Calls what it is given after each step of any optimizer; torch 2.0 or later.
@@ -33,12 +36,14 @@ class Watch:
         self._key = target, head
         self._backwards = 0  # since the last step of the head
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # steps, backwards
+        self._discards = 0  # likewise
+        self._has_stepped = False
         self._said = False
         with _lock:
             _watches.add(self)
 
-    def had_backward(self) -> None:
-        """A loss whose head is trained."""
+    def had_backward(self, head_alone: bool) -> None:
+        """A loss whose head is trained, and nothing else if `head_alone`."""
         self._backwards += 1
         if self._said:
             return
@@ -50,14 +55,29 @@ class Watch:
                       "its weights do not change: add head_optimizer = lossd.torch.HeadOptimizer(head, lr=...) before the "
                       "loop and head_optimizer.step() to each step. LossHead(..., train_head=False) is for a head that is "
                       "not to be trained")
-        elif optimized and _HOOK is None and self._backwards >= _BACKWARDS_OF_A_STEP:
+        elif (optimized and (head_alone or _HOOK is None) and not self._has_stepped
+              and self._backwards >= _BACKWARDS_OF_A_STEP):
             self._say(f"the open step of head {head!r} has {self._backwards} microbatches: if a step is to have fewer, "
                       "head_optimizer.step() is missing in the loop, and the head does not learn")
 
     def stepped(self) -> None:
-        """The head had its step, or it is known why it has none."""
-        self._backwards = 0
+        """The head had its step."""
+        self._has_stepped = True
+        self.excused()
+
+    def excused(self) -> None:
+        """It is known why the head has no step."""
+        self._backwards = self._discards = 0
         self._others.clear()
+
+    def discarded(self) -> None:
+        """What the open step had is dropped."""
+        if self._backwards == 0:
+            return
+        self._discards += 1
+        if self._discards >= _DISCARDS and not self._has_stepped and not self._said:
+            self._say(f"zero_grad() has discarded {self._discards} steps of head {self._key[1]!r}, and its HeadOptimizer has "
+                      "made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
 
     def another_stepped(self, optimizer: Any) -> None:
         steps, backwards = self._others.get(optimizer, (0, 0))

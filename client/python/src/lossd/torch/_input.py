@@ -41,6 +41,14 @@ def check_numbers(required: dict[str, Any], optional: dict[str, Any]) -> None:
         raise TypeError(f"{name} is {value!r}; it must be {rule}")
 
 
+def number(name: str, value: Any) -> float:
+    """Of a number, or a tensor or array that holds one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {value!r}; it must be a number") from None
+
+
 def check_integer(name: str, value: Any) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")

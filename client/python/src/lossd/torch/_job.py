@@ -247,7 +247,7 @@ class Job:
         """Its gradients are where they belong."""
         self.module.steps.had_backward(self.number)
         if self.plan.head:
-            self.module.watch.had_backward()
+            self.module.watch.had_backward(head_alone=not self.plan.hidden or self.hidden.is_leaf)
 
     def meet(self, got: float) -> float:
         """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""

@@ -187,7 +187,7 @@ class LossHead(torch.nn.Module):
         What this module has accumulated in the open step counts as lost, and the step starts again.
         """
         self.begin_again()
-        self.watch.stepped()
+        self.watch.excused()
 
     def begin_again(self) -> None:
         """sync(), where nobody has applied a step."""
@@ -281,7 +281,7 @@ class LossHead(torch.nn.Module):
             return 1.0 / ranks if self.reduction == "sum" else 1.0
         given = self.normalizer if given is None else given
         if given is not None:
-            return given / ranks
+            return _input.number("normalizer", given) / ranks
         with self.parallel.before_total(training):
             count = self._count(labels)
         return self.parallel.total(count) / ranks if training else count
@@ -370,6 +370,6 @@ def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
     try:
         return client.describe_head(head)
     except errors.NotFound as error:
-        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
+        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=...), or "
                   "restore it with client.load_checkpoint()")
         raise

@@ -62,6 +62,8 @@ class HeadOptimizer(torch.optim.Optimizer):
             program. False: begin as a new torch optimizer does, with the first step; unless this program restores a
             state first: load_state_dict() of this or of the LossHead, or Client.load_checkpoint.
         """
+        if not isinstance(head, LossHead):
+            raise TypeError(f"head is a {type(head).__name__}; it must be a LossHead: HeadOptimizer(head, lr=...)")
         if algorithm not in ("adamw", "sgd"):
             raise ValueError(f"algorithm is {algorithm!r}; it must be 'adamw' or 'sgd'")
         self.stand_in = StandIn.on(device, self._gradient_now)
@@ -123,7 +125,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             return None
         norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
         if not math.isfinite(norm):
-            head.watch.stepped()  # GradScaler will not call step()
+            head.watch.excused()  # GradScaler will not call step()
         self._notes = Notes(norm, head.steps.moment)
         return Gradient.of(torch.full((), norm, device=self.stand_in.device), self._notes)
 
@@ -144,6 +146,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         step(). Collective if the LossHead has a process_group.
         """
         if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
+            self.head.watch.discarded()
             self.discard()
         self.stand_in.grad = self._notes = None
 
