@@ -102,6 +102,16 @@ def test_models_that_are_moved_after_patch(client, head_name, move):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_tied_model_stays_tied(client, head_name):
+    """Whatever ties weights again, as transformers does after loading."""
+    model, stock = (each.eval() for each in both(client, head_name, "tied", tied="share"))
+    model.tie_weights()
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, stock(input_ids=tokens).logits, atol=1e-5, rtol=1e-4)
+    assert set(model.state_dict()) == set(stock.state_dict())
+
+
 def test_copies_follow_the_device_and_dtype_of_hidden_states(client, head_name):
     model, _ = both(client, head_name)
     head = model.get_output_embeddings()
