@@ -122,4 +122,4 @@ def test_every_class(client, head_name):
     counts = {word: sum(each.startswith(word) for each in results.values()) for word in ("right", "refused", "not made", "WRONG")}
     print(counts)
     assert counts["WRONG"] == 0
-    assert counts["right"] >= 230 and counts["not made"] <= 60
+    assert counts["right"] >= 250 and counts["not made"] <= 55

@@ -133,3 +133,17 @@ def test_an_encoder_decoder(client, head_name, tmp_path):
     assert not model.get_output_embeddings().loss_head.shift
     trainers = train_both((model, stock), tmp_path, gradient_accumulation_steps=2)
     assert len(trainers[0].state.log_history) >= 3
+
+
+def test_a_seq2seq_trainer_that_generates(client, head_name, tmp_path):
+    """Of a model that ties its embeddings and scales hidden states by that."""
+    torch.manual_seed(1)
+    config = transformers.T5Config(vocab_size=120, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=16,
+                                   decoder_start_token_id=0, dropout_rate=0.0)
+    stock = transformers.T5ForConditionalGeneration(config)
+    model = patched(copy.deepcopy(stock), client, head_name, tied="share")
+    trainers = train_both((model, stock), tmp_path, trainer=transformers.Seq2SeqTrainer,
+                          config=transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
+    ours, theirs = (trainer.predict(rows(4)) for trainer in trainers)
+    np.testing.assert_array_equal(ours.predictions, theirs.predictions)
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-4)
