@@ -65,7 +65,8 @@ absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_vi
                                      absl::Time now) const {
   if (auto meant = CheckIncarnation(request.incarnation, incarnation_); !meant.ok()) return meant;
   if (auto meant = CheckGeneration("generation", request.generation); !meant.ok()) return meant;
-  if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok()) return open;
+  if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok())
+    return open;
   if (absl::Status valid = CheckValid(); !valid.ok()) return valid;
   if (absl::Status valid = CheckTensors(); !valid.ok()) return valid;
   std::vector<std::string> lines = ledgers_.Missing(request.expected_microbatches);

@@ -107,8 +107,8 @@ class OpenStep {
   // The same for new values of a head as it was when it was created.
   void BeginReset(absl::Status why, absl::Time now);
   void EndLoad() { weights_status_ = absl::OkStatus(); }
-  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give their
-  // memory back.
+  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give
+  // their memory back.
   void ForgetRows() { ledgers_.Clear(); }
 
  private:
@@ -123,8 +123,8 @@ class OpenStep {
   // The gradients begin at zero.
   void Enter(absl::string_view why);
   // Other values take the place of all there is.
-  void Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step, absl::Status why,
-               absl::string_view change);
+  void Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
+               absl::Status why, absl::string_view change);
 
   const uint64_t incarnation_;
   VersionCounter* const counter_;

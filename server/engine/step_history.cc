@@ -81,8 +81,9 @@ std::string StepHistory::WhyNotOpen(const NamedStep& named, uint64_t open, absl:
   const bool behind = named.step > open || !applied_here_;
   if (behind && history_.loaded) {
     const std::string saved = AgoIfKnown(history_.checkpoint_unix_seconds, now);
-    parts.push_back(absl::StrCat("this head came back from a checkpoint: the server loaded ", history_.checkpoint,
-                                 " of step ", history_.checkpoint_step, saved.empty() ? "" : ", saved", saved,
+    parts.push_back(absl::StrCat("this head came back from a checkpoint: the server loaded ",
+                                 history_.checkpoint, " of step ", history_.checkpoint_step,
+                                 saved.empty() ? "" : ", saved", saved,
                                  run.empty() || applied_here_ ? "" : absl::StrCat(", trained by run ", run)));
   }
   if (behind && reset_at_.has_value()) {

@@ -43,8 +43,8 @@ class StepHistory {
   // The values of `origin` with step `step` open were saved. Nothing if the head has others since.
   void OnSaved(uint64_t origin, absl::string_view checkpoint, uint64_t step, absl::Time saved_at);
 
-  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a applied
-  // step 1 3 seconds ago". Never empty.
+  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a
+  // applied step 1 3 seconds ago". Never empty.
   std::string WhyNotOpen(const NamedStep& named, uint64_t open, absl::Time now) const;
 
  private:

@@ -50,7 +50,8 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec sp
     return meant;
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok()) return open;
+  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok())
+    return open;
   if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
   if ((*stream)->spec().retain) {
     if (auto status = ReserveRetained(**stream); !status.ok()) return status;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Resets of heads, optimizers that begin, and what a head says of where its values come from; with real weights.
+// Resets of heads, optimizers that begin, and what a head says of where its values come from; with real
+// weights.
 #include <fstream>
 #include <optional>
 #include <set>
@@ -54,9 +55,8 @@ class ResetsTest : public CheckpointsTest {
       });
       ASSERT_TRUE(written.ok()) << written;
     }
-    ASSERT_TRUE(server_.engine()
-                    .BeginLoad("fresh", {.step = snapshot->state.step, .updates = 0}, std::nullopt)
-                    .ok());
+    ASSERT_TRUE(
+        server_.engine().BeginLoad("fresh", {.step = snapshot->state.step, .updates = 0}, std::nullopt).ok());
     ASSERT_TRUE(server_.engine().EndLoad("fresh").ok());
   }
 
@@ -396,7 +396,8 @@ TEST_F(ResetsTest, ACallForAnotherStepIsToldWhoTrainsOrWhatWasLoaded) {
     return std::string(server.operations().ApplyStep(other).status().message());
   };
   EXPECT_THAT(message(9, "host:18", server_), HasSubstr("step is not the open step, which is 2, got 9; "));
-  EXPECT_THAT(message(9, "host:18", server_), HasSubstr("a program that names no run applied step 1 0 seconds ago"));
+  EXPECT_THAT(message(9, "host:18", server_),
+              HasSubstr("a program that names no run applied step 1 0 seconds ago"));
   request.set_step(2);
   ASSERT_TRUE(server_.Accumulate("head", 2).ok());
   ASSERT_TRUE(server_.operations().ApplyStep(request).ok());
@@ -405,9 +406,11 @@ TEST_F(ResetsTest, ACallForAnotherStepIsToldWhoTrainsOrWhatWasLoaded) {
   EXPECT_THAT(message(1, "host:17", server_), HasSubstr("this run, host:17, applied step 2"));
   Instance restored(directory_, 8, &disk_, 1 << 20);
   ASSERT_TRUE(restored.Load("head/one", "").ok());
-  EXPECT_THAT(message(3, "host:17", restored),
-              HasSubstr("this head came back from a checkpoint: the server loaded head/one of step 1, saved 0 seconds "
-                        "ago, trained by run host:17"));
+  EXPECT_THAT(
+      message(3, "host:17", restored),
+      HasSubstr(
+          "this head came back from a checkpoint: the server loaded head/one of step 1, saved 0 seconds "
+          "ago, trained by run host:17"));
   EXPECT_THAT(message(3, "host:17", restored), Not(HasSubstr("another program")));
 }
 
