@@ -77,7 +77,7 @@ void PendingLoss::Cancel() {
   if (call_ != nullptr) call_->Cancel();
 }
 
-Client::Client(std::unique_ptr<Core> core) : core_(std::move(core)) {}
+Client::Client(std::unique_ptr<Core> core) : CheckpointCalls(core.get()), core_(std::move(core)) {}
 
 Client::~Client() = default;
 

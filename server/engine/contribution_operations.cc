@@ -52,9 +52,8 @@ absl::Status CheckId(OpenStep& step, uint64_t id) {
 // Enters the contribution in the ledger, if it is not there.
 absl::Status Declare(OpenStep& step, const Contribution& contribution) {
   if (auto status = CheckId(step, contribution.id); !status.ok()) return status;
-  const bool first = step.is_empty();
   absl::Status declared = step.contributions().Declare(contribution.id, contribution.terms);
-  if (first && declared.ok()) step.history().OnFirstRows(contribution.run);
+  if (declared.ok()) step.history().OnRows(contribution.run);
   return declared;
 }
 
@@ -101,7 +100,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
                                       .scale = spec.scale},
                             .cols = shape.cols,
                             .run = spec.run,
-                            .counted = std::make_shared<CountedCall>(session.open_contributions())};
+                            .counted = std::make_shared<CountedCall>(session.streams().contributions())};
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
   // Booked with its first rows, unless it is complete without any.
   if (contribution.terms.rows.size() > 0) {

@@ -118,9 +118,6 @@ class Engine {
                                  const std::optional<head::AppliedStep>& last_step,
                                  const head::History& history = {}) = 0;
   virtual absl::Status EndLoad(absl::string_view name) = 0;
-  // Does not block. The tensors that a snapshot of the head is of were saved. Nothing if the head has gone,
-  // or has been loaded or reset since.
-  virtual void NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) = 0;
 
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.

@@ -122,7 +122,8 @@ void OpenStep::Close(const StepRequest& request, double grad_norm, bool skipped,
   Enter(why);
 }
 
-void OpenStep::ResetOptimizer() {
+void OpenStep::Restart(bool new_optimizer) {
+  if (!new_optimizer) return Enter("the step's gradients were zeroed");
   constexpr absl::string_view kReset = "the head's optimizer was reset";
   updates_ = 0;
   versions_.NewMoments(kReset);
@@ -130,18 +131,8 @@ void OpenStep::ResetOptimizer() {
 }
 
 void OpenStep::BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                         const head::History& history, absl::Status why) {
-  Replace(progress, last_step, std::move(why), "a checkpoint was loaded");
-  history_.OnLoaded(counter_->Next(), history);
-}
-
-void OpenStep::BeginReset(absl::Status why, absl::Time now) {
-  Replace({}, std::nullopt, std::move(why), "the head was reset");
-  history_.OnReset(counter_->Next(), now);
-}
-
-void OpenStep::Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                       absl::Status why, absl::string_view change) {
+                         const std::optional<head::History>& history, absl::Status why, absl::Time now) {
+  const absl::string_view change = history.has_value() ? "a checkpoint was loaded" : "the head was reset";
   versions_.EndWrites();
   versions_.NewWeights(change);
   versions_.SetStep(progress.step, change);
@@ -149,6 +140,8 @@ void OpenStep::Replace(const head::Progress& progress, const std::optional<head:
   updates_ = progress.updates;
   weights_status_ = std::move(why);
   last_.SetLoaded(number() - 1, last_step);
+  history.has_value() ? history_.OnLoaded(counter_->Next(), *history)
+                      : history_.OnReset(counter_->Next(), now);
 }
 
 void OpenStep::Enter(absl::string_view why) {

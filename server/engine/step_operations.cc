@@ -81,7 +81,7 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
 // With the lock: a head is not reset while a client is sending rows into its gradients.
 absl::Status CheckNothingOpen(HeadSession& session) {
   const int64_t streams = session.streams().accumulating();
-  const int64_t contributions = *session.open_contributions();
+  const int64_t contributions = *session.streams().contributions();
   if (streams == 0 && contributions == 0) return absl::OkStatus();
   const auto calls = [](int64_t count, absl::string_view kind) {
     return count == 0 ? "" : absl::StrCat(count, " open ", kind, count == 1 ? " call" : " calls");
@@ -195,7 +195,8 @@ absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
   const absl::Status resetting = absl::UnavailableError(
       absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
   session.EnterStep([&](OpenStep& open) {
-    all ? open.BeginReset(resetting, session.context().runtime->Now()) : open.ResetOptimizer();
+    if (!all) return open.Restart(/*new_optimizer=*/true);
+    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->Now());
   });
   return session.step().state();
 }
@@ -210,7 +211,8 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
       absl::StrCat("the weights of head ", session.name(),
                    " are being replaced by a checkpoint's, or that failed half-way (load "
                    "one again)"));
-  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading); });
+  session.EnterStep(
+      [&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading, absl::UnixEpoch()); });
   return absl::OkStatus();
 }
 

@@ -135,10 +135,9 @@ absl::Status StreamAdmission::Declare(const StreamState& stream) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
                       "names a contribution of this step", absl::StrCat(spec.microbatch_id));
   }
-  const bool first = parts_.step->is_empty();
   absl::Status declared =
       parts_.step->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
-  if (first && declared.ok()) parts_.step->history().OnFirstRows(spec.run);
+  if (declared.ok()) parts_.step->history().OnRows(spec.run);
   return declared;
 }
 
@@ -157,6 +156,9 @@ void StreamAdmission::OnEnd(StreamState& stream) {
       parts_.step->ledger().Withdraw(spec.microbatch_id, leaving, !shared);
     }
   }
+  const bool is_empty =
+      parts_.step->ledger().microbatches() == 0 && parts_.step->contributions().contributions() == 0;
+  if (is_empty) parts_.step->history().OnDiscarded();
   parts_.schedule->OnDeclared(spec.microbatch_id);
   parts_.context->loop.Wake();
 }

@@ -64,7 +64,7 @@ def _slice(begin: int, end: int) -> loss_pb2.ComputeLossRequest:
 def make_heads(client: lossd.Client) -> None:
     """The heads that neighbours work with, unless they are there."""
     for head in (HEAD, WRITTEN):
-        client.create_head(head, hidden_size=HIDDEN, vocab_size=VOCAB, exist_ok=True)
+        client.create_head(head, hidden_size=HIDDEN, vocab_size=VOCAB, if_exists="keep")
 
 
 def slow_reader_of_gradients(target: str) -> None:

@@ -149,7 +149,7 @@ class Soak:
             try:
                 with lossd.Client(self._server.target, channels=1, wait_for_server=True) as client:
                     neighbours.make_heads(client)
-                    client.create_head("measured", hidden_size=neighbours.HIDDEN, vocab_size=256, exist_ok=True)
+                    client.create_head("measured", hidden_size=neighbours.HIDDEN, vocab_size=256, if_exists="keep")
                     while not self._over.wait(min(0.5, self.seconds / 200)):
                         other = control.seconds()
                         begin = time.monotonic()

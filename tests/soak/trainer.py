@@ -34,7 +34,7 @@ def resume(client: lossd.Client, head: str) -> int:
     except lossd.NotFound:
         saved = client.list_checkpoints(head)
         made = client.load_checkpoint(saved[0].checkpoint) if saved else client.create_head(
-            head, hidden_size=HIDDEN, vocab_size=VOCAB, exist_ok=True)
+            head, hidden_size=HIDDEN, vocab_size=VOCAB, if_exists="keep")
         state = made.state
     client.acknowledge_restart(head)
     client.zero_gradients(head, state.step)

@@ -49,7 +49,7 @@ def connect(server: ServerProcess, size: int = 1 << 20) -> lossd.Client:
 
 
 def head_on(client: lossd.Client) -> str:
-    client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", exist_ok=True)
+    client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="keep")
     return "lm"
 
 

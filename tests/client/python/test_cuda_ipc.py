@@ -231,7 +231,7 @@ def test_bf16_comes_as_integers(gpu_server: ServerProcess) -> None:
     hidden, targets = problem()
     bits = (hidden.view(np.uint32) >> 16).astype(np.uint16)
     with connect(gpu_server) as client:
-        client.create_head("bf16", hidden_size=D, vocab_size=V, exist_ok=True)
+        client.create_head("bf16", hidden_size=D, vocab_size=V, if_exists="keep")
         wanted = client.compute_loss("bf16", bits, targets, dtype="bf16", grad_hidden=True)
         for kind in (np.uint16, np.int16):
             gradient = FakeArray(np.zeros((N, D), kind))

@@ -30,7 +30,7 @@ def gpu_server(request: Any) -> Iterator[ServerProcess]:
 
 def connect(server: ServerProcess, transport: str = "cuda_ipc", size: int = 8 << 20) -> lossd.Client:
     client = lossd.Client(server.target, transport=transport, shared_memory_bytes=size)
-    client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", exist_ok=True)
+    client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="keep")
     return client
 
 

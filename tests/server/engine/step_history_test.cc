@@ -38,17 +38,17 @@ TEST_F(StepHistoryTest, WhoAppliedTheLastStep) {
 }
 
 TEST_F(StepHistoryTest, WhoHasRowsInTheOpenStep) {
-  history_.OnFirstRows("other");
+  history_.OnRows("other");
   EXPECT_EQ(Why(3, 0, absl::ZeroDuration()),
             "another program trains this head: run other has rows in the open step");
   EXPECT_EQ(Why(3, 0, absl::ZeroDuration(), "other"),
             "no step was applied to this head since it was created");
   history_.OnDiscarded();
   EXPECT_EQ(history_.open_run(), "");
-  history_.OnFirstRows("third");
+  history_.OnRows("third");
   history_.OnApplied("other", kStart);
   EXPECT_EQ(history_.open_run(), "");
-  history_.OnFirstRows("third");
+  history_.OnRows("third");
   EXPECT_EQ(Why(0, 1, absl::Seconds(2)),
             "another program trains this head: run other applied step 0 2 seconds ago; run third has rows in "
             "the open step");
