@@ -194,6 +194,23 @@ TEST_F(ResetsTest, TheRunOfTheFirstRowsIsThatOfTheOpenStep) {
               HasSubstr("; no step was applied"));
 }
 
+// A call that ends before any of its rows have been accumulated leaves no trace.
+TEST_F(ResetsTest, ARunWhoseRowsAreGoneHasNone) {
+  Start();
+  StreamSpec spec = Whole(1, 4);
+  spec.run = "a";
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(spec, collector);
+  EXPECT_EQ(Snapshot().open_run, "a");
+  stream->Cancel(absl::CancelledError("given up"));
+  collector->Wait().IgnoreError();
+  EXPECT_EQ(Snapshot().open_run, "");
+  spec.run = "b";
+  auto other = std::make_shared<RowCollector>();
+  auto again = Open(spec, other);
+  EXPECT_EQ(Snapshot().open_run, "b");
+}
+
 TEST_F(ResetsTest, AContributionNamesItsRunToo) {
   Start();
   const auto contribution = engine_->OpenContribution({.head = "head", .run = "tied", .contribution_id = 9});

@@ -370,6 +370,6 @@ def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
     try:
         return client.describe_head(head)
     except errors.NotFound as error:
-        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=..., exist_ok=True), or "
+        error.add(f"; create it with client.create_head({head!r}, hidden_size=..., vocab_size=...), or "
                   "restore it with client.load_checkpoint()")
         raise
