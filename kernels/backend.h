@@ -186,8 +186,8 @@ class HeadKernels {
   // A replica updates its shard, zeroes the gradients of that, and has moments of that only.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
-  // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as it is.
-  // The next update counts from 1. An error of the device may leave moments half-written.
+  // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as it
+  // is. The next update counts from 1. An error of the device may leave moments half-written.
   virtual absl::Status ZeroMoments() = 0;
 };
 
