@@ -132,7 +132,8 @@ def test_a_second_optimizer_of_one_program_begins(client, make_head, compare):
 
 
 @pytest.mark.filterwarnings("ignore:head")
-@pytest.mark.parametrize("how", ["continues", "load_checkpoint", "load_state_dict", "load_state", "client made before", "another client"])
+@pytest.mark.parametrize("how", [
+    "continues", "load_checkpoint", "load_state_dict", "load_state", "client made before", "another client"])
 def test_an_optimizer_that_continues(client, used, how):
     """The moments are those of the earlier program: with no gradient the weights move on."""
     name, _ = used(save=True)

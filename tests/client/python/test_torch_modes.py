@@ -200,7 +200,8 @@ def test_a_checkpoint_around_trunk_and_head(client, pair, seed, name, tensor, de
     if "reentrant" in name:
         inputs.requires_grad_()
     factor = torch.nn.Parameter(torch.tensor(0.5)) if tensor else 0.5
-    wanted, losses = run(model, lambda h, t: cross_entropy(layer, h, t, reduction="sum"), WRAPS[name], factor, inputs, targets)
+    wanted, losses = run(model, lambda h, t: cross_entropy(layer, h, t, reduction="sum"), WRAPS[name], factor, inputs,
+                         targets)
     of_factor, of_layer = (factor.grad.clone() if tensor else None), layer.weight.grad.clone()
     if tensor:
         factor.grad = None
