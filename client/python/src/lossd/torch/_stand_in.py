@@ -126,7 +126,7 @@ def _note(notes: Notes, name: str, args: Any, kwargs: Any) -> None:
         notes.norm_taken(math.inf)
     elif name in _MAGNITUDES or (name in ("pow", "__pow__", "float_power") and args[1:] != (2,)):
         notes.power_taken(name)
-    elif name in _SCALINGS or name in _PRODUCTS:
+    elif name in _SCALINGS:
         notes.scaled()
     elif name in ("__set__", "__setitem__") or (_is_in_place(name) and name not in _NEUTRAL):
         notes.changed(name)
@@ -194,6 +194,8 @@ class StandIn(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if isinstance(value, Gradient) and value is not self.held and hasattr(value, "notes"):
+            value.notes.scaled()  # a product, most likely
         self.held = value
 
     @grad.deleter
