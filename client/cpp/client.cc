@@ -37,6 +37,17 @@ void NameRun(const std::string& run, Request* request) {
   if (request->run().empty()) request->set_run(run);
 }
 
+// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer over. A new head has nothing to begin.
+absl::Status CheckBegins(Client& client, const internal::HeadCache& cache, absl::string_view head,
+                         absl::Duration timeout) {
+  const std::optional<internal::HeadInfo> facts = cache.Facts(head);
+  if (facts.has_value() && facts->histories) return absl::OkStatus();
+  const absl::StatusOr<v1::HeadDescription> found = client.DescribeHead(head, timeout);
+  if (!found.ok()) return found.status();
+  if (found->has_history() || (found->updates() == 0 && found->state().step() == 0)) return absl::OkStatus();
+  return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
+}
+
 }  // namespace
 
 PendingLoss& PendingLoss::operator=(PendingLoss&& other) noexcept {
@@ -258,6 +269,11 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
                                                         absl::Duration timeout) {
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
+  if (request.begin_optimizer()) {
+    if (absl::Status begins = CheckBegins(*this, cache, request.head(), timeout); !begins.ok()) {
+      return cache.Interpret(at, begins);
+    }
+  }
   v1::ApplyStepRequest meant = request;
   NameRun(options().run, &meant);
   if (!request.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);

@@ -26,6 +26,7 @@ namespace lossd::client::internal {
 struct HeadInfo {
   uint64_t hidden_size = 0;  // D
   v1::SliceLimits limits;
+  bool histories = false;  // the server knows of histories, and so of optimizers that begin with a step
 };
 
 // Names the gradients that a server process has accumulated for a head since they were last zero.

@@ -35,10 +35,23 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   return spec;
 }
 
+// "7"; of a list "[7, 8]".
 std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
-  std::string text;
-  google::protobuf::TextFormat::PrintFieldValueToString(spec, field, -1, &text);
-  return text;
+  const auto element = [&](int index) {
+    std::string text;
+    google::protobuf::TextFormat::PrintFieldValueToString(spec, field, index, &text);
+    return text;
+  };
+  if (!field->is_repeated()) return element(-1);
+  std::vector<std::string> elements;
+  for (int i = 0; i < spec.GetReflection()->FieldSize(spec, field); ++i) elements.push_back(element(i));
+  return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
+}
+
+bool IsSaid(const v1::HeadSpec& spec, const FieldDescriptor* field) {
+  if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
+  if (field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split") return true;
+  return spec.GetReflection()->HasField(spec, field);
 }
 
 // ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that is left to
@@ -49,10 +62,8 @@ absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
   std::optional<errors::FieldViolation> first;
   for (int i = 0; i < v1::HeadSpec::descriptor()->field_count(); ++i) {
     const FieldDescriptor* const field = v1::HeadSpec::descriptor()->field(i);
-    const bool is_said = field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||
-                         wanted.GetReflection()->HasField(wanted, field);
     const std::string is = ValueOf(has, field), wants = ValueOf(wanted, field);
-    if (!is_said || is == wants) continue;
+    if (!IsSaid(wanted, field) || is == wants) continue;
     different.push_back(absl::StrCat(field->name(), " ", is, " instead of ", wants));
     if (!first.has_value()) first = {absl::StrCat("spec.", field->name()), "differs from the head's", wants};
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/head/manifest.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -13,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kernels/errors/bytes.h"
-#include "kernels/errors/text.h"
 #include "proto/tensorfile/strict_json.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
@@ -199,13 +199,17 @@ Json EncodeHistory(const CheckpointSubject& subject) {
 }
 
 // As DecodeSubject. Manifests of older servers have none.
-void DecodeHistory(const Json& json, CheckpointSubject* subject) {
-  if (!json.contains("history")) return;
+bool DecodeHistory(const Json& json, CheckpointSubject* subject) {
+  if (!json.contains("history")) return true;
   const Json& history = json.at("history");
-  if (history.contains("run")) subject->run = errors::Shortened(history.at("run").get<std::string>(), kMostRunBytes);
+  if (!history.is_object()) return false;
+  if (history.contains("run")) subject->run = history.at("run").get<std::string>();
   if (history.contains("applied_unix_seconds")) {
     subject->applied_unix_seconds = history.at("applied_unix_seconds").get_ref<const int64_t&>();
   }
+  const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  return subject->run.size() <= kMostRunBytes &&
+         std::none_of(subject->run.begin(), subject->run.end(), is_control);
 }
 
 Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
@@ -282,8 +286,7 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
   CheckpointSubject& subject = manifest->subject;
   subject.updates = json.at("updates").get_ref<const uint64_t&>();
   manifest->automatic = json.at("automatic").get<bool>();
-  DecodeHistory(json, &subject);
-  return subject.updates <= subject.step &&
+  return DecodeHistory(json, &subject) && subject.updates <= subject.step &&
          absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
                          &error) &&
          DecodeLastStep(json.at("last_step"), &subject.last_step);

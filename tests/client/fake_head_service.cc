@@ -262,12 +262,26 @@ class FakeHeadService final : public v1::HeadService::Service {
   grpc::Status ResetHead(grpc::ServerContext*, const v1::ResetHeadRequest* request,
                          v1::ResetHeadResponse* response) override {
     absl::MutexLock lock(&state_->mu);
+    if (state_->faults.on_reset) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_reset(*request)); !status.ok()) return status;
+    }
     Head* head = state_->Find(request->head());
     if (head == nullptr) return state_->NotFound(request->head());
-    head->updates = 0;
-    if (request->scope() == v1::RESET_SCOPE_ALL) head->step = 0;
-    state_->Discard(head);
-    *response->mutable_head() = state_->Describe(*head);
+    if (request->has_incarnation() && request->incarnation() != state_->incarnation) {
+      return state_->Error(grpc::StatusCode::FAILED_PRECONDITION, "meant for another process", "incarnation");
+    }
+    const auto [reset, is_new] = head->resets.try_emplace(request->reset_id());
+    if (is_new) {
+      head->updates = 0;
+      if (request->scope() == v1::RESET_SCOPE_ALL) head->step = 0;
+      state_->Discard(head);
+      *reset->second.mutable_head() = state_->Describe(*head);
+    }
+    *response = reset->second;
+    response->set_repeated_call(!is_new);
+    if (!is_new) return grpc::Status::OK;
+    // The head was reset, but the answer is lost.
+    if (state_->Refuse()) return state_->Error(grpc::StatusCode::UNAVAILABLE, "connection reset");
     return grpc::Status::OK;
   }
 

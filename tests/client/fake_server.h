@@ -68,6 +68,7 @@ struct Faults {
   // Every ReadTensor call with slice 0, and then each of its slices but the first, before it is sent.
   std::function<Fault(uint64_t slice)> on_read;
   std::function<Fault(const v1::ApplyStepRequest&)> on_apply;
+  std::function<Fault(const v1::ResetHeadRequest&)> on_reset;
 };
 
 class FakeServer {

@@ -34,6 +34,7 @@ struct Head {
   uint64_t updates = 0;
   uint64_t total_rows = 0;
   v1::ApplyStepResponse last_step;
+  std::map<std::string, v1::ResetHeadResponse> resets;  // by id
   v1::HeadHistory history;
   struct Retained {
     v1::DType dtype = v1::DTYPE_FP32;

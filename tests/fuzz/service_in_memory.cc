@@ -188,6 +188,8 @@ absl::Status ServiceInMemory::RunUnary(const Call& call) {
       return operations_->LoadCheckpoint(call.load_checkpoint()).status();
     case Call::kListCheckpoints:
       return operations_->ListCheckpoints(call.list_checkpoints()).status();
+    case Call::kResetHead:
+      return operations_->ResetHead(call.reset_head()).status();
     case Call::kDeleteCheckpoint:
       return operations_->DeleteCheckpoint(call.delete_checkpoint()).status();
     case Call::kReadTensor:

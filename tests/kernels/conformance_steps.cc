@@ -104,6 +104,65 @@ TEST_P(BackendConformance, OptimizersFollowTheReferenceOver25Steps) {
   }
 }
 
+// A head whose moments are zeroed steps as one that never stepped with the same values, bit for bit.
+TEST_P(BackendConformance, ZeroedMomentsAreThoseOfANewHead) {
+  using Kind = OptimizerOptions::Kind;
+  for (const OptimizerOptions& options :
+       {OptimizerOptions{.learning_rate = 1e-2, .weight_decay = 0.1},
+        OptimizerOptions{.kind = Kind::kSgd, .learning_rate = 0.1, .momentum = 0.9, .dampening = 0.3}}) {
+    ProblemSpec spec = Plain({1}, 11, 23);
+    spec.config.has_bias = true;
+    spec.config.norm = Norm::kLayerNorm;
+    spec.config.optimizer_state = OptimizerState::kAdam;
+    const Problem problem = MakeProblem(spec, rng());
+    const auto used = MakeHead(backend(), problem);
+    const auto fresh = MakeHead(backend(), problem);
+    ASSERT_NE(used, nullptr);
+    ASSERT_NE(fresh, nullptr);
+    const auto step = [&](std::vector<HeadKernels*> heads, int64_t update) {
+      for (Param param : kTrainedParams) {
+        std::vector<float> gradient(static_cast<size_t>(ShapeOf(used->config(), param).elements()));
+        for (float& g : gradient) g = Uniform(rng(), -1.0f, 1.0f);
+        for (HeadKernels* head : heads) {
+          const absl::Status written =
+              head->WriteTensor({param, Role::kGradient}, 0, ShapeOf(head->config(), param).rows, DType::kFloat32,
+                                AsBytes(gradient));
+          ASSERT_TRUE(written.ok()) << written;
+        }
+      }
+      for (HeadKernels* head : heads) ASSERT_TRUE(head->ApplyStep(options, update).ok());
+    };
+    for (int64_t update = 1; update <= 3; ++update) ASSERT_NO_FATAL_FAILURE(step({used.get()}, update));
+    for (Param param : kTrainedParams) {
+      const std::vector<float> values = ReadAll(*used, {param, Role::kValue});
+      ASSERT_TRUE(fresh
+                      ->WriteTensor({param, Role::kValue}, 0, ShapeOf(fresh->config(), param).rows, DType::kFloat32,
+                                    AsBytes(values))
+                      .ok());
+    }
+    ASSERT_TRUE(used->ZeroMoments().ok());
+    for (int64_t update = 1; update <= 2; ++update) {
+      ASSERT_NO_FATAL_FAILURE(step({used.get(), fresh.get()}, update));
+      for (Param param : kTrainedParams) {
+        for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
+          ASSERT_EQ(ReadAll(*used, {param, role}), ReadAll(*fresh, {param, role})) << Name(param) << " " << Name(role);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(BackendConformance, AHeadWithoutMomentsHasNoneToZero) {
+  HeadConfig config = Plain({1}, 3, 4).config;
+  for (const bool trainable : {true, false}) {
+    config.optimizer_state = OptimizerState::kNone;
+    config.trainable = trainable;
+    auto head = backend().CreateHead(config);
+    ASSERT_TRUE(head.ok()) << head.status();
+    EXPECT_TRUE((*head)->ZeroMoments().ok());
+  }
+}
+
 TEST_P(BackendConformance, WithEpsilonZeroAParameterWithoutGradientStays) {
   const auto head = MakeHead(backend(), [&] {
     ProblemSpec spec = Plain({1}, 5, 9);

@@ -296,6 +296,31 @@ TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {
   EXPECT_EQ(Run("load head/step-0000000004"), "loaded head/step-0000000004 into head \"head\", step 4\n");
   EXPECT_EQ(ReadWeight("head"), weight);
   EXPECT_THAT(Run("checkpoints head"), HasSubstr("head/mine"));
+  EXPECT_THAT(Run("describe head"),
+              ContainsRegex("\nhistory +run .*loaded from head/step-0000000004 .step 4."));
+}
+
+TEST_F(LossctlServerTest, RemovesAndResets) {
+  Run("create head --hidden 6 --vocab 20 --seed 3");
+  const std::string first = ReadWeight("head");
+  Run("loss head --random 50 --accumulate --step 0");
+  Run("step head --lr 0.1");
+  Run("save head --name mine");
+  EXPECT_THAT(Run("checkpoints rm head/mine </dev/null", 2), HasSubstr("--yes"));
+  EXPECT_THAT(Run("checkpoints rm head/mine --yes"), ContainsRegex("^removed head/mine .[0-9.]+ KiB.\n$"));
+  EXPECT_THAT(Run("checkpoints rm head/mine --yes", 4), HasSubstr("there is none of this name"));
+  EXPECT_EQ(Run("checkpoints"), "no checkpoints on this server\n");
+  EXPECT_NE(ReadWeight("head"), first);
+  EXPECT_THAT(Run("create head --hidden 6 --vocab 20 --if-exists=keep"), ContainsRegex("\nopen step +1 "));
+  EXPECT_THAT(Run("create head --hidden 6 --vocab 21 --if-exists=reset", 4),
+              HasSubstr("vocab_size 20 instead of 21"));
+  EXPECT_THAT(Run("reset head --scope=all --seed 3 </dev/null", 2), HasSubstr("--yes"));
+  EXPECT_EQ(Run("reset head --scope=optimizer --yes"), "reset the optimizer of head \"head\", step 1\n");
+  EXPECT_EQ(Run("reset head --scope=all --seed 3 --yes"), "reset all of head \"head\", step 0\n");
+  EXPECT_EQ(ReadWeight("head"), first);
+  EXPECT_THAT(Run("create head --hidden 6 --vocab 20 --if-exists=reset --zeros"),
+              ContainsRegex("\nopen step +0 "));
+  EXPECT_NE(ReadWeight("head"), first);
 }
 
 TEST_F(LossctlServerTest, BenchOfRealRowsReplacesTheWeight) {

@@ -60,6 +60,22 @@ TEST_F(AdminTest, HeadsComeAndGo) {
   EXPECT_EQ(client_->DescribeHead("other").status().code(), absl::StatusCode::kNotFound);
 }
 
+TEST_F(AdminTest, AHeadThatExistsIsKeptIfItIsTheSame) {
+  v1::CreateHeadRequest request;
+  request.mutable_spec()->set_name("other");
+  request.mutable_spec()->set_hidden_size(4);
+  request.mutable_spec()->set_vocab_size(5);
+  ASSERT_TRUE(client_->CreateHead(request).ok());
+  EXPECT_TRUE(client_->CreateHead(request, absl::ZeroDuration(), IfExists::kKeep).ok());
+  request.mutable_spec()->add_shares(2);
+  request.mutable_spec()->add_shares(1);
+  request.mutable_spec()->set_vocab_size(6);
+  const absl::Status status = client_->CreateHead(request, absl::ZeroDuration(), IfExists::kReset).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("vocab_size 5 instead of 6"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("shares [] instead of [2, 1]"));
+}
+
 TEST_F(AdminTest, TensorsGoThereAndBack) {
   std::mt19937 random(std::random_device{}());
   std::vector<float> weight(7 * 3);

@@ -213,6 +213,18 @@ def test_what_a_server_of_the_version_before_does_not_know_is_not_in_its_descrip
     assert server_before.removed["/lossd.v1.HeadService/CreateHead"]
 
 
+def test_a_server_of_the_version_before_is_not_asked_for_what_it_would_pass_over(server_before):
+    with lossd.Client(server_before.target) as at_before:
+        at_before.create_head("skew-begin", hidden_size=D, vocab_size=V)
+        assert at_before.apply_step("skew-begin", 0, lossd.AdamW(lr=0.1), begin_optimizer=True).state.step == 1  # it is new
+        with pytest.raises(lossd.Unimplemented, match="begin_optimizer is True"):
+            at_before.apply_step("skew-begin", 1, lossd.AdamW(lr=0.1), begin_optimizer=True)
+        assert at_before.describe_head("skew-begin").state.step == 1
+        assert at_before.describe_head("skew-begin").history == lossd.HeadHistory()
+        with pytest.raises(lossd.Unimplemented, match="does not know this call"):
+            at_before.reset_head("skew-begin", "all")
+
+
 def test_a_method_that_the_server_does_not_have_is_unimplemented(server_before):
     with grpc.insecure_channel(server_before.target) as channel, pytest.raises(grpc.RpcError) as raised:
         channel.unary_unary("/lossd.v1.HeadService/Invented")(b"")

@@ -50,6 +50,9 @@ Manifest SomeManifest(std::mt19937_64& random) {
   step.microbatches = 12;
   step.contributions = 3;
   step.skipped = true;
+  step.begin_optimizer = random() % 2 == 0;
+  manifest.subject.run = "h\u00f6st:17-0123abcd";
+  manifest.subject.applied_unix_seconds = static_cast<int64_t>(1 + random() % 4'000'000'000);
   manifest.subject.updates = random() % manifest.subject.step;
   step.rows = int64_t{1} << 40;
   manifest.saved_at = absl::FromUnixSeconds(static_cast<int64_t>(random() % 4'000'000'000));
@@ -129,6 +132,22 @@ TEST_F(ManifestTest, WithoutALastStep) {
 }
 
 // Versions 1 and 2 say "algorithm" where this one says "logits" and "gradients".
+// What is not known is not written, so that the manifest is one of an earlier server.
+TEST_F(ManifestTest, WithoutAHistory) {
+  Manifest manifest = SomeManifest(random_);
+  manifest.subject.last_step->begin_optimizer = false;
+  const std::string content = ContentDigest(manifest);
+  manifest.subject.run.clear();
+  manifest.subject.applied_unix_seconds = 0;
+  const std::string text = EncodeManifest(manifest);
+  EXPECT_THAT(text, testing::Not(HasSubstr("history")));
+  EXPECT_THAT(text, testing::Not(HasSubstr("begin_optimizer")));
+  EXPECT_EQ(DecodeManifest(text)->subject, manifest.subject);
+  EXPECT_EQ(ContentDigest(manifest), content) << "who trained is no content";
+  manifest.subject.last_step->begin_optimizer = true;
+  EXPECT_NE(ContentDigest(manifest), content);
+}
+
 TEST_F(ManifestTest, OtherVersionsAreRefused) {
   Json json = Json::parse(EncodeManifest(SomeManifest(random_)));
   for (const Json& version : {Json(0), Json(1), Json(2), Json(5), Json("3"), Json()}) {
@@ -171,7 +190,7 @@ TEST_F(ManifestTest, BadValues) {
     if (field == "checksum" || field == "version") continue;
     Json json = whole;
     json.erase(field);
-    refused(json, "without " + field);
+    if (field != "history") refused(json, "without " + field);
     json = whole;
     json[field] = Json::array({-1});
     refused(json, "array " + field);
@@ -208,6 +227,12 @@ TEST_F(ManifestTest, BadValues) {
   json = whole;
   json["saved_at"] = "yesterday";
   refused(json, "time");
+  for (const Json& history : {Json{{"run", 5}}, Json{{"run", "a\nb"}}, Json{{"run", std::string(600, 'x')}},
+                              Json{{"applied_unix_seconds", "yesterday"}}}) {
+    json = whole;
+    json["history"] = history;
+    refused(json, "history " + history.dump());
+  }
   for (const char* field : {"step", "updates", "file_bytes"}) {
     json = whole;
     json[field] = 1e300;

@@ -21,12 +21,13 @@ TEST(RankMessagesTest, HeadConfig) {
                                       .logits = kernels::Logits::kRecomputed,
                                       .gradients = kernels::Gradients::kAuto,
                                       .workspace_bytes = 7,
-                                      .split = kernels::Split::kVocabulary};
+                                      .split = kernels::Split::kVocabulary,
+                                      .shares = {3, 0, 1}};
   const kernels::HeadConfig none;
-  const auto& [a, b, c, d, e, f, g, h, i, j, k, l, m] = config;
-  const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, k0, l0, m0] = none;
+  const auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n] = config;
+  const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, k0, l0, m0, n0] = none;
   EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
-              i != i0 && j != j0 && k != k0 && l != l0 && m != m0)
+              i != i0 && j != j0 && k != k0 && l != l0 && m != m0 && n != n0)
       << "a field that is lost shows";
   const auto back = FromProto(ToProto(config));
   ASSERT_TRUE(back.ok()) << back.status();

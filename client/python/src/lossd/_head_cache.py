@@ -18,6 +18,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
+    histories: bool = True  # the server knows of histories, and so of optimizers that begin with a step
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class HeadCache:
             return self._facts.get(head)
 
     def learn(self, description: head_pb2.HeadDescription) -> HeadInfo:
-        facts = HeadInfo(description.spec.hidden_size, description.slice_limits)
+        facts = HeadInfo(description.spec.hidden_size, description.slice_limits, description.HasField("history"))
         with self._lock:
             self._facts[description.spec.name] = facts
         return facts

@@ -223,9 +223,12 @@ class HeadCalls:
         `skip_non_finite` such a step is closed without an update. Restarted also if the server that applied the step
         does not have the rows that this client accumulated; StepDiscarded if another caller has zeroed them.
         `begin_optimizer`: before the step the moments become 0, and so does the count of updates, as those of a new torch
-        optimizer; with a step that is skipped, too.
+        optimizer; with a step that is skipped, too. Unimplemented if the server is of an earlier version, which would pass
+        that over.
         """
         at = self._head_cache.trainer_step(head, step)
+        if begin_optimizer:
+            self._check_begins(head, Deadline(timeout or self._call_timeout))
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
             expected_rows=expected_rows, skip_non_finite=skip_non_finite, begin_optimizer=begin_optimizer, run=self._run,
@@ -303,6 +306,18 @@ class HeadCalls:
             raise errors.restarted(found.spec.name, meant, error.incarnation, None) from error
         self._start_over(answer.head)
         return read(HeadDescription, answer.head)
+
+    def _check_begins(self, head: str, deadline: Deadline) -> None:
+        """Unimplemented if the server would apply the step and pass begin_optimizer over. A new head has nothing to begin."""
+        facts = self._head_cache.facts(head)
+        if facts is not None and facts.histories:
+            return
+        description = self._describe(head, deadline)
+        if description.HasField("history") or not (description.updates or description.state.step):
+            return
+        raise errors.Unimplemented(
+            "begin_optimizer is True, and the server does not know this: it is of an earlier version than this client; "
+            "install lossd of this version there")
 
     def _start_over(self, description: head_pb2.HeadDescription) -> None:
         """The head has other values or another optimizer by this client: what it remembers of it ends."""

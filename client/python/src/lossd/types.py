@@ -113,6 +113,7 @@ class LossOptions:
     def to_proto(self) -> loss_pb2.LossOptions:
         """Each field under its own name; None is absent."""
         values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        values["use_class_weights"] = bool(self.use_class_weights)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
         return loss_pb2.LossOptions(**values)

@@ -191,7 +191,7 @@ def test_compute_dtype_is_that_of_the_new_head(client, head_name, dtype):
     assert client.describe_head(head_name).spec.compute_dtype == dtype
 
 
-def test_logits_of_an_unknown_kind_are_noticed(client, head_name):
+def test_a_loss_of_an_unknown_kind_is_noticed(client, head_name):
     model = make_model("Llama")
     forward = model.forward
 
@@ -201,7 +201,7 @@ def test_logits_of_an_unknown_kind_are_noticed(client, head_name):
         return output
 
     model.forward = scaled
-    with pytest.raises(ValueError, match="does not know"):
+    with pytest.raises(ValueError, match="is not the mean cross-entropy of its labels"):
         RemoteHeadCausalLM(model, client, head_name)
 
 

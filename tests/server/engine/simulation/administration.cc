@@ -78,14 +78,12 @@ absl::Status Zero(World& world, HeadWorld& head, uint64_t step) {
   return status;
 }
 
-// It takes effect when it begins.
-absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
-  const HeadLock lock(world, head);
-  const ChangeScope change(world, head, Change::What::kLoad);
-  absl::Status status = world.engine->BeginLoad(head.name, {.step = step, .updates = step}, std::nullopt);
-  world.Note(head.name, " begins to load step ", step, ": ", status);
+namespace {
+
+// The values of step `step` take the place of the head's, which has begun with `status` since `begin`.
+absl::Status Replace(World& world, HeadWorld& head, uint64_t step, absl::Status status, int64_t begin) {
   if (!absl::IsNotFound(status)) {
-    NoteCall(world, head, status.ok() ? Call::What::kLoaded : Call::What::kMaybe, step, change.begin());
+    NoteCall(world, head, status.ok() ? Call::What::kLoaded : Call::What::kMaybe, step, begin);
   }
   if (status.ok()) {
     status = world.engine->OnDevice(head.name, [](head::Head& on_device) {
@@ -96,6 +94,31 @@ absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
   world.Note(head.name, " loads step ", step, ": ", status);
   if (!status.ok()) head.needs_repair = true;
   return status;
+}
+
+}  // namespace
+
+// It takes effect when it begins.
+absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
+  const HeadLock lock(world, head);
+  const ChangeScope change(world, head, Change::What::kLoad);
+  const absl::Status status =
+      world.engine->BeginLoad(head.name, {.step = step, .updates = step}, std::nullopt);
+  world.Note(head.name, " begins to load step ", step, ": ", status);
+  return Replace(world, head, step, status, change.begin());
+}
+
+// One of the optimizer is as a zeroing of the open step, one of all as a load of step 0.
+void Reset(World& world, HeadWorld& head, ResetScope scope) {
+  const HeadLock lock(world, head);
+  const bool all = scope == ResetScope::kAll;
+  const ChangeScope change(world, head, all ? Change::What::kLoad : Change::What::kZero);
+  const absl::StatusOr<HeadState> state = world.engine->Reset(head.name, scope);
+  world.Note(head.name, " resets ", all ? "all: " : "its optimizer: ", state.status());
+  if (absl::IsFailedPrecondition(state.status())) return;  // calls are open on it
+  if (all) return (void)Replace(world, head, 0, state.status(), change.begin());
+  if (state.ok()) return NoteCall(world, head, Call::What::kZeroed, state->step, change.begin());
+  NoteFailure(world, head, state.status(), 0, change.begin());
 }
 
 absl::Status Create(World& world, HeadWorld& head) {

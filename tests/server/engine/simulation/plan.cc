@@ -19,7 +19,7 @@ struct Weighted {
   uint64_t weight;
 };
 
-constexpr std::array<Weighted, 21> kKindWeights = {{
+constexpr std::array<Weighted, 22> kKindWeights = {{
     {Kind::kMicrobatch, "microbatch", 6},
     {Kind::kDeferred, "deferred microbatch", 2},
     {Kind::kContribution, "contribution", 1},
@@ -32,6 +32,7 @@ constexpr std::array<Weighted, 21> kKindWeights = {{
     {Kind::kWrite, "write", 1},
     {Kind::kRead, "read", 1},
     {Kind::kLoad, "load", 1},
+    {Kind::kReset, "reset", 1},
     {Kind::kRecreate, "delete and create", 1},
     {Kind::kRelease, "release", 1},
     {Kind::kExpire, "expire", 1},

@@ -29,6 +29,7 @@ enum class Kind : uint8_t {
   kWrite,
   kRead,
   kLoad,
+  kReset,     // of the optimizer if `number` is odd, else of all
   kRecreate,  // deletes the head and creates it again
   kRelease,
   kExpire,

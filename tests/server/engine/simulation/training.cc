@@ -314,6 +314,8 @@ void Disturb(World& world, HeadWorld& head, const Action& action) {
       return Read(world, head);
     case Kind::kLoad:
       return (void)Load(world, head, action.number);
+    case Kind::kReset:
+      return Reset(world, head, action.number % 2 == 1 ? ResetScope::kOptimizer : ResetScope::kAll);
     case Kind::kRecreate:
       return Recreate(world, head);
     case Kind::kRelease:

@@ -155,6 +155,7 @@ absl::StatusOr<StepResult> ApplyStep(World& world, HeadWorld& head, const StepRe
 absl::Status Zero(World& world, HeadWorld& head, uint64_t step);
 absl::Status Load(World& world, HeadWorld& head, uint64_t step);
 absl::Status Create(World& world, HeadWorld& head);
+void Reset(World& world, HeadWorld& head, ResetScope scope);
 void Recreate(World& world, HeadWorld& head);
 absl::StatusOr<HeadSnapshot> See(World& world, HeadWorld& head);
 

@@ -34,11 +34,14 @@ class ModelHead:
         """ValueError if there is none that a server could compute, or if it is tied to the input embeddings and `tied` does
         not say what then.
         """
-        layer = model.get_output_embeddings()
-        if layer is None:
+        try:
+            layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        except NotImplementedError as error:
+            raise ValueError(f"{type(model).__name__} does not say what its embeddings are: {error}") from error
+        if layer is None or embedding is None:
             raise ValueError(f"{type(model).__name__} has no output embeddings")
         check_linear(type(model).__name__, layer)
-        embedding = model.get_input_embeddings().weight
+        embedding = embedding.weight
         is_tied = layer.weight is embedding
         if is_tied and tied not in ("part", "share"):
             raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
