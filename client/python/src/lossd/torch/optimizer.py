@@ -198,7 +198,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             expected = head.steps.expected(with_gradients if whole else None)
         self.last = self._apply(expected, multiplier_of_all, begins=not continuing)
         self._continues = True
-        head.continuation.stepped()
+        head.continuation.forget()
         head.watch.stepped()
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = self._notes = None
@@ -240,16 +240,23 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
-        return {**super().state_dict(), "head": self.head.save_state()}
+        begun = self._continues or self.head.continuation.is_loaded
+        return {**super().state_dict(), "head": {**self.head.save_state(), "begun": begun}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the head too. KeyError if the state does not name it."""
+        """Restores the head too. KeyError if the state does not name it.
+
+        A state of an optimizer that had not made its first step yet, as Accelerate's prepare() takes and gives back, leaves
+        this one to begin.
+        """
         if "head" not in state_dict:
             raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
                            "is of another kind of optimizer, or of an older lossd")
         self.head.load_state(state_dict["head"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
-        self._continues = True
+        self._continues = bool(state_dict["head"].get("begun", True))
+        if not self._continues:
+            self.head.continuation.forget()
         self.stand_in.grad = self._notes = None
 
     def _check_settled(self, what: str) -> None:
