@@ -103,6 +103,21 @@ def test_refused_models_leave_nothing_behind(client, head_name):
     assert isinstance(model.lm_head, torch.nn.Linear) and "forward" not in vars(model)
 
 
+def test_a_remote_head_scales_hidden_states_as_its_model(client, head_name):
+    model = altered(hidden_of=lambda x, y: x / 4)
+    tokens = torch.arange(3, 15)[None]
+    expected = model(input_ids=tokens, labels=tokens).loss.item()
+    remote = lossd.transformers.RemoteHeadCausalLM(model, client, head_name, compute_dtype="fp32")
+    assert remote.loss_head.options.logit_scale == pytest.approx(0.25)
+    assert remote(tokens, labels=tokens).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_remote_head_of_other_hidden_states(client, head_name):
+    with pytest.raises(ValueError, match="does not get the last hidden states of its base model"):
+        lossd.transformers.RemoteHeadCausalLM(altered(hidden_of=lambda x, y: x + 1.0), client, head_name)
+    assert head_name not in [each.spec.name for each in client.list_heads()]
+
+
 def test_what_is_given_has_to_be_what_is_measured():
     model = altered(lambda z: 0.5 * z)
     head, path = ModelHead.of(model, "refuse"), measured(model)

@@ -14,14 +14,6 @@ from tiny_models import V, make_model, make_tokenizer
 import lossd.transformers
 
 
-@pytest.fixture
-def name(client, seed):
-    name = f"preferences-{seed}"
-    yield name
-    if name in [each.spec.name for each in client.list_heads()]:
-        client.delete_head(name)
-
-
 def words(tokens):
     return " ".join(f"t{int(token)}" for token in tokens)
 
@@ -57,10 +49,10 @@ def online(trainer, config, model, folder, accumulation, **more):
                    train_dataset=prompts, processing_class=make_tokenizer())
 
 
-def compare(make, kind, client, name, keys, prepare=lambda model: model, **patching):
+def compare(make, kind, client, head_name, keys, prepare=lambda model: model, **patching):
     """Trains a patched and a stock model; the logs of every step agree, and so do the weights at the end."""
     stock = make_model(kind)
-    model = lossd.transformers.patch(copy.deepcopy(stock), client, name, compute_dtype="fp32",
+    model = lossd.transformers.patch(copy.deepcopy(stock), client, head_name, compute_dtype="fp32",
                                      tied="share" if kind == "tied" else "refuse", **patching)
     logs, models = [], []
     for each in (model, stock):
@@ -86,8 +78,8 @@ DPO_KEYS = {"loss", "rewards/margins", "logps/chosen", "logps/rejected", "entrop
 
 
 @pytest.mark.parametrize("kind, accumulation", [("llama", 1), ("llama", 4), ("gemma2", 1), ("tied", 1), ("qwen", 4)])
-def test_dpo(client, name, tmp_path, kind, accumulation):
-    logs = compare(lambda model: dpo(model, tmp_path, accumulation, make_model(kind)), kind, client, name, DPO_KEYS)
+def test_dpo(client, head_name, tmp_path, kind, accumulation):
+    logs = compare(lambda model: dpo(model, tmp_path, accumulation, make_model(kind)), kind, client, head_name, DPO_KEYS)
     assert np.isnan(logs[0]["logits/chosen"])  # the server does not compute it
 
 
@@ -97,24 +89,24 @@ ONLINE_KEYS = {"loss", "reward", "entropy", "completions/mean_length"}
 @pytest.mark.parametrize("kind, accumulation, more", [
     ("llama", 1, {}), ("llama", 4, {"num_iterations": 2}), ("gemma2", 1, {"temperature": 0.7}), ("tied", 1, {}),
     ("qwen", 1, {"entropy_coef": 0.01, "temperature": 1.3})])
-def test_grpo(client, name, tmp_path, kind, accumulation, more):
+def test_grpo(client, head_name, tmp_path, kind, accumulation, more):
     compare(lambda model: online(trl.GRPOTrainer, trl.GRPOConfig, model, tmp_path, accumulation, **more), kind, client,
-            name, ONLINE_KEYS)
+            head_name, ONLINE_KEYS)
 
 
-def test_rloo(client, name, tmp_path):
+def test_rloo(client, head_name, tmp_path):
     compare(lambda model: online(trl.RLOOTrainer, trl.RLOOConfig, model, tmp_path, 1, beta=0.0, temperature=0.8), "llama",
-            client, name, ONLINE_KEYS)
+            client, head_name, ONLINE_KEYS)
 
 
-def test_dpo_with_lora_and_a_frozen_head(client, name, tmp_path):
+def test_dpo_with_lora_and_a_frozen_head(client, head_name, tmp_path):
     """The reference is the model without its adapter, so it is on the server as well."""
     def with_adapter(model):
         torch.manual_seed(4)
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
-    compare(lambda model: dpo(model, tmp_path, 1, None), "llama", client, name, DPO_KEYS, with_adapter, freeze=True)
-    assert client.describe_head(name).spec.frozen
+    compare(lambda model: dpo(model, tmp_path, 1, None), "llama", client, head_name, DPO_KEYS, with_adapter, freeze=True)
+    assert client.describe_head(head_name).spec.frozen
 
 
 def judged():
@@ -126,15 +118,15 @@ def judged():
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_kto(client, name, tmp_path, accumulation):
+def test_kto(client, head_name, tmp_path, accumulation):
     def make(model):
         return trl.KTOTrainer(model, make_model("llama"), trl.KTOConfig(**options(tmp_path, accumulation)),
                               train_dataset=judged(), processing_class=make_tokenizer())
-    compare(make, "llama", client, name, {"loss", "kl", "rewards/chosen", "rewards/rejected"})
+    compare(make, "llama", client, head_name, {"loss", "kl", "rewards/chosen", "rewards/rejected"})
 
 
-def test_what_the_server_does_not_compute_is_refused(client, name, tmp_path):
-    model = lossd.transformers.patch(make_model("llama"), client, name, compute_dtype="fp32")
+def test_what_the_server_does_not_compute_is_refused(client, head_name, tmp_path):
+    model = lossd.transformers.patch(make_model("llama"), client, head_name, compute_dtype="fp32")
     trainer = dpo(model, tmp_path, 1, make_model("llama"), use_weighting=True)
     with pytest.raises(ValueError, match="use_weighting=True takes the sum of squared probabilities"):
         lossd.transformers.attach(trainer)

@@ -30,14 +30,6 @@ def data():
                               "attention_mask": torch.ones_like(rows).tolist()})
 
 
-@pytest.fixture
-def name(client, seed):
-    name = f"trainer-{seed}"
-    yield name
-    if name in [each.spec.name for each in client.list_heads()]:
-        client.delete_head(name)
-
-
 def arguments(folder, accumulation=1, **more):
     config = more.pop("config", transformers.TrainingArguments)
     return config(**{
@@ -66,8 +58,8 @@ def compare(ours, stock):
             assert got[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), expected["step"]
 
 
-def patch(model, client, name, kind, **options):
-    return lossd.transformers.patch(model, client, name, compute_dtype="fp32",
+def patch(model, client, head_name, kind, **options):
+    return lossd.transformers.patch(model, client, head_name, compute_dtype="fp32",
                                     tied="share" if kind == "tied" else "refuse", **options)
 
 
@@ -80,9 +72,9 @@ def assert_same_weights(model, stock, tolerance=2e-5):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("kind", MODELS)
-def test_trainer(client, name, data, tmp_path, kind, accumulation):
+def test_trainer(client, head_name, data, tmp_path, kind, accumulation):
     stock = make_model(kind)
-    model = patch(copy.deepcopy(stock), client, name, kind)
+    model = patch(copy.deepcopy(stock), client, head_name, kind)
     assert type(model) is type(stock)
     logs = []
     for each in (model, stock):
@@ -96,9 +88,9 @@ def test_trainer(client, name, data, tmp_path, kind, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("kind", MODELS)
-def test_sft_trainer(client, name, data, tmp_path, tokenizer, kind, accumulation):
+def test_sft_trainer(client, head_name, data, tmp_path, tokenizer, kind, accumulation):
     stock = make_model(kind)
-    model = patch(copy.deepcopy(stock), client, name, kind)
+    model = patch(copy.deepcopy(stock), client, head_name, kind)
     logs = []
     for each in (model, stock):
         trainer = trl.SFTTrainer(
@@ -130,42 +122,42 @@ def make_trainer(kind, model, folder, data, tokenizer, **more):
 
 @pytest.mark.parametrize("kind, trainer_kind", [
     ("llama", "Trainer"), ("tied", "Trainer"), ("gemma2", "SFTTrainer"), ("qwen", "SFTTrainer")])
-def test_training_resumes(client, name, data, tmp_path, tokenizer, kind, trainer_kind):
+def test_training_resumes(client, head_name, data, tmp_path, tokenizer, kind, trainer_kind):
     """Interrupted after 5 of 8 steps; the head is even gone from the server meanwhile."""
     stock = make_model(kind)
-    whole = patch(copy.deepcopy(stock), client, name, kind)
+    whole = patch(copy.deepcopy(stock), client, head_name, kind)
     trainer = make_trainer(trainer_kind, whole, tmp_path / "whole", data, tokenizer, save_strategy="steps", save_steps=5)
     lossd.transformers.attach(trainer)
     logs = run(trainer)
     expected = {key: value.clone() for key, value in whole.state_dict().items()}
-    moments = client.read_tensor(name, role="moment2")
+    moments = client.read_tensor(head_name, role="moment2")
     checkpoint = tmp_path / "whole" / "checkpoint-5"
-    client.delete_head(name)
-    resumed = patch(copy.deepcopy(stock), client, name, kind)
+    client.delete_head(head_name)
+    resumed = patch(copy.deepcopy(stock), client, head_name, kind)
     trainer = make_trainer(trainer_kind, resumed, tmp_path / "resumed", data, tokenizer)
     lossd.transformers.attach(trainer)
     assert run(trainer, resume_from_checkpoint=str(checkpoint))[-2]["step"] == logs[-2]["step"]
     got = resumed.state_dict()
     for key, value in expected.items():
         assert torch.equal(got[key], value), key
-    np.testing.assert_array_equal(client.read_tensor(name, role="moment2"), moments)
+    np.testing.assert_array_equal(client.read_tensor(head_name, role="moment2"), moments)
 
 
-def test_a_checkpoint_that_lacks_the_head_is_refused(client, name, data, tmp_path):
+def test_a_checkpoint_that_lacks_the_head_is_refused(client, head_name, data, tmp_path):
     stock = make_model("llama")
     trainer = transformers.Trainer(stock, arguments(tmp_path, save_strategy="steps", save_steps=5), train_dataset=data,
                                    eval_dataset=data)
     run(trainer)
-    model = patch(make_model("llama"), client, name, "llama")
+    model = patch(make_model("llama"), client, head_name, "llama")
     trainer = transformers.Trainer(model, arguments(tmp_path / "other"), train_dataset=data, eval_dataset=data)
     lossd.transformers.attach(trainer)
     with pytest.raises((RuntimeError, ValueError)):
         run(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
-def test_a_patched_model_is_what_it_was(client, name, tmp_path):
+def test_a_patched_model_is_what_it_was(client, head_name, tmp_path):
     stock = make_model("gemma2").eval()
-    model = patch(copy.deepcopy(stock), client, name, "gemma2").eval()
+    model = patch(copy.deepcopy(stock), client, head_name, "gemma2").eval()
     tokens = torch.arange(3, 15)[None]
     ours, theirs = (each.generate(tokens, max_new_tokens=8, do_sample=False) for each in (model, stock))
     assert torch.equal(ours, theirs)
@@ -182,43 +174,43 @@ def test_a_patched_model_is_what_it_was(client, name, tmp_path):
         model(input_ids=tokens)
 
 
-def test_a_trainer_without_attach_does_not_pass_silently(client, name, data, tmp_path, tokenizer):
+def test_a_trainer_without_attach_does_not_pass_silently(client, head_name, data, tmp_path, tokenizer):
     """trl's trainers compute losses with the model's own weight."""
-    model = patch(make_model("llama"), client, name, "llama")
+    model = patch(make_model("llama"), client, head_name, "llama")
     trainer = trl.SFTTrainer(model, arguments(tmp_path, config=trl.SFTConfig, gradient_checkpointing=False, bf16=False),
                              train_dataset=data, eval_dataset=data, processing_class=tokenizer)
     with pytest.raises(RuntimeError, match=r"attach\(trainer\)"):
         run(trainer)
 
 
-def test_a_head_that_a_trainer_would_leave_out(client, name, data, tmp_path):
+def test_a_head_that_a_trainer_would_leave_out(client, head_name, data, tmp_path):
     """Of transformers' own Trainer, which takes the loss as it comes: also behind an earlier one that was attached."""
-    model = patch(make_model("llama"), client, name, "llama")
+    model = patch(make_model("llama"), client, head_name, "llama")
     for attached in (False, True, False):
         trainer = transformers.Trainer(model, arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=data)
         if attached:
             lossd.transformers.attach(trainer)
             trainer.train()
             continue
-        before = client.describe_head(name)
-        with pytest.raises(RuntimeError, match=rf"not its head '{name}'.*attach\(trainer\)"):
+        before = client.describe_head(head_name)
+        with pytest.raises(RuntimeError, match=rf"not its head '{head_name}'.*attach\(trainer\)"):
             trainer.train()
-        assert client.describe_head(name).step_microbatches == before.step_microbatches
-    assert client.describe_head(name).state.step == 1
+        assert client.describe_head(head_name).step_microbatches == before.step_microbatches
+    assert client.describe_head(head_name).state.step == 1
     tokens = torch.tensor(data["input_ids"][:2])
     assert model.eval()(input_ids=tokens, labels=tokens, num_items_in_batch=38).loss > 0
 
 
-def test_a_loop_of_ones_own_may_count_items(client, name):
-    model = patch(make_model("llama"), client, name, "llama").train()
+def test_a_loop_of_ones_own_may_count_items(client, head_name):
+    model = patch(make_model("llama"), client, head_name, "llama").train()
     optimizer = lossd.torch.HeadOptimizer(model.get_output_embeddings().loss_head, lr=0.1)
     tokens = torch.arange(3, 15)[None]
     model(input_ids=tokens, labels=tokens, num_items_in_batch=11).loss.backward()
-    assert optimizer.step() is None and client.describe_head(name).state.step == 1
+    assert optimizer.step() is None and client.describe_head(head_name).state.step == 1
 
 
-def test_models_that_a_trainer_cannot_take(client, name, data, tmp_path):
-    remote = lossd.transformers.RemoteHeadCausalLM(make_model("llama"), client, name)
+def test_models_that_a_trainer_cannot_take(client, head_name, data, tmp_path):
+    remote = lossd.transformers.RemoteHeadCausalLM(make_model("llama"), client, head_name)
     trainer = transformers.Trainer(remote, arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=data)
     with pytest.raises(ValueError, match=r"lossd.transformers.patch\(model, client, name\) first"):
         lossd.transformers.attach(trainer)
@@ -226,21 +218,21 @@ def test_models_that_a_trainer_cannot_take(client, name, data, tmp_path):
         trainer.train()
 
 
-def test_a_model_is_patched_once(client, name):
-    model = patch(make_model("llama"), client, name, "llama")
-    with pytest.raises(ValueError, match=f"on a lossd server already, as head '{name}'"):
-        patch(model, client, f"{name}-again", "llama")
+def test_a_model_is_patched_once(client, head_name):
+    model = patch(make_model("llama"), client, head_name, "llama")
+    with pytest.raises(ValueError, match=f"on a lossd server already, as head '{head_name}'"):
+        patch(model, client, f"{head_name}-again", "llama")
 
 
 @pytest.mark.parametrize("trainer_kind", ["Trainer", "SFTTrainer"])
-def test_lora_with_a_frozen_head(client, name, data, tmp_path, tokenizer, trainer_kind):
+def test_lora_with_a_frozen_head(client, head_name, data, tmp_path, tokenizer, trainer_kind):
     def with_adapter(model):
         torch.manual_seed(4)
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
     stock = with_adapter(make_model("llama"))
-    model = with_adapter(patch(make_model("llama"), client, name, "llama", freeze=True))
-    assert client.describe_head(name).spec.frozen
+    model = with_adapter(patch(make_model("llama"), client, head_name, "llama", freeze=True))
+    assert client.describe_head(head_name).spec.frozen
     logs = []
     for each in (model, stock):
         trainer = make_trainer(trainer_kind, each, tmp_path, data, tokenizer)
@@ -250,22 +242,22 @@ def test_lora_with_a_frozen_head(client, name, data, tmp_path, tokenizer, traine
     compare(*logs)
 
 
-def test_a_head_that_exists(client, name):
-    model = patch(make_model("llama"), client, name, "llama")
+def test_a_head_that_exists(client, head_name):
+    model = patch(make_model("llama"), client, head_name, "llama")
     with pytest.raises(lossd.AlreadyExists):
-        patch(make_model("llama"), client, name, "llama")
-    patch(make_model("llama"), client, name, "llama", exist_ok=True)
+        patch(make_model("llama"), client, head_name, "llama")
+    patch(make_model("llama"), client, head_name, "llama", if_exists="keep")
     with pytest.raises(lossd.AlreadyExists, match="frozen False instead of True"):
-        patch(make_model("llama"), client, name, "llama", exist_ok=True, freeze=True)
+        patch(make_model("llama"), client, head_name, "llama", if_exists="keep", freeze=True)
     assert model.config.vocab_size == V
 
 
-def train_rank(rank, target, name, rows, folder):
+def train_rank(rank, target, head_name, rows, folder):
     """The same training of a patched and of a stock model, both under DistributedDataParallel."""
     dataset, losses = Dataset.from_dict(rows), []
     with lossd.Client(target) as client:
         stock = make_model("llama")
-        model = patch(copy.deepcopy(stock), client, name, "llama", process_group=torch.distributed.group.WORLD)
+        model = patch(copy.deepcopy(stock), client, head_name, "llama", process_group=torch.distributed.group.WORLD)
         for each in (model, stock):
             trainer = transformers.Trainer(
                 each, arguments(f"{folder}/{rank}", 2, per_device_train_batch_size=2, eval_strategy="no",
@@ -277,8 +269,8 @@ def train_rank(rank, target, name, rows, folder):
         return losses, {key: value.clone() for key, value in model.state_dict().items()}, stock.state_dict()
 
 
-def test_trainer_in_two_ranks(server, client, name, data, tmp_path):
-    for (ours, theirs), model, stock in run_ranks(2, train_rank, server.target, name, data.to_dict(), str(tmp_path)):
+def test_trainer_in_two_ranks(server, client, head_name, data, tmp_path):
+    for (ours, theirs), model, stock in run_ranks(2, train_rank, server.target, head_name, data.to_dict(), str(tmp_path)):
         assert len(ours) == 8
         np.testing.assert_allclose(np.array(ours)[:, 0], np.array(theirs)[:, 0], atol=1e-5)
         np.testing.assert_allclose(np.array(ours)[:, 1], np.array(theirs)[:, 1], rtol=1e-4)

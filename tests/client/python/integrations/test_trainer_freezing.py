@@ -69,6 +69,19 @@ def test_a_head_that_is_unfrozen_is_trained(client, head_name, tmp_path):
     assert client.describe_head(head_name).state.step == 3
 
 
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_head_that_was_made_frozen_is_not_trained_in_silence(client, head_name, freeze):
+    model = make_model("llama")
+    head_of(model).requires_grad_(freeze)
+    patched(model, client, head_name, freeze=freeze).train()
+    tokens = torch.arange(3, 15)[None]
+    assert not any(each.requires_grad for each in head_of(model).parameters())
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    head_of(model).requires_grad_(True)
+    with pytest.raises(RuntimeError, match=f"head '{head_name}' was made frozen"):
+        model(input_ids=tokens, labels=tokens)
+
+
 def test_a_loop_of_ones_own_with_a_frozen_head(client, head_name):
     model, _ = both(client, head_name)
     model.train()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import make_model
+import trl
+from tiny_models import make_model, make_tokenizer
 from tiny_trainers import both, patched, rows, train_both, trainer_of
 
 import lossd.transformers
@@ -21,6 +22,11 @@ def test_smoothed_labels(client, head_name, tmp_path, kind, more):
         if "eval_loss" in expected:
             assert got["eval_loss"] == pytest.approx(expected["eval_loss"], abs=2e-5)
     assert (len(more) == 2) == any("eval_loss" in log for log in ours.state.log_history)
+
+
+def test_smoothed_labels_of_sft(client, head_name, tmp_path):
+    train_both(both(client, head_name), tmp_path, label_smoothing_factor=0.1, trainer=trl.SFTTrainer, config=trl.SFTConfig,
+               gradient_checkpointing=False, bf16=False, of_trainer={"processing_class": make_tokenizer()})
 
 
 def test_smoothed_labels_without_attach(client, head_name, tmp_path):
@@ -94,6 +100,16 @@ def test_models_that_are_moved_after_patch(client, head_name, move):
     got, expected = model.state_dict()["lm_head.weight"], stock.state_dict()["lm_head.weight"]
     assert got.dtype is expected.dtype
     torch.testing.assert_close(got, expected)
+
+
+def test_a_tied_model_stays_tied(client, head_name):
+    """Whatever ties weights again, as transformers does after loading."""
+    model, stock = (each.eval() for each in both(client, head_name, "tied", tied="share"))
+    model.tie_weights()
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, stock(input_ids=tokens).logits, atol=1e-5, rtol=1e-4)
+    assert set(model.state_dict()) == set(stock.state_dict())
 
 
 def test_copies_follow_the_device_and_dtype_of_hidden_states(client, head_name):

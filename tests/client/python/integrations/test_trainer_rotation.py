@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import run_ranks
 from tiny_models import make_model
 from tiny_trainers import both, patched, trainer_of
 
+import lossd
 import lossd.transformers
 from lossd.transformers._rotation import FILE
 
@@ -78,3 +81,18 @@ def test_what_cannot_be_removed_is_said(client, head_name, tmp_path, monkeypatch
     with pytest.warns(RuntimeWarning, match="stays on the server, although the trainer has removed its own: needs the role"):
         trainer.train()
     assert len(names(client, head_name)) == 2
+
+
+def train_rank(rank, target, name, folder):
+    with lossd.Client(target) as client:
+        model = patched(make_model("llama"), client, name, process_group=torch.distributed.group.WORLD)
+        trainer = trainer_of(model, folder, max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1,
+                             ddp_backend="gloo", per_device_train_batch_size=2)
+        lossd.transformers.attach(trainer)
+        trainer.train()
+        assert trainer.accelerator.num_processes == 2
+
+
+def test_ranks_remove_once(server, client, head_name, tmp_path):
+    run_ranks(2, train_rank, server.target, head_name, str(tmp_path))
+    assert names(client, head_name) == named(tmp_path) and len(named(tmp_path)) == 1

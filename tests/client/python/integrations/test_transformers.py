@@ -49,14 +49,6 @@ def tokens(seed):
     return ids, labels
 
 
-@pytest.fixture
-def head_name(client, seed):
-    name = f"hf-{seed}"
-    yield name
-    if name in [each.spec.name for each in client.list_heads()]:
-        client.delete_head(name)
-
-
 def test_nothing_hides_its_arguments():
     for name in lossd.transformers.__all__:
         function = getattr(lossd.transformers, name)

@@ -37,7 +37,8 @@ class ServedHead(torch.nn.Module):
         for name in self._names:
             if not (tied is not None and name == "weight"):
                 old = getattr(layer, name)
-                self._parameters[name] = torch.nn.Parameter(old.new_zeros(1), requires_grad=old.requires_grad)
+                self._parameters[name] = torch.nn.Parameter(
+                    old.new_zeros(1), requires_grad=old.requires_grad and loss_head.train_head)
         # What an optimizer that was made before patch() has; not kept alive.
         object.__setattr__(self, "_before", {name: weakref.ref(getattr(layer, name)) for name in self._names})
         object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the bias
@@ -91,6 +92,11 @@ class ServedHead(torch.nn.Module):
         """The mode of the model, and what was frozen or unfrozen since the last time, hold for the server's head."""
         if self.loss_head.training != self.training:
             self.loss_head.train(self.training)
+        wanted = self.tied is None and self.stand_ins["weight"].requires_grad
+        if wanted and not self.could_train and self.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"head {self.loss_head.head_name!r} was made frozen, by freeze=True or because its weight took no gradient at "
+                "patch(), so it cannot be trained now: delete it, and patch() a model whose head takes a gradient")
         if self.trains != self._trained:
             self._trained = self.loss_head.train_head = self.trains
 

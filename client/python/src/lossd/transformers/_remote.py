@@ -38,7 +38,8 @@ class RemoteHeadCausalLM(torch.nn.Module):
     @known_arguments
     def __init__(
             self, model: Any, client: lossd.Client, name: str, *, if_exists: IfExists = "error", move_norm: bool = False,
-            tied: Tied = "refuse", compute_dtype: lossd.types.DType | None = None, optimizer_state: lossd.types.OptimizerState = "adam",
+            tied: Tied = "refuse", compute_dtype: lossd.types.DType | None = None,
+            optimizer_state: lossd.types.OptimizerState = "adam",
             logits: lossd.types.Logits = "stored", verify: bool = True, reduction: lossd.types.Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, deferred: bool = False, train_head: bool = True,
             extras: Iterable[Extra] = (), process_group: Any = _data_parallel.UNSAID, averaged_over: int | None = None,

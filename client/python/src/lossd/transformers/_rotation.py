@@ -28,7 +28,7 @@ class Rotation:
         self.restored: dict[str, Any] | None = None  # the state that training went on from
         self._trainer, self._served = trainer, served
         self._elsewhere: set[str] = set()  # checkpoints that a folder outside of the trainer's names
-        save, finalize = trainer._save_checkpoint, trainer._finalize_training
+        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions have no such
         save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         def save_checkpoint(model: Any, trial: Any) -> Any:
@@ -36,6 +36,7 @@ class Rotation:
                 return save(model, trial)
 
         def finalize_training(trial: Any, *args: Any, **options: Any) -> Any:
+            assert finalize is not None
             with self._following(trial):
                 return finalize(trial, *args, **options)
 
@@ -54,7 +55,9 @@ class Rotation:
                 self._restore(Path(checkpoint))
             return result
 
-        trainer._save_checkpoint, trainer._finalize_training = save_checkpoint, finalize_training
+        trainer._save_checkpoint = save_checkpoint
+        if finalize is not None:
+            trainer._finalize_training = finalize_training
         trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
         trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
 

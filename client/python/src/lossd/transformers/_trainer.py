@@ -75,7 +75,7 @@ def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_
     if getattr(trainer, "use_weighting", False):
         raise ValueError("use_weighting=True takes the sum of squared probabilities of each token, which the server does "
                          "not compute")
-    if trainer.compute_loss_func is not None:
+    if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("compute_loss_func is given logits, and these are on the server: leave it out (label smoothing, z-loss "
                          "and class weights are options of patch() and LossHead), or write a loop with LossHead")
     _zero.check(trainer, served.tied is not None)
@@ -183,7 +183,7 @@ class _Attached(TrainerCallback):
             raise RuntimeError(
                 f"training resumes at step {state.global_step}, but the optimizer's state does not say where the head "
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
-        if self.trainer.is_deepspeed_enabled:
+        if self.trainer.is_deepspeed_enabled and not _zero.ZeroSteps.are_in(self.trainer.model_wrapped):
             self.bind_engine(self.trainer.model_wrapped)
         self.served.forget_copies()
         self.optimizer.zero_grad()

@@ -58,6 +58,7 @@ class ZeroSteps:
         if partitioned:
             self._join_norm()
         step = self._optimizer.step
+        self._optimizer.steps_a_head_of_lossd = True
 
         def step_both(*args: Any, **options: Any) -> Any:
             result = step(*args, **options)
@@ -68,6 +69,11 @@ class ZeroSteps:
             return result
 
         self._optimizer.step = step_both
+
+    @staticmethod
+    def are_in(engine: Any) -> bool:
+        """Whether this engine's steps include the head's already."""
+        return getattr(engine.optimizer, "steps_a_head_of_lossd", False)
 
     def _join_norm(self) -> None:
         of_trunk = self._optimizer.scaled_global_norm
