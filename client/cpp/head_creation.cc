@@ -54,8 +54,8 @@ bool IsSaid(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   return spec.GetReflection()->HasField(spec, field);
 }
 
-// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that is left to
-// the server may be any.
+// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that
+// is left to the server may be any.
 absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
   const v1::HeadSpec wanted = WithDefaults(asked);
   std::vector<std::string> different;
@@ -90,8 +90,8 @@ v1::ResetHeadRequest ResetTo(const v1::CreateHeadRequest& wanted) {
 absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
                                                        absl::Duration timeout, IfExists if_exists) {
   const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
-  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
-                               deadline, internal::kNever);
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead,
+                               request, deadline, internal::kNever);
   if (result.ok()) {
     core_->head_cache().Learn(*result);
     core_->head_cache().ForgetAccumulation(request.spec().name());
