@@ -88,10 +88,10 @@ struct Slice {
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
 
-  // Set by the backend. A row makes its slice fail if its loss, lse, target_logprob, entropy (if wanted or with
-  // a gradient), a factor of its gradient, or a wanted grad_hidden before it is rounded is not finite, and it is
-  // not absent: the index of the first such row, else -1. A failed slice has unspecified outputs and accumulated
-  // nothing.
+  // Set by the backend. A row makes its slice fail if its loss, lse, target_logprob, entropy (if wanted or
+  // with a gradient), a factor of its gradient, or a wanted grad_hidden before it is rounded is not finite,
+  // and it is not absent: the index of the first such row, else -1. A failed slice has unspecified outputs
+  // and accumulated nothing.
   int64_t first_nonfinite_row = -1;
   SliceSums sums;
 };
@@ -135,8 +135,8 @@ struct ChunkCallbacks {
   absl::AnyInvocable<void(absl::Status)> on_results;
   // The chunk has left the device. An error here that on_results did not report means that the
   // accumulators of the head can no longer be trusted; so does DATA_LOSS whatever on_results said (of several
-  // devices that share the chunk some failed and others did not; or a gradient of a hidden state turned out not to
-  // be finite when its row had been accumulated).
+  // devices that share the chunk some failed and others did not; or a gradient of a hidden state turned out
+  // not to be finite when its row had been accumulated).
   absl::AnyInvocable<void(absl::Status)> on_done;
 };
 
@@ -186,8 +186,8 @@ class HeadKernels {
   // A replica updates its shard, zeroes the gradients of that, and has moments of that only.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
-  // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as it is.
-  // The next update counts from 1. An error of the device may leave moments half-written.
+  // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as
+  // it is. The next update counts from 1. An error of the device may leave moments half-written.
   virtual absl::Status ZeroMoments() = 0;
 };
 

@@ -37,7 +37,8 @@ void NameRun(const std::string& run, Request* request) {
   if (request->run().empty()) request->set_run(run);
 }
 
-// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer over. A new head has nothing to begin.
+// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer over. A new head has nothing to
+// begin.
 absl::Status CheckBegins(Client& client, const internal::HeadCache& cache, absl::string_view head,
                          absl::Duration timeout) {
   const std::optional<internal::HeadInfo> facts = cache.Facts(head);
@@ -76,7 +77,7 @@ void PendingLoss::Cancel() {
   if (call_ != nullptr) call_->Cancel();
 }
 
-Client::Client(std::unique_ptr<Core> core) : core_(std::move(core)) {}
+Client::Client(std::unique_ptr<Core> core) : CheckpointCalls(core.get()), core_(std::move(core)) {}
 
 Client::~Client() = default;
 

@@ -44,6 +44,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/cpp/checkpoint_calls.h"
 #include "client/cpp/client_errors.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
@@ -246,7 +247,7 @@ enum class IfExists {
   kReset,  // as new, by ResetHead with RESET_SCOPE_ALL and the request's initial values
 };
 
-class Client {
+class Client : public CheckpointCalls {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
   // it is another program or only one side speaks TLS; UNAUTHENTICATED if one side does not trust the other;
@@ -358,28 +359,6 @@ class Client {
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,
                                               absl::Duration timeout = absl::ZeroDuration());
-
-  // `name` may be empty: the server names the checkpoint by step.
-  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
-                                                            absl::string_view name = "",
-                                                            absl::Duration timeout = absl::ZeroDuration());
-  // The same with all there is to say about a save. `on_progress` (may be null) is called on this thread, a
-  // few times a second. Unless request.cancel_with_call, the save goes on when this call ends early.
-  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
-      const v1::SaveCheckpointRequest& request,
-      const std::function<void(const v1::SaveProgress&)>& on_progress,
-      absl::Duration timeout = absl::ZeroDuration());
-  // Of `head`, or of all if it is empty; by head, then from the newest to the oldest.
-  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(absl::string_view head = "",
-                                                              absl::Duration timeout = absl::ZeroDuration());
-  // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
-  absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
-                                                     absl::string_view head = "",
-                                                     absl::Duration timeout = absl::ZeroDuration());
-
-  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. Repeated: the server deletes once.
-  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
-      absl::string_view checkpoint, absl::Duration timeout = absl::ZeroDuration());
 
   // ---- Server ----
 

@@ -16,7 +16,8 @@ namespace lossd::client {
 // The transport of the environment variable LOSSD_TRANSPORT, else "auto".
 std::string TransportFromEnvironment();
 
-// The run of the environment variable LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>", which no other client has.
+// The run of the environment variable LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>", which no other
+// client has.
 std::string RunFromEnvironment();
 
 // How many connections there are, and why.
@@ -80,7 +81,8 @@ struct ClientOptions {
   std::optional<int64_t> shared_memory_bytes;
 
   // Names the program that trains, in at most 128 printable characters: a head says who applied its last step
-  // (v1::HeadHistory), and errors say who trains it besides. Processes of one training may share a name. "": no name.
+  // (v1::HeadHistory), and errors say who trains it besides. Processes of one training may share a name. "":
+  // no name.
   std::string run = RunFromEnvironment();
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from

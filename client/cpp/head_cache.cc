@@ -15,7 +15,8 @@ std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
 
 void HeadCache::Learn(const v1::HeadDescription& description) {
   absl::MutexLock lock(&mu_);
-  facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits(), description.has_history()};
+  facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits(),
+                                       description.has_history()};
 }
 
 void HeadCache::ForgetFacts(absl::string_view head) {

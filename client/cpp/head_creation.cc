@@ -37,25 +37,26 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
 
 // "7"; of a list "[7, 8]".
 std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
-  const auto element = [&](int index) {
+  const auto value = [&](int index) {
     std::string text;
     google::protobuf::TextFormat::PrintFieldValueToString(spec, field, index, &text);
     return text;
   };
-  if (!field->is_repeated()) return element(-1);
-  std::vector<std::string> elements;
-  for (int i = 0; i < spec.GetReflection()->FieldSize(spec, field); ++i) elements.push_back(element(i));
-  return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
+  if (!field->is_repeated()) return value(-1);
+  std::vector<std::string> values;
+  for (int i = 0; i < spec.GetReflection()->FieldSize(spec, field); ++i) values.push_back(value(i));
+  return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
 }
 
-bool IsSaid(const v1::HeadSpec& spec, const FieldDescriptor* field) {
+// Whether the specification says what the field is to be.
+bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
-  if (field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split") return true;
-  return spec.GetReflection()->HasField(spec, field);
+  return field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||
+         spec.GetReflection()->HasField(spec, field);
 }
 
-// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that is left to
-// the server may be any.
+// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that
+// is left to the server may be any.
 absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
   const v1::HeadSpec wanted = WithDefaults(asked);
   std::vector<std::string> different;
@@ -63,7 +64,7 @@ absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
   for (int i = 0; i < v1::HeadSpec::descriptor()->field_count(); ++i) {
     const FieldDescriptor* const field = v1::HeadSpec::descriptor()->field(i);
     const std::string is = ValueOf(has, field), wants = ValueOf(wanted, field);
-    if (!IsSaid(wanted, field) || is == wants) continue;
+    if (!Says(wanted, field) || is == wants) continue;
     different.push_back(absl::StrCat(field->name(), " ", is, " instead of ", wants));
     if (!first.has_value()) first = {absl::StrCat("spec.", field->name()), "differs from the head's", wants};
   }
@@ -90,8 +91,8 @@ v1::ResetHeadRequest ResetTo(const v1::CreateHeadRequest& wanted) {
 absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
                                                        absl::Duration timeout, IfExists if_exists) {
   const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
-  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
-                               deadline, internal::kNever);
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead,
+                               request, deadline, internal::kNever);
   if (result.ok()) {
     core_->head_cache().Learn(*result);
     core_->head_cache().ForgetAccumulation(request.spec().name());

@@ -39,7 +39,9 @@ std::string RunFromEnvironment() {
 namespace internal {
 
 absl::Status CheckRunName(absl::string_view run) {
-  const auto is_first = [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; };  // of a character
+  const auto is_first = [](char c) {
+    return (static_cast<unsigned char>(c) & 0xc0) != 0x80;
+  };  // of a character
   const auto characters = static_cast<size_t>(std::count_if(run.begin(), run.end(), is_first));
   const bool printable = errors::ValidUtf8(run) == run && std::none_of(run.begin(), run.end(), IsControl);
   if (printable && characters <= kMostCharacters) return absl::OkStatus();

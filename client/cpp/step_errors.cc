@@ -50,17 +50,19 @@ absl::Status RestartedError(uint64_t before, uint64_t now) {
 }
 
 absl::Status DiscardedError(absl::string_view head, uint64_t step, uint64_t before, uint64_t now) {
-  return Discarded(head, step,
-                   absl::StrCat("another caller has zeroed them, reset the head or loaded a checkpoint (generation ", before,
-                                " -> ", now, "); start the step again"));
+  return Discarded(
+      head, step,
+      absl::StrCat("another caller has zeroed them, reset the head or loaded a checkpoint (generation ",
+                   before, " -> ", now, "); start the step again"));
 }
 
 absl::Status DiscardedError(absl::string_view head, uint64_t step, const absl::Status& refusal) {
   return Discarded(
       head, step,
-      absl::StrCat("another caller has zeroed them, reset the head or loaded a checkpoint; start the step again (the "
-                   "server says: ",
-                   refusal.message(), ")"));
+      absl::StrCat(
+          "another caller has zeroed them, reset the head or loaded a checkpoint; start the step again (the "
+          "server says: ",
+          refusal.message(), ")"));
 }
 
 absl::Status DiscardedByThisClientError(absl::string_view head, uint64_t step) {

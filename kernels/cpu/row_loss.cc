@@ -134,9 +134,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   const double scale = double{context_.options.logit_scale};
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
   row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) && FiniteInFloat(nll) &&
-               (!needs_entropy || FiniteInFloat(row.entropy)) &&
-               FiniteInFloat(scale * sums.hard_slope) && FiniteInFloat(scale * sums.soft_slope) &&
-               FiniteInFloat(scale * double{request.grad_entropy});
+               (!needs_entropy || FiniteInFloat(row.entropy)) && FiniteInFloat(scale * sums.hard_slope) &&
+               FiniteInFloat(scale * sums.soft_slope) && FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
   const bool filtered = context_.options.gradients == Gradients::kFiltered;
   if (filtered) row.gradient.dropped_mass = Drop(request, own, sums, logits);

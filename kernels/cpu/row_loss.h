@@ -82,8 +82,8 @@ struct RowResult {
   GradientSums gradient;  // of the classes that are here
   int32_t argmax = -1;
   // Whether lse, loss, entropy and everything that scales the gradient are finite in fp32, and W x before a
-  // softcap too; later also whether dx is. If false, the rest is unspecified. Always true of an absent row, of
-  // which lse, entropy and target_logprob are NaN and argmax is -1 if it has none.
+  // softcap too; later also whether dx is. If false, the rest is unspecified. Always true of an absent row,
+  // of which lse, entropy and target_logprob are NaN and argmax is -1 if it has none.
   bool finite = false;
 };
 

@@ -27,12 +27,9 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
   const double hard = v == target ? -OneMinusP(soft, v) : p;
   const double terms[] = {
-      upstream.loss * u[target] * (1.0 - alpha) * hard,
-      upstream.loss * share * u_sum * p,
-      upstream.loss * 2.0 * lambda * soft.lse * p,
-      upstream.lse * p,
-      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0,
-      -upstream.entropy * p * soft.entropy,
+      upstream.loss * u[target] * (1.0 - alpha) * hard,      upstream.loss * share * u_sum * p,
+      upstream.loss * 2.0 * lambda * soft.lse * p,           upstream.lse * p,
+      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0, -upstream.entropy * p * soft.entropy,
   };
   ClassGradient result;
   for (double term : terms) {

@@ -174,7 +174,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
   response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
-  engine_->NoteSaved(*head, response.checkpoint(), saved->saved_at);
+  (*reader)->NoteSaved(*head, response.checkpoint(), saved->saved_at);
   response.set_bytes(static_cast<uint64_t>(saved->bytes));
   response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));

@@ -36,10 +36,8 @@ absl::StatusOr<InitialValues> InitialValues::Open(const std::string& directory,
 
 absl::Status InitialValues::CheckReadable(int64_t slice_bytes) const {
   if (!source_.has_value()) return absl::OkStatus();
-  return FillFromFile(slice_bytes,
-                      [](kernels::TensorId, engine::RowRange, kernels::DType, absl::Span<const uint8_t>) {
-                        return absl::OkStatus();
-                      });
+  return FillFromFile(slice_bytes, [](kernels::TensorId, engine::RowRange, kernels::DType,
+                                      absl::Span<const uint8_t>) { return absl::OkStatus(); });
 }
 
 bool InitialValues::Sets(kernels::Param param) const {
@@ -89,7 +87,8 @@ absl::Status InitialValues::FillFromFile(int64_t slice_bytes, Sink sink) const {
   for (const HeadSource::Tensor& tensor : source_->tensors()) {
     absl::Status filled = FillTensor(
         tensor.param, tensor.dtype, slice_bytes,
-        [&](engine::RowRange rows, absl::Span<uint8_t> out) { return source_->ReadRows(tensor, rows, out); }, sink);
+        [&](engine::RowRange rows, absl::Span<uint8_t> out) { return source_->ReadRows(tensor, rows, out); },
+        sink);
     if (!filled.ok()) return filled;
   }
   return absl::OkStatus();
@@ -105,7 +104,8 @@ absl::Status InitialValues::FillTensor(kernels::Param param, kernels::DType dtyp
     const engine::RowRange rows{begin, std::min(begin + rows_at_once, shape.rows)};
     const auto bytes = absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * row_bytes));
     if (absl::Status status = source(rows, bytes); !status.ok()) return status;
-    if (absl::Status status = sink({param, kernels::Role::kValue}, rows, dtype, bytes); !status.ok()) return status;
+    if (absl::Status status = sink({param, kernels::Role::kValue}, rows, dtype, bytes); !status.ok())
+      return status;
   }
   return absl::OkStatus();
 }

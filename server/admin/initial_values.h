@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the values of a new head are, as CreateHeadRequest and ResetHeadRequest say it: numbers around zero, zeros, or
-// the tensors of a file.
+// What the values of a new head are, as CreateHeadRequest and ResetHeadRequest say it: numbers around zero,
+// zeros, or the tensors of a file.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_ADMIN_INITIAL_VALUES_H_
@@ -26,19 +26,20 @@ namespace lossd::admin {
 class InitialValues {
  public:
   // Takes the next rows of a tensor, in `dtype`. An error ends the filling and is returned.
-  using Sink = absl::FunctionRef<absl::Status(kernels::TensorId id, engine::RowRange rows, kernels::DType dtype,
-                                              absl::Span<const uint8_t> bytes)>;
+  using Sink = absl::FunctionRef<absl::Status(kernels::TensorId id, engine::RowRange rows,
+                                              kernels::DType dtype, absl::Span<const uint8_t> bytes)>;
 
   // Opens the file that the request names, if it names one, below `directory`. Errors as HeadSource::Open.
-  static absl::StatusOr<InitialValues> Open(const std::string& directory, const v1::CreateHeadRequest& request,
+  static absl::StatusOr<InitialValues> Open(const std::string& directory,
+                                            const v1::CreateHeadRequest& request,
                                             const kernels::HeadConfig& config);
   static absl::StatusOr<InitialValues> Open(const std::string& directory, const v1::ResetHeadRequest& request,
                                             const kernels::HeadConfig& config);
 
   // Reads all of a file, `slice_bytes` at once: the error that filling would end with.
   absl::Status CheckReadable(int64_t slice_bytes) const;
-  // Hands values to `sink`, at most `slice_bytes` (at least one row) at once: what differs from the tensors of a head
-  // that was made just now, or, for a `used` head, all of them.
+  // Hands values to `sink`, at most `slice_bytes` (at least one row) at once: what differs from the tensors
+  // of a head that was made just now, or, for a `used` head, all of them.
   absl::Status Fill(bool used, int64_t slice_bytes, Sink sink) const;
 
  private:

@@ -22,7 +22,8 @@ std::string ContentOf(const v1::ResetHeadRequest& request) {
 
 }  // namespace
 
-absl::StatusOr<std::optional<v1::ResetHeadResponse>> ResetLog::Find(const v1::ResetHeadRequest& request) const {
+absl::StatusOr<std::optional<v1::ResetHeadResponse>> ResetLog::Find(
+    const v1::ResetHeadRequest& request) const {
   absl::MutexLock lock(&mutex_);
   const auto head = done_.find(request.head());
   if (head == done_.end()) return std::nullopt;

@@ -24,8 +24,8 @@ class ResetLog {
  public:
   static constexpr size_t kRemembered = 64;  // of each head
 
-  // What the reset of that id was answered with, if the log has it. FAILED_PRECONDITION for the field "reset_id" if
-  // that was a reset to something else.
+  // What the reset of that id was answered with, if the log has it. FAILED_PRECONDITION for the field
+  // "reset_id" if that was a reset to something else.
   absl::StatusOr<std::optional<v1::ResetHeadResponse>> Find(const v1::ResetHeadRequest& request) const
       ABSL_LOCKS_EXCLUDED(mutex_);
   void Add(const v1::ResetHeadRequest& request, const v1::ResetHeadResponse& response)

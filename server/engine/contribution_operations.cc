@@ -52,9 +52,8 @@ absl::Status CheckId(OpenStep& step, uint64_t id) {
 // Enters the contribution in the ledger, if it is not there.
 absl::Status Declare(OpenStep& step, const Contribution& contribution) {
   if (auto status = CheckId(step, contribution.id); !status.ok()) return status;
-  const bool first = step.is_empty();
   absl::Status declared = step.contributions().Declare(contribution.id, contribution.terms);
-  if (first && declared.ok()) step.history().OnFirstRows(contribution.run);
+  if (declared.ok()) step.history().OnRows(contribution.run);
   return declared;
 }
 
@@ -86,7 +85,8 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
   if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
   if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
   const NamedStep named{.step = spec.step, .run = spec.run};
-  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->Now()); !open.ok()) return open;
+  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->Now()); !open.ok())
+    return open;
   if (auto valid = step.CheckValid(); !valid.ok()) return valid;
   if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;
   const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
@@ -100,7 +100,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
                                       .scale = spec.scale},
                             .cols = shape.cols,
                             .run = spec.run,
-                            .counted = std::make_shared<CountedCall>(session.open_contributions())};
+                            .counted = std::make_shared<CountedCall>(session.streams().contributions())};
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
   // Booked with its first rows, unless it is complete without any.
   if (contribution.terms.rows.size() > 0) {

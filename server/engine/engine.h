@@ -105,10 +105,10 @@ class Engine {
   virtual absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) = 0;
   virtual absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step,
                                                   absl::string_view run = "") = 0;
-  // Discards the open step as ZeroGradients does, and zeroes the moments and the count of updates. With kAll step 0
-  // opens, nothing is known of a step before it, and until EndLoad, by when all values have been written (OnDevice),
-  // calls that need them are refused with UNAVAILABLE. FAILED_PRECONDITION while streams that accumulate, or
-  // contributions, are open on the head.
+  // Discards the open step as ZeroGradients does, and zeroes the moments and the count of updates. With kAll
+  // step 0 opens, nothing is known of a step before it, and until EndLoad, by when all values have been
+  // written (OnDevice), calls that need them are refused with UNAVAILABLE. FAILED_PRECONDITION while streams
+  // that accumulate, or contributions, are open on the head.
   virtual absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) = 0;
   // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends
   // with ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are
@@ -118,9 +118,6 @@ class Engine {
                                  const std::optional<head::AppliedStep>& last_step,
                                  const head::History& history = {}) = 0;
   virtual absl::Status EndLoad(absl::string_view name) = 0;
-  // Does not block. The tensors that a snapshot of the head is of were saved. Nothing if the head has gone, or has
-  // been loaded or reset since.
-  virtual void NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) = 0;
 
   // ---- Contributions ----
   // Validates the spec and enters it in the ledger. Errors as in lossd.v1.HeadService.AddGradient.

@@ -65,18 +65,17 @@ EngineImpl::~EngineImpl() {
       session->streams().EndAll(ShuttingDown());
       session->schedule().EndTurns();
     }
-    context_->loop.Stop([this] { DeleteAllHeads(); });
+    // Heads end on the thread that owns the device, whatever still holds their sessions.
+    context_->loop.Stop([this] {
+      std::vector<SessionPtr> sessions;
+      {
+        absl::MutexLock ending(&context_->mutex);
+        sessions = heads_.RemoveAll();
+      }
+      for (const SessionPtr& session : sessions) session->DeleteHead();
+    });
   }
   context_->loop.Join();
-}
-
-void EngineImpl::DeleteAllHeads() {
-  std::vector<SessionPtr> sessions;
-  {
-    absl::MutexLock lock(&context_->mutex);
-    sessions = heads_.RemoveAll();
-  }
-  for (const SessionPtr& session : sessions) session->DeleteHead();
 }
 
 EngineStats EngineImpl::stats() const {
@@ -296,13 +295,6 @@ absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress&
                                    const head::History& history) {
   return RunOnHead(
       name, [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step, history); });
-}
-
-void EngineImpl::NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) {
-  absl::MutexLock lock(&context_->mutex);
-  const auto session = heads_.Find(saved.name);
-  if (!session.ok()) return;
-  (*session)->step().history().OnSaved(saved.origin, checkpoint, saved.state.step, saved_at);
 }
 
 absl::Status EngineImpl::EndLoad(absl::string_view name) {

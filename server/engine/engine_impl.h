@@ -51,7 +51,6 @@ class EngineImpl final : public Engine {
                          const std::optional<head::AppliedStep>& last_step,
                          const head::History& history) override;
   absl::Status EndLoad(absl::string_view name) override;
-  void NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) override;
 
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
@@ -69,8 +68,6 @@ class EngineImpl final : public Engine {
  private:
   using SessionPtr = std::shared_ptr<HeadSession>;
 
-  // Heads end on the thread that owns the device, whatever still holds their sessions.
-  void DeleteAllHeads() ABSL_LOCKS_EXCLUDED(context_->mutex);
   // The head of a new stream, contribution or tensor call.
   absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);

@@ -39,8 +39,9 @@ absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t curren
 absl::Status OtherGeneration(absl::string_view field, uint64_t named, uint64_t current) {
   return errors::FieldProblem(
       field,
-      absl::StrCat("is not that of the head's gradients, ", current,
-                   " (they were zeroed, applied, or discarded by a reset or by a checkpoint that was loaded)"),
+      absl::StrCat(
+          "is not that of the head's gradients, ", current,
+          " (they were zeroed, applied, or discarded by a reset or by a checkpoint that was loaded)"),
       named, absl::StatusCode::kAborted);
 }
 
@@ -55,19 +56,19 @@ absl::Status CheckIncarnation(std::optional<uint64_t> named, uint64_t own) {
 absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
 
 absl::Status RowNotFinite(int64_t row, bool some_accumulated) {
-  return FieldError(absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
-                    some_accumulated
-                        ? "must have a finite loss and gradient; rows of its slice may have been accumulated, "
-                          "because other calls sent some of them, too (zero the step, or send "
-                          "the slice again)"
-                        : "must have a finite loss and gradient; nothing of its slice was accumulated",
-                    "a loss that is not finite, or a gradient of the hidden state that is not");
+  return FieldError(
+      absl::StatusCode::kOutOfRange, absl::StrCat("row ", row),
+      some_accumulated ? "must have a finite loss and gradient; rows of its slice may have been accumulated, "
+                         "because other calls sent some of them, too (zero the step, or send "
+                         "the slice again)"
+                       : "must have a finite loss and gradient; nothing of its slice was accumulated",
+      "a loss that is not finite, or a gradient of the hidden state that is not");
 }
 
 absl::Status DeviceFailed(const absl::Status& status) {
   if (absl::IsDataLoss(status)) {
-    return absl::InternalError(
-        absl::StrCat("the gradients of the step are lost (zero the gradients and repeat the step): ", status.message()));
+    return absl::InternalError(absl::StrCat(
+        "the gradients of the step are lost (zero the gradients and repeat the step): ", status.message()));
   }
   return absl::InternalError(
       absl::StrCat("the device failed; nothing of this slice was accumulated: ", status.message()));

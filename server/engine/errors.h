@@ -33,8 +33,8 @@ absl::Status InvalidField(absl::string_view field, absl::string_view problem, ab
 // NOT_FOUND for the field "head": there is no head of this name.
 absl::Status UnknownHead(absl::string_view name);
 
-// FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step. `why`: what is
-// known of how that came.
+// FAILED_PRECONDITION: `step` was named but `current` is open, which is attached as the current step. `why`:
+// what is known of how that came.
 absl::Status StepNotOpen(absl::string_view field, uint64_t step, uint64_t current, absl::string_view why);
 
 // ABORTED: generation `named` was named but the head's gradients are those of `current`, or were in the step
@@ -47,8 +47,8 @@ absl::Status CheckIncarnation(std::optional<uint64_t> named, uint64_t own);
 // UNAVAILABLE.
 absl::Status ShuttingDown();
 
-// OUT_OF_RANGE: the loss of a row of a microbatch, or its gradient, is not finite. `some_accumulated`: rows of its slice may
-// have been accumulated nevertheless, because slices of other calls hold rows of it, too.
+// OUT_OF_RANGE: the loss of a row of a microbatch, or its gradient, is not finite. `some_accumulated`: rows
+// of its slice may have been accumulated nevertheless, because slices of other calls hold rows of it, too.
 absl::Status RowNotFinite(int64_t row, bool some_accumulated);
 
 // INTERNAL: a chunk got no results.

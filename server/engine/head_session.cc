@@ -258,7 +258,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .tensors_status = step_->CheckTensors(),
           .last_step = step_->last().applied(),
           .history = step_->history().history(),
-          .open_run = step_->is_empty() ? "" : step_->history().open_run(),
+          .open_run = step_->history().open_run(),
           .origin = step_->history().origin()};
 }
 

@@ -18,7 +18,6 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/engine/contribution.h"
 #include "server/engine/deferred.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
@@ -51,8 +50,6 @@ class HeadSession final : public DeviceLoop::Source,
   StreamSet& streams() { return *streams_; }
   StreamAdmission& admission() { return *admission_; }
   DeferredMicrobatches& deferred() { return deferred_; }
-  // Of calls that add contributions. Thread-safe.
-  const std::shared_ptr<CountedCall::Counter>& open_contributions() const { return open_contributions_; }
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
@@ -121,7 +118,6 @@ class HeadSession final : public DeviceLoop::Source,
   const kernels::MemoryBytes memory_;
   const std::vector<kernels::Choice> choices_;
 
-  const std::shared_ptr<CountedCall::Counter> open_contributions_ = std::make_shared<CountedCall::Counter>(0);
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;
   std::shared_ptr<Schedule> schedule_;          // set once, by Create

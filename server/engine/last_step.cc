@@ -32,10 +32,10 @@ absl::Status LastStep::CheckRepeat(const StepRequest& request) const {
                       "differs from what this step was applied with", "other settings");
   }
   if (last.begin_optimizer != request.begin_optimizer) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "begin_optimizer",
-                      absl::StrCat("must be ", last.begin_optimizer ? "true" : "false",
-                                   ", as this step was applied with"),
-                      request.begin_optimizer ? "true" : "false");
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "begin_optimizer",
+        absl::StrCat("must be ", last.begin_optimizer ? "true" : "false", ", as this step was applied with"),
+        request.begin_optimizer ? "true" : "false");
   }
   std::vector<std::string> lines;
   if (complete_ids_.has_value()) {

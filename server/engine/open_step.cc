@@ -65,7 +65,8 @@ absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_vi
                                      absl::Time now) const {
   if (auto meant = CheckIncarnation(request.incarnation, incarnation_); !meant.ok()) return meant;
   if (auto meant = CheckGeneration("generation", request.generation); !meant.ok()) return meant;
-  if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok()) return open;
+  if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok())
+    return open;
   if (absl::Status valid = CheckValid(); !valid.ok()) return valid;
   if (absl::Status valid = CheckTensors(); !valid.ok()) return valid;
   std::vector<std::string> lines = ledgers_.Missing(request.expected_microbatches);
@@ -121,7 +122,8 @@ void OpenStep::Close(const StepRequest& request, double grad_norm, bool skipped,
   Enter(why);
 }
 
-void OpenStep::ResetOptimizer() {
+void OpenStep::Restart(bool new_optimizer) {
+  if (!new_optimizer) return Enter("the step's gradients were zeroed");
   constexpr absl::string_view kReset = "the head's optimizer was reset";
   updates_ = 0;
   versions_.NewMoments(kReset);
@@ -129,18 +131,8 @@ void OpenStep::ResetOptimizer() {
 }
 
 void OpenStep::BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                         const head::History& history, absl::Status why) {
-  Replace(progress, last_step, std::move(why), "a checkpoint was loaded");
-  history_.OnLoaded(counter_->Next(), history);
-}
-
-void OpenStep::BeginReset(absl::Status why, absl::Time now) {
-  Replace({}, std::nullopt, std::move(why), "the head was reset");
-  history_.OnReset(counter_->Next(), now);
-}
-
-void OpenStep::Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                       absl::Status why, absl::string_view change) {
+                         const std::optional<head::History>& history, absl::Status why, absl::Time now) {
+  const absl::string_view change = history.has_value() ? "a checkpoint was loaded" : "the head was reset";
   versions_.EndWrites();
   versions_.NewWeights(change);
   versions_.SetStep(progress.step, change);
@@ -148,6 +140,8 @@ void OpenStep::Replace(const head::Progress& progress, const std::optional<head:
   updates_ = progress.updates;
   weights_status_ = std::move(why);
   last_.SetLoaded(number() - 1, last_step);
+  history.has_value() ? history_.OnLoaded(counter_->Next(), *history)
+                      : history_.OnReset(counter_->Next(), now);
 }
 
 void OpenStep::Enter(absl::string_view why) {

@@ -48,14 +48,11 @@ class OpenStep {
   }
   const LastStep& last() const { return last_; }
   StepHistory& history() { return history_; }
-  const StepHistory& history() const { return history_; }
 
   Ledger& ledger() { return ledgers_.microbatches; }
   const Ledger& ledger() const { return ledgers_.microbatches; }
   ContributionLedger& contributions() { return ledgers_.contributions; }
   const ContributionLedger& contributions() const { return ledgers_.contributions; }
-  // Nothing has been entered in the ledgers.
-  bool is_empty() const { return ledger().microbatches() == 0 && contributions().contributions() == 0; }
 
   // ---- Validity ----
   // Not OK if the accumulators may be half-written, until the next generation.
@@ -96,19 +93,17 @@ class OpenStep {
   void CancelClose() { closing_.reset(); }
   // The step has been applied as the request says, or skipped, after BeginClose: the next one opens.
   void Close(const StepRequest& request, double grad_norm, bool skipped, absl::Time now);
-  // Gradients of the open step were zeroed: it begins again.
-  void Restart() { Enter("the step's gradients were zeroed"); }
-  // The same, and the moments were zeroed, too: the next update is the first.
-  void ResetOptimizer();
-  // A checkpoint takes the place of all there is; its weights are there with EndLoad. `last_step`: how the
-  // step before was applied, as far as that is known. `why` CheckWeights says until then.
+  // Gradients of the open step were zeroed: it begins again. With `new_optimizer` the moments were zeroed,
+  // too, and the next update is the first.
+  void Restart(bool new_optimizer = false);
+  // Other values take the place of all there is; they are there with EndLoad. `last_step`: how the step
+  // before was applied, as far as that is known. `history`: of a checkpoint that is loaded; nothing: the head
+  // is reset. `why` CheckWeights says until then.
   void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
-                 const head::History& history, absl::Status why);
-  // The same for new values of a head as it was when it was created.
-  void BeginReset(absl::Status why, absl::Time now);
+                 const std::optional<head::History>& history, absl::Status why, absl::Time now);
   void EndLoad() { weights_status_ = absl::OkStatus(); }
-  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give their
-  // memory back.
+  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give
+  // their memory back.
   void ForgetRows() { ledgers_.Clear(); }
 
  private:
@@ -122,9 +117,6 @@ class OpenStep {
 
   // The gradients begin at zero.
   void Enter(absl::string_view why);
-  // Other values take the place of all there is.
-  void Replace(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step, absl::Status why,
-               absl::string_view change);
 
   const uint64_t incarnation_;
   VersionCounter* const counter_;

@@ -48,7 +48,7 @@ struct HeadSnapshot {
   std::optional<head::AppliedStep> last_step;
   head::History history;
   std::string open_run;  // that sent the first rows of the open step
-  uint64_t origin = 0;   // StepHistory::origin, for Engine::NoteSaved
+  uint64_t origin = 0;   // StepHistory::origin, for TensorReader::NoteSaved
 };
 
 struct EngineStats {

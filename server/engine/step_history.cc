@@ -34,7 +34,7 @@ void StepHistory::OnApplied(absl::string_view run, absl::Time now) {
   history_.run = std::string(run);
   history_.applied_unix_seconds = absl::ToUnixSeconds(now);
   applied_here_ = true;
-  open_run_.clear();
+  open_run_.reset();
 }
 
 void StepHistory::OnLoaded(uint64_t origin, const head::History& loaded) { Replace(origin, loaded); }
@@ -49,7 +49,7 @@ void StepHistory::Replace(uint64_t origin, head::History history) {
   history_ = std::move(history);
   applied_here_ = false;
   reset_at_.reset();
-  open_run_.clear();
+  open_run_.reset();
 }
 
 void StepHistory::OnSaved(uint64_t origin, absl::string_view checkpoint, uint64_t step, absl::Time saved_at) {
@@ -74,15 +74,16 @@ std::string StepHistory::WhyNotOpen(const NamedStep& named, uint64_t open, absl:
       parts.push_back(absl::StrCat("another program trains this head: run ", run, " ", when));
     }
   }
-  if (!open_run_.empty() && open_run_ != named.run) {
-    parts.push_back(absl::StrCat(parts.empty() ? "another program trains this head: " : "", "run ", open_run_,
-                                 " has rows in the open step"));
+  if (!open_run().empty() && open_run() != named.run) {
+    parts.push_back(absl::StrCat(parts.empty() ? "another program trains this head: " : "", "run ",
+                                 open_run(), " has rows in the open step"));
   }
   const bool behind = named.step > open || !applied_here_;
   if (behind && history_.loaded) {
     const std::string saved = AgoIfKnown(history_.checkpoint_unix_seconds, now);
-    parts.push_back(absl::StrCat("this head came back from a checkpoint: the server loaded ", history_.checkpoint,
-                                 " of step ", history_.checkpoint_step, saved.empty() ? "" : ", saved", saved,
+    parts.push_back(absl::StrCat("this head came back from a checkpoint: the server loaded ",
+                                 history_.checkpoint, " of step ", history_.checkpoint_step,
+                                 saved.empty() ? "" : ", saved", saved,
                                  run.empty() || applied_here_ ? "" : absl::StrCat(", trained by run ", run)));
   }
   if (behind && reset_at_.has_value()) {

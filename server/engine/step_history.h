@@ -30,21 +30,24 @@ class StepHistory {
   const head::History& history() const { return history_; }
   uint64_t origin() const { return origin_; }
   // Of the first rows of the open step; "": it has none, or the run named none.
-  const std::string& open_run() const { return open_run_; }
+  std::string open_run() const { return open_run_.value_or(""); }
 
   // ---- Events ----
-  void OnFirstRows(absl::string_view run) { open_run_ = std::string(run); }
+  // Rows have been entered in a ledger.
+  void OnRows(absl::string_view run) {
+    if (!open_run_.has_value()) open_run_ = std::string(run);
+  }
   void OnApplied(absl::string_view run, absl::Time now);
-  // The rows of the open step are gone.
-  void OnDiscarded() { open_run_.clear(); }
+  // The open step has no rows any more.
+  void OnDiscarded() { open_run_.reset(); }
   // A checkpoint took the place of the values; `loaded` says what it knows.
   void OnLoaded(uint64_t origin, const head::History& loaded);
   void OnReset(uint64_t origin, absl::Time now);
   // The values of `origin` with step `step` open were saved. Nothing if the head has others since.
   void OnSaved(uint64_t origin, absl::string_view checkpoint, uint64_t step, absl::Time saved_at);
 
-  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a applied
-  // step 1 3 seconds ago". Never empty.
+  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a
+  // applied step 1 3 seconds ago". Never empty.
   std::string WhyNotOpen(const NamedStep& named, uint64_t open, absl::Time now) const;
 
  private:
@@ -52,9 +55,9 @@ class StepHistory {
 
   uint64_t origin_;
   head::History history_;
-  bool applied_here_ = false;           // a step since `origin`
-  std::optional<absl::Time> reset_at_;  // the values of `origin` come from a reset
-  std::string open_run_;
+  bool applied_here_ = false;            // a step since `origin`
+  std::optional<absl::Time> reset_at_;   // the values of `origin` come from a reset
+  std::optional<std::string> open_run_;  // nothing: the open step has no rows
 };
 
 }  // namespace lossd::engine

@@ -38,14 +38,14 @@ absl::Status ClearGradients(HeadSession& session) {
   return step.gradients_status();
 }
 
-// A device that fails half-way leaves weights or moments that are neither the old nor the new ones. `what` it did,
-// e.g. "applying step 3 to".
+// A device that fails half-way leaves weights or moments that are neither the old nor the new ones. `what` it
+// did, e.g. "applying step 3 to".
 absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const absl::Status& status) {
   session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&session.context().mutex);
-  absl::Status why = absl::InternalError(
-      absl::StrCat("the device failed while ", what, " head ", session.name(),
-                   "; its weights are not to be trusted (load a checkpoint, or reset the head): ", status.message()));
+  absl::Status why = absl::InternalError(absl::StrCat(
+      "the device failed while ", what, " head ", session.name(),
+      "; its weights are not to be trusted (load a checkpoint, or reset the head): ", status.message()));
   session.MarkWeightsInvalid(why);
   return why;
 }
@@ -61,7 +61,8 @@ absl::StatusOr<double> NormOnDevice(HeadSession& session) {
   return session.context().NoteIfLost(norm.status());
 }
 
-// Updates the weights, or zeroes the gradients if `skip`; with moments that are zero before if the request says so.
+// Updates the weights, or zeroes the gradients if `skip`; with moments that are zero before if the request
+// says so.
 absl::Status Update(HeadSession& session, const StepRequest& request, int64_t update, bool skip) {
   if (skip) {
     const absl::Status cleared = ClearGradients(session);
@@ -80,7 +81,7 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
 // With the lock: a head is not reset while a client is sending rows into its gradients.
 absl::Status CheckNothingOpen(HeadSession& session) {
   const int64_t streams = session.streams().accumulating();
-  const int64_t contributions = *session.open_contributions();
+  const int64_t contributions = *session.streams().contributions();
   if (streams == 0 && contributions == 0) return absl::OkStatus();
   const auto calls = [](int64_t count, absl::string_view kind) {
     return count == 0 ? "" : absl::StrCat(count, " open ", kind, count == 1 ? " call" : " calls");
@@ -115,7 +116,8 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
     const NamedStep named{.step = step.value_or(open.number()), .run = run};
-    if (auto meant = open.CheckNumber("step", named, session.context().runtime->Now()); !meant.ok()) return meant;
+    if (auto meant = open.CheckNumber("step", named, session.context().runtime->Now()); !meant.ok())
+      return meant;
     if (auto valid = open.CheckValid(); !valid.ok()) return valid;
     result.state = open.state();
   }
@@ -137,8 +139,8 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
       result.repeated = true;
       return result;
     }
-    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for,
-                                       session.context().runtime->Now());
+    auto complete =
+        step.CheckComplete(request, session.schedule().backlog().waits_for, session.context().runtime->Now());
     if (!complete.ok()) return complete;
     update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
@@ -193,7 +195,8 @@ absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
   const absl::Status resetting = absl::UnavailableError(
       absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
   session.EnterStep([&](OpenStep& open) {
-    all ? open.BeginReset(resetting, session.context().runtime->Now()) : open.ResetOptimizer();
+    if (!all) return open.Restart(/*new_optimizer=*/true);
+    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->Now());
   });
   return session.step().state();
 }
@@ -208,7 +211,8 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
       absl::StrCat("the weights of head ", session.name(),
                    " are being replaced by a checkpoint's, or that failed half-way (load "
                    "one again)"));
-  session.EnterStep([&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading); });
+  session.EnterStep(
+      [&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading, absl::UnixEpoch()); });
   return absl::OkStatus();
 }
 

@@ -50,7 +50,8 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec sp
     return meant;
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok()) return open;
+  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok())
+    return open;
   if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
   if ((*stream)->spec().retain) {
     if (auto status = ReserveRetained(**stream); !status.ok()) return status;
@@ -134,10 +135,9 @@ absl::Status StreamAdmission::Declare(const StreamState& stream) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",
                       "names a contribution of this step", absl::StrCat(spec.microbatch_id));
   }
-  const bool first = parts_.step->is_empty();
   absl::Status declared =
       parts_.step->ledger().Declare(spec.microbatch_id, stream.terms(), spec.rows, stream.contents());
-  if (first && declared.ok()) parts_.step->history().OnFirstRows(spec.run);
+  if (declared.ok()) parts_.step->history().OnRows(spec.run);
   return declared;
 }
 
@@ -156,6 +156,9 @@ void StreamAdmission::OnEnd(StreamState& stream) {
       parts_.step->ledger().Withdraw(spec.microbatch_id, leaving, !shared);
     }
   }
+  const bool is_empty =
+      parts_.step->ledger().microbatches() == 0 && parts_.step->contributions().contributions() == 0;
+  if (is_empty) parts_.step->history().OnDiscarded();
   parts_.schedule->OnDeclared(spec.microbatch_id);
   parts_.context->loop.Wake();
 }

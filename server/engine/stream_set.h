@@ -13,6 +13,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "server/engine/contribution.h"
 #include "server/engine/deferred.h"
 #include "server/engine/notifier.h"
 #include "server/engine/runtime.h"
@@ -40,6 +41,8 @@ class StreamSet {
   void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
   int64_t size() const { return static_cast<int64_t>(streams_.size()); }
   int64_t accumulating() const;  // of them, those that accumulate and have not failed
+  // Counts the calls of contributions, which are open beside the streams. Thread-safe.
+  const std::shared_ptr<CountedCall::Counter>& contributions() const { return contributions_; }
 
   // Fails a stream with `why` (not OK) and drops its slices that are not on the device; nothing if it is
   // over.
@@ -63,6 +66,7 @@ class StreamSet {
   Runtime* const runtime_;
   OnEnd on_end_ = [](StreamState&) {};
   std::vector<std::shared_ptr<StreamState>> streams_;
+  const std::shared_ptr<CountedCall::Counter> contributions_ = std::make_shared<CountedCall::Counter>(0);
 };
 
 }  // namespace lossd::engine

@@ -43,6 +43,11 @@ absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows
   return state;
 }
 
+void TensorReader::NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) {
+  absl::MutexLock lock(&session_->context().mutex);
+  session_->step().history().OnSaved(saved.origin, checkpoint, saved.state.step, saved_at);
+}
+
 // ---- TensorWriter ----
 
 TensorWriter::~TensorWriter() {

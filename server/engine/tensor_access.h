@@ -14,8 +14,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "server/engine/snapshots.h"
 #include "server/engine/stream.h"
 #include "server/engine/versions.h"
 
@@ -34,6 +37,9 @@ class TensorReader {
   // finds values or moments being written.
   absl::StatusOr<HeadState> Read(kernels::TensorId id, RowRange rows, kernels::DType dtype,
                                  absl::Span<uint8_t> out);
+  // The tensors that a snapshot of the head is of are in a checkpoint: the head's history says so, unless it
+  // has been loaded or reset since. Does not block.
+  void NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at);
 
  private:
   const std::shared_ptr<HeadSession> session_;

@@ -139,24 +139,24 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   const kernels::OptimizerOptions& optimizer = step->optimizer;
   const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
   Json json = {{"incarnation", EncodeIncarnation(step->incarnation)},
-          {"generation", step->generation},
-          {"optimizer",
-           {{"kind", adamw ? kAdamW : kSgd},
-            {"learning_rate", optimizer.learning_rate},
-            {"weight_decay", optimizer.weight_decay},
-            {"decay_vectors", optimizer.decay_vectors},
-            {"grad_multiplier", optimizer.grad_multiplier},
-            {"beta1", optimizer.beta1},
-            {"beta2", optimizer.beta2},
-            {"epsilon", optimizer.epsilon},
-            {"momentum", optimizer.momentum},
-            {"dampening", optimizer.dampening},
-            {"nesterov", optimizer.nesterov}}},
-          {"grad_norm", EncodeNumber(step->grad_norm)},
-          {"microbatches", step->microbatches},
-          {"contributions", step->contributions},
-          {"rows", step->rows},
-          {"skipped", step->skipped}};
+               {"generation", step->generation},
+               {"optimizer",
+                {{"kind", adamw ? kAdamW : kSgd},
+                 {"learning_rate", optimizer.learning_rate},
+                 {"weight_decay", optimizer.weight_decay},
+                 {"decay_vectors", optimizer.decay_vectors},
+                 {"grad_multiplier", optimizer.grad_multiplier},
+                 {"beta1", optimizer.beta1},
+                 {"beta2", optimizer.beta2},
+                 {"epsilon", optimizer.epsilon},
+                 {"momentum", optimizer.momentum},
+                 {"dampening", optimizer.dampening},
+                 {"nesterov", optimizer.nesterov}}},
+               {"grad_norm", EncodeNumber(step->grad_norm)},
+               {"microbatches", step->microbatches},
+               {"contributions", step->contributions},
+               {"rows", step->rows},
+               {"skipped", step->skipped}};
   if (step->begin_optimizer) json["begin_optimizer"] = true;
   return json;
 }

@@ -17,9 +17,9 @@ struct CodePoints {
   uint32_t last;
 };
 // Controls, line and paragraph separators, marks without a width, and those that change the direction.
-constexpr CodePoints kNotPrintable[] = {{0x00, 0x1f},     {0x7f, 0x9f},     {0xad, 0xad},     {0x61c, 0x61c},
-                                        {0x200b, 0x200f}, {0x2028, 0x202e}, {0x2060, 0x206f}, {0xfeff, 0xfeff},
-                                        {0xfff9, 0xfffb}, {0xe0000, 0xe0fff}};
+constexpr CodePoints kNotPrintable[] = {
+    {0x00, 0x1f},     {0x7f, 0x9f},     {0xad, 0xad},     {0x61c, 0x61c},   {0x200b, 0x200f},
+    {0x2028, 0x202e}, {0x2060, 0x206f}, {0xfeff, 0xfeff}, {0xfff9, 0xfffb}, {0xe0000, 0xe0fff}};
 
 bool IsPrintable(uint32_t code) {
   return std::none_of(std::begin(kNotPrintable), std::end(kNotPrintable),
@@ -47,14 +47,18 @@ absl::Status CheckText(absl::string_view field, absl::string_view text, int leas
   const int count = errors::ValidUtf8(text) == text ? CountPrintable(text) : -1;
   if (least <= count && count <= most) return absl::OkStatus();
   const std::string range = least == 0 ? absl::StrCat("at most ", most) : absl::StrCat(least, " to ", most);
-  const std::string got = count < 0     ? "a character that is not printable"
+  const std::string got = count < 0    ? "a character that is not printable"
                           : count == 0 ? "nothing"
                                        : absl::StrCat(count, " characters");
   return errors::FieldError(field, absl::StrCat("be ", range, " printable characters"), got);
 }
 
-absl::Status CheckRun(absl::string_view field, absl::string_view run) { return CheckText(field, run, 0, 128); }
+absl::Status CheckRun(absl::string_view field, absl::string_view run) {
+  return CheckText(field, run, 0, 128);
+}
 
-absl::Status CheckCallId(absl::string_view field, absl::string_view id) { return CheckText(field, id, 1, 64); }
+absl::Status CheckCallId(absl::string_view field, absl::string_view id) {
+  return CheckText(field, id, 1, 64);
+}
 
 }  // namespace lossd::messages

@@ -10,8 +10,8 @@
 
 namespace lossd::messages {
 
-// INVALID_ARGUMENT naming the field unless `text` has `least` to `most` printable characters: UTF-8 without control
-// characters, line breaks, and what turns or hides the text around it.
+// INVALID_ARGUMENT naming the field unless `text` has `least` to `most` printable characters: UTF-8 without
+// control characters, line breaks, and what turns or hides the text around it.
 absl::Status CheckText(absl::string_view field, absl::string_view text, int least, int most);
 
 // A run: at most 128 characters, or nothing.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of weight 0 are absent: they have loss 0 and gradient 0, and nothing that their hidden states hold reaches
-// any sum. Where these are finite, the other row results are those of any row.
+// Rows of weight 0 are absent: they have loss 0 and gradient 0, and nothing that their hidden states hold
+// reaches any sum. Where these are finite, the other row results are those of any row.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -63,7 +63,8 @@ void TakePoisoned(const Problem& problem, const SliceData& slice, const referenc
   }
 }
 
-// Runs the problem with absent rows that are not finite, and compares all but their results with the reference.
+// Runs the problem with absent rows that are not finite, and compares all but their results with the
+// reference.
 void RunPoisonedAndCompare(Backend& backend, const Problem& asked) {
   SCOPED_TRACE(Describe(asked));
   const auto head = MakeHead(backend, asked);

@@ -125,8 +125,8 @@ TEST_P(BackendConformance, ZeroedMomentsAreThoseOfANewHead) {
         for (float& g : gradient) g = Uniform(rng(), -1.0f, 1.0f);
         for (HeadKernels* head : heads) {
           const absl::Status written =
-              head->WriteTensor({param, Role::kGradient}, 0, ShapeOf(head->config(), param).rows, DType::kFloat32,
-                                AsBytes(gradient));
+              head->WriteTensor({param, Role::kGradient}, 0, ShapeOf(head->config(), param).rows,
+                                DType::kFloat32, AsBytes(gradient));
           ASSERT_TRUE(written.ok()) << written;
         }
       }
@@ -136,8 +136,8 @@ TEST_P(BackendConformance, ZeroedMomentsAreThoseOfANewHead) {
     for (Param param : kTrainedParams) {
       const std::vector<float> values = ReadAll(*used, {param, Role::kValue});
       ASSERT_TRUE(fresh
-                      ->WriteTensor({param, Role::kValue}, 0, ShapeOf(fresh->config(), param).rows, DType::kFloat32,
-                                    AsBytes(values))
+                      ->WriteTensor({param, Role::kValue}, 0, ShapeOf(fresh->config(), param).rows,
+                                    DType::kFloat32, AsBytes(values))
                       .ok());
     }
     ASSERT_TRUE(used->ZeroMoments().ok());
@@ -145,7 +145,8 @@ TEST_P(BackendConformance, ZeroedMomentsAreThoseOfANewHead) {
       ASSERT_NO_FATAL_FAILURE(step({used.get(), fresh.get()}, update));
       for (Param param : kTrainedParams) {
         for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
-          ASSERT_EQ(ReadAll(*used, {param, role}), ReadAll(*fresh, {param, role})) << Name(param) << " " << Name(role);
+          ASSERT_EQ(ReadAll(*used, {param, role}), ReadAll(*fresh, {param, role}))
+              << Name(param) << " " << Name(role);
         }
       }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Classes whose probability is exactly 0 because a bias or a weight is -infinity: they add 0 to entropies and to
-// all gradients. And what such a head makes impossible: rows without a finite loss or gradient, which add
+// Classes whose probability is exactly 0 because a bias or a weight is -infinity: they add 0 to entropies and
+// to all gradients. And what such a head makes impossible: rows without a finite loss or gradient, which add
 // nothing.
 #include <algorithm>
 #include <cstddef>
@@ -67,16 +67,16 @@ std::vector<std::vector<uint32_t>> GradientBits(HeadKernels& head) {
   return bits;
 }
 
-// Whether a gradient of hidden states may be known only after its row has been accumulated, or is known to one
-// device alone: then the chunk says that the gradients are lost.
+// Whether a gradient of hidden states may be known only after its row has been accumulated, or is known to
+// one device alone: then the chunk says that the gradients are lost.
 bool LosesGradients(Backend& backend, const Problem& problem) {
-  return backend.info().name == "cuda" && (problem.config.logits == Logits::kRecomputed ||
-                                           problem.config.split == Split::kVocabulary);
+  return backend.info().name == "cuda" &&
+         (problem.config.logits == Logits::kRecomputed || problem.config.split == Split::kVocabulary);
 }
 
 void WriteBias(HeadKernels& head, const std::vector<float>& bias) {
-  const absl::Status status = head.WriteTensor({Param::kBias, Role::kValue}, 0,
-                                               static_cast<int64_t>(bias.size()), DType::kFloat32, AsBytes(bias));
+  const absl::Status status = head.WriteTensor(
+      {Param::kBias, Role::kValue}, 0, static_cast<int64_t>(bias.size()), DType::kFloat32, AsBytes(bias));
   ASSERT_TRUE(status.ok()) << status;
 }
 
@@ -110,7 +110,7 @@ TEST_P(BackendConformance, ZeroProbabilitiesAnywhere) {
 // Whole tiles and blocks of classes, and all classes of a device.
 TEST_P(BackendConformance, ZeroProbabilitiesOfWholeTiles) {
   constexpr int64_t kVocab = 2100;
-  constexpr int64_t kMasked[][2] = {{0, 1050},   {1050, 2100}, {0, 128},     {0, 256},     {256, 512},
+  constexpr int64_t kMasked[][2] = {{0, 1050},   {1050, 2100}, {0, 128},    {0, 256},     {256, 512},
                                     {255, 1281}, {1, 2100},    {512, 2048}, {2048, 2100}, {0, 2099}};
   for (const auto& [begin, end] : kMasked) {
     ProblemSpec spec = Plain({24}, 40, kVocab);
@@ -243,7 +243,8 @@ TEST_P(BackendConformance, RefusedRowsOfMaskedHeadsAddNothing) {
   }
 }
 
-// Whatever is not finite in a head, and whatever gradients are asked for: nothing of it reaches the gradients.
+// Whatever is not finite in a head, and whatever gradients are asked for: nothing of it reaches the
+// gradients.
 TEST_P(GradientsConformance, HeadsThatAreNotFiniteAccumulateNothing) {
   for (const Gradients gradients :
        {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
@@ -276,15 +277,16 @@ TEST_P(GradientsConformance, HeadsThatAreNotFiniteAccumulateNothing) {
   }
 }
 
-// A weight of -infinity masks its class where the hidden state is positive, and makes dx NaN: 0 times infinity.
-// The slice whose dx is wanted fails, the one that wants none does not.
+// A weight of -infinity masks its class where the hidden state is positive, and makes dx NaN: 0 times
+// infinity. The slice whose dx is wanted fails, the one that wants none does not.
 TEST_P(BackendConformance, HiddenGradientsThatAreNotFiniteFailTheirSlice) {
   constexpr int64_t kHidden = 24;
   ProblemSpec spec = Plain({12, 9, 5}, kHidden, 300);
   spec.ignored = 0.0;
   Problem problem = MakeProblem(spec, rng());
   for (SliceData& slice : problem.slices) {
-    for (int64_t row = 0; row < slice.rows(); ++row) slice.hidden[static_cast<size_t>(row * kHidden + 3)] = 1.0f;
+    for (int64_t row = 0; row < slice.rows(); ++row)
+      slice.hidden[static_cast<size_t>(row * kHidden + 3)] = 1.0f;
     for (int32_t& target : slice.targets) target = std::max(target, 45);
   }
   problem.weight[static_cast<size_t>(44 * kHidden + 3)] = -kInf;

@@ -270,18 +270,17 @@ absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
   const ChunkJob& job = pending.job;
   const ChunkSlot& slot = *pending.slot;
   const bool late = config_.logits == Logits::kRecomputed && job.layout.accumulate;
-  const HiddenGuardParams p = {
-      .gradient = {workspace_.paths[Region::kHiddenGradient], job.hidden_gradient_dtype, sizes_.hidden,
-                   sizes_.padded_hidden},
-      .scale = job.hidden_gradient_factor(),
-      .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
-      .begin = job.rows_here.begin,
-      .end = job.rows_here.end,
-      .checks = slot.device_in.checks,
-      .keep = workspace_.keep,
-      .loss = job.out.loss,
-      .lost = late || sizes_.is_split() ? slot.device_out.lost : nullptr,
-      .accumulate = sizes_.is_split() ? job.accumulate : nullptr};
+  const HiddenGuardParams p = {.gradient = {workspace_.paths[Region::kHiddenGradient],
+                                            job.hidden_gradient_dtype, sizes_.hidden, sizes_.padded_hidden},
+                               .scale = job.hidden_gradient_factor(),
+                               .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
+                               .begin = job.rows_here.begin,
+                               .end = job.rows_here.end,
+                               .checks = slot.device_in.checks,
+                               .keep = workspace_.keep,
+                               .loss = job.out.loss,
+                               .lost = late || sizes_.is_split() ? slot.device_out.lost : nullptr,
+                               .accumulate = sizes_.is_split() ? job.accumulate : nullptr};
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchHiddenGuard(p, device_->compute()), "guard kernel");
   return Guard(pending);
 }

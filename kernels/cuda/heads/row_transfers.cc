@@ -58,7 +58,8 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
     return bring(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, 0, rows);
   }
   auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
-  if (IsDirect(job, place, place.compact_rows)) return bring(hidden + place.compact_begin * row_bytes, 0, rows);
+  if (IsDirect(job, place, place.compact_rows))
+    return bring(hidden + place.compact_begin * row_bytes, 0, rows);
   const DeviceMatrix buffer = {workspace_.upload_buffer, job.chunk->hidden_dtype, sizes_.hidden,
                                sizes_.hidden};
   const DeviceMatrix target = {hidden, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};

@@ -66,8 +66,8 @@ __global__ void HiddenGuardKernel(const __grid_constant__ HiddenGuardParams p) {
 
 cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream) {
   if (params.slices == 0) return cudaSuccess;
-  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(params,
-                                                                                  params.terms.NeedsEntropy());
+  GuardKernel<<<static_cast<unsigned>(params.slices), kGuardThreads, 0, stream>>>(
+      params, params.terms.NeedsEntropy());
   return cudaGetLastError();
 }
 

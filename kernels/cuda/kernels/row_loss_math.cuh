@@ -127,8 +127,8 @@ __device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const Row
   target.place = (in.all_targets != nullptr ? in.all_targets[row] : here) - first_class;
   const float dot = in.target_dots[row];
   // With a bias in it, it is infinite only because of that (row_loss.cu).
-  target.logit = !terms.bias_in_targets ? map(dot, target.place)
-                                        : map.OfSum(terms.bias != nullptr ? 0.0f : dot, dot);
+  target.logit =
+      !terms.bias_in_targets ? map(dot, target.place) : map.OfSum(terms.bias != nullptr ? 0.0f : dot, dot);
   target.stored_z = target.logit.z;
   target.class_weight = kGeneral ? ClassWeight(terms, target.place) : 1.0f;
   return target;

@@ -185,8 +185,8 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       }
       const int64_t compact = layout.compact_rows++;
       const bool absent = IsAbsent(slice, r);
-      const bool accumulate = chunk.accumulate_gradients && !absent &&
-                              (slice.accumulate == nullptr || slice.accumulate[r] != 0);
+      const bool accumulate =
+          chunk.accumulate_gradients && !absent && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
       place.absent_rows += absent ? 1 : 0;
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
       inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);

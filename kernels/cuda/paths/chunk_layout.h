@@ -20,10 +20,10 @@ namespace lossd::kernels::cuda {
 
 // Per-row inputs of the kernels, in one block that is copied at once. The same offsets on host and device.
 struct RowInputBlock {
-  int32_t* compact_of_raw = nullptr;  // [capacity]: -1 for rows without target
-  int32_t* raw_of_compact = nullptr;  // [capacity]
+  int32_t* compact_of_raw = nullptr;   // [capacity]: -1 for rows without target
+  int32_t* raw_of_compact = nullptr;   // [capacity]
   int32_t* gradient_of_raw = nullptr;  // [capacity]: compact_of_raw, but -1 for absent rows too
-  int32_t* target = nullptr;          // [capacity], compact, likewise below
+  int32_t* target = nullptr;           // [capacity], compact, likewise below
   int32_t* accumulate = nullptr;
   int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted; no stand-in, not absent
   RowCheck* checks = nullptr;
@@ -50,8 +50,8 @@ struct RowOutputBlock {
   float* square = nullptr;
   float* sample_threshold = nullptr;  // [1]
   int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
-  int32_t* lost = nullptr;            // [1]: not 0 if the chunk has left something in the accumulators that fails
-  Decision* decision = nullptr;       // [1]; only of a chunk that may be filtered or sampled
+  int32_t* lost = nullptr;       // [1]: not 0 if the chunk has left something in the accumulators that fails
+  Decision* decision = nullptr;  // [1]; only of a chunk that may be filtered or sampled
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };

@@ -65,7 +65,8 @@ TEST_F(ResetsTest, AResetWhoseAnswerIsLostIsDoneOnce) {
 }
 
 TEST_F(ResetsTest, AResetMeansTheProcessThatHasTheHead) {
-  server_.SetFaults({.on_reset = [&](const v1::ResetHeadRequest&) { return lossd::fake::Fault{.restart = true}; }});
+  server_.SetFaults(
+      {.on_reset = [&](const v1::ResetHeadRequest&) { return lossd::fake::Fault{.restart = true}; }});
   const uint64_t before = server_.incarnation();
   const absl::Status reset = client_->ResetHead(ResetOf(v1::RESET_SCOPE_ALL)).status();
   EXPECT_EQ(reset.code(), absl::StatusCode::kAborted) << reset;

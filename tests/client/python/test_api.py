@@ -196,7 +196,7 @@ def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[
     with pytest.raises(lossd.AlreadyExists) as caught:
         client.create_head(name, hidden_size=D + 1, vocab_size=V, bias=True, norm="layernorm", compute_dtype="bf16",
                            optimizer_state="none", frozen=True, logits="recomputed", gradients="sampled", split="rows",
-                           exist_ok=True)
+                           if_exists="keep")
     assert str(caught.value).startswith(
         f'head "{name}" exists with hidden_size 16 instead of 17, bias False instead of True, norm rmsnorm instead of '
         "layernorm, compute_dtype fp32 instead of bf16, optimizer_state adam instead of none, frozen False instead of "
@@ -206,10 +206,10 @@ def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[
 
 def test_a_head_that_exists_or_does_not(client: lossd.Client, make_head: Callable[..., str]) -> None:
     name = make_head(hidden_size=D, vocab_size=V)
-    with pytest.raises(lossd.AlreadyExists, match=f"{name}.*exist_ok=True.*delete_head"):
+    with pytest.raises(lossd.AlreadyExists, match=f'{name}.*if_exists="keep".*delete_head'):
         client.create_head(name, hidden_size=D, vocab_size=V)
     before = client.read_tensor(name)
-    assert client.create_head(name, hidden_size=D, vocab_size=V, seed=5, exist_ok=True).spec.name == name
+    assert client.create_head(name, hidden_size=D, vocab_size=V, seed=5, if_exists="keep").spec.name == name
     assert (client.read_tensor(name) == before).all()
 
 
@@ -237,7 +237,7 @@ def test_several_trainers_create_one_head(server: Any, client: lossd.Client) -> 
         clients = list(pool.map(lambda _: lossd.Client(server.target, channels=1), range(trainers)))
         for round_ in range(5):
             made = list(pool.map(lambda each: each.create_head("one", hidden_size=256, vocab_size=20000, seed=round_,
-                                                               exist_ok=True), clients))
+                                                               if_exists="keep"), clients))
             assert {each.spec for each in made} == {made[0].spec} and {each.state.step for each in made} == {0}
             values = list(pool.map(lambda each: each.read_tensor("one", rows=(19990, 20000)), clients))
             assert all((value == values[0]).all() for value in values) and values[0].any()

@@ -126,3 +126,20 @@ def test_a_bias_may_mask_classes(client, folder, weight):
     bias[10:] = -np.inf
     write_safetensors(folder / "masked.safetensors", w=weight, b=bias)
     np.testing.assert_array_equal(create(client, "masked", path="masked.safetensors", bias="b"), weight)
+
+
+def test_a_reset_from_a_file_that_is_refused_changes_nothing(client, make_head, folder, weight):
+    head = make_head(hidden_size=D, vocab_size=V)
+    client.compute_loss(head, np.ones((3, D), np.float32), [1, 2, 3], step=0, id=0, accumulate=True)
+    client.apply_step(head, 0, lossd.AdamW(lr=0.1))
+    before = {role: client.read_tensor(head, role=role) for role in ("value", "moment1", "moment2")}
+    weight[V - 1, D - 1] = np.nan  # the last one
+    write_safetensors(folder / "late.safetensors", w=weight)
+    file = lossd.TensorFile(path="late.safetensors", weight="w")
+    with pytest.raises(lossd.InvalidArgument, match=rf"nan at \[{V - 1}, {D - 1}\] of 'w'"):
+        client.reset_head(head, "all", tensor_file=file)
+    assert client.describe_head(head).state.step == 1
+    for role, values in before.items():
+        np.testing.assert_array_equal(client.read_tensor(head, role=role), values)
+    client.reset_head(head, "all", tensor_file=lossd.TensorFile(path="late.safetensors", weight="w", allow_non_finite=True))
+    np.testing.assert_array_equal(client.read_tensor(head), weight)

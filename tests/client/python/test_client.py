@@ -341,9 +341,9 @@ def test_a_head_may_exist_already(client, make_head):
     weight = client.read_tensor(name)
     with pytest.raises(lossd.AlreadyExists):
         client.create_head(name, hidden_size=8, vocab_size=30)
-    assert client.create_head(name, hidden_size=8, vocab_size=30, exist_ok=True).spec.name == name
+    assert client.create_head(name, hidden_size=8, vocab_size=30, if_exists="keep").spec.name == name
     np.testing.assert_array_equal(client.read_tensor(name), weight)
     for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias False instead of True"),
                           ({"norm": "rmsnorm"}, "norm")):
         with pytest.raises(lossd.AlreadyExists, match=what):
-            client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, exist_ok=True)
+            client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, if_exists="keep")

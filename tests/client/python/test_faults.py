@@ -254,7 +254,7 @@ def test_a_checkpoint_is_deleted_once_through_a_cut_network(server, client, make
     head = make_head(hidden_size=D, vocab_size=V)
     proxy = CutProxy(server.target, mean_bytes=6000, seed=seed)
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
-    with lossd.Client(proxy.target, channels=1, retry=retry, transport="grpc") as shaky:
+    with lossd.Client(proxy.target, channels=1, retry=retry, transport="grpc", wait_for_server=True) as shaky:
         rounds = 0
         while proxy.cuts < 8 or rounds < 20:
             saved = client.save_checkpoint(head, "best")

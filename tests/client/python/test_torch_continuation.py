@@ -132,7 +132,8 @@ def test_a_second_optimizer_of_one_program_begins(client, make_head, compare):
 
 
 @pytest.mark.filterwarnings("ignore:head")
-@pytest.mark.parametrize("how", ["continues", "load_checkpoint", "load_state_dict", "load_state", "client made before", "another client"])
+@pytest.mark.parametrize("how", [
+    "continues", "load_checkpoint", "load_state_dict", "load_state", "client made before", "another client"])
 def test_an_optimizer_that_continues(client, used, how):
     """The moments are those of the earlier program: with no gradient the weights move on."""
     name, _ = used(save=True)
@@ -148,7 +149,7 @@ def test_an_optimizer_that_continues(client, used, how):
             other.load_checkpoint(f"{name}/kept")
         head.sync()
     elif how == "load_state_dict":
-        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(HeadOptimizer(head, lr=1e-2, continues=True).state_dict())
     elif how == "load_state":
         head.load_state(head.save_state())
     before = client.read_tensor(name)
@@ -161,6 +162,21 @@ def test_an_optimizer_that_continues(client, used, how):
     before = client.read_tensor(name)
     begun.step()
     assert client.describe_head(name).updates == 1 and (client.read_tensor(name) == before).all()
+
+
+@pytest.mark.parametrize("kept", ["checkpoint", "none"])
+def test_a_state_that_is_taken_and_given_back_continues_nothing(client, used, compare, kept):
+    """As Accelerate's prepare() does with every optimizer."""
+    name, _ = used()
+    head = LossHead(client, name, state=kept)
+    optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="continues at step 3"):
+        assert compare(name, optimizer, local_adamw(client, name), 2, head) < 2e-5
+    optimizer.load_state_dict(optimizer.state_dict())  # it has begun, and goes on
+    head(torch.randn(N, D), torch.full((N,), -100)).backward()
+    optimizer.step()
+    assert client.describe_head(name).updates == 3
 
 
 @pytest.mark.filterwarnings("ignore:head")

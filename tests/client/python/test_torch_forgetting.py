@@ -14,7 +14,7 @@ import numpy as np  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding  # noqa: E402
 
 D, V, N = 16, 90, 32
 TOLD_OF_STEPS = hasattr(torch.optim.Optimizer, "register_step_post_hook")
@@ -230,6 +230,21 @@ def test_requires_grad_of_another_module_changes_nothing(client, head):
     assert head.train_head
     model.requires_grad_()
     assert head.train_head
+
+
+def test_a_tied_embedding_of_a_frozen_head(client, head):
+    """The matrix that the two share stays as it is."""
+    embedding = torch.nn.Embedding(V, D)
+    tied, optimizer = TiedEmbedding(head, embedding.weight), HeadOptimizer(head, lr=0.1)
+    tied.pull()
+    head.requires_grad_(False)
+    before = bits(client, head)
+    head(embedding(torch.arange(N)), torch.arange(N)).backward()
+    tied.add_gradient()
+    optimizer.step()
+    tied.pull()
+    assert (bits(client, head) == before).all() and (embedding.weight.detach().numpy().view(np.uint32) == before).all()
+    assert client.describe_head(head.head_name).step_contributions == 0 and embedding.weight.grad is None
 
 
 def test_a_head_that_was_created_frozen(client, make_head):

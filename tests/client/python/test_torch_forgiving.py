@@ -104,6 +104,20 @@ def test_a_new_head_of_several_trainers(client, make_head, problem):
     assert LossHead(client, name, rank=0, world_size=2).left_over == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"rank": 1, "world_size": 2}])
+def test_a_new_head_after_a_reset(client, make_head, problem, options):
+    """A script, or a cell, that begins with a reset finds nothing of what it left."""
+    name = make_head(hidden_size=D, vocab_size=V)
+    for _ in range(2):
+        client.create_head(name, hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="reset")
+        head = LossHead(client, name, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = head(*problem)
+            loss.backward()
+        assert client.describe_head(name).step_microbatches == 1
+
+
 # ---- Losses that get no backward ----
 
 def test_a_deferred_loss_without_backward(client, make_head, problem):

@@ -60,6 +60,7 @@ def test_one_row_without_batch(client, make_head):
     assert loss.shape == () and hidden.grad.shape == (D,)
 
 
+@pytest.mark.filterwarnings("ignore:.*no HeadOptimizer was made")
 def test_several_losses_under_way(client, make_head, problem):
     hidden, targets = problem
     module = LossHead(client, make_head(hidden_size=D, vocab_size=V), reduction="sum")

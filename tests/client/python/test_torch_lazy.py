@@ -19,6 +19,7 @@ def problem(seed):
     return torch.randn(N, D), torch.randint(0, V, (N,))
 
 
+@pytest.mark.filterwarnings("ignore:.*no HeadOptimizer was made")
 def test_lazy_losses_are_those_of_wait(client, make_head, problem):
     module = LossHead(client, make_head(hidden_size=D, vocab_size=V))
     hidden, targets = problem

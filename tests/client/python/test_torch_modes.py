@@ -63,6 +63,12 @@ def test_an_evaluation_is_not_part_of_the_step(client, pair, problem, deferred):
     assert optimizer.last.microbatches == 1
 
 
+def test_a_lazy_loss_of_an_evaluation_is_there(pair, problem):
+    head, layer = pair()
+    head.eval()
+    close(head.start(*problem).lazy().detach(), cross_entropy(layer, *problem).detach())
+
+
 @pytest.mark.parametrize("reduction, deferred", [("mean", False), ("mean", True), ("none", False)])
 def test_a_backward_in_evaluation_mode_is_refused(client, pair, problem, reduction, deferred):
     """A local head would get a gradient there, and nobody would know that this one gets none."""
@@ -200,7 +206,8 @@ def test_a_checkpoint_around_trunk_and_head(client, pair, seed, name, tensor, de
     if "reentrant" in name:
         inputs.requires_grad_()
     factor = torch.nn.Parameter(torch.tensor(0.5)) if tensor else 0.5
-    wanted, losses = run(model, lambda h, t: cross_entropy(layer, h, t, reduction="sum"), WRAPS[name], factor, inputs, targets)
+    wanted, losses = run(model, lambda h, t: cross_entropy(layer, h, t, reduction="sum"), WRAPS[name], factor, inputs,
+                         targets)
     of_factor, of_layer = (factor.grad.clone() if tensor else None), layer.weight.grad.clone()
     if tensor:
         factor.grad = None

@@ -44,7 +44,7 @@ class FakeDevice {
   absl::Status fail_step;
   absl::Status fail_zero;
   absl::Status fail_moments;  // every zeroing of moments
-  absl::Status fail_write;  // of tensors
+  absl::Status fail_write;    // of tensors
   absl::Status fail_norm;
   // Called while a step is being applied.
   std::function<void()> on_step = [] {};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine on the CPU backend: rows of weight 0 may hold anything, directly, deferred and in deterministic mode;
-// and what is refused because it is not finite leaves no bit behind.
+// An engine on the CPU backend: rows of weight 0 may hold anything, directly, deferred and in deterministic
+// mode; and what is refused because it is not finite leaves no bit behind.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -61,9 +61,10 @@ class FiniteRowsTest : public ::testing::TestWithParam<Mode> {
                                 .deterministic = GetParam().deterministic};
     auto engine = Engine::Create(options, backend_.get(), 42, {});
     EXPECT_TRUE(engine.ok()) << engine.status();
-    EXPECT_TRUE((*engine)
-                    ->CreateHead("head", {.hidden_size = kD, .vocab_size = kV, .has_bias = true, .trainable = true})
-                    .ok());
+    EXPECT_TRUE(
+        (*engine)
+            ->CreateHead("head", {.hidden_size = kD, .vocab_size = kV, .has_bias = true, .trainable = true})
+            .ok());
     EXPECT_TRUE((*engine)->PublishHead("head").ok());
     const auto write = [&](head::Head& head) {
       absl::Status status;
@@ -126,8 +127,9 @@ class FiniteRowsTest : public ::testing::TestWithParam<Mode> {
       absl::Status status =
           head.kernels().ReadTensor({Param::kWeight, Role::kGradient}, 0, kV, kernels::DType::kFloat32,
                                     {bytes, static_cast<size_t>(kV * kD) * sizeof(float)});
-      status.Update(head.kernels().ReadTensor({Param::kBias, Role::kGradient}, 0, kV, kernels::DType::kFloat32,
-                                              {bytes + kV * kD * 4, static_cast<size_t>(kV) * sizeof(float)}));
+      status.Update(
+          head.kernels().ReadTensor({Param::kBias, Role::kGradient}, 0, kV, kernels::DType::kFloat32,
+                                    {bytes + kV * kD * 4, static_cast<size_t>(kV) * sizeof(float)}));
       return status;
     };
     EXPECT_TRUE(engine.OnDevice("head", read).ok());

@@ -155,7 +155,8 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
   EXPECT_GT(step_.state().generation, before.generation);
   EXPECT_EQ(step_.state().weights_version, before.weights_version);
   const HeadState restarted = step_.state();
-  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, {}, absl::UnavailableError("loading"));
+  step_.BeginLoad({.step = 3, .updates = 2}, std::nullopt, head::History(), absl::UnavailableError("loading"),
+                  absl::UnixEpoch());
   EXPECT_EQ(step_.CheckValid().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(step_.CheckWeights().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(step_.CheckGradients().code(), absl::StatusCode::kUnavailable);
@@ -170,7 +171,7 @@ TEST_F(OpenStepTest, InvalidGradientsEndWithARestartAndInvalidWeightsWithAReset)
 
 TEST_F(OpenStepTest, ALoadedStepIsRepeatedWithoutItsMicrobatches) {
   step_.BeginLoad({.step = 3, .updates = 3}, head::AppliedStep{.incarnation = 7, .generation = 4, .rows = 6},
-                  {}, {});
+                  head::History(), {}, absl::UnixEpoch());
   EXPECT_TRUE(step_.last().IsRepeat({.step = 2}));
   EXPECT_TRUE(
       CheckRepeat({.step = 2, .expected_microbatches = {1, 2}, .expected_rows = 6, .incarnation = 7}).ok());
@@ -249,7 +250,8 @@ TEST_F(OpenStepTest, ALoadEndsEverything) {
   const Binding generation{.generation = versions.generation()}, weights{.weights = versions.weights()},
       accumulation{.accumulation = versions.accumulation()};
   const uint64_t write = step_.versions().BeginWrite(Written::kMoment);
-  step_.BeginLoad({.step = 3}, std::nullopt, {}, absl::UnavailableError("loading"));
+  step_.BeginLoad({.step = 3}, std::nullopt, head::History(), absl::UnavailableError("loading"),
+                  absl::UnixEpoch());
   for (const Binding& binding : {generation, weights, accumulation})
     EXPECT_EQ(step_.CheckBound(binding).code(), absl::StatusCode::kAborted);
   EXPECT_FALSE(versions.IsWriting(write));

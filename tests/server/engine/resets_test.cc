@@ -99,8 +99,8 @@ TEST_F(ResetsTest, OpenCallsThatAccumulateAreInTheWay) {
       ASSERT_TRUE(contribution.ok()) << contribution.status();
       const absl::Status refused = engine_->Reset("head", scope).status();
       EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
-      EXPECT_THAT(std::string(refused.message()),
-                  AllOf(HasSubstr("1 open accumulating ComputeLoss call"), HasSubstr("1 open AddGradient call")));
+      EXPECT_THAT(std::string(refused.message()), AllOf(HasSubstr("1 open accumulating ComputeLoss call"),
+                                                        HasSubstr("1 open AddGradient call")));
     }
     EXPECT_EQ(engine_->Reset("head", scope).status().code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_EQ(device_.moments_zeroed, 0);
@@ -137,9 +137,9 @@ TEST_F(ResetsTest, MomentsThatMayBeHalfZeroedAreNotTrusted) {
   Start();
   device_.fail_moments = absl::InternalError("boom");
   for (const bool by_step : {true, false}) {
-    const absl::Status failed = by_step
-                                    ? engine_->ApplyStep("head", {.step = 0, .begin_optimizer = true}).status()
-                                    : engine_->Reset("head", ResetScope::kOptimizer).status();
+    const absl::Status failed =
+        by_step ? engine_->ApplyStep("head", {.step = 0, .begin_optimizer = true}).status()
+                : engine_->Reset("head", ResetScope::kOptimizer).status();
     EXPECT_EQ(failed.code(), absl::StatusCode::kInternal) << failed;
     device_.fail_moments = absl::OkStatus();
     EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kInternal);
@@ -179,16 +179,36 @@ TEST_F(ResetsTest, TheRunOfTheFirstRowsIsThatOfTheOpenStep) {
   StreamSpec stale = Whole(3, 4, 7);
   stale.run = "b";
   const absl::Status refused = engine_->Open(stale, std::make_shared<RowCollector>()).status();
-  EXPECT_THAT(std::string(refused.message()),
-              HasSubstr("open.step is not the open step, which is 0, got 7; another program trains this head: run a "
-                        "has rows in the open step"));
+  EXPECT_THAT(
+      std::string(refused.message()),
+      HasSubstr("open.step is not the open step, which is 0, got 7; another program trains this head: run a "
+                "has rows in the open step"));
   stale.run = "a";
   EXPECT_THAT(std::string(engine_->Open(stale, std::make_shared<RowCollector>()).status().message()),
               HasSubstr("no step was applied to this head since it was created"));
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   EXPECT_EQ(Snapshot().open_run, "");
-  EXPECT_THAT(std::string(engine_->ZeroGradients("head", 4).status().message()), HasSubstr("; no step was applied"));
-  EXPECT_THAT(std::string(engine_->GradNorm("head", 4, "x").status().message()), HasSubstr("; no step was applied"));
+  EXPECT_THAT(std::string(engine_->ZeroGradients("head", 4).status().message()),
+              HasSubstr("; no step was applied"));
+  EXPECT_THAT(std::string(engine_->GradNorm("head", 4, "x").status().message()),
+              HasSubstr("; no step was applied"));
+}
+
+// A call that ends before any of its rows have been accumulated leaves no trace.
+TEST_F(ResetsTest, ARunWhoseRowsAreGoneHasNone) {
+  Start();
+  StreamSpec spec = Whole(1, 4);
+  spec.run = "a";
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(spec, collector);
+  EXPECT_EQ(Snapshot().open_run, "a");
+  stream->Cancel(absl::CancelledError("given up"));
+  collector->Wait().IgnoreError();
+  EXPECT_EQ(Snapshot().open_run, "");
+  spec.run = "b";
+  auto other = std::make_shared<RowCollector>();
+  auto again = Open(spec, other);
+  EXPECT_EQ(Snapshot().open_run, "b");
 }
 
 TEST_F(ResetsTest, AContributionNamesItsRunToo) {

@@ -25,7 +25,8 @@ class StepHistoryTest : public ::testing::Test {
 TEST_F(StepHistoryTest, WhoAppliedTheLastStep) {
   EXPECT_EQ(Why(3, 0, absl::ZeroDuration()), "no step was applied to this head since it was created");
   history_.OnApplied("other", kStart);
-  EXPECT_EQ(Why(0, 1, absl::Seconds(1)), "another program trains this head: run other applied step 0 1 second ago");
+  EXPECT_EQ(Why(0, 1, absl::Seconds(1)),
+            "another program trains this head: run other applied step 0 1 second ago");
   EXPECT_THAT(Why(0, 1, absl::Seconds(119)), HasSubstr("119 seconds ago"));
   EXPECT_THAT(Why(0, 1, absl::Seconds(121)), HasSubstr("2 minutes ago"));
   EXPECT_THAT(Why(0, 1, absl::Hours(3)), HasSubstr("3 hours ago"));
@@ -37,17 +38,20 @@ TEST_F(StepHistoryTest, WhoAppliedTheLastStep) {
 }
 
 TEST_F(StepHistoryTest, WhoHasRowsInTheOpenStep) {
-  history_.OnFirstRows("other");
-  EXPECT_EQ(Why(3, 0, absl::ZeroDuration()), "another program trains this head: run other has rows in the open step");
-  EXPECT_EQ(Why(3, 0, absl::ZeroDuration(), "other"), "no step was applied to this head since it was created");
+  history_.OnRows("other");
+  EXPECT_EQ(Why(3, 0, absl::ZeroDuration()),
+            "another program trains this head: run other has rows in the open step");
+  EXPECT_EQ(Why(3, 0, absl::ZeroDuration(), "other"),
+            "no step was applied to this head since it was created");
   history_.OnDiscarded();
   EXPECT_EQ(history_.open_run(), "");
-  history_.OnFirstRows("third");
+  history_.OnRows("third");
   history_.OnApplied("other", kStart);
   EXPECT_EQ(history_.open_run(), "");
-  history_.OnFirstRows("third");
+  history_.OnRows("third");
   EXPECT_EQ(Why(0, 1, absl::Seconds(2)),
-            "another program trains this head: run other applied step 0 2 seconds ago; run third has rows in the open step");
+            "another program trains this head: run other applied step 0 2 seconds ago; run third has rows in "
+            "the open step");
 }
 
 TEST_F(StepHistoryTest, WhatWasLoaded) {
@@ -58,13 +62,16 @@ TEST_F(StepHistoryTest, WhatWasLoaded) {
                         .checkpoint_step = 2,
                         .checkpoint_unix_seconds = 1'800'000'000,
                         .loaded = true});
-  const std::string came_back = "this head came back from a checkpoint: the server loaded lm/two of step 2, saved 4 seconds ago";
+  const std::string came_back =
+      "this head came back from a checkpoint: the server loaded lm/two of step 2, saved 4 seconds ago";
   EXPECT_EQ(Why(5, 2, absl::Seconds(4)), came_back + ", trained by run me");
   history_.OnApplied("other", kStart);
-  EXPECT_THAT(Why(5, 3, absl::Seconds(4)), AllOf(HasSubstr("run other applied step 2"), HasSubstr(came_back)));
+  EXPECT_THAT(Why(5, 3, absl::Seconds(4)),
+              AllOf(HasSubstr("run other applied step 2"), HasSubstr(came_back)));
   EXPECT_THAT(Why(2, 3, absl::Seconds(4)), Not(HasSubstr("checkpoint"))) << "steps from there on are known";
   history_.OnLoaded(9, {.checkpoint = "lm/old", .checkpoint_step = 1, .loaded = true});
-  EXPECT_EQ(Why(5, 1, absl::Seconds(4)), "this head came back from a checkpoint: the server loaded lm/old of step 1");
+  EXPECT_EQ(Why(5, 1, absl::Seconds(4)),
+            "this head came back from a checkpoint: the server loaded lm/old of step 1");
 }
 
 TEST_F(StepHistoryTest, WhatWasReset) {

@@ -158,7 +158,8 @@ TEST_P(GradientsTest, AbsentRows) {
   TestServer server;
   const auto client = server.Connect();
   ASSERT_NO_FATAL_FAILURE(CreateHead(*client, "head", problem));
-  const LossAnswers answers = Stream(*client, OpenFor("head", problem, data, 0), problem, poisoned, 0, 30, rng_);
+  const LossAnswers answers =
+      Stream(*client, OpenFor("head", problem, data, 0), problem, poisoned, 0, 30, rng_);
   ASSERT_TRUE(answers.status.ok()) << answers.status;
   reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
   const std::vector<reference::Result> want = kernels::testing::ComputeReference(problem, &gradients);

@@ -74,8 +74,8 @@ class HeadCalls:
           shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
             others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same.
           if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
-            step and optimizer, as when a training goes on; "reset": as new, by reset_head(). With "keep" and "reset"
-            AlreadyExists names what its specification has otherwise.
+            step and optimizer, as when a training goes on; "reset": as new, by reset_head(), which one of several ranks calls
+            before the others begin. With "keep" and "reset" AlreadyExists names what its specification has otherwise.
           exist_ok: the earlier name: True is if_exists="keep", with a DeprecationWarning. Not with `if_exists`.
           dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
             creation would raise.

@@ -71,7 +71,9 @@ __device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const Lo
   RowStart start;
   start.count = selected.count;
   start.unlisted.max = selected.max;
-  start.unlisted.sum = fmaxf(selected.sum - selected.listed_sum, 0.0f);
+  // Rounding may leave less than 0. NaN stays, so that the row is refused; fmaxf would make it 0.
+  const float unlisted = selected.sum - selected.listed_sum;
+  start.unlisted.sum = unlisted < 0.0f ? 0.0f : unlisted;
   start.unlisted.spread = selected.spread - selected.listed_spread;
   start.unlisted.weighted = selected.weighted;
   start.unlisted.arg = -1;

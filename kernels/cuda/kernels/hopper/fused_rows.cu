@@ -264,7 +264,8 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
   // Padding rows of a head that is not finite: 0 times NaN would reach the weight gradient.
   const int64_t padding = in.padded_rows - in.rows;
   if (padding == 0) return cudaSuccess;
-  return cudaMemsetAsync(elements + in.rows * ld, 0, static_cast<size_t>(padding * ld) * sizeof(*elements), stream);
+  return cudaMemsetAsync(elements + in.rows * ld, 0, static_cast<size_t>(padding * ld) * sizeof(*elements),
+                         stream);
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -39,8 +39,8 @@ cudaError_t LaunchFinishRows(const LossTerms& terms, const RowInputs& in, const 
 cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                               const FusedRows& rows, GradientRule* rules, cudaStream_t stream);
 // Row results, factors, the targets' entries in the exponentials [padded_rows, ld], and zeros in padding rows
-// and in the rows whose loss is not finite. Rows whose coef_entropy is not 0 have factor 1, and are to go through
-// LaunchEntropyGradient().
+// and in the rows whose loss is not finite. Rows whose coef_entropy is not 0 have factor 1, and are to go
+// through LaunchEntropyGradient().
 cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                                      const FusedRows& rows, void* exponentials, int64_t ld,
                                      cudaStream_t stream);

@@ -113,7 +113,8 @@ TEST(ChunkLayout, RowsThatStandInHaveNoGradient) {
 TEST(ChunkLayout, AbsentRowsHaveResultsAndNoGradient) {
   Blocks blocks;
   const std::vector<int32_t> targets = {1, kIgnoredTarget, 2, 3, 4};
-  const std::vector<float> weights = {0.0f, 0.0f, 0.0f, 1.0f, 0.0f}, grad_lse = {0.0f, 0.0f, 0.5f, 0.0f, 0.0f};
+  const std::vector<float> weights = {0.0f, 0.0f, 0.0f, 1.0f, 0.0f},
+                           grad_lse = {0.0f, 0.0f, 0.5f, 0.0f, 0.0f};
   std::vector<float> loss(5), lse(5), entropy(5), logprob(5), gradient(20);
   std::vector<int32_t> argmax(5);
   Slice slice;

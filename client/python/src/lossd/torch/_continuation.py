@@ -42,7 +42,8 @@ class Continuation:
         """Whether this program has, and no step came after that."""
         return self._loaded or self._client._head_cache.loaded(self._head, self._description.state.incarnation)
 
-    def stepped(self) -> None:
+    def forget(self) -> None:
+        """What was restored was the start of something else: a step has come after it."""
         self._loaded = False
         self._client._head_cache.forget_loaded(self._head, self._description.state.incarnation)
 

@@ -85,6 +85,10 @@ class DataParallel:
         found: list[float] = tensor.tolist()
         return found
 
+    def at_own_rank(self, value: float) -> list[float]:
+        """For totals() that are the values of each rank."""
+        return [float(value) if rank == self.rank else 0.0 for rank in range(self.size)]
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.total(0.0)

@@ -15,8 +15,8 @@ from lossd.torch import _callers
 _BACKWARDS = 4  # without a HeadOptimizer
 _STEPS_OF_OTHERS = 2  # of one optimizer, with a HeadOptimizer that makes none
 _DISCARDS = 4  # of steps that had a backward, one after the other
-# In the first step, where no other optimizer can tell that it should be over: nothing but the head is trained, or torch (1.13)
-# does not tell of their steps.
+# In the first step, where no other optimizer can tell that it should be over: nothing but the head is trained, or torch
+# (1.13) does not tell of their steps.
 _BACKWARDS_OF_A_STEP = 64
 _MOST = 1024  # heads that are remembered
 
@@ -76,8 +76,8 @@ class Watch:
             return
         self._discards += 1
         if self._discards >= _DISCARDS and not self._has_stepped and not self._said:
-            self._say(f"zero_grad() has discarded {self._discards} steps of head {self._key[1]!r}, and its HeadOptimizer has "
-                      "made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
+            self._say(f"zero_grad() has discarded {self._discards} steps of head {self._key[1]!r}, and its HeadOptimizer "
+                      "has made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
 
     def another_stepped(self, optimizer: Any) -> None:
         steps, backwards = self._others.get(optimizer, (0, 0))
@@ -85,15 +85,15 @@ class Watch:
             return
         self._others[optimizer] = steps + 1, self._backwards
         if steps + 1 >= _STEPS_OF_OTHERS:
-            self._say(f"{type(optimizer).__name__} has made {steps + 1} steps, each after losses of head {self._key[1]!r}, and "
-                      "its HeadOptimizer has made none, so the head does not learn: add head_optimizer.step() after "
-                      "optimizer.step()")
+            self._say(f"{type(optimizer).__name__} has made {steps + 1} steps, each after losses of head "
+                      f"{self._key[1]!r}, and its HeadOptimizer has made none, so the head does not learn: add "
+                      "head_optimizer.step() after optimizer.step()")
 
     def explain(self, error: errors.ResourceExhausted) -> None:
         """The server keeps a note of every row of the open step."""
         if "ledger" in error.message and self._backwards > 0:
-            error.add(f". The open step of head {self._key[1]!r} has had {self._backwards} backward passes of this LossHead and "
-                      "no step(): if the loop never calls step() of its HeadOptimizer, add that first")
+            error.add(f". The open step of head {self._key[1]!r} has had {self._backwards} backward passes of this LossHead "
+                      "and no step(): if the loop never calls step() of its HeadOptimizer, add that first")
 
     def _say(self, what: str) -> None:
         self._said = True

@@ -202,7 +202,7 @@ class Job:
     def lazy_output(self) -> torch.Tensor:
         if self.module.extras or self.row_losses:
             raise RuntimeError("extras and deferred losses are needed before backward: use wait() instead of lazy()")
-        if not self.plan.has_graph or self.plan.repeats:
+        if not self.plan.has_graph or self.plan.repeats or self.plan.evaluates:
             loss = self.output()
             assert isinstance(loss, torch.Tensor)
             return loss

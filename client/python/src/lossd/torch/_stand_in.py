@@ -19,12 +19,12 @@ _SCALINGS = frozenset((
     "mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__", "__itruediv__", "_foreach_mul_", "_foreach_div_",
     "_amp_non_finite_check_and_unscale_", "_amp_foreach_non_finite_check_and_unscale_"))
 _NEUTRAL = frozenset(("requires_grad_", "detach_", "retain_grad", "squeeze_", "unsqueeze_"))
-# Functions whose results are multiples of the gradient, which is not negative, and those whose results are the same one.
+# Functions whose results are multiples of the gradient, which is not negative; and those whose results are the same one.
 _PRODUCTS = frozenset((
     "mul", "div", "multiply", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
 _SAME = frozenset((
-    "detach", "clone", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "float", "double",
-    "cpu", "cuda", "to_dense", "coalesce", "expand_as", "abs", "absolute"))
+    "detach", "clone", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "float",
+    "double", "cpu", "cuda", "to_dense", "coalesce", "expand_as", "abs", "absolute"))
 _NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "norm_except_dim"))
 # What norms of other orders are made of.
 _LARGEST = frozenset(("max", "amax", "_foreach_max"))
@@ -126,7 +126,7 @@ def _note(notes: Notes, name: str, args: Any, kwargs: Any) -> None:
         notes.norm_taken(math.inf)
     elif name in _MAGNITUDES or (name in ("pow", "__pow__", "float_power") and args[1:] != (2,)):
         notes.power_taken(name)
-    elif name in _SCALINGS or name in _PRODUCTS:
+    elif name in _SCALINGS:
         notes.scaled()
     elif name in ("__set__", "__setitem__") or (_is_in_place(name) and name not in _NEUTRAL):
         notes.changed(name)
@@ -194,6 +194,8 @@ class StandIn(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if isinstance(value, Gradient) and value is not self.held and hasattr(value, "notes"):
+            value.notes.scaled()  # a product, most likely
         self.held = value
 
     @grad.deleter

@@ -8,7 +8,7 @@ number * world_size + rank, so that trainers never take each other's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _APART = 1 << 40  # numbers of microbatches are below
@@ -222,8 +222,9 @@ class StepTracker:
             raise RuntimeError(f"microbatch {failed} of step {self.step} failed, {waits}. Compute it again with "
                                f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")
 
-    def expected(self) -> list[int]:
-        """Wire ids that the step needs, of all trainers; each has accumulated as many as this one."""
+    def expected(self, takes_part: Sequence[bool] | None = None) -> list[int]:
+        """Wire ids that the step needs, of all trainers that take part (None: of all); each of them has accumulated as many
+        as this one."""
         with self._lock:
             return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
-                    for rank in range(self.world_size)]
+                    for rank in range(self.world_size) if takes_part is None or takes_part[rank]]

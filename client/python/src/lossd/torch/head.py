@@ -304,7 +304,8 @@ class LossHead(torch.nn.Module):
             head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
         sent = 0 if earlier is None else earlier.sent
         if not self.steps.alone:
-            return sent, earlier
+            has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # not after a reset
+            return (sent, earlier) if has_some else (0, None)
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
 
     def _settle_left_over(self) -> None:

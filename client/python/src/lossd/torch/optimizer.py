@@ -118,12 +118,13 @@ class HeadOptimizer(torch.optim.Optimizer):
         head = self.head
         if not head.train_head:
             return None
-        with head.parallel.before_total():
+        with head.parallel.before_total(values=3 * head.parallel.size):
             self._check_settled("load_grad_norm()")
             has_gradients = head.steps.has_gradients or self._others_have_rows()
-        if not head.parallel.any(has_gradients):  # the others' rows count too
+        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # the others' rows count too
+        if scale is None:
             return None
-        norm = head.client.grad_norm(head.head_name, head.step) * head.gradient_scale
+        norm = head.client.grad_norm(head.head_name, head.step) * scale
         if not math.isfinite(norm):
             head.watch.excused()  # GradScaler will not call step()
         self._notes = Notes(norm, head.steps.moment)
@@ -173,7 +174,7 @@ class HeadOptimizer(torch.optim.Optimizer):
 
         Args:
           expected_microbatches: wire ids that must be complete. None: those of this trainer, and as many of each
-            other one.
+            other one; of a process_group, of each other rank that has computed any.
         """
         loss = None
         if closure is not None:
@@ -182,29 +183,48 @@ class HeadOptimizer(torch.optim.Optimizer):
         head = self.head
         if not head.train_head:
             return loss
-        with head.parallel.before_total(values=2):
+        with head.parallel.before_total(values=3 * head.parallel.size):
             self._check_settled("step()")
-            multiplier = self._multiplier()
+            multiplier = head.gradient_scale * self._multiplier()
             has_gradients = head.steps.has_gradients or self._others_have_rows()
             continues = self._continues or head.continuation.is_loaded or self._others_continue()
         # The others have sent their rows, and read the norm if they do.
-        with_gradients, continuing = head.parallel.totals(has_gradients, continues)
-        if not with_gradients:
+        with_gradients, multiplier_of_all, continuing = self._together(has_gradients, multiplier, continues)
+        if multiplier_of_all is None:
             return loss  # as of a parameter without a gradient
-        expected = head.steps.expected() if expected_microbatches is None else expected_microbatches
-        self.last = self._apply(expected, multiplier, begins=not continuing)
+        expected = expected_microbatches
+        if expected is None:
+            whole = head.steps.world_size == head.parallel.size  # else it is not known which trainers have none
+            expected = head.steps.expected(with_gradients if whole else None)
+        self.last = self._apply(expected, multiplier_of_all, begins=not continuing)
         self._continues = True
-        head.continuation.stepped()
+        head.continuation.forget()
         head.watch.stepped()
         head.steps.advance(self.last.state.step)
         self.stand_in.grad = self._notes = None
         return loss
 
+    def _together(self, has_gradients: bool, multiplier: float,
+                  continues: bool = False) -> tuple[list[bool], float | None, bool]:
+        """Which ranks have gradients, what multiplies them (None: there are none), and whether a rank continues.
+
+        A rank without gradients has had no losses that were multiplied, and takes the multiplier of the others.
+        """
+        parallel = self.head.parallel
+        totals = parallel.totals(*parallel.at_own_rank(has_gradients),
+                                 *parallel.at_own_rank(multiplier if has_gradients else 0.0),
+                                 *parallel.at_own_rank(continues))
+        with_gradients = [total > 0 for total in totals[:parallel.size]]
+        if not any(with_gradients):
+            return with_gradients, None, False
+        of_first = totals[parallel.size + with_gradients.index(True)]
+        return with_gradients, multiplier if has_gradients else of_first, any(totals[2 * parallel.size:])
+
     def _apply(self, expected: list[int], multiplier: float, begins: bool) -> lossd.StepResult:
         head = self.head
         try:
             return head.client.apply_step(
-                head.head_name, head.step, self._hyper_parameters(), grad_multiplier=head.gradient_scale * multiplier,
+                head.head_name, head.step, self._hyper_parameters(), grad_multiplier=multiplier,
                 decay_vectors=self.decay_vectors, expected_microbatches=expected, skip_non_finite=self.skip_non_finite,
                 expected_rows=head.steps.expected_rows(), begin_optimizer=begins)
         except errors.LossdError as error:
@@ -220,16 +240,23 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
-        return {**super().state_dict(), "head": self.head.save_state()}
+        begun = self._continues or self.head.continuation.is_loaded
+        return {**super().state_dict(), "head": {**self.head.save_state(), "begun": begun}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the head too. KeyError if the state does not name it."""
+        """Restores the head too. KeyError if the state does not name it.
+
+        A state of an optimizer that had not made its first step yet, as Accelerate's prepare() takes and gives back, leaves
+        this one to begin.
+        """
         if "head" not in state_dict:
             raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
                            "is of another kind of optimizer, or of an older lossd")
         self.head.load_state(state_dict["head"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "head"})
-        self._continues = True
+        self._continues = bool(state_dict["head"].get("begun", True))
+        if not self._continues:
+            self.head.continuation.forget()
         self.stand_in.grad = self._notes = None
 
     def _check_settled(self, what: str) -> None:

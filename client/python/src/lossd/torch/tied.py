@@ -36,11 +36,13 @@ class TiedEmbedding:
     def add_gradient(self) -> None:
         """Adds the embedding's gradient to that of the head, exactly once, and sets it to None.
 
-        If that fails, the gradient stays and the call may be repeated.
+        If that fails, the gradient stays and the call may be repeated. Of a head that is not trained nothing is added.
         """
+        head = self.head
+        if not head.train_head:
+            self.weight.grad = None
         if self.weight.grad is None:
             return
-        head = self.head
         number = head.steps.contribution()
         host, ready = _memory.to_host(self.weight.grad.to_dense() if self.weight.grad.is_sparse else self.weight.grad)
         if ready is not None:
