@@ -197,6 +197,11 @@ def test_a_repeated_reset_leaves_what_was_trained_meanwhile(server, client, make
     assert client.describe_head(head).state.step == 2
 
 
+def is_loaded(client, head):
+    """Whether a client of this program has loaded a checkpoint into the head."""
+    return client._head_cache.loaded(head, client.describe_head(head).state.incarnation)
+
+
 def test_a_reset_is_meant_for_the_process_that_has_the_head():
     server = ServerProcess()
     try:
@@ -208,12 +213,12 @@ def test_a_reset_is_meant_for_the_process_that_has_the_head():
             server.start()
             client.get_server()  # is repeated until the server is there
             client.load_checkpoint("a/two")
-            assert client._head_cache.loaded("a")
+            assert is_loaded(client, "a")
             with pytest.raises(lossd.Restarted, match=f"{found.state.incarnation:016x} -> "):
                 client._reset(found, "all", lossd._head_creation.InitialValues(0, False, None), None)
             assert client.describe_head("a").state.step == 2
             assert client.reset_head("a", "all").state.step == 0
-            assert not client._head_cache.loaded("a")
+            assert not is_loaded(client, "a")
     finally:
         server.stop()
 
@@ -297,11 +302,11 @@ def test_a_head_tells_its_history(server, client, make_head):
     history = client.describe_head(head).history
     assert (history.run, history.checkpoint, history.checkpoint_step, history.loaded) == (client.run, f"{head}/one", 1, False)
     assert [each.run for each in client.list_checkpoints(head)] == ["ä" * 128]
-    assert not client._head_cache.loaded(head)
+    assert not is_loaded(client, head)
     client.load_checkpoint(f"{head}/one")
-    assert client._head_cache.loaded(head)
+    assert is_loaded(client, head)
     client._head_cache.forget_loaded(head)
-    assert not client._head_cache.loaded(head)
+    assert not is_loaded(client, head)
     history = client.describe_head(head).history
     assert (history.run, history.checkpoint_step, history.loaded) == ("ä" * 128, 1, True)
     assert abs(history.checkpoint_unix_seconds - time.time()) < 60
