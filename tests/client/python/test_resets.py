@@ -197,7 +197,7 @@ def test_a_repeated_reset_leaves_what_was_trained_meanwhile(server, client, make
     assert client.describe_head(head).state.step == 2
 
 
-def is_loaded(client, head):
+def is_loaded(client: lossd.Client, head: str) -> bool:
     """Whether a client of this program has loaded a checkpoint into the head."""
     return client._head_cache.loaded(head, client.describe_head(head).state.incarnation)
 
