@@ -92,6 +92,8 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
     (r"docs/operations\.md", r"lossctl trace --seconds 2 > trace\.json", RunBy("cli_lossctl_server_test")),
     (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
+    (r"docs/operations\.md", r"lossctl checkpoints rm lm_head.*",
+     Run(instead=(("checkpoints rm", "checkpoints rm --yes"), ("step-0000000500 lm_head/mine", "step-0000000000")))),
     (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
     (r"docs/operations\.md", r"docker .*", Known("needs Docker; scripts/check-image runs the steps of the image by hand")),
     (r"docs/operations\.md", r"scripts/check-image", Known("needs root, buildah and 20 minutes; run by hand")),

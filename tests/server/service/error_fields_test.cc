@@ -134,6 +134,8 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
        {[](Spec& s) { s.set_logits(static_cast<v1::Logits>(17)); }, "spec.logits", "17"},
        {[](Spec& s) { s.set_gradients(static_cast<v1::Gradients>(17)); }, "spec.gradients", "17"},
        {[](Spec& s) { s.set_split(static_cast<v1::Split>(17)); }, "spec.split", "17"},
+       {[](Spec& s) { s.add_shares(0); }, "spec.shares", "0"},
+       {[](Spec& s) { s.add_shares(uint32_t{1} << 31); }, "spec.shares[0]", "2147483648"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);
@@ -164,6 +166,7 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
   Walk<Open>(
       "open.",
       {{[](Open& o) { o.set_head("x must be y, got z"); }, "open.head", "x must be y, got z", kNotFound},
+       {[](Open& o) { o.set_run("\x01"); }, "open.run", "a character that is not printable"},
        {[](Open& o) { o.set_step(5); }, "open.step", "5", kFailedPrecondition},
        {[](Open& o) { o.clear_step(); }, "open.step", "nothing"},
        {[](Open& o) {
@@ -231,6 +234,7 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
   Walk<Backward>(
       "backward.",
       {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
+       {[](Backward& b) { b.set_run("\x01"); }, "backward.run", "a character that is not printable"},
        {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
        {[](Backward& b) {
           b.clear_step();
@@ -280,6 +284,7 @@ TEST_F(ErrorFieldsTest, OpenGradient) {
   Walk<Open>(
       "open.",
       {{[](Open& o) { o.set_head("missing"); }, "open.head", "missing", kNotFound},
+       {[](Open& o) { o.set_run("\x01"); }, "open.run", "a character that is not printable"},
        {[](Open& o) { o.set_step(5); }, "open.step", "5", kFailedPrecondition},
        {[](Open& o) { o.set_contribution_id(1); }, "open.contribution_id", "1", kFailedPrecondition},
        {[](Open& o) { o.set_param(static_cast<v1::Param>(77)); }, "open.param", "77"},
