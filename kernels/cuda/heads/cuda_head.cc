@@ -52,6 +52,42 @@ absl::Status HiddenGradientLost(bool accumulated) {
   return accumulated ? absl::DataLossError(kWhat) : absl::InternalError(kWhat);
 }
 
+// Finds the rows that may not be accumulated, by their results and, afterwards, by their hidden gradients
+// too.
+absl::Status GuardRows(const ChunkJob& job, const ChunkSlot& slot, int32_t* keep, cudaStream_t stream) {
+  const GuardParams p = {.slices = job.layout.device_slices,
+                         .slice_begin = slot.device_in.slice_begin,
+                         .accumulate = job.accumulate,
+                         .checks = slot.device_in.checks,
+                         .terms = job.terms,
+                         .in = job.in,
+                         .out = job.out,
+                         .gradient_scale = job.weight_gradient_scale,
+                         .first_bad = slot.device_out.first_bad,
+                         .keep = keep};
+  return ToStatus(LaunchGuard(p, stream), "guard kernel");
+}
+
+// A path that recomputes logits has added its rows to the weight gradient by now, and of a head that is split
+// the other parts do not know of the rows here: then the chunk fails, and what it has accumulated is lost.
+absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
+                                 const ChunkJob& job, const ChunkSlot& slot, cudaStream_t stream) {
+  const bool late = config.logits == Logits::kRecomputed && job.layout.accumulate;
+  const HiddenGuardParams p = {.gradient = {workspace.paths[Region::kHiddenGradient],
+                                            job.hidden_gradient_dtype, sizes.hidden, sizes.padded_hidden},
+                               .scale = job.hidden_gradient_factor(),
+                               .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
+                               .begin = job.rows_here.begin,
+                               .end = job.rows_here.end,
+                               .checks = slot.device_in.checks,
+                               .keep = workspace.keep,
+                               .loss = job.out.loss,
+                               .lost = late || sizes.is_split() ? slot.device_out.lost : nullptr,
+                               .accumulate = sizes.is_split() ? job.accumulate : nullptr};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchHiddenGuard(p, stream), "guard kernel");
+  return GuardRows(job, slot, workspace.keep, stream);
+}
+
 }  // namespace
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config)
@@ -244,45 +280,8 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));
-  LOSSD_RETURN_IF_ERROR(Guard(pending));
+  LOSSD_RETURN_IF_ERROR(GuardRows(job, slot, workspace_.keep, stream));
   return Record(slot.row_results, stream);
-}
-
-absl::Status CudaHead::Guard(const Pending& pending) {
-  const ChunkJob& job = pending.job;
-  const ChunkSlot& slot = *pending.slot;
-  const GuardParams p = {.slices = job.layout.device_slices,
-                         .slice_begin = slot.device_in.slice_begin,
-                         .accumulate = job.accumulate,
-                         .checks = slot.device_in.checks,
-                         .terms = job.terms,
-                         .in = job.in,
-                         .out = job.out,
-                         .gradient_scale = job.weight_gradient_scale,
-                         .first_bad = slot.device_out.first_bad,
-                         .keep = workspace_.keep};
-  return ToStatus(LaunchGuard(p, device_->compute()), "guard kernel");
-}
-
-// A path that recomputes logits has added its rows to the weight gradient by now, and of a head that is split
-// the other parts do not know of the rows here: then the chunk fails, and what it has accumulated is lost.
-absl::Status CudaHead::GuardHiddenGradient(const Pending& pending) {
-  const ChunkJob& job = pending.job;
-  const ChunkSlot& slot = *pending.slot;
-  const bool late = config_.logits == Logits::kRecomputed && job.layout.accumulate;
-  const HiddenGuardParams p = {.gradient = {workspace_.paths[Region::kHiddenGradient],
-                                            job.hidden_gradient_dtype, sizes_.hidden, sizes_.padded_hidden},
-                               .scale = job.hidden_gradient_factor(),
-                               .may_overflow = job.direct && job.hidden_gradient_dtype == DType::kFloat16,
-                               .begin = job.rows_here.begin,
-                               .end = job.rows_here.end,
-                               .checks = slot.device_in.checks,
-                               .keep = workspace_.keep,
-                               .loss = job.out.loss,
-                               .lost = late || sizes_.is_split() ? slot.device_out.lost : nullptr,
-                               .accumulate = sizes_.is_split() ? job.accumulate : nullptr};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchHiddenGuard(p, device_->compute()), "guard kernel");
-  return Guard(pending);
 }
 
 absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
@@ -310,7 +309,8 @@ absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(path.HiddenGradient(job));
   auto* const dx = workspace_.paths.At<float>(Region::kHiddenGradient);
   LOSSD_RETURN_IF_ERROR(link_.exchange->SumRows(dx, job.rows(), sizes_.padded_hidden));
-  LOSSD_RETURN_IF_ERROR(GuardHiddenGradient(pending));
+  LOSSD_RETURN_IF_ERROR(
+      GuardHiddenGradient(config_, sizes_, workspace_, job, *pending.slot, device_->compute()));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Backward(pending.job, *pending.slot));
   return Record(pending.slot->hidden_gradient, device_->compute());
 }

@@ -85,9 +85,6 @@ class CudaHead : public HeadKernels {
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
-  // Finds the rows that may not be accumulated: by their results, and then by their hidden gradients too.
-  absl::Status Guard(const Pending& pending);
-  absl::Status GuardHiddenGradient(const Pending& pending);
   // What the row kernels know of targets: dot products, and where they are.
   absl::Status PlaceTargets(const ChunkJob& job);
   void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);

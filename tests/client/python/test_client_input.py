@@ -115,3 +115,25 @@ def test_every_loss_option_of_the_protocol_is_there():
 def test_bad_options(options, text):
     with pytest.raises(lossd.InvalidArgument, match=text):
         lossd.Client(**options)
+
+
+# ---- Options ----
+
+@pytest.mark.parametrize("options, what", [
+    ({"softcap": "1"}, "softcap is '1'; it must be a number"),
+    ({"label_smoothing": None}, "label_smoothing is None; it must be a number"),
+    ({"logit_scale": True}, "logit_scale is True; it must be a number"),
+    ({"ignore_index": -100.0}, "ignore_index is -100.0; it must be an int"),
+    ({"z_loss": [0.1]}, r"z_loss is \[0.1\]; it must be a number"),
+    ({"use_class_weights": "yes"}, "use_class_weights is 'yes'; it must be a bool"),
+    ({"gradients": 3}, "gradients is 3; it must be a str"),
+    ({"filter_epsilon": "small"}, "filter_epsilon is 'small'; it must be a number"),
+])
+def test_options_of_another_kind(options, what):
+    with pytest.raises(TypeError, match=what):
+        lossd.LossOptions(**options)
+
+
+def test_numpy_numbers_are_numbers():
+    options = lossd.LossOptions(softcap=np.float32(30.0), ignore_index=np.int64(-1), use_class_weights=np.bool_(True))
+    assert options.to_proto().softcap == 30.0 and options.to_proto().ignore_index == -1
