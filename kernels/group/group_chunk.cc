@@ -3,11 +3,27 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kernels/absent_row.h"
 
 namespace lossd::kernels {
+namespace {
+
+// A part whose rows are all ignored or absent says nothing of how gradients were computed.
+int64_t RowsThatCount(const std::vector<Slice>& slices) {
+  int64_t rows = 0;
+  for (const Slice& slice : slices) {
+    for (int64_t row = 0; row < slice.rows; ++row) {
+      rows += slice.targets[row] != kIgnoredTarget && !IsAbsent(slice, row) ? 1 : 0;
+    }
+  }
+  return rows;
+}
+
+}  // namespace
 
 GroupChunk::GroupChunk(Chunk* whole, ChunkCallbacks callbacks, std::vector<ChunkPart> parts)
     : whole_(whole),
@@ -71,10 +87,10 @@ void GroupChunk::CollectSlices() {
 }
 
 void GroupChunk::CollectChoices() {
-  const auto largest =
-      std::max_element(divided_.begin(), divided_.end(),
-                       [](const ChunkPart& a, const ChunkPart& b) { return a.rows < b.rows; });
-  const Chunk& said = parts_[static_cast<size_t>(largest - divided_.begin())].chunk;
+  std::vector<int64_t> rows;
+  for (const Part& part : parts_) rows.push_back(RowsThatCount(part.slices));
+  const auto largest = std::max_element(rows.begin(), rows.end()) - rows.begin();
+  const Chunk& said = parts_[static_cast<size_t>(largest)].chunk;
   whole_->choices = said.choices;
   whole_->gradients = said.gradients;
   whole_->sample_threshold = said.sample_threshold;

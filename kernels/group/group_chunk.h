@@ -52,7 +52,7 @@ class GroupChunk {
   };
 
   void CollectSlices();
-  // How the chunk was computed is what is said of the part with the most rows.
+  // How the chunk was computed is what is said of the part with the most rows that count.
   void CollectChoices();
   absl::Status DoneStatus() const;
 
