@@ -170,9 +170,10 @@ class GroupBackend final : public Backend,
                                                      " devices, ", by_vocabulary.status().message()));
   }
 
-  // Heads of all members, one after the other as CreateHeads makes them: the choices are the first one's, and
-  // chunk_rows the fewest.
-  absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside) const {
+  // Heads of all members, one after the other as CreateHeads makes them: the choices are those of member
+  // `described`, and chunk_rows the fewest.
+  absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside,
+                                        int described) const {
     PlannedHead all;
     for (int i = 0; i < members_.size(); ++i) {
       MemoryBytes taken = beside;
@@ -180,7 +181,7 @@ class GroupBackend final : public Backend,
       absl::StatusOr<PlannedHead> one = kernels::PlanWholeHead(members_.backend(i), config, taken);
       if (!one.ok()) return one.status();
       Add(one->memory, all.memory);
-      if (i == 0) {
+      if (i == described) {
         all.compute_dtype = one->compute_dtype;
         all.choices = std::move(one->choices);
       }
@@ -192,7 +193,7 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
-    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside);
+    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside, /*described=*/0);
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
     all->chunk_rows *= members_.size();
@@ -205,7 +206,8 @@ class GroupBackend final : public Backend,
     HeadConfig split = config;
     split.split = Split::kVocabulary;
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    absl::StatusOr<PlannedHead> all = PlanHeads(split, beside);
+    absl::StatusOr<PlannedHead> all = 
+        PlanHeads(split, beside, VocabularyHead::WithMostClasses(config, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
     all->choices =

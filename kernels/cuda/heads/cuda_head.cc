@@ -160,6 +160,7 @@ absl::Status CudaHead::Tune() {
 absl::Status CudaHead::MakeChoices() {
   ChunkFacts full;
   full.terms.vocab = sizes_.vocab;
+  full.terms.elsewhere = sizes_.all_classes - sizes_.vocab;
   full.terms.bias = tensors_.values().params.bias;
   full.rows = full.padded_rows = sizes_.chunk_rows;
   full.wants_gradient = true;

@@ -148,7 +148,7 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
                              : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
   sizes.most_padded_vocab = sizes.padded_vocab;
   sizes.vocab = own.rows;
-  sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
+  sizes.padded_vocab = std::max(RoundUp(sizes.vocab, kPad), kPad);
   return sizes;
 }
 

@@ -7,7 +7,8 @@ namespace lossd::kernels::cuda {
 
 ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
   const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
-  const int64_t rows = shard.classes > 0 ? end - shard.first_class : 0;
+  // A replica by rows without classes updates none; a part without any still has its padding.
+  const int64_t rows = shard.classes > 0 || sizes.vocab == 0 ? end - shard.first_class : 0;
   return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
           .bias = {shard.first_class, rows},
           .norm = {0, shard.norm ? sizes.padded_hidden : 0}};

@@ -40,6 +40,8 @@ std::vector<ConformanceCase> VocabularyCases() {
   add("VocabularyOf", 4, DType::kFloat32, {});
   add("SharesOf", 2, DType::kFloat16, {1, 7});
   add("SharesOf", 3, DType::kFloat32, {5, 0, 2});
+  add("SharesWithoutEndsOf", 4, DType::kFloat32, {0, 1, 6, 0});
+  add("SharesOfOneOf", 2, DType::kFloat32, {0, 1});
   return cases;
 }
 
