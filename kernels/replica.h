@@ -7,6 +7,7 @@
 #define LOSSD_KERNELS_REPLICA_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/types/span.h"
@@ -45,6 +46,13 @@ inline Shard ShardOf(int64_t vocab_size, Replica replica) {
 // Where shares of a head begin is a multiple of this many classes if there are many: a tile of the kernels.
 inline constexpr int64_t kShareGrain = 256;
 
+// Boundaries between so many devices are multiples of this.
+inline int64_t GrainOfShares(int64_t vocab_size, size_t devices) {
+  int64_t grain = kShareGrain;
+  while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(devices)) grain /= 2;
+  return grain;
+}
+
 // The first class of a device whose head is divided by `shares`, one for each device (HeadConfig::shares): a
 // multiple of kShareGrain, or of less where the devices have few classes each. For device shares.size():
 // vocab_size.
@@ -57,8 +65,7 @@ inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares
     if (shares[i] > 0) last = i;
   }
   if (device > last) return vocab_size;
-  int64_t grain = kShareGrain;
-  while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(shares.size())) grain /= 2;
+  const int64_t grain = GrainOfShares(vocab_size, shares.size());
   // vocab_size < 2^31 and all < 2^31, so that the product fits.
   const int64_t exact = (vocab_size * before + all / 2) / all;
   return std::min((exact + grain / 2) / grain * grain, vocab_size);
