@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
@@ -174,6 +175,21 @@ absl::Status Device::Synchronize() {
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status Device::Drain(absl::Status failure) const {
+  const absl::Time end = absl::Now() + kDrainLimit;
+  for (cudaStream_t stream : {upload_, compute_, download_}) {
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+      if (absl::Now() >= end) {
+        return absl::Status(failure.code(),
+                            absl::StrCat(failure.message(), "; and ", description_, " has not ended its work ",
+                                         absl::FormatDuration(kDrainLimit), " later"));
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  }
+  return failure;
 }
 
 void Device::Enqueue(Completion completion) {

@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_limits.h"
@@ -72,6 +73,7 @@ inline absl::Status Await(const Event& event, cudaStream_t stream) {
 class Device {
  public:
   static constexpr int kMaxChunksInFlight = 2;
+  static constexpr absl::Duration kDrainLimit = absl::Seconds(10);
 
   // As CreateCudaBackend.
   static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options);
@@ -97,6 +99,10 @@ class Device {
   absl::Status Fail(absl::Status status);
   // Waits until all streams are idle.
   absl::Status Synchronize();
+  // Waits until all streams have done what was enqueued before a failure, or have failed, so that nothing is
+  // copied from or to memory of callers any more. Returns `failure`; after kDrainLimit it says that the GPU
+  // has not come to an end. Thread-safe; the device is the calling thread's.
+  absl::Status Drain(absl::Status failure) const;
 
   // What the completion thread does for one chunk: `results` waits for and reports the results, `done` the
   // end of the chunk; between them and after, in_flight() counts the chunk until `done` has waited.

@@ -65,8 +65,19 @@ struct Nccl::Library {
   decltype(&ncclReduceScatter) reduce_scatter = nullptr;
   std::vector<ncclComm_t> communicators;
 
-  ~Library() {
-    for (ncclComm_t communicator : communicators) destroy(communicator);
+  ~Library() { End(destroy); }
+
+  // Gives the communicators up, by ncclCommDestroy or ncclCommAbort. Those of one process lie in each other's
+  // memory, which is freed when the last of them goes. In a group NCCL tells all of them before it frees
+  // anything of any, and works on threads of its own. No other thread may be inside a call of NCCL.
+  void End(ncclResult_t (*end)(ncclComm_t)) {
+    if (communicators.empty()) return;
+    int device = 0;
+    const bool has_device = cudaGetDevice(&device) == cudaSuccess;
+    const bool grouped = group_start() == ncclSuccess;
+    for (ncclComm_t communicator : std::exchange(communicators, {})) end(communicator);
+    if (grouped) group_end();
+    if (has_device) cudaSetDevice(device);  // NCCL below 2.27.6 leaves another one behind
   }
 
   absl::Status Load() {
@@ -82,7 +93,10 @@ struct Nccl::Library {
         file.Find("ncclReduce", reduce) && file.Find("ncclBroadcast", broadcast) &&
         file.Find("ncclAllReduce", all_reduce) && file.Find("ncclAllGather", all_gather) &&
         file.Find("ncclReduceScatter", reduce_scatter);
-    return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
+    if (!complete) return absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
+    // It has threads of its own, which outlive communicators, and state of every thread that has called it.
+    file.KeepLoaded();
+    return absl::OkStatus();
   }
 
   absl::Status Check(int result, const char* call) const {
@@ -143,8 +157,6 @@ absl::StatusOr<std::string> Nccl::NewId() {
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
   ncclUniqueId id;
   LOSSD_RETURN_IF_ERROR(nccl.library_->Check(nccl.library_->unique_id(&id), "ncclGetUniqueId"));
-  // The thread that the other processes come to belongs to the library, which therefore stays loaded.
-  nccl.library_->file.KeepLoaded();
   return std::string(id.internal, sizeof(id.internal));
 }
 
@@ -248,7 +260,7 @@ absl::Status Nccl::Abort(absl::Status reason) {
   absl::MutexLock lock(&mutex_);
   if (!failure_.ok()) return failure_;
   failure_ = std::move(reason);
-  for (ncclComm_t communicator : std::exchange(library_->communicators, {})) library_->abort(communicator);
+  library_->End(library_->abort);
   return failure_;
 }
 

@@ -2,6 +2,9 @@
 // Two GPUs that are one device, of which one stays away from an exchange or fails in it: the group ends as
 // one. The call under way gets one answer, within the time that a GPU waits for another; what comes later
 // fails; nothing hangs, and a new group can be made.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -127,6 +130,33 @@ TEST_P(CudaGroupFaults, EndAsOne) {
     std::cout << GetParam().name << " " << after << "/" << exchanges << ": " << absl::FormatDuration(took)
               << ", " << status.message() << std::endl;
     head.reset();
+  }
+}
+
+// Rows lie in memory that the GPUs write to while the thread that has enqueued the copies goes on.
+TEST_P(CudaGroupFaults, MemoryIsTheCallersOnceTheFailureIsKnown) {
+  const Problem problem = MakeProblem(Spec(), rng_);
+  for (const int64_t after : {int64_t{0}, int64_t{1}, int64_t{2}}) {
+    SCOPED_TRACE(after);
+    const auto group = MakeGroup();
+    ASSERT_NE(group, nullptr);
+    auto staging = group->AllocateStaging(int64_t{1} << 20);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    const absl::Span<uint8_t> memory = (*staging)->bytes();
+    SetRowMemory(memory);
+    auto head = MakeHead(*group, problem);
+    ASSERT_NE(head, nullptr);
+    SetNcclFault({.member = 1, .after = after, .fails = GetParam().fails});
+    const ChunkRun run = RunChunk(*head, problem);  // has overwritten all rows as soon as it heard
+    const std::vector<uint8_t> at_end(memory.begin(), memory.end());
+    for (int gpu = 0; gpu < kMembers; ++gpu) {
+      cudaSetDevice(gpu);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    EXPECT_TRUE(std::equal(memory.begin(), memory.end(), at_end.begin())) << run.results;
+    SetNcclFault({});
+    head.reset();
+    SetRowMemory({});
   }
 }
 
