@@ -2,7 +2,8 @@
 // Which part of a head each of several devices has. By rows, every device computes other rows: it has all
 // values and accumulates gradients of all classes, but each parameter is updated by one of the devices, which
 // alone keeps its optimizer state. By vocabulary, a device has all that belongs to its classes, and nothing
-// of the other classes. Plain data.
+// of the other classes; of several copies of such a head, each computes other rows, and each class is updated
+// in one of them. Plain data.
 #ifndef LOSSD_KERNELS_REPLICA_H_
 #define LOSSD_KERNELS_REPLICA_H_
 
@@ -14,7 +15,7 @@
 
 namespace lossd::kernels {
 
-// Which of how many replicas (or, by vocabulary, parts) of its heads a backend holds.
+// Which of how many replicas (or, by vocabulary, parts, or parts of replicas) of its heads a backend holds.
 struct Replica {
   int index = 0;
   int count = 1;

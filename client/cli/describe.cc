@@ -125,6 +125,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["workspace_bytes"] = spec.workspace_bytes();
   json["split"] = NameOf(Splits(), spec.split());
   json["shares"] = std::vector<uint32_t>(spec.shares().begin(), spec.shares().end());
+  json["replicas"] = spec.replicas();
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
   json["generation"] = head.state().generation();
@@ -155,6 +156,7 @@ Json ToJson(const v1::HeadDescription& head) {
 Json ToJson(const v1::ServerDescription& server) {
   Json json;
   json["version"] = server.version();
+  json["replicas"] = spec.replicas();
   json["incarnation"] = HumanIncarnation(server.incarnation());
   json["backend"] = server.backend();
   json["device"] = server.device();
@@ -251,6 +253,7 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
   fields.Add("split", NameOf(Splits(), spec.split()));
   if (spec.shares_size() > 0) fields.Add("shares", absl::StrJoin(spec.shares(), ", "));
+  if (spec.replicas() > 0) fields.Add("replicas", absl::StrCat(spec.replicas()));
   if (spec.workspace_bytes() > 0)
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),

@@ -12,6 +12,7 @@
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
 #include "kernels/head_planner.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {
@@ -149,7 +150,8 @@ class GroupBackend final : public Backend,
   }
 
   Split SplitOf(const HeadConfig& config) const {
-    if (config.split == Split::kAny && !config.shares.empty()) return Split::kVocabulary;
+    const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
+    if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
     return config.split == Split::kAny ? options_.split : config.split;
   }
 
@@ -193,12 +195,12 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
-    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside, /*described=*/0);
+    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside, WithMostClasses(config, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
-    all->chunk_rows *= members_.size();
-    all->choices =
-        GroupHead::Describe(std::move(all->choices), members_.size(), all->slice_rows, options_.least_rows);
+    all->chunk_rows *= members_.size() / PlacesOf(config, members_.size());
+    all->choices = GroupHead::Describe(std::move(all->choices), config, members_.size(), all->slice_rows,
+                                       LayoutOf(config));
     return all;
   }
 
@@ -206,13 +208,19 @@ class GroupBackend final : public Backend,
     HeadConfig split = config;
     split.split = Split::kVocabulary;
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    absl::StatusOr<PlannedHead> all = 
-        PlanHeads(split, beside, VocabularyHead::WithMostClasses(config, members_.size()));
+    if (ReplicasOf(config) > 1) return PlanByRows(split, beside);
+    absl::StatusOr<PlannedHead> all = PlanHeads(split, beside, WithMostClasses(split, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
     all->choices =
         VocabularyHead::Describe(std::move(all->choices), config, members_.size(), WhyByVocabulary(config));
     return all;
+  }
+
+  ReplicaLayout LayoutOf(const HeadConfig& config) const {
+    return {.least_rows = options_.least_rows,
+            .reason = std::string(WhyByVocabulary(config)),
+            .member_of = options_.member_of};
   }
 
   absl::string_view WhyByVocabulary(const HeadConfig& config) const {
@@ -221,36 +229,45 @@ class GroupBackend final : public Backend,
 
   absl::Status CheckSplit(const HeadConfig& config) const {
     if (absl::Status status = ValidateOn(config, members_.size()); !status.ok()) return status;
-    const bool divided_evenly = config.split == Split::kVocabulary && config.shares.empty();
-    if (!divided_evenly || config.vocab_size >= members_.size()) return absl::OkStatus();
-    return errors::FieldError(
-        "vocab_size", absl::StrCat("be at least ", members_.size(), ", the devices that it is split over"),
-        config.vocab_size);
+    if (ReplicasOf(config) > 1 && !options_.may_have_replicas) {
+      return errors::FieldError("replicas", "be 0 or 1 where a head lies on the devices of several processes",
+                                config.replicas);
+    }
+    const int places = PlacesOf(config, members_.size());
+    if (!config.shares.empty() || config.vocab_size >= places) return absl::OkStatus();
+    return errors::FieldError("vocab_size",
+                              absl::StrCat("be at least ", places, ", the devices that it is split over"),
+                              config.vocab_size);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByRows(const HeadConfig& config) {
+    return CreateReplicas(config, config);
+  }
+
+  // `divided`: what the members make of a head whose config is `config`.
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateReplicas(const HeadConfig& config,
+                                                              const HeadConfig& divided) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     std::unique_ptr<Replicas> replicas;
-    absl::Status status = CreateHeads(config, heads);
+    absl::Status status = CreateHeads(divided, heads);
+    if (status.ok() && PlacesOf(divided, members_.size()) > 1) status = Join(heads);
     if (status.ok()) status = Connect(heads, replicas);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<GroupHead>(config, options_.least_rows, &members_, std::move(heads),
+    return std::make_unique<GroupHead>(config, LayoutOf(config), &members_, std::move(heads),
                                        std::move(replicas));
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
-    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     HeadConfig split = config;
     split.split = Split::kVocabulary;
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
+    if (ReplicasOf(config) > 1) return CreateReplicas(config, split);
+    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     absl::Status status = CreateHeads(split, heads);
-    if (status.ok()) {
-      const std::vector<HeadKernels*> all = Pointers(heads);
-      status = members_.WithAll([&] { return options_.join_classes(all); });
-    }
+    if (status.ok()) status = Join(heads);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
@@ -275,6 +292,11 @@ class GroupBackend final : public Backend,
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
+  }
+
+  absl::Status Join(const std::vector<std::unique_ptr<HeadKernels>>& heads) {
+    const std::vector<HeadKernels*> all = Pointers(heads);
+    return members_.WithAll([&] { return options_.join_classes(all); });
   }
 
   absl::Status Connect(const std::vector<std::unique_ptr<HeadKernels>>& heads,

@@ -12,18 +12,10 @@
 namespace lossd::kernels {
 
 std::vector<Choice> VocabularyHead::Describe() const {
-  return Describe(heads_.head(WithMostClasses(config_, heads_.size())).Describe(), config_, heads_.size(),
-                  reason_);
-}
-
-int VocabularyHead::WithMostClasses(const HeadConfig& config, int members) {
-  HeadConfig split = config;
+  HeadConfig split = config_;
   split.split = Split::kVocabulary;
-  int most = 0;
-  for (int member = 1; member < members; ++member) {
-    if (ClassesOf(split, {member, members}).rows > ClassesOf(split, {most, members}).rows) most = member;
-  }
-  return most;
+  const int described = WithMostClasses(split, heads_.size());
+  return Describe(heads_.head(described).Describe(), config_, heads_.size(), reason_);
 }
 
 std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const HeadConfig& config, int members,

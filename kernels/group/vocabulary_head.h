@@ -29,9 +29,7 @@ class VocabularyHead final : public HeadKernels, public RemoteParts {
       : config_(config), reason_(reason), heads_(members, std::move(heads)) {}
   ~VocabularyHead() override { heads_.WaitUntilIdle(); }
 
-  // The first member of those that have the most classes. It stands for all where a head is described.
-  static int WithMostClasses(const HeadConfig& config, int members);
-  // What such a head says of itself: what that member says, and how classes are divided.
+  // What such a head says of itself: what its member with the most classes says, and how classes are divided.
   static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& config, int members,
                                       absl::string_view reason);
 

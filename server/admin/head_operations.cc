@@ -275,13 +275,23 @@ absl::Status HeadOperations::CreateLoaded(const std::string& head, kernels::Head
   const auto create = [&] {
     return CreateFilled(head, config, [&] { return WriteLoaded(head, config, reader, /*is_new=*/true); });
   };
+  // Shares and replicas are of the devices that the head was saved on; what it holds does not depend on them.
+  // Of fewer devices each may be too small for what a replica leaves to it.
+  const auto drop_what_does_not_suit = [&config](const absl::Status& status) {
+    const auto violation = errors::GetFieldViolation(status);
+    const std::string field = violation ? violation->field : "";
+    if (!config.shares.empty() && absl::StartsWith(field, "spec.shares")) {
+      config.shares.clear();
+      return true;
+    }
+    const bool too_many = field == "spec.replicas" || absl::IsResourceExhausted(status);
+    if (kernels::ReplicasOf(config) == 1 || !too_many) return false;
+    config.replicas = 0;
+    return true;
+  };
   absl::Status status = create();
-  const auto violation = errors::GetFieldViolation(status);
-  // Shares are of the devices that the head was saved on; what it holds does not depend on them.
-  if (config.shares.empty() || !violation || !absl::StartsWith(violation->field, "spec.shares"))
-    return status;
-  config.shares.clear();
-  return create();
+  while (!status.ok() && drop_what_does_not_suit(status)) status = create();
+  return status;
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels::HeadConfig& config,

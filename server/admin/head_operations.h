@@ -106,7 +106,8 @@ class HeadOperations {
   // `is_new`: nothing is left of the head if this fails.
   absl::Status WriteLoaded(const std::string& head, const kernels::HeadConfig& config,
                            const head::CheckpointReader& reader, bool is_new);
-  // Makes a new head as saved; without its shares if the server has other devices.
+  // Makes a new head as saved; if the server has other devices, without the shares and the replicas that do
+  // not suit them.
   absl::Status CreateLoaded(const std::string& head, kernels::HeadConfig config,
                             const head::CheckpointReader& reader);
 

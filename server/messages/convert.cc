@@ -25,6 +25,11 @@ absl::StatusOr<int32_t> ToShare(uint32_t share, absl::string_view field) {
   return FieldError(field, "be at most 2^31 - 1", share);
 }
 
+absl::StatusOr<int32_t> ToReplicas(uint32_t replicas, absl::string_view field) {
+  if (replicas <= kernels::kMostReplicas) return static_cast<int32_t>(replicas);
+  return FieldError(field, absl::StrCat("be in [0, ", kernels::kMostReplicas, "]"), replicas);
+}
+
 constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 
@@ -185,6 +190,9 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
     if (!share.ok()) return share.status();
     config.shares.push_back(*share);
   }
+  const auto replicas = ToReplicas(spec.replicas(), field("replicas"));
+  if (!replicas.ok()) return replicas.status();
+  config.replicas = *replicas;
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -375,6 +383,7 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_logits(ToProto(config.logits));
   spec.set_split(ToProto(config.split));
   spec.mutable_shares()->Add(config.shares.begin(), config.shares.end());
+  spec.set_replicas(static_cast<uint32_t>(config.replicas));
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;

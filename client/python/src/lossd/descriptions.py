@@ -101,7 +101,8 @@ class HeadSpec(Shown):
     workspace_bytes: int = 0  # 0: as the server was started
     logits: Logits = _word(types.LOGITS, "stored")
     split: Split = _word(types.SPLITS, "any")
-    shares: tuple[int, ...] = ()  # of the devices, by vocabulary; empty: all have the same
+    shares: tuple[int, ...] = ()  # of the devices (of a replica), by vocabulary; empty: all have the same
+    replicas: int = 0  # by vocabulary; 0 and 1: one on all devices
 
 
 @dataclass(frozen=True, repr=False)
