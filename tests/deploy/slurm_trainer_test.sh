@@ -53,6 +53,7 @@ run() {
 nothing_left() {
   local file
   for file in "$folder"/*.pid; do
+    [ -e "$file" ] || continue
     if kill -0 "$(<"$file")" 2>/dev/null; then fail "$file still runs"; fi
   done
   [ ! -e "$folder/mps" ] || fail "MPS still runs"
