@@ -12,7 +12,8 @@ KINDS = ("local", "server", "colocated")
 
 
 def read(folder, sources, root):
-    """Of every file in `folder`; of configurations of one kind and size those of the latest day count."""
+    """Of every file in `folder`. Of configurations of one kind and size those of the latest day count, and of several of them
+    with the same layers and shares (schedules, transports) the fastest."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -27,7 +28,14 @@ def read(folder, sources, root):
             entry = entry_of(path.stem, content, run, source)
             key = (entry["kind"], entry["gradients"], entry["mps"], entry["hidden"], entry["vocab"], sum(entry["layers"]), run["gpus"])
             found.setdefault(key, {}).setdefault(content["date"], []).append(entry)
-    return [entry for days in found.values() for entry in days[max(days)]]
+    return [entry for days in found.values() for entry in fastest(days[max(days)])]
+
+
+def fastest(entries):
+    best = {}
+    for entry in sorted(entries, key=lambda each: each["step_seconds"]):
+        best.setdefault((tuple(entry["layers"]), tuple(entry["shares"])), entry)
+    return [entry for entry in entries if entry in best.values()]
 
 
 def entry_of(name, content, run, source):
