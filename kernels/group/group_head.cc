@@ -44,11 +44,12 @@ std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, const HeadCon
   const int places = PlacesOf(divided, members);
   const int replicas = members / places;
   const std::string few = absl::StrCat("fewer than ", layout.least_rows, " rows at once go to one of them");
-  std::vector<Choice> own = {{.what = "chunk",
-                              .choice = absl::StrCat("up to ", replicas * member_rows, " rows"),
-                              .reason = absl::StrCat(replicas, places == 1 ? " devices" : " replicas",
-                                                     ", each up to ", member_rows)},
-                             {.what = "devices", .choice = absl::StrCat(members, ", by rows"), .reason = few}};
+  std::vector<Choice> own = {
+      {.what = "chunk",
+       .choice = absl::StrCat("up to ", replicas * member_rows, " rows"),
+       .reason =
+           absl::StrCat(replicas, places == 1 ? " devices" : " replicas", ", each up to ", member_rows)},
+      {.what = "devices", .choice = absl::StrCat(members, ", by rows"), .reason = few}};
   if (places > 1) {
     own[1].choice = absl::StrCat(members, ", ", replicas, " replicas of ", places, " by vocabulary");
     own[1].reason = absl::StrCat(layout.reason, "; up to ", MostClassesOf(divided, members),

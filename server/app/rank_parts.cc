@@ -76,6 +76,7 @@ ranks::Settings SettingsOf(const ServerOptions& options, int devices) {
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
           {"split", options.split},
+          {"replicas", absl::StrCat(options.replicas)},
           {"collectives", options.ranks.collectives},
           {"collective_timeout", absl::FormatDuration(options.ranks.collective_timeout)},
           {"rank_silence_timeout", absl::FormatDuration(options.ranks.silence_timeout)},
@@ -94,6 +95,9 @@ absl::Status CheckRanks(const ServerOptions& options) {
   const RankOptions& ranks = options.ranks;
   if (!ranks.several()) return absl::OkStatus();
   absl::Status status = CheckReach(options);
+  if (options.replicas > 1) {
+    status.Update(errors::FieldError("replicas", "be 1 with several ranks", options.replicas));
+  }
   status.Update(CheckPositive("rank_timeout", ranks.timeout));
   status.Update(CheckPositive("rank_silence_timeout", ranks.silence_timeout));
   status.Update(CheckPositive("collective_timeout", ranks.collective_timeout));

@@ -31,16 +31,19 @@ Backend& BackendWith() {
 }
 
 constexpr int kGroupGpus = 2;
+constexpr int kGridGpus = 4;
 
-// Every chunk is divided between two GPUs.
-template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
+// Every chunk is divided between two GPUs, or so many.
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false, int kGpus = kGroupGpus>
 Backend& GroupWith() {
   static const std::unique_ptr<Backend> group = [] {
     std::vector<std::unique_ptr<Backend>> members;
-    for (int i = 0; i < kGroupGpus; ++i) {
+    std::vector<int> devices;
+    for (int i = 0; i < kGpus; ++i) {
+      devices.push_back(i);
       CudaBackendOptions options = kOptions;
       options.device = i;
-      options.replica = {i, kGroupGpus};
+      options.replica = {i, kGpus};
       options.fused_loss = kFused;
       options.host_branches = kHostBranches;
       options.smallest_blocks = kSmallestBlocks;
@@ -48,7 +51,7 @@ Backend& GroupWith() {
       EXPECT_TRUE(member.ok()) << member.status();
       members.push_back(*std::move(member));
     }
-    auto connection = CudaReplicaGroup::Create({0, 1});
+    auto connection = CudaReplicaGroup::Create(devices);
     EXPECT_TRUE(connection.ok()) << connection.status();
     const std::shared_ptr<CudaReplicaGroup> shared = *std::move(connection);
     using Heads = absl::Span<HeadKernels* const>;
@@ -75,6 +78,7 @@ struct Way {
   int gpus = 1;
   Split split = Split::kAny;
   std::vector<int32_t> shares = {};
+  int replicas = 1;
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -155,6 +159,30 @@ std::vector<Way> Ways() {
        kGroupGpus,
        Split::kVocabulary,
        {5, 1}},
+      {"CudaGrid",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {},
+       2},
+      {"CudaGridShares",
+       GroupWith<kNever, false, false, kGridGpus>,
+       kStored,
+       {{kBf16, kF32}},
+       kGridGpus,
+       Split::kVocabulary,
+       {1, 3},
+       2},
+      {"CudaGridRecomputed",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {5, 1},
+       2},
   };
 }
 
@@ -164,7 +192,7 @@ std::vector<ConformanceCase> Cases() {
     if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, way.shares});
+                       way.gpus, way.split, way.shares, way.replicas});
     }
   }
   return cases;
