@@ -76,7 +76,6 @@ ranks::Settings SettingsOf(const ServerOptions& options, int devices) {
           {"ranks", absl::StrCat(options.ranks.launch.ranks)},
           {"deterministic", Text(options.deterministic)},
           {"split", options.split},
-          {"replicas", absl::StrCat(options.replicas)},
           {"collectives", options.ranks.collectives},
           {"collective_timeout", absl::FormatDuration(options.ranks.collective_timeout)},
           {"rank_silence_timeout", absl::FormatDuration(options.ranks.silence_timeout)},
