@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -50,8 +51,14 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
         return group->Connect(heads);
       },
       {.split = *SplitOf(choice),
+       .replicas = choice.replicas,
        .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); },
-       .exchanges = group->exchanges()});
+       .exchanges = group->exchanges(),
+       .member_of =
+           [devices](const void* memory) {
+             const auto found = std::find(devices.begin(), devices.end(), GpuOf(memory));
+             return found == devices.end() ? -1 : static_cast<int>(found - devices.begin());
+           }});
 }
 
 // The GPU of a process that has one.

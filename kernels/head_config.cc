@@ -105,8 +105,8 @@ absl::Status ValidateOn(const HeadConfig& config, int devices) {
   if (absl::Status status = Validate(config); !status.ok()) return status;
   const int replicas = ReplicasOf(config);
   if (devices % replicas != 0) {
-    return errors::FieldError(
-        "replicas", absl::StrCat("divide the server's devices, ", devices), config.replicas);
+    return errors::FieldError("replicas", absl::StrCat("divide the server's devices, ", devices),
+                              config.replicas);
   }
   const int each = devices / replicas;
   if (config.shares.empty() || config.shares.size() == static_cast<size_t>(each)) return absl::OkStatus();

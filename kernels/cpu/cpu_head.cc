@@ -208,8 +208,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   }
   if (!is_split_) return absl::OkStatus();
   const auto all = static_cast<size_t>(order.rows);
-  absl::Status merged =
-      exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all});
+  absl::Status merged = exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all});
   if (!merged.ok()) return merged;
   pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -202,6 +202,15 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
 
 absl::StatusOr<std::vector<std::string>> VisibleGpuUuids() { return cuda::GpuUuids(); }
 
+int GpuOf(const void* memory) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) {
+    return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
+  }
+  cudaGetLastError();  // so that nobody takes it for an error of its own
+  return -1;
+}
+
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
   absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);
   if (!device.ok()) return device.status();

@@ -17,6 +17,8 @@
 namespace lossd::kernels {
 namespace {
 
+constexpr absl::string_view kOneReplica = "be 0 or 1 where a head lies on the devices of several processes";
+
 void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
@@ -64,7 +66,7 @@ class GroupBackend final : public Backend,
 
   // Of a config that names no split, by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    HeadConfig planned = config;
+    HeadConfig planned = SplitOf(config) == Split::kVocabulary ? ByVocabulary(config) : config;
     planned.split = SplitOf(config);
     if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
     MemoryBytes sum;
@@ -155,6 +157,14 @@ class GroupBackend final : public Backend,
     return config.split == Split::kAny ? options_.split : config.split;
   }
 
+  // What the members make of a head that is split by vocabulary.
+  HeadConfig ByVocabulary(const HeadConfig& config) const {
+    HeadConfig split = config;
+    split.split = Split::kVocabulary;
+    if (config.replicas == 0 && options_.replicas > 1) split.replicas = options_.replicas;
+    return split;
+  }
+
   // As the split says; where it leaves that open, by vocabulary if there is no room by rows.
   template <typename Result, typename ByRows, typename ByVocabulary>
   absl::StatusOr<Result> EitherWay(const HeadConfig& config, const ByRows& make_by_rows,
@@ -195,20 +205,25 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
-    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside, WithMostClasses(config, members_.size()));
+    return PlanReplicas(config, config, beside);
+  }
+
+  // As CreateReplicas.
+  absl::StatusOr<PlannedHead> PlanReplicas(const HeadConfig& config, const HeadConfig& divided,
+                                           const MemoryBytes& beside) const {
+    absl::StatusOr<PlannedHead> all = PlanHeads(divided, beside, WithMostClasses(divided, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
-    all->chunk_rows *= members_.size() / PlacesOf(config, members_.size());
-    all->choices = GroupHead::Describe(std::move(all->choices), config, members_.size(), all->slice_rows,
+    all->chunk_rows *= members_.size() / PlacesOf(divided, members_.size());
+    all->choices = GroupHead::Describe(std::move(all->choices), divided, members_.size(), all->slice_rows,
                                        LayoutOf(config));
     return all;
   }
 
   absl::StatusOr<PlannedHead> PlanByVocabulary(const HeadConfig& config, const MemoryBytes& beside) const {
-    HeadConfig split = config;
-    split.split = Split::kVocabulary;
+    const HeadConfig split = ByVocabulary(config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    if (ReplicasOf(config) > 1) return PlanByRows(split, beside);
+    if (ReplicasOf(split) > 1) return PlanReplicas(config, split, beside);
     absl::StatusOr<PlannedHead> all = PlanHeads(split, beside, WithMostClasses(split, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
@@ -230,8 +245,7 @@ class GroupBackend final : public Backend,
   absl::Status CheckSplit(const HeadConfig& config) const {
     if (absl::Status status = ValidateOn(config, members_.size()); !status.ok()) return status;
     if (ReplicasOf(config) > 1 && !options_.may_have_replicas) {
-      return errors::FieldError("replicas", "be 0 or 1 where a head lies on the devices of several processes",
-                                config.replicas);
+      return errors::FieldError("replicas", kOneReplica, config.replicas);
     }
     const int places = PlacesOf(config, members_.size());
     if (!config.shares.empty() || config.vocab_size >= places) return absl::OkStatus();
@@ -261,10 +275,9 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
-    HeadConfig split = config;
-    split.split = Split::kVocabulary;
+    const HeadConfig split = ByVocabulary(config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    if (ReplicasOf(config) > 1) return CreateReplicas(config, split);
+    if (ReplicasOf(split) > 1) return CreateReplicas(config, split);
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     absl::Status status = CreateHeads(split, heads);
     if (status.ok()) status = Join(heads);
@@ -328,6 +341,15 @@ class GroupBackend final : public Backend,
   const MakeReplicas make_replicas_;
 };
 
+absl::Status CheckReplicas(const GroupOptions& options, int members) {
+  if (options.replicas > 1 && !options.may_have_replicas) {
+    return errors::FieldError("replicas", kOneReplica, options.replicas);
+  }
+  if (options.replicas >= 1 && members % options.replicas == 0) return absl::OkStatus();
+  return errors::FieldError("replicas", absl::StrCat("be at least 1 and divide the devices, ", members),
+                            options.replicas);
+}
+
 }  // namespace
 
 absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const>) {
@@ -340,6 +362,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::uni
                                                             const GroupOptions& options) {
   if (members.empty()) return errors::FieldError("members", "not be empty", 0);
   if (options.least_rows < 0) return errors::FieldError("least_rows", "be >= 0", options.least_rows);
+  if (absl::Status status = CheckReplicas(options, static_cast<int>(members.size())); !status.ok())
+    return status;
   const BackendInfo first = members.front()->info();
   for (size_t i = 1; i < members.size(); ++i) {
     const BackendInfo info = members[i]->info();

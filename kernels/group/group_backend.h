@@ -65,6 +65,7 @@ struct GroupOptions {
   // of all.
   bool members_share_memory = false;
   Split split = Split::kAny;  // of heads whose config names none
+  int replicas = 1;           // of heads that are split by vocabulary, likewise; it divides the members
   JoinClasses join_classes = RefuseToSplitVocabulary;
   // Where the exchanges of members of one process are counted: those of a step by the group, those of chunks
   // by what `join_classes` makes. Null: they are not.

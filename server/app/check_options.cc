@@ -54,6 +54,7 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .threads = options.threads,
           .cpu_devices = options.cpu_devices,
           .split = options.split,
+          .replicas = options.replicas,
           .workspace_bytes = options.workspace_bytes,
           .memory_limit_bytes = options.memory_limit_bytes,
           .memory_reserve_bytes = options.memory_reserve_bytes,

@@ -43,6 +43,7 @@ struct ServerOptions {
   int threads = 0;                 // CPU backend; 0: all the process may use
   int cpu_devices = 1;             // CPU backend: parts of the threads that work as devices of their own
   std::string split = "any";       // several devices: of heads that do not say; "any", "rows" or "vocabulary"
+  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
   // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.

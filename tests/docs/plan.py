@@ -107,6 +107,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/scaling\.md", r"lossd --devices=.*", GPU),
     (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2", Serve()),
     (r"docs/scaling\.md", r"lossctl create lm .* --split vocabulary", Run(instead=SMALL)),
+    (r"docs/scaling\.md", r"lossctl create lm .* --replicas 2 .*", RunBy("cli_lossctl_server_test")),
     (r"docs/scaling\.md", r"lossd --rank=[01] .*", RunBy("ranks_start_test")),
     (r"docs/scaling\.md", r"lossd --launcher=.* --devices=all .*", GPU),
     (r"docs/scaling\.md", r"lossd --backend=cpu --cpu_devices=2 --rank=.*", RunBy("ranks_devices_test")),

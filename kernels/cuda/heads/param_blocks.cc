@@ -2,6 +2,7 @@
 #include "kernels/cuda/heads/param_blocks.h"
 
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels::cuda {
 
@@ -14,8 +15,8 @@ ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
           .norm = {0, shard.norm ? sizes.padded_hidden : 0}};
 }
 
-Shard OwnShard(const HeadSizes& sizes, Replica replica) {
-  return ShardOf(sizes.vocab, sizes.is_split() ? Replica() : replica);
+Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica) {
+  return ShardOf(sizes.vocab, CopyOf(config, replica));
 }
 
 ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {

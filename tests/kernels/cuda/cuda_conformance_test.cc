@@ -31,6 +31,7 @@ Backend& BackendWith() {
 }
 
 constexpr int kGroupGpus = 2;
+constexpr int kGridGpus = 4;
 
 // Every chunk is divided between so many GPUs.
 template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false, int kGpus = kGroupGpus>
@@ -77,6 +78,7 @@ struct Way {
   int gpus = 1;
   Split split = Split::kAny;
   std::vector<int32_t> shares = {};
+  int replicas = 1;
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -157,6 +159,30 @@ std::vector<Way> Ways() {
        kGroupGpus,
        Split::kVocabulary,
        {5, 1}},
+      {"CudaGrid",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {},
+       2},
+      {"CudaGridShares",
+       GroupWith<kNever, false, false, kGridGpus>,
+       kStored,
+       {{kBf16, kF32}},
+       kGridGpus,
+       Split::kVocabulary,
+       {1, 3},
+       2},
+      {"CudaGridRecomputed",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {5, 1},
+       2},
   };
 }
 
@@ -211,7 +237,7 @@ std::vector<ConformanceCase> Cases() {
     if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, way.shares});
+                       way.gpus, way.split, way.shares, way.replicas});
     }
   }
   return cases;

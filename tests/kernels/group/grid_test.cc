@@ -95,7 +95,8 @@ class GridTest : public ::testing::Test {
   std::string Refusal(const HeadConfig& config) {
     const auto head = group_->CreateHead(config);
     EXPECT_EQ(head.status().code(), absl::StatusCode::kInvalidArgument) << head.status();
-    EXPECT_EQ(PlanWholeHead(*group_, config).status(), head.status()) << "a plan refuses what a creation does";
+    EXPECT_EQ(PlanWholeHead(*group_, config).status(), head.status())
+        << "a plan refuses what a creation does";
     return std::string(head.status().message());
   }
 
@@ -280,6 +281,24 @@ TEST_F(GridTest, WithoutASplitItIsByVocabulary) {
   EXPECT_EQ((*head)->config(), spec_.config) << "as it was asked for";
 }
 
+TEST_F(GridTest, HeadsThatDoNotSayHaveTheReplicasOfTheGroup) {
+  spec_.config.shares = {};
+  spec_.config.replicas = 0;
+  group_ = MakeGroup({.replicas = 3});
+  const auto choice = [&] { return (*group_->CreateHead(spec_.config))->Describe()[1].choice; };
+  EXPECT_EQ(choice(), "6, 3 replicas of 2 by vocabulary");
+  EXPECT_EQ(PlanWholeHead(*group_, spec_.config)->choices[1].choice, choice());
+  EXPECT_EQ(PlanWholeHead(*group_, spec_.config)->memory.by_kind, group_->PlanHead(spec_.config)->by_kind);
+  spec_.config.replicas = 1;
+  EXPECT_EQ(choice(), "6, by vocabulary");
+  spec_.config.replicas = 0;
+  spec_.config.split = Split::kRows;
+  EXPECT_EQ(choice(), "6, by rows");
+  auto members = CreateCpuMembers({.threads = 1}, kMembers);
+  const auto refused = CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.replicas = 4});
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("replicas must be at least 1 and divide"));
+}
+
 TEST_F(GridTest, RefusesWhatIsNoGrid) {
   HeadConfig config = spec_.config;
   config.replicas = 4;
@@ -287,14 +306,16 @@ TEST_F(GridTest, RefusesWhatIsNoGrid) {
   config.replicas = -1;
   EXPECT_THAT(Refusal(config), HasSubstr("replicas must be in [0, 65536]"));
   config.replicas = 3;
-  EXPECT_THAT(Refusal(config), HasSubstr("shares must have one entry for each of the devices of a replica, 2"));
+  EXPECT_THAT(Refusal(config),
+              HasSubstr("shares must have one entry for each of the devices of a replica, 2"));
   config.shares = {};
   config.vocab_size = 1;
   EXPECT_THAT(Refusal(config), HasSubstr("vocab_size must be at least 2"));
   config.split = Split::kRows;
   EXPECT_THAT(Refusal(config), HasSubstr("split must be vocabulary with replicas"));
   group_ = MakeGroup({.may_have_replicas = false});
-  EXPECT_THAT(Refusal(spec_.config), HasSubstr("replicas must be 0 or 1 where a head lies on the devices of"));
+  EXPECT_THAT(Refusal(spec_.config),
+              HasSubstr("replicas must be 0 or 1 where a head lies on the devices of"));
   EXPECT_EQ(group_->memory().current.Total(), 0);
 }
 
