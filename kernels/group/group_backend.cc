@@ -241,7 +241,7 @@ class GroupBackend final : public Backend,
                                        std::move(replicas));
   }
 
-  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
+  absl::StatusOr<std::unique_ptr<VocabularyHead>> CreateByVocabulary(const HeadConfig& config) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     HeadConfig split = config;
     split.split = Split::kVocabulary;
@@ -255,7 +255,9 @@ class GroupBackend final : public Backend,
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<VocabularyHead>(config, WhyByVocabulary(config), &members_, std::move(heads));
+    return std::make_unique<VocabularyHead>(
+        config, WhyByVocabulary(config), &members_, std::move(heads),
+        [this](const HeadConfig& other) { return CreateByVocabulary(other); });
   }
 
   static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {

@@ -72,11 +72,15 @@ SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfi
   return limits;
 }
 
+SliceLimits HeadSession::LimitsOf(int64_t slice_rows) const {
+  return {.max_rows = slice_rows,
+          .max_bytes = context_->options.slice_bytes,
+          .max_bytes_in_place = MostBytes(slice_rows, config_)};
+}
+
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
-  const SliceLimits limits{.max_rows = slice_rows_,
-                           .max_bytes = options.slice_bytes,
-                           .max_bytes_in_place = MostBytes(slice_rows_, config_)};
+  const SliceLimits limits = LimitsOf(slice_rows_);
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
     if (const auto session = weak.lock()) session->OfferMemory(std::move(slice));
   };
@@ -127,6 +131,26 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
     }
   }
   if (slice == nullptr) caller.on_queued(staging_bytes);
+}
+
+// ---- Shares ----
+
+absl::Status HeadSession::AcceptShares(const kernels::HeadKernels& divided) {
+  absl::MutexLock lock(&context_->mutex);
+  // Asked without effect: the limits that it has are put back.
+  absl::Status status = schedule_->SetLimits(LimitsOf(divided.slice_rows()), divided.chunk_rows());
+  if (status.ok()) schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();
+  return status;
+}
+
+void HeadSession::TakeShares() {
+  kernels::HeadKernels& kernels = head_->kernels();
+  config_.shares = kernels.config().shares;
+  chunk_rows_ = kernels.chunk_rows();
+  slice_rows_ = kernels.slice_rows();
+  memory_ = kernels.memory();
+  choices_ = kernels.Describe();
+  schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();  // AcceptShares has asked
 }
 
 // ---- Versions ----

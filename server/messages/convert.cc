@@ -145,6 +145,17 @@ absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, abs
   return kernels::TensorId{*which, *what};
 }
 
+absl::StatusOr<std::vector<int32_t>> ToShares(const google::protobuf::RepeatedField<uint32_t>& shares,
+                                              absl::string_view field) {
+  std::vector<int32_t> checked;
+  for (int i = 0; i < shares.size(); ++i) {
+    const auto share = ToShare(shares.Get(i), absl::StrCat(field, "[", i, "]"));
+    if (!share.ok()) return share.status();
+    checked.push_back(*share);
+  }
+  return checked;
+}
+
 absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
                                                  kernels::DType default_compute_dtype) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
@@ -180,11 +191,9 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   config.trainable = !spec.frozen();
   config.logits = *logits;
   config.split = *split;
-  for (int i = 0; i < spec.shares_size(); ++i) {
-    const auto share = ToShare(spec.shares(i), field(absl::StrCat("shares[", i, "]")));
-    if (!share.ok()) return share.status();
-    config.shares.push_back(*share);
-  }
+  auto shares = ToShares(spec.shares(), field("shares"));
+  if (!shares.ok()) return shares.status();
+  config.shares = *std::move(shares);
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
