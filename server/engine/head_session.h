@@ -72,7 +72,7 @@ class HeadSession final : public DeviceLoop::Source,
   void EndStale();
   // Whether the head may become like `divided`, with other shares; and that it has become so. On the device
   // thread, which alone changes what these are about, without the lock and with it.
-  absl::Status AcceptShares(const kernels::HeadKernels& divided) ABSL_LOCKS_EXCLUDED(context_->mutex);
+  absl::Status AcceptShares(const kernels::HeadKernels& divided);
   void TakeShares();
   // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
@@ -109,6 +109,7 @@ class HeadSession final : public DeviceLoop::Source,
               VersionCounter* counter);
   absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
   SliceLimits LimitsOf(int64_t slice_rows) const;
+  std::vector<HeadDevice> Devices() const;
 
   // Without the lock.
   void OfferMemory(std::unique_ptr<SliceWork> slice);
@@ -122,6 +123,7 @@ class HeadSession final : public DeviceLoop::Source,
   int64_t slice_rows_;
   kernels::MemoryBytes memory_;
   std::vector<kernels::Choice> choices_;
+  const bool divided_;  // several devices have some of the classes each
 
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;

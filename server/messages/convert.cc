@@ -398,6 +398,21 @@ v1::Choice ToProto(const kernels::Choice& choice) {
   return message;
 }
 
+namespace {
+
+v1::HeadDevice ToProto(const engine::HeadDevice& device) {
+  v1::HeadDevice message;
+  message.set_device(device.device);
+  message.set_share(static_cast<uint32_t>(device.share));
+  message.set_classes(static_cast<uint64_t>(device.classes));
+  message.set_rows(static_cast<uint64_t>(device.rows));
+  message.set_busy_seconds(absl::ToDoubleSeconds(device.busy));
+  message.set_exchange_seconds(absl::ToDoubleSeconds(device.exchanging));
+  return message;
+}
+
+}  // namespace
+
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   v1::HeadDescription message;
   *message.mutable_spec() = ToProto(head.name, head.config);
@@ -416,6 +431,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
   message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
   message.set_waits_for(head.waits_for);
+  for (const engine::HeadDevice& device : head.devices) *message.add_devices() = ToProto(device);
   for (const kernels::Choice& choice : head.choices) *message.add_choices() = ToProto(choice);
   for (const kernels::Choice& choice : head.last_chunk_choices) {
     *message.add_last_chunk_choices() = ToProto(choice);
