@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/describe.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -146,6 +147,15 @@ Json ToJson(const v1::HeadDescription& head) {
                           {"max_bytes_in_region", head.slice_limits().max_bytes_in_region()},
                           {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
+  json["devices"] = Json::array();
+  for (const v1::HeadDevice& device : head.devices()) {
+    json["devices"].push_back({{"device", device.device()},
+                               {"share", device.share()},
+                               {"classes", device.classes()},
+                               {"rows", device.rows()},
+                               {"busy_seconds", device.busy_seconds()},
+                               {"exchange_seconds", device.exchange_seconds()}});
+  }
   json["choices"] = ChoicesJson(head.choices());
   json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
@@ -292,8 +302,27 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
     fields.Add("norm epsilon",
                absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
   }
-  return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices(), style),
+  const std::string devices = DevicesTable(head, style);
+  return absl::StrCat(fields.ToString(), devices.empty() ? "" : absl::StrCat("\n", devices),
+                      ChoicesTable("FULL CHUNKS", head.choices(), style),
                       ChoicesTable("LAST CHUNK", head.last_chunk_choices(), style));
+}
+
+std::string DevicesTable(const v1::HeadDescription& head, const Style& style) {
+  if (head.devices().empty()) return "";
+  Table table({{"DEVICE"},
+               {"SHARE", Align::kRight},
+               {"CLASSES", Align::kRight},
+               {"ROWS", Align::kRight},
+               {"COMPUTING", Align::kRight},
+               {"EXCHANGING", Align::kRight}});
+  for (const v1::HeadDevice& device : head.devices()) {
+    const double computing = std::max(0.0, device.busy_seconds() - device.exchange_seconds());
+    table.AddRow({Printable(device.device()), absl::StrCat(device.share()), HumanCount(device.classes()),
+                  HumanCount(device.rows()), absl::StrFormat("%.1f s", computing),
+                  absl::StrFormat("%.1f s", device.exchange_seconds())});
+  }
+  return table.ToString(style);
 }
 
 std::string ServerText(const v1::ServerDescription& server, const std::string& address, const Style& style) {

@@ -278,14 +278,24 @@ class GroupBackend final : public Backend,
     const HeadConfig split = ByVocabulary(config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
     if (ReplicasOf(split) > 1) return CreateReplicas(config, split);
+    return CreateDivided(config);
+  }
+
+  // One copy, whose config has passed CheckSplit.
+  absl::StatusOr<std::unique_ptr<VocabularyHead>> CreateDivided(const HeadConfig& config) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
-    absl::Status status = CreateHeads(split, heads);
+    absl::Status status = CreateHeads(ByVocabulary(config), heads);
     if (status.ok()) status = Join(heads);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<VocabularyHead>(config, WhyByVocabulary(config), &members_, std::move(heads));
+    return std::make_unique<VocabularyHead>(
+        config, WhyByVocabulary(config), &members_, std::move(heads),
+        [this](const HeadConfig& other) -> absl::StatusOr<std::unique_ptr<VocabularyHead>> {
+          if (absl::Status checked = CheckSplit(ByVocabulary(other)); !checked.ok()) return checked;
+          return CreateDivided(other);
+        });
   }
 
   static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {

@@ -186,6 +186,7 @@ absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::Dele
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
   resets_.Forget(request.head());
+  divisions_.Forget(request.head());
   metrics_->ForgetHead(request.head());
   metrics_->events().Add(metrics::EventLevel::kInfo, "head_deleted", request.head(), "head deleted");
   log::Log(LogLevel::kInfo, "head deleted", {{"head", request.head()}});

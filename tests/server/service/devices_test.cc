@@ -283,6 +283,124 @@ TEST(DevicesServiceTest, ReplicasDivideTheDevices) {
   }
 }
 
+v1::SetSharesRequest SharesOf(const std::vector<uint32_t>& shares, const std::string& id = "") {
+  v1::SetSharesRequest request;
+  request.set_head("head");
+  request.mutable_shares()->Add(shares.begin(), shares.end());
+  request.set_change_id(id);
+  return request;
+}
+
+TEST(DevicesServiceTest, SharesChangeBetweenSteps) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  const auto client = Connect(three.target(), 2);
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  Trained trained;
+  Train(*client, data, 0, 2, rng, trained);
+  const auto before = *client->DescribeHead("head");
+  const auto changed = client->SetShares(SharesOf({5, 0, 2}));
+  ASSERT_TRUE(changed.ok()) << changed.status();
+  EXPECT_FALSE(changed->repeated_call());
+  EXPECT_THAT(changed->head().spec().shares(), ElementsAre(5, 0, 2));
+  EXPECT_EQ(Tensors(*client), trained.tensors);
+  EXPECT_EQ(changed->head().state().step(), 2);
+  EXPECT_EQ(changed->head().state().generation(), before.state().generation());
+  EXPECT_EQ(changed->head().updates(), before.updates());
+  ASSERT_EQ(changed->head().devices_size(), 3);
+  uint64_t classes = 0;
+  for (const v1::HeadDevice& device : changed->head().devices()) classes += device.classes();
+  EXPECT_EQ(classes, before.spec().vocab_size());
+  EXPECT_EQ(changed->head().devices(1).classes(), 0);
+  EXPECT_EQ(changed->head().devices(0).share(), 5);
+  EXPECT_GT(changed->head().devices(0).rows(), 0);
+  EXPECT_GT(changed->head().devices(0).busy_seconds(), 0);
+  EXPECT_GE(changed->head().devices(0).busy_seconds(), changed->head().devices(0).exchange_seconds());
+
+  // The training goes on as on one device.
+  Trained on;
+  Train(*client, data, 2, 4, rng, on);
+  TestServer one(WithDevices(1));
+  const auto other = Connect(one.target());
+  ASSERT_TRUE(other->CreateHead(SmallHead()).ok());
+  Trained of_one;
+  std::mt19937_64 again(seed);
+  Train(*other, data, 0, 4, again, of_one);
+  ExpectNear(on.tensors[0], of_one.tensors[0], 1e-3);
+}
+
+TEST(DevicesServiceTest, SharesDoNotChangeWithinAStep) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  std::mt19937_64 rng(7);
+  const auto client = Connect(three.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const SmallRows rows = MakeSmallRows(40, rng);
+  client::ComputeOptions accumulate;
+  accumulate.accumulate_gradients = true;
+  ASSERT_TRUE(client->ComputeLossAsync(SmallMicrobatch(rows, 0, 0), {}, accumulate).Wait().ok());
+  const absl::Status refused = client->SetShares(SharesOf({5, 0, 2})).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("at step 0 head head has accumulated rows: "));
+  EXPECT_TRUE(client->DescribeHead("head")->spec().shares().empty());
+  ASSERT_TRUE(client->ApplyStep(AdamStep(0, 1)).ok());
+  EXPECT_TRUE(client->SetShares(SharesOf({5, 0, 2})).ok());
+}
+
+TEST(DevicesServiceTest, AChangeOfSharesIsMadeOnce) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  ASSERT_TRUE(client->SetShares(SharesOf({5, 0, 2}, "a")).ok());
+  ASSERT_TRUE(client->SetShares(SharesOf({}, "b")).ok());
+  const auto repeated = client->SetShares(SharesOf({5, 0, 2}, "a"));
+  ASSERT_TRUE(repeated.ok()) << repeated.status();
+  EXPECT_TRUE(repeated->repeated_call());
+  EXPECT_THAT(repeated->head().spec().shares(), ElementsAre(5, 0, 2)) << "the stored answer";
+  EXPECT_TRUE(client->DescribeHead("head")->spec().shares().empty()) << "and nothing is done";
+  const absl::Status other = client->SetShares(SharesOf({1, 1, 1}, "a")).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(other.message()), HasSubstr("change_id"));
+  v1::SetSharesRequest elsewhere = SharesOf({1, 1, 1}, "c");
+  elsewhere.set_incarnation(head->state().incarnation() + 1);
+  EXPECT_FALSE(client->SetShares(elsewhere).ok());
+  EXPECT_THAT(std::string(client->SetShares(SharesOf({1, 1})).status().message()),
+              HasSubstr("shares must have one entry for each"));
+  EXPECT_THAT(std::string(client->SetShares(SharesOf({1, 1, 1u << 31})).status().message()),
+              HasSubstr("shares[2]"));
+}
+
+TEST(DevicesServiceTest, OnlyHeadsThatAreDividedHaveDevicesAndShares) {
+  TestServer three(WithDevices(3, "rows"));
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->devices_size(), 0);
+  EXPECT_EQ(client->SetShares(SharesOf({1, 1, 1})).status().code(), absl::StatusCode::kFailedPrecondition);
+  v1::SetSharesRequest nowhere = SharesOf({1, 1, 1});
+  nowhere.set_head("none");
+  EXPECT_EQ(client->SetShares(nowhere).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(DevicesServiceTest, ADeterministicServerKeepsItsGroupsOfRows) {
+  ServerOptions options = WithDevices(3, "vocabulary");
+  options.deterministic = true;
+  TestServer three(options);
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  const auto changed = client->SetShares(SharesOf({5, 0, 2}));
+  if (changed.ok()) {
+    EXPECT_EQ(changed->head().slice_limits().row_grid(), head->slice_limits().row_grid());
+  } else {
+    EXPECT_EQ(changed.status().code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(changed.status().message()), HasSubstr("groups rows by"));
+  }
+}
+
 TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
   const auto refusal = [](const ServerOptions& options) {
     const auto server = Server::Start(options);

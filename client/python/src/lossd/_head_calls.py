@@ -43,7 +43,7 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once)
+    Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
     are repeated when the connection breaks, within the timeout. The others never are.
     """
 
@@ -89,7 +89,7 @@ class HeadCalls:
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares),
+            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares, "spec.shares"),
             replicas=_checked_replicas(replicas))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
@@ -125,6 +125,31 @@ class HeadCalls:
         values = InitialValues(seed, zeros, tensor_file)
         scope_number(scope, values)
         return self._reset(self.describe_head(head, timeout), scope, values, timeout)
+
+    def set_shares(self, head: str, shares: Sequence[int], timeout: float | None = None) -> HeadDescription:
+        """Divides the classes of a head that is split by vocabulary by other shares, between two steps.
+
+        Step, values and optimizer state keep every bit; calls on the head wait meanwhile. Each device has its old and its
+        new part at once until the tensors have been copied: ResourceExhausted if there is no room. FailedPrecondition if the
+        head is not split so over several devices, while losses are computed on it, and when the open step has rows. After
+        an error nothing has changed. Once, also if the call is repeated after its answer was lost; Restarted if the server
+        was restarted during the call.
+
+        Args:
+          shares: as in create_head, one for each device; empty: all have the same.
+        """
+        meant = self.describe_head(head, timeout).state.incarnation
+        request = head_pb2.SetSharesRequest(head=head, shares=_checked_shares(shares, "shares"),
+                                            change_id=secrets.token_hex(16), incarnation=meant)
+        try:
+            answer = self._heads("SetShares", request, head_pb2.SetSharesResponse, timeout or self._transfer_timeout,
+                                 repeat=True)
+        except errors.FailedPrecondition as error:
+            if error.field != "incarnation":
+                raise
+            raise errors.restarted(head, meant, error.incarnation, None) from error
+        self._head_cache.learn(answer.head)
+        return read(HeadDescription, answer.head)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
         """The head as it is now. NotFound if there is none of this name."""
@@ -378,12 +403,12 @@ class HeadCalls:
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
 
 
-def _checked_shares(shares: Sequence[int]) -> Sequence[int]:
+def _checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
     """InvalidArgument, naming the entry, if one is no share."""
     for index, share in enumerate(shares):
         if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
-            raise errors.InvalidArgument(f"spec.shares[{index}] must be a whole number in [0, 2^31), got {share!r}",
-                                         types_pb2.ErrorDetail(field=f"spec.shares[{index}]", value=str(share)))
+            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
+                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
     return shares
 
 

@@ -139,6 +139,18 @@ class Choice(Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class HeadDevice(Shown):
+    """A device of a server that has some of a head's classes. Rows and times are the device's, since the server started."""
+
+    device: str = ""
+    share: int = 0  # HeadSpec.shares; 1 each if that is empty
+    classes: int = 0
+    rows: int = 0  # computed, of chunks without an error
+    busy_seconds: float = 0.0  # it had something to do, exchanges included
+    exchange_seconds: float = 0.0  # of these, it exchanged with the other devices or waited for them; 0: not known
+
+
+@dataclass(frozen=True, repr=False)
 class HeadHistory(Shown):
     """Where the values of a head come from. A server before it kept histories says nothing of it: all is empty."""
 
@@ -175,6 +187,7 @@ class HeadDescription(Shown):
     last_chunk_choices: tuple[Choice, ...] = _many(Choice)
     gradient_error: float = 0.0  # predicted, relative, of the last chunk that was sampled
     history: HeadHistory = _one(HeadHistory, repr=False)
+    devices: tuple[HeadDevice, ...] = _many(HeadDevice)  # of a head that is split by vocabulary over several devices
 
     def __repr__(self) -> str:
         facts = ", ".join([f"{self.compute_dtype}, {self.spec.optimizer_state}", *self._special(), *self._progress()])
