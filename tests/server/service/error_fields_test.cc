@@ -381,6 +381,23 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
   ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
 }
 
+TEST_F(ErrorFieldsTest, SetShares) {
+  using Request = v1::SetSharesRequest;
+  const std::vector<Case<Request>> cases = {
+      {[](Request& r) { r.set_head("missing"); }, "head", "missing", kNotFound},
+      {[](Request& r) { r.add_shares(1u << 31); }, "shares[0]", "2147483648"},
+      {[](Request& r) { r.set_change_id(""); }, "change_id", "nothing"},
+      {[](Request& r) { r.set_incarnation(77); }, "incarnation", "77", kFailedPrecondition},
+  };
+  Walk<Request>("", cases, {}, [&](const auto& spoil) {
+    Request request;
+    request.set_head("head");
+    request.set_change_id("a");
+    spoil(request);
+    return client_->SetShares(request);
+  });
+}
+
 TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {
   v1::ApplyStepRequest request;
   request.set_head("head");
