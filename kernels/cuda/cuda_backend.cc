@@ -136,11 +136,16 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     return AdoptedStaging::Create(&device_->ledger(), memory, options.counted);
   }
 
-  std::string SharingDevice() const override { return device_->uuid(); }
+  std::vector<std::string> SharingDevices() const override {
+    return device_->uuid().empty() ? std::vector<std::string>() : std::vector<std::string>{device_->uuid()};
+  }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
     return cuda::ReachDeviceMemory(device_.get(), memory);
   }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    if (device != device_->uuid())
+      return errors::FieldError("device", absl::StrCat("be ", device_->uuid()), device);
     if (bytes <= 0) return errors::FieldError("bytes", "be > 0", bytes);
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     MemoryBytes plan;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/group/group_backend.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -21,6 +23,20 @@ constexpr absl::string_view kOneReplica = "be 0 or 1 where a head lies on the de
 
 void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
+}
+
+// Null: the member shares no memory.
+DeviceMemorySharer* SharerOf(const Members& members, int member) {
+  return dynamic_cast<DeviceMemorySharer*>(&members.backend(member));
+}
+
+// The member that has the device; -1: none.
+int MemberWith(const Members& members, absl::string_view device) {
+  for (int i = 0; i < members.size(); ++i) {
+    const std::vector<std::string> own = SharerOf(members, i)->SharingDevices();
+    if (std::find(own.begin(), own.end(), device) != own.end()) return i;
+  }
+  return -1;
 }
 
 class GroupBackend final : public Backend,
@@ -98,27 +114,40 @@ class GroupBackend final : public Backend,
     if (options_.staging != nullptr) return options_.staging->Adopt(&first(), memory, options);
     return kernels::AdoptStaging(&first(), memory, options);
   }
-  // Every member computes rows that lie in that memory.
-  std::string SharingDevice() const override {
+  // Every member computes rows that lie in that memory, so all members have to be sharers.
+  std::vector<std::string> SharingDevices() const override {
+    std::vector<std::string> devices;
     for (int i = 0; i < members_.size(); ++i) {
-      const DeviceMemorySharer* const sharer = SharerOf(i);
-      if (sharer == nullptr || sharer->SharingDevice().empty()) return "";
+      const DeviceMemorySharer* const sharer = SharerOf(members_, i);
+      const std::vector<std::string> own =
+          sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
+      if (own.empty()) return {};
+      devices.insert(devices.end(), own.begin(), own.end());
     }
-    return SharerOf(0)->SharingDevice();
+    return devices;
   }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
-    if (SharingDevice().empty()) return absl::UnimplementedError("these devices share no memory");
-    auto memory = SharerOf(0)->ShareDeviceMemory(bytes);
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    const std::vector<std::string> devices = SharingDevices();
+    if (devices.empty()) return absl::UnimplementedError("these devices share no memory");
+    const int owner = MemberWith(members_, device);
+    if (owner < 0)
+      return errors::FieldError("device", absl::StrCat("be one of ", absl::StrJoin(devices, ", ")), device);
+    auto memory = SharerOf(members_, owner)->ShareDeviceMemory(device, bytes);
     if (!memory.ok()) return memory;
-    for (int i = 1; i < members_.size(); ++i) {
-      absl::Status reached = SharerOf(i)->ReachDeviceMemory((*memory)->bytes());
-      if (!reached.ok()) return reached;
+    for (int i = 0; i < members_.size(); ++i) {
+      if (i == owner) continue;
+      const absl::Status reached = SharerOf(members_, i)->ReachDeviceMemory((*memory)->bytes());
+      if (reached.ok()) continue;
+      return absl::Status(reached.code(),
+                          absl::StrCat("the server's GPU ", SharerOf(members_, i)->SharingDevices().front(),
+                                       " does not reach memory of ", device, ": ", reached.message()));
     }
     return memory;
   }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
     for (int i = 0; i < members_.size(); ++i) {
-      DeviceMemorySharer* const sharer = SharerOf(i);
+      DeviceMemorySharer* const sharer = SharerOf(members_, i);
       if (sharer == nullptr) return absl::UnimplementedError("these devices share no memory");
       if (absl::Status reached = sharer->ReachDeviceMemory(memory); !reached.ok()) return reached;
     }
@@ -146,11 +175,6 @@ class GroupBackend final : public Backend,
 
  private:
   Backend& first() const { return members_.backend(0); }
-  // Null: the member shares no memory.
-  DeviceMemorySharer* SharerOf(int member) const {
-    return dynamic_cast<DeviceMemorySharer*>(&members_.backend(member));
-  }
-
   Split SplitOf(const HeadConfig& config) const {
     const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
     if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;

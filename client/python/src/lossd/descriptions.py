@@ -244,6 +244,7 @@ class ServerDescription(Shown):
     http: str | None = field(default=None, repr=False)  # URL of its HTTP side as it listens; "": none; None: an old server
     region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
     collectives: str = field(default="", repr=False)  # between its devices: "nccl", "gloo" or "threads"; "": it has one
+    region_devices: tuple[str, ...] = field(default=(), repr=False)  # all GPUs whose memory they may open there
 
 
 @dataclass(frozen=True, repr=False)
