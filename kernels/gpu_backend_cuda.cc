@@ -19,6 +19,11 @@ namespace lossd::kernels {
 
 namespace {
 
+StreamPriority PriorityOf(const BackendChoice& choice) {
+  if (choice.stream_priority == "all") return StreamPriority::kAll;
+  return choice.stream_priority == "none" ? StreamPriority::kNone : StreamPriority::kHiddenGradients;
+}
+
 absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, int device, Replica replica) {
   CudaBackendOptions options;
   options.device = device;
@@ -26,6 +31,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, 
   options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.deterministic = choice.deterministic;
+  options.stream_priority = PriorityOf(choice);
   return CreateCudaBackend(options);
 }
 

@@ -181,6 +181,7 @@ Json ToJson(const v1::ServerDescription& server) {
   json["memory_limit"] = server.memory_limit();
   if (server.has_http()) json["http"] = server.http();
   if (!server.collectives().empty()) json["collectives"] = server.collectives();
+  if (!server.gpu_sharing().empty()) json["gpu_sharing"] = server.gpu_sharing();
   for (const v1::RankDescription& rank : server.ranks()) {
     json["ranks"].push_back({{"rank", rank.rank()},
                              {"host", rank.host()},
@@ -337,6 +338,7 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
         absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
   }
   if (!server.collectives().empty()) fields.Add("collectives", server.collectives());
+  if (!server.gpu_sharing().empty()) fields.Add("GPU sharing", server.gpu_sharing());
   fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining")
                                         : style.Paint(Tone::kGood, "serving"));
   fields.Add("up", HumanSeconds(server.uptime_seconds()));

@@ -16,6 +16,7 @@
 #include "kernels/device_memory_sharer.h"
 #include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/gpu_sharing.h"
 #include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
@@ -84,7 +85,12 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
   BackendInfo info() const override {
-    return {"cuda", device_->description(), DType::kBFloat16, {device_->uuid()}};
+    return {"cuda",
+            device_->description(),
+            DType::kBFloat16,
+            {device_->uuid()},
+            device_->limits().shared_by_mps,
+            GpuSharing(device_->limits().shared_by_mps)};
   }
   MemoryStats memory() const override { return device_->ledger().stats(); }
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }

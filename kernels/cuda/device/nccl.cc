@@ -22,9 +22,13 @@ namespace {
 constexpr const char* kNcclFiles[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
                                       "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
 
-// How long a thread waits before it also asks the communicators for their errors, and, where it waits for all
-// parts, before it sleeps between looks.
-constexpr absl::Duration kBusyFor = absl::Milliseconds(2);
+// How often a thread that waits for an event asks the communicators for their errors.
+constexpr absl::Duration kErrorsEvery = absl::Milliseconds(100);
+
+absl::Status Late(absl::Duration timeout, int device, absl::string_view what) {
+  return absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
+                                             absl::FormatDuration(timeout), ": GPU ", device, what));
+}
 
 // What links are made with: exchanges of up to so many bytes of all members, each so many times as large as
 // the one before. NCCL chooses how it exchanges by the size.
@@ -129,6 +133,7 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
       replica_(replica),
       timeout_(timeout),
       library_(std::make_unique<Library>()) {
+  for (const int device : devices_) waiters_.push_back(std::make_unique<EventWaiter>(device));
   if (!devices_.empty()) {
     watch_.emplace(timeout, [this] {
       Abort(absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
@@ -377,36 +382,31 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       if (state == cudaSuccess) break;
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
       const absl::Duration waited = absl::Now() - start;
-      if (waited < kBusyFor) continue;
       if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
       if (waited > timeout) {
-        return Abort(absl::UnavailableError(
-            absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                         ": GPU ", devices_[static_cast<size_t>(part.local)], " has not done its part")));
+        return Abort(Late(timeout, devices_[static_cast<size_t>(part.local)], " has not done its part"));
       }
-      absl::SleepFor(kExchangePoll);
+      absl::SleepFor(PauseAfter(waited));
     }
   }
   return failure();
 }
 
 absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
-  const absl::Time start = absl::Now();
-  for (;;) {
-    const cudaError_t state = cudaEventQuery(event);
-    if (state == cudaSuccess) return failure();
-    if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaEventQuery"));
-    const absl::Duration waited = absl::Now() - start;
-    if (waited >= kBusyFor) {
-      if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
-    }
-    if (waited > timeout) {
-      return Abort(absl::UnavailableError(
-          absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                       ": GPU ", devices_[static_cast<size_t>(local)], " waits for the others")));
-    }
-    absl::SleepFor(kExchangePoll);
+  const absl::Time end = absl::Now() + timeout;
+  const auto look = [&]() -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(AsynchronousError());
+    if (absl::Now() < end) return absl::OkStatus();
+    return Late(timeout, devices_[static_cast<size_t>(local)], " waits for the others");
+  };
+  EventWaiter& waiter = *waiters_[static_cast<size_t>(local)];
+  const absl::StatusOr<cudaError_t> happened = waiter.Wait(event, std::min(kErrorsEvery, timeout), look);
+  if (!happened.ok()) {
+    absl::Status status = Abort(happened.status());
+    waiter.Settle();  // the event happens now
+    return status;
   }
+  return *happened == cudaSuccess ? failure() : Abort(ToStatus(*happened, "cudaEventSynchronize"));
 }
 
 }  // namespace lossd::kernels::cuda

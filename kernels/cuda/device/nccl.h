@@ -23,6 +23,7 @@
 #include "absl/time/time.h"
 #include "kernels/cuda/device/collectives.h"
 #include "kernels/cuda/device/enqueue_watch.h"
+#include "kernels/cuda/device/event_waiter.h"
 #include "kernels/dtype.h"
 #include "kernels/replica.h"
 
@@ -100,6 +101,7 @@ class Nccl final : public Collectives {
   const Replica replica_;
   const absl::Duration timeout_;
   std::unique_ptr<Library> library_;
+  std::vector<std::unique_ptr<EventWaiter>> waiters_;  // of the GPUs of this process
   // Held by readers while they use the communicators.
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);

@@ -265,8 +265,8 @@ absl::Status CudaHead::Enqueue(const Pending& pending) {
     LOSSD_RETURN_IF_ERROR(Loss(pending, path));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
     LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
-    if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(path.WeightGradient(job));
-    return Record(pending.slot->done, device_->compute());
+    if (!job.layout.accumulate) return Record(pending.slot->done, device_->compute());
+    return device_->InBackground(pending.slot->done, [&] { return path.WeightGradient(job); });
   };
   absl::Status status = phases();
   return status.ok() ? status : device_->Fail(std::move(status));
