@@ -166,7 +166,6 @@ Json ToJson(const v1::HeadDescription& head) {
 Json ToJson(const v1::ServerDescription& server) {
   Json json;
   json["version"] = server.version();
-  json["replicas"] = spec.replicas();
   json["incarnation"] = HumanIncarnation(server.incarnation());
   json["backend"] = server.backend();
   json["device"] = server.device();
