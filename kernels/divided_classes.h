@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a head of which several devices have some of the classes each offers besides HeadKernels: its classes can
-// be divided by other shares while it lives.
+// What a head of which several devices have some of the classes each offers besides HeadKernels: its classes
+// can be divided by other shares while it lives.
 #ifndef LOSSD_KERNELS_DIVIDED_CLASSES_H_
 #define LOSSD_KERNELS_DIVIDED_CLASSES_H_
 
@@ -16,16 +16,17 @@ namespace lossd::kernels {
 // Driven as HeadKernels.
 class DividedClasses {
  public:
-  // Says whether the head may become so: `divided` has the config, the rows and the memory that it would have.
+  // Says whether the head may become so: `divided` has the config, the rows and the memory that it would
+  // have.
   using Accept = absl::FunctionRef<absl::Status(const HeadKernels& divided)>;
 
   virtual ~DividedClasses() = default;
   // HeadConfig::shares become these. Values and optimizer state keep every bit; gradients are zero before and
-  // after, and the caller sees to it that nothing has accumulated. The head's config(), chunk_rows(), slice_rows(),
-  // memory() and Describe() may change.
-  // The devices have both divisions while tensors are copied, a few MiB at a time through memory of the host.
-  // After an error the head is as it was: INVALID_ARGUMENT (shares), RESOURCE_EXHAUSTED (no room for both
-  // divisions), what `accept` returns, UNAVAILABLE.
+  // after, and the caller sees to it that nothing has accumulated. The head's config(), chunk_rows(),
+  // slice_rows(), memory() and Describe() may change. The devices have both divisions while tensors are
+  // copied, a few MiB at a time through memory of the host. After an error the head is as it was:
+  // INVALID_ARGUMENT (shares), RESOURCE_EXHAUSTED (no room for both divisions), what `accept` returns,
+  // UNAVAILABLE.
   virtual absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) = 0;
 };
 

@@ -206,7 +206,7 @@ class GroupBackend final : public Backend,
     HeadConfig split = config;
     split.split = Split::kVocabulary;
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    absl::StatusOr<PlannedHead> all = 
+    absl::StatusOr<PlannedHead> all =
         PlanHeads(split, beside, VocabularyHead::WithMostClasses(config, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;

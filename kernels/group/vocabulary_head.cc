@@ -135,10 +135,10 @@ absl::Status VocabularyHead::SetShares(const std::vector<int32_t>& shares, Accep
   heads_->WaitUntilIdle();
   absl::StatusOr<std::unique_ptr<VocabularyHead>> divided = make_(config);
   if (absl::IsResourceExhausted(divided.status())) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the devices have no room for the head by both divisions, which it takes while its shares "
-                     "change (nothing changed): ",
-                     divided.status().message()));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the devices have no room for the head by both divisions, which it takes while its shares "
+        "change (nothing changed): ",
+        divided.status().message()));
   }
   if (!divided.ok()) return divided.status();
   if (absl::Status status = accept(**divided); !status.ok()) return status;
