@@ -10,6 +10,7 @@
 #include "server/admin/head_operations.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
+#include "server/messages/errors.h"
 #include "server/messages/texts.h"
 
 namespace lossd::admin {
