@@ -32,9 +32,8 @@ double CostOf(const DeviceLoad& device, absl::Span<const DeviceLoad> all) {
 std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
   std::vector<size_t> order(devices.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return devices[a].stage_seconds < devices[b].stage_seconds;
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return devices[a].stage_seconds < devices[b].stage_seconds; });
   const double classes = ClassesOf(devices);
   // The devices with the least load take part, as many as end below the load of the next.
   double level = 0, rates = 0, done = 0;

@@ -88,8 +88,8 @@ absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& 
   for (int i = 0; i < count; ++i) {
     const v1::HeadDevice &from = before.devices(i), &to = after.devices(i);
     if (to.rows() <= from.rows()) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "no rows were computed within ", flags.interval, " s: measure while a training runs"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("no rows were computed within ", flags.interval, " s: measure while a training runs"));
     }
     if (from.classes() != to.classes()) {
       return absl::AbortedError("the shares were changed meanwhile");
@@ -97,16 +97,18 @@ absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& 
     const double exchanging = to.exchange_seconds() - from.exchange_seconds();
     exchanged = exchanged || exchanging > 0;
     const double busy = to.busy_seconds() - from.busy_seconds();
-    const double scale =
-        flags.rows == 0 ? 1.0 : static_cast<double>(flags.rows) / static_cast<double>(to.rows() - from.rows());
-    loads.push_back({.classes = static_cast<int64_t>(to.classes()),
-                     .head_seconds = to.classes() == 0 ? 0.0 : std::max(0.0, busy - exchanging) * scale,
-                     .stage_seconds =
-                         flags.stage_seconds.empty() ? 0.0 : flags.stage_seconds[static_cast<size_t>(i)]});
+    const double scale = flags.rows == 0
+                             ? 1.0
+                             : static_cast<double>(flags.rows) / static_cast<double>(to.rows() - from.rows());
+    loads.push_back(
+        {.classes = static_cast<int64_t>(to.classes()),
+         .head_seconds = to.classes() == 0 ? 0.0 : std::max(0.0, busy - exchanging) * scale,
+         .stage_seconds = flags.stage_seconds.empty() ? 0.0 : flags.stage_seconds[static_cast<size_t>(i)]});
   }
   if (!exchanged) {
     return absl::FailedPreconditionError(
-        "the server does not say how long its devices wait for each other (lossd_rank_exchange_seconds_total may)");
+        "the server does not say how long its devices wait for each other (lossd_rank_exchange_seconds_total "
+        "may)");
   }
   return loads;
 }
@@ -144,7 +146,8 @@ absl::Status RunBalance(Context* context, const SharesFlags& flags, client::Clie
     for (size_t i = 0; i < shares.size(); ++i) {
       const DeviceLoad& load = (*loads)[i];
       table.AddRow({Printable(after->devices(static_cast<int>(i)).device()),
-                    HumanCount(static_cast<uint64_t>(load.classes)), absl::StrFormat("%.4g s", load.head_seconds),
+                    HumanCount(static_cast<uint64_t>(load.classes)),
+                    absl::StrFormat("%.4g s", load.head_seconds),
                     absl::StrFormat("%.4g s", load.stage_seconds), absl::StrCat(shares[i]),
                     absl::StrFormat("%.4g s", SecondsWith(load, *loads, shares[i], whole))});
     }
@@ -180,27 +183,33 @@ void AddSharesCommand(CLI::App* app, Context* context) {
   auto flags = std::make_shared<SharesFlags>();
   AddHead(command, &flags->head);
   auto* const shares = command->add_option(
-      "SHARES", flags->shares, "Of each device, relative to the others, e.g. 13,6,13,13; or even. Between two steps");
+      "SHARES", flags->shares,
+      "Of each device, relative to the others, e.g. 13,6,13,13; or even. Between two steps");
   auto* const balance =
-      command->add_flag("--balance", flags->balance,
-                        "Measure what the devices take for their classes, and say which shares let them end together")
+      command
+          ->add_flag(
+              "--balance", flags->balance,
+              "Measure what the devices take for their classes, and say which shares let them end together")
           ->excludes(shares);
   command->add_flag("--apply", flags->apply, "Set these shares")->needs(balance);
   command->add_option("--interval", flags->interval, "Seconds to measure; the training goes on meanwhile")
       ->needs(balance)
       ->check(CLI::Range(0.1, 3600.0))
       ->capture_default_str();
-  auto* const rows = command->add_option("--rows", flags->rows, "Of a microbatch, which --stage-seconds are of")
-                         ->needs(balance)
-                         ->check(CLI::PositiveNumber);
+  auto* const rows =
+      command->add_option("--rows", flags->rows, "Of a microbatch, which --stage-seconds are of")
+          ->needs(balance)
+          ->check(CLI::PositiveNumber);
   command
       ->add_option("--stage-seconds", flags->stage_seconds,
-                   "What each device does beside the head for a microbatch, e.g. its stage of the pipeline, forward and "
+                   "What each device does beside the head for a microbatch, e.g. its stage of the pipeline, "
+                   "forward and "
                    "backward; with commas between them")
       ->delimiter(',')
       ->needs(rows)
       ->check(CLI::NonNegativeNumber);
-  SetClientAction(command, context, [=](client::Client& client) { return RunShares(context, *flags, client); });
+  SetClientAction(command, context,
+                  [=](client::Client& client) { return RunShares(context, *flags, client); });
 }
 
 }  // namespace lossd::cli

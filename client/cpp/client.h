@@ -301,8 +301,8 @@ class Client : public CheckpointCalls {
 
   // ---- Heads ----
   // Calls that only read, ApplyStep, AddGradient, ResetHead, SetShares and DeleteCheckpoint (the server does
-  // each once) are repeated like streams, within the timeout. The others never are. A zero timeout means ClientOptions'
-  // default.
+  // each once) are repeated like streams, within the timeout. The others never are. A zero timeout means
+  // ClientOptions' default.
 
   // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has
   // otherwise.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on heads that were done last and that a client names, so that a repeat of one is recognised and gets the
-// same answer.
+// Calls on heads that were done last and that a client names, so that a repeat of one is recognised and gets
+// the same answer.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_ADMIN_DONE_CALLS_H_
@@ -30,10 +30,11 @@ class DoneCalls {
   static constexpr size_t kRemembered = 64;  // of each head
 
   // `id_field`: of the request, which has the id. `kind`: of the calls, for people: "reset".
-  DoneCalls(std::string id_field, std::string kind) : id_field_(std::move(id_field)), kind_(std::move(kind)) {}
+  DoneCalls(std::string id_field, std::string kind)
+      : id_field_(std::move(id_field)), kind_(std::move(kind)) {}
 
-  // What the call of that id was answered with, if it is known. FAILED_PRECONDITION for the id's field if that
-  // call asked for something else. `content`: of the request, apart from the id and from who is meant.
+  // What the call of that id was answered with, if it is known. FAILED_PRECONDITION for the id's field if
+  // that call asked for something else. `content`: of the request, apart from the id and from who is meant.
   absl::StatusOr<std::optional<Response>> Find(absl::string_view head, absl::string_view id,
                                                absl::string_view content) const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);

@@ -10,12 +10,14 @@
 #include "server/admin/head_operations.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
+#include "server/messages/errors.h"
 #include "server/messages/texts.h"
 
 namespace lossd::admin {
 
 absl::StatusOr<v1::SetSharesResponse> HeadOperations::SetShares(const v1::SetSharesRequest& request) {
-  if (absl::Status status = messages::CheckCallId("change_id", request.change_id()); !status.ok()) return status;
+  if (absl::Status status = messages::CheckCallId("change_id", request.change_id()); !status.ok())
+    return status;
   if (request.has_incarnation()) {
     absl::Status status =
         messages::CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation());

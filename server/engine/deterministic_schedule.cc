@@ -156,8 +156,10 @@ DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas 
 absl::Status DeterministicSchedule::SetLimits(const SliceLimits& limits, int64_t chunk_rows) {
   if (limits.max_rows < areas_.group_rows) {
     return absl::FailedPreconditionError(
-        absl::StrCat("a deterministic server groups rows by ", areas_.group_rows, ", and with these shares the head "
-                     "computes ", limits.max_rows, " at a time: load a checkpoint into a new head with these shares"));
+        absl::StrCat("a deterministic server groups rows by ", areas_.group_rows,
+                     ", and with these shares the head "
+                     "computes ",
+                     limits.max_rows, " at a time: load a checkpoint into a new head with these shares"));
   }
   return arrival_.SetLimits(limits, chunk_rows);
 }

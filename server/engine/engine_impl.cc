@@ -291,9 +291,8 @@ absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope s
 }
 
 absl::Status EngineImpl::SetShares(absl::string_view name, const std::vector<int32_t>& shares) {
-  return RunOnHead(name, [&](HeadSession& session) {
-    return context_->NoteIfLost(engine::SetShares(session, shares));
-  });
+  return RunOnHead(
+      name, [&](HeadSession& session) { return context_->NoteIfLost(engine::SetShares(session, shares)); });
 }
 
 absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,

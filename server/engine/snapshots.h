@@ -17,7 +17,8 @@
 
 namespace lossd::engine {
 
-// What a device has of a head whose classes are divided; times and rows are of all its heads (kernels::MemberState).
+// What a device has of a head whose classes are divided; times and rows are of all its heads
+// (kernels::MemberState).
 struct HeadDevice {
   std::string device;
   int32_t share = 0;

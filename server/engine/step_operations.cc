@@ -198,9 +198,9 @@ absl::Status CheckBetweenSteps(HeadSession& session) {
     if (count > 0) absl::StrAppend(&what, what.empty() ? "" : ", ", name, ": ", count);
   }
   if (what.empty()) return step.CheckTensors();
-  return absl::FailedPreconditionError(
-      absl::StrCat("shares change between steps; at step ", step.number(), " head ", session.name(), " has ", what,
-                   " (nothing changed)"));
+  return absl::FailedPreconditionError(absl::StrCat("shares change between steps; at step ", step.number(),
+                                                    " head ", session.name(), " has ", what,
+                                                    " (nothing changed)"));
 }
 
 }  // namespace

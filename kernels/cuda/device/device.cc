@@ -223,9 +223,9 @@ absl::Status Device::Drain(absl::Status failure) const {
   for (cudaStream_t stream : {upload_, compute_, download_}) {
     while (cudaStreamQuery(stream) == cudaErrorNotReady) {
       if (absl::Now() >= end) {
-        return absl::Status(failure.code(),
-                            absl::StrCat(failure.message(), "; and ", description_, " has not ended its work ",
-                                         absl::FormatDuration(kDrainLimit), " later"));
+        return absl::Status(failure.code(), absl::StrCat(failure.message(), "; and ", description_,
+                                                         " has not ended its work ",
+                                                         absl::FormatDuration(kDrainLimit), " later"));
       }
       absl::SleepFor(absl::Milliseconds(1));
     }

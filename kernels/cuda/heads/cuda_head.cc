@@ -326,7 +326,8 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
                         exchange = link_.exchange.get(), reports = sizes_.part == 0] {
     if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
-    // Copies to the slices' memory may be under way, which is the caller's again once it hears of the failure.
+    // Copies to the slices' memory may be under way, which is the caller's again once it hears of the
+    // failure.
     if (!final_status->ok() && pending->slot != nullptr) *final_status = device->Drain(*final_status);
     if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
       *final_status = HiddenGradientLost(pending->job.layout.accumulate);

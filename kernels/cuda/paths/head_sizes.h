@@ -16,12 +16,12 @@
 namespace lossd::kernels::cuda {
 
 struct HeadSizes {
-  int64_t hidden = 0;          // D
-  int64_t vocab = 0;           // classes here: V, but for those elsewhere; of a head that is split it may be 0
-  int64_t padded_hidden = 0;   // columns of weight, hidden rows and their gradients
-  int64_t padded_vocab = 0;    // rows of weight, columns of logits; at least 8
-  int64_t element = 2;         // bytes of the compute dtype
-  int64_t chunk_rows = 0;      // a multiple of 8; a fixed point of PadRows
+  int64_t hidden = 0;         // D
+  int64_t vocab = 0;          // classes here: V, but for those elsewhere; of a head that is split it may be 0
+  int64_t padded_hidden = 0;  // columns of weight, hidden rows and their gradients
+  int64_t padded_vocab = 0;   // rows of weight, columns of logits; at least 8
+  int64_t element = 2;        // bytes of the compute dtype
+  int64_t chunk_rows = 0;     // a multiple of 8; a fixed point of PadRows
   int64_t transfer_bytes = 0;  // of each buffer for rows and tensors on their way
   bool fused = false;          // the loss of a chunk may be fused (hopper/fused_loss.h)
   int64_t arena_bytes = 0;     // of a head that recomputes logits, for its blocks; 0: another head

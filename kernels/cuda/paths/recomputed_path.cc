@@ -90,7 +90,8 @@ absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
   });
 }
 
-// The last block has classes unless there are none at all: blocks are multiples of what classes are padded to.
+// The last block has classes unless there are none at all: blocks are multiples of what classes are padded
+// to.
 absl::Status RecomputedPath::ForEachClassBlock(
     absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const {
   const int64_t end = context_.sizes.padded_vocab;

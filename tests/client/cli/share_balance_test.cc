@@ -34,7 +34,8 @@ TEST(ShareBalanceTest, DevicesThatHaveClassesEndTogether) {
   EXPECT_NEAR(whole, 1000, 2);
   EXPECT_EQ(shares[3], 0);
   const double first = SecondsWith(loads[0], loads, shares[0], whole);
-  for (size_t i = 1; i < 3; ++i) EXPECT_NEAR(SecondsWith(loads[i], loads, shares[i], whole), first, 0.02 * first);
+  for (size_t i = 1; i < 3; ++i)
+    EXPECT_NEAR(SecondsWith(loads[i], loads, shares[i], whole), first, 0.02 * first);
   EXPECT_LT(first, 20.0);
 }
 

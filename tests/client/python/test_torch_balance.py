@@ -56,8 +56,8 @@ def test_layers_that_do_not_divide() -> None:
 
 
 def test_a_stage_that_has_no_time_left() -> None:
-    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3).shares == (1, 500, 500)
-    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3, least_share=0).shares == (0, 500, 500)
+    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3, least_share=1).shares == (1, 500, 500)
+    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3).shares == (0, 500, 500)
     assert lossd.torch.balance([1.0, 1.0], 0.0, 2).shares == (1, 1)
 
 

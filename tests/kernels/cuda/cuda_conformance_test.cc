@@ -205,8 +205,8 @@ std::vector<Way> WaysWithFewClasses() {
                std::move(shares)};
   };
   return {
-      of_two("CudaSharesWithoutFirst", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kF16}, {kBf16, kF32}},
-             {0, 1}),
+      of_two("CudaSharesWithoutFirst", GroupWith<kNever>, kStored,
+             {{kF32, kF32}, {kF16, kF16}, {kBf16, kF32}}, {0, 1}),
       of_two("CudaSharesWithoutLast", GroupWith<kNever>, kStored, ends, {2, 0}),
       of_two("CudaSharesWithoutFirstFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}, {kBf16, kF32}},
              {0, 3}),

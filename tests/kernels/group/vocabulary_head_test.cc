@@ -288,9 +288,9 @@ std::vector<std::vector<float>> AllTensors(HeadKernels& head) {
       if (!HasTensor(head.config(), {param, role})) continue;
       const TensorShape shape = ShapeOf(head.config(), param);
       std::vector<float>& values = all.emplace_back(static_cast<size_t>(shape.elements()));
-      const absl::Status status = head.ReadTensor(
-          {param, role}, 0, shape.rows, DType::kFloat32,
-          {reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float)});
+      const absl::Status status =
+          head.ReadTensor({param, role}, 0, shape.rows, DType::kFloat32,
+                          {reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float)});
       EXPECT_TRUE(status.ok()) << status;
     }
   }
@@ -319,7 +319,8 @@ TEST_F(VocabularyHeadTest, OtherSharesKeepEveryBit) {
     HeadConfig config = spec_.config;
     config.shares = shares;
     EXPECT_EQ(head->memory().by_kind, group_->PlanHead(config)->by_kind);
-    EXPECT_EQ(group_->memory().current.by_kind, head->memory().by_kind) << "of the division before nothing is left";
+    EXPECT_EQ(group_->memory().current.by_kind, head->memory().by_kind)
+        << "of the division before nothing is left";
     for (int member = 0; member < kMembers; ++member) {
       const TensorId weight = {Param::kWeight, Role::kValue};
       const ShardRows own = StoredRowsOf(config, weight, {member, kMembers});
@@ -375,10 +376,11 @@ TEST_F(VocabularyHeadTest, SharesThatCannotBeLeaveTheHeadAsItIs) {
   const auto other = MakeHead(*roomy, problem);
   ASSERT_NE(other, nullptr);
   const absl::Status reason = absl::FailedPreconditionError("too few rows");
-  EXPECT_EQ(SetShares(*other, {5, 0, 2}, [&](const HeadKernels& divided) {
-              EXPECT_THAT(divided.config().shares, ::testing::ElementsAre(5, 0, 2));
-              return reason;
-            }),
+  EXPECT_EQ(SetShares(*other, {5, 0, 2},
+                      [&](const HeadKernels& divided) {
+                        EXPECT_THAT(divided.config().shares, ::testing::ElementsAre(5, 0, 2));
+                        return reason;
+                      }),
             reason);
   EXPECT_TRUE(other->config().shares.empty());
   EXPECT_EQ(AllTensors(*other), before);

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,8 @@ from lossd import _arrays, _tensors, errors, types
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
-from lossd._head_creation import WAYS_OUT, IfExists, InitialValues, ResetScope, check_same, chosen, scope_number
+from lossd._head_creation import (
+    WAYS_OUT, IfExists, InitialValues, ResetScope, check_same, checked_shares, chosen, scope_number)
 from lossd.descriptions import (
     AddedGradient,
     CheckpointInfo,
@@ -89,7 +89,7 @@ class HeadCalls:
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares, "spec.shares"),
+            split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
             replicas=_checked_replicas(replicas))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
@@ -139,7 +139,7 @@ class HeadCalls:
           shares: as in create_head, one for each device; empty: all have the same.
         """
         meant = self.describe_head(head, timeout).state.incarnation
-        request = head_pb2.SetSharesRequest(head=head, shares=_checked_shares(shares, "shares"),
+        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"),
                                             change_id=secrets.token_hex(16), incarnation=meant)
         try:
             answer = self._heads("SetShares", request, head_pb2.SetSharesResponse, timeout or self._transfer_timeout,
@@ -401,15 +401,6 @@ class HeadCalls:
             raise errors.InvalidArgument(
                 f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *row_shape)}')
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
-
-
-def _checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
-    """InvalidArgument, naming the entry, if one is no share."""
-    for index, share in enumerate(shares):
-        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
-            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
-                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
-    return shares
 
 
 def _checked_replicas(replicas: int) -> int:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HeadCalls needs to create and reset heads: initial values, and what becomes of a head that exists already."""
+"""What HeadCalls needs to create and reset heads: initial values, shares, and what becomes of a head that exists already."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Literal
 
 from lossd import errors, types
@@ -77,3 +78,12 @@ def check_same(has: HeadSpec, wanted: HeadSpec) -> None:
         raise errors.AlreadyExists(
             f'head "{wanted.name}" exists with {words}. Give what it has, or another name, or delete it first',
             types_pb2.ErrorDetail(field=f"spec.{first}", value=str(different[first][1])))
+
+
+def checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
+    """InvalidArgument, naming the entry, if one is no share."""
+    for index, share in enumerate(shares):
+        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
+            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
+                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
+    return shares
