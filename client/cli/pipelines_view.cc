@@ -88,8 +88,8 @@ std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured
   }
   return absl::StrCat("Pipelines\n", table.ToString(), "Steps are predicted by ", measured.steps.size(),
                       " measured ones, from which they are at most ",
-                      absl::StrFormat("%.0f", std::ceil(measured.factors.worst_error * 100.0)),
-                      " % apart ", basis, "; at least: without gaps.\n");
+                      absl::StrFormat("%.0f", std::ceil(measured.factors.worst_error * 100.0)), " % apart ",
+                      basis, "; at least: without gaps.\n");
 }
 
 Json PipelinesJson(const plan::Plan& plan) {

@@ -26,7 +26,7 @@ constexpr int64_t kStateBytes = 16;  // of a parameter: fp32 weight, gradient an
 // Seconds of the head for a microbatch; nullopt: not known.
 struct HeadTimes {
   std::optional<double> local;
-  std::optional<LocalMethod> method;  // of `local`
+  std::optional<LocalMethod> method;                   // of `local`
   std::optional<double> exact, sampled;                // on one GPU
   std::optional<double> served_exact, served_sampled;  // on the server's GPUs
 };
@@ -112,9 +112,8 @@ class Planner {
     } else if (local != pipelines_.end()) {
       pipeline.over_local = rate / local->layout.rows_per_second_and_gpu;
     }
-    pipeline.fits =
-        std::max(*std::max_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end()),
-                 pipeline.server_bytes.value_or(0)) <= r_.memory_bytes;
+    pipeline.fits = std::max(*std::max_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end()),
+                             pipeline.server_bytes.value_or(0)) <= r_.memory_bytes;
     pipelines_.push_back(std::move(pipeline));
   }
 
@@ -123,8 +122,8 @@ class Planner {
     pipeline.layout = WithLocalHead(shape_, *times_.local, factors_);
     pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 0);
     const LocalMethod method = times_.method.value_or(LocalMethod::kCompiled);
-    pipeline.stage_bytes.back() += StateBytesOfHead() +
-                                   PeakBytes(method, r_.model.hidden, r_.model.vocab, r_.microbatch);
+    pipeline.stage_bytes.back() +=
+        StateBytesOfHead() + PeakBytes(method, r_.model.hidden, r_.model.vocab, r_.microbatch);
     Add(std::move(pipeline));
   }
 
@@ -172,11 +171,10 @@ class Planner {
     return absl::OkStatus();
   }
 
-  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little above
-  // kWholeShare where some are raised to the least.
+  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little
+  // above kWholeShare where some are raised to the least.
   int64_t LeastShare() const {
-    const int64_t grain =
-        kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
+    const int64_t grain = kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
     const int64_t least = CeilDiv((kWholeShare + kWholeShare / 8) * grain, r_.model.vocab);
     return std::min(std::max<int64_t>(least, 1), kWholeShare / shape_.stages);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory of
-// every GPU. Plain data; thread-compatible.
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory
+// of every GPU. Plain data; thread-compatible.
 #ifndef LOSSD_CLIENT_PLAN_PIPELINES_H_
 #define LOSSD_CLIENT_PLAN_PIPELINES_H_
 
@@ -20,14 +20,16 @@ namespace lossd::plan {
 struct Plan;
 struct Request;
 
-// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured rates.
+// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured
+// rates.
 struct PipelineRequest {
-  int stages = 0;                     // 0: no pipeline is planned
-  std::vector<double> layer_seconds;  // one for all layers, or one each: forward and backward; > 0 with stages
-  double embedding_seconds = 0.0;     // that the first stage has beside its layers
-  double head_seconds = 0.0;          // of the server's exact gradients
-  double sampled_seconds = 0.0;       // of its sampled ones
-  double local_head_seconds = 0.0;    // of the head on the last stage
+  int stages = 0;  // 0: no pipeline is planned
+  std::vector<double>
+      layer_seconds;                // one for all layers, or one each: forward and backward; > 0 with stages
+  double embedding_seconds = 0.0;   // that the first stage has beside its layers
+  double head_seconds = 0.0;        // of the server's exact gradients
+  double sampled_seconds = 0.0;     // of its sampled ones
+  double local_head_seconds = 0.0;  // of the head on the last stage
   int64_t layer_bytes = 0;  // that a layer keeps of a microbatch for its backward; 0: LayerActivationBytes()
 };
 
@@ -44,10 +46,10 @@ struct Pipeline {
   kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
   bool mps = false;  // kColocated: trainer and server run at the same time (CUDA MPS), else in turns
   PipelineLayout layout;
-  double over_local = 0.0;             // rows per second and GPU over those of kLocal; 0: not known
-  std::vector<int64_t> stage_bytes;    // of each stage's GPU at its peak, its part of the head included
+  double over_local = 0.0;              // rows per second and GPU over those of kLocal; 0: not known
+  std::vector<int64_t> stage_bytes;     // of each stage's GPU at its peak, its part of the head included
   std::optional<int64_t> server_bytes;  // kServer: of each of its GPUs
-  bool fits = false;                   // Request::memory_bytes
+  bool fits = false;                    // Request::memory_bytes
   // kColocated: what the division was made of, as lossd.torch.balance() takes it.
   double head_seconds = 0.0;
   int64_t least_share = 0;

@@ -122,8 +122,8 @@ TEST(Plan, ComparesPipelinesWithTheHeadOnTheLastStageOnAServerAndColocated) {
     EXPECT_EQ(colocated.layout.gpus, 8);
     EXPECT_EQ(colocated.layout.shares.size(), 8u);
     EXPECT_GT(colocated.layout.step_seconds, colocated.layout.least_step_seconds);
-    EXPECT_NEAR(colocated.over_local,
-                plan->pipelines[0].layout.step_seconds / colocated.layout.step_seconds, 1e-12);
+    EXPECT_NEAR(colocated.over_local, plan->pipelines[0].layout.step_seconds / colocated.layout.step_seconds,
+                1e-12);
   }
   EXPECT_LT(plan->pipelines[5].layout.step_seconds, plan->pipelines[7].layout.step_seconds);
   request.trainers = 16;
@@ -147,8 +147,8 @@ TEST(Plan, PipelinesAreOfTheTimesThatAreGiven) {
   EXPECT_EQ(plan->pipelines[0].local, std::nullopt);
   EXPECT_EQ(plan->pipelines[3].head_seconds, 0.040);
   // A GPU without a class is none that a server takes: 256 of 32,064 are 8 thousandths.
-  EXPECT_GE(*std::min_element(plan->pipelines[3].layout.shares.begin(), plan->pipelines[3].layout.shares.end()),
-            8);
+  EXPECT_GE(
+      *std::min_element(plan->pipelines[3].layout.shares.begin(), plan->pipelines[3].layout.shares.end()), 8);
 }
 
 TEST(Plan, APipelineOfOtherLayersIsDividedByTheirTimes) {
@@ -175,7 +175,8 @@ TEST(Plan, APipelineTakesTheMemoryOfItsStages) {
   // Colocated, each stage has its share of the head: 16 bytes and a 16-bit copy of a parameter at least.
   const Pipeline& colocated = plan->pipelines[5];
   int64_t of_head = 0;
-  for (size_t stage = 0; stage < 8; ++stage) of_head += colocated.stage_bytes[stage] - server.stage_bytes[stage];
+  for (size_t stage = 0; stage < 8; ++stage)
+    of_head += colocated.stage_bytes[stage] - server.stage_bytes[stage];
   EXPECT_GT(of_head, 18 * int64_t{4096} * 128'256);
   request.memory_bytes = int64_t{50} << 30;
   EXPECT_FALSE(MakePlan(request, Rates())->pipelines[5].fits);
@@ -200,9 +201,12 @@ TEST(Plan, RefusesPipelinesThatCannotBe) {
   EXPECT_THAT(refused([](Request& r) { r.model.layers = 7; }), HasSubstr("layers must be from 8"));
   EXPECT_THAT(refused([](Request& r) { r.model.layers = 1 << 20; }), HasSubstr("layers must be from 8"));
   EXPECT_THAT(refused([](Request& r) { r.pipeline.stages = -1; }), HasSubstr("stages must be from 1 to 256"));
-  EXPECT_THAT(refused([](Request& r) { r.pipeline.stages = 257; }), HasSubstr("stages must be from 1 to 256"));
-  EXPECT_THAT(refused([](Request& r) { r.pipeline.embedding_seconds = NAN; }), HasSubstr("embedding_seconds"));
-  EXPECT_THAT(refused([](Request& r) { r.pipeline.head_seconds = -1; }), HasSubstr("head_seconds must be >= 0"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.stages = 257; }),
+              HasSubstr("stages must be from 1 to 256"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.embedding_seconds = NAN; }),
+              HasSubstr("embedding_seconds"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.head_seconds = -1; }),
+              HasSubstr("head_seconds must be >= 0"));
   EXPECT_THAT(refused([](Request& r) { r.pipeline.sampled_seconds = -1; }), HasSubstr("sampled_seconds"));
   EXPECT_THAT(refused([](Request& r) { r.pipeline.local_head_seconds = -1; }),
               HasSubstr("local_head_seconds"));
