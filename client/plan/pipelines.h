@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -60,13 +61,19 @@ struct Pipeline {
 // makes it.
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
 
+struct Pipelines {
+  std::vector<Pipeline> known;
+  std::vector<std::string> left_out;  // layouts of which nothing can be said, and why, as sentences
+};
+
 // INVALID_ARGUMENT naming the field.
 absl::Status CheckPipeline(const Request& request);
 
 // The layouts, of heads whose time is known: with the fastest local head; with a server of the request's GPUs
 // beside as many stages, and, of a single trainer with a server of one GPU, in place of one stage; colocated,
-// with and without MPS as far as that was measured. Exact and sampled. `plan` has all but pipelines.
-absl::StatusOr<std::vector<Pipeline>> PipelinesOf(const Plan& plan, const Measured& measured);
+// with and without MPS as far as that was measured. Exact and sampled. `plan`
+// has all but pipelines.
+absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured);
 
 }  // namespace lossd::plan
 

@@ -303,7 +303,7 @@ TEST(PlanBesideResults, MemoryOfStagesIsWithinTwelvePercent) {
     request.pipeline.layer_seconds = {step.layer_seconds};
     const auto plan = MakePlan(request, measured);
     ASSERT_TRUE(plan.ok()) << plan.status();
-    for (const Pipeline& pipeline : plan->pipelines) {
+    for (const Pipeline& pipeline : plan->pipelines.known) {
       if (pipeline.layout.layers != step.layers || Name(pipeline.kind) != step.kind) continue;
       if (pipeline.kind == PipelineKind::kColocated) continue;  // the server's part is another process's
       for (size_t stage = 0; stage < step.peak_bytes.size(); ++stage, ++compared) {
