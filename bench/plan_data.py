@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results.
+"""Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results, and
+the table of docs/plan.md that compares steps of pipelines with their predictions.
 
-    python3 bench/plan_data.py            # write the file
-    python3 bench/plan_data.py --check    # exit status 1 if it is not what the runs say now
+    python3 bench/plan_data.py            # write both
+    python3 bench/plan_data.py --check    # exit status 1 if they are not what the runs say now
 
 Every entry names its source: file, date and commit. Of runs of the same kind the newest file counts. Nothing is derived
 here but rows and bytes per second of what the files have, and the factors of step_factors.py. New steps of pipelines are
@@ -19,6 +20,7 @@ import step_factors
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
 MEASURED = ROOT / "client" / "plan" / "measured.json"
+PAGE = ROOT / "docs" / "plan.md"  # has a table of the steps of pipelines
 
 # The card of these files. The memory is what its data sheet says; the others are in the results.
 CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors": 132, "clusters": 66}
@@ -211,17 +213,25 @@ def text(content):
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def page(content):
+    """docs/plan.md with the table of these steps."""
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition("| model | GPUs | head |")
+    table, end, after = rest.partition("\nA test compares every recorded step")
+    if not begin or not end:
+        sys.exit(f"{PAGE.relative_to(ROOT)} has no table of steps")
+    return before + step_factors.table(content) + end + after
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     arguments = parser.parse_args()
-    made = text(collect())
-    if arguments.check:
-        if not MEASURED.exists() or MEASURED.read_text(encoding="utf-8") != made:
-            sys.exit(f"{MEASURED.relative_to(ROOT)} is not of bench/results as it is: python3 bench/plan_data.py")
-        return
-    MEASURED.parent.mkdir(exist_ok=True)
-    MEASURED.write_text(made, encoding="utf-8")
+    content = collect()
+    for path, made in ((MEASURED, text(content)), (PAGE, page(content))):
+        if not arguments.check:
+            path.write_text(made, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != made:
+            sys.exit(f"{path.relative_to(ROOT)} is not of bench/results as it is: python3 bench/plan_data.py")
 
 
 if __name__ == "__main__":

@@ -84,10 +84,14 @@ def worst(entries, heads, **factors):
     return max((abs(predict(entry, head, **factors) / entry["step_seconds"] - 1) for entry, head in zip(entries, heads)), default=0.0)
 
 
+def with_heads(entries, loss, last_stage):
+    return [(entry, head) for entry in entries if (head := head_seconds(entry, loss, last_stage)) is not None]
+
+
 def fit(entries, loss, last_stage):
     """The factors with the least worst error, in hundredths: those of layers and of a local head by the steps without a
     colocated server, and then that of each kind of colocated steps."""
-    known = [(entry, head) for entry in entries if (head := head_seconds(entry, loss, last_stage)) is not None]
+    known = with_heads(entries, loss, last_stage)
 
     def those(wanted):
         chosen = [(entry, head) for entry, head in known if wanted(entry)]
@@ -108,3 +112,56 @@ def fit(entries, loss, last_stage):
         colocated.append({"gradients": gradients, "mps": mps, "factor": factor})
         errors.append(worst(*same, layer=layer, colocated=factor))
     return {"layer": layer, "local_head": local_head, "colocated": colocated, "worst_error": round(max(errors), 4)}
+
+
+def factors_of(entry, fitted):
+    """Arguments of predict(), or None if no such colocated step was measured."""
+    found = {"layer": fitted["layer"], "local_head": fitted["local_head"]}
+    if entry["kind"] != "colocated":
+        return found
+    same = [each["factor"] for each in fitted["colocated"] if (each["gradients"], each["mps"]) == (entry["gradients"], entry["mps"])]
+    return found | {"colocated": same[0]} if same else None
+
+
+def group_of(entry):
+    """Model and GPUs."""
+    return entry["shape"], sum(entry["layers"]), len(entry["layers"]) + (entry["kind"] == "server")
+
+
+def left_out_error(entries, loss, last_stage):
+    """The worst error of steps of a model that the steps of the other models predict; None with one model."""
+    errors = []
+    for group in sorted({group_of(entry) for entry in entries}):
+        others = [entry for entry in entries if group_of(entry) != group]
+        if not any(each["kind"] == "local" for each in others):
+            continue
+        fitted = fit(others, loss, last_stage)
+        for entry, head in with_heads([entry for entry in entries if group_of(entry) == group], loss, last_stage):
+            if (factors := factors_of(entry, fitted)) is not None:
+                errors.append(worst([entry], [head], **factors))
+    return max(errors, default=None)
+
+
+def table(content):
+    """For docs/plan.md: every step beside its prediction."""
+    loss, last_stage, fitted = content["loss"], content["last_stage"], content["step_factors"]
+    def order(pair):
+        entry = pair[0]
+        shape, layers, gpus = group_of(entry)
+        return shape, gpus, -layers, KINDS.index(entry["kind"]), not entry["mps"], entry["gradients"], entry["layers"]
+    lines = ["| model | GPUs | head | layers of stages | measured | predicted | error |", "|---|---|---|---|---|---|---|"]
+    for entry, head in sorted(with_heads(content["steps"], loss, last_stage), key=order):
+        shape, layers, gpus = group_of(entry)
+        seconds = predict(entry, head, **factors_of(entry, fitted))
+        kind = ", ".join(filter(None, (entry["kind"], entry["gradients"], "no MPS" if entry["kind"] == "colocated" and not entry["mps"] else "")))
+        shares = f", shares {','.join(map(str, entry['shares']))}" if entry["shares"] else ""
+        lines.append(f"| {shape}, {layers} layers | {gpus} | {kind} | {'-'.join(map(str, entry['layers']))}{shares} | {entry['step_seconds'] * 1e3:.0f} ms "
+                     f"| {seconds * 1e3:.0f} ms | {(seconds / entry['step_seconds'] - 1) * 100:+.1f} % |")
+    factors = ", ".join(f"{each['factor']:.2f} ({each['gradients']}{'' if each['mps'] else ', no MPS'})" for each in fitted["colocated"])
+    runs = sorted({(content["sources"][entry["source"]]["date"], content["sources"][entry["source"]]["commit"]) for entry in content["steps"]})
+    left_out = left_out_error(content["steps"], loss, last_stage)
+    lines += ["", f"On {content['card']['name']}s, {', '.join(f'{date} at {commit}' for date, commit in runs)}. Factors: `layer` {fitted['layer']:.2f}, `local_head` "
+              f"{fitted['local_head']:.2f}, `colocated` {factors}.",
+              f"The largest error is {fitted['worst_error'] * 100:.1f} %" + ("" if left_out is None else
+              f"; of a model whose steps the factors are not fitted to, {left_out * 100:.1f} %") + "."]
+    return "\n".join(lines) + "\n"

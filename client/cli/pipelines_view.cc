@@ -77,7 +77,7 @@ std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured
                {"OVER LOCAL", Align::kRight},
                {"MEMORY OF A GPU", Align::kRight},
                {""}});
-  for (const Pipeline& pipeline : plan.pipelines) {
+  for (const Pipeline& pipeline : plan.pipelines.known) {
     const plan::PipelineLayout& layout = pipeline.layout;
     table.AddRow({HeadText(pipeline), LayersText(layout.layers),
                   HumanCount(static_cast<uint64_t>(layout.gpus)), HumanSeconds(layout.slowest_stage_seconds),
@@ -86,15 +86,20 @@ std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured
                   pipeline.over_local > 0.0 ? absl::StrFormat("%.2f", pipeline.over_local) : "?",
                   MemoryText(pipeline), RemarkText(pipeline)});
   }
-  return absl::StrCat("Pipelines\n", table.ToString(), "Steps are predicted by ", measured.steps.size(),
-                      " measured ones, from which they are at most ",
-                      absl::StrFormat("%.0f", std::ceil(measured.factors.worst_error * 100.0)),
-                      " % apart ", basis, "; at least: without gaps.\n");
+  std::string text = "Pipelines\n";
+  if (!plan.pipelines.known.empty()) {
+    absl::StrAppend(&text, table.ToString(), "Steps are predicted by ", measured.steps.size(),
+                    " measured ones, from which they are at most ",
+                    absl::StrFormat("%.0f", std::ceil(measured.factors.worst_error * 100.0)), " % apart ",
+                    basis, "; at least: without gaps.\n");
+  }
+  for (const std::string& sentence : plan.pipelines.left_out) absl::StrAppend(&text, sentence, "\n");
+  return text;
 }
 
 Json PipelinesJson(const plan::Plan& plan) {
   Json json = Json::array();
-  for (const Pipeline& pipeline : plan.pipelines) {
+  for (const Pipeline& pipeline : plan.pipelines.known) {
     const plan::PipelineLayout& layout = pipeline.layout;
     const bool local = pipeline.kind == PipelineKind::kLocal;
     Json entry = {{"kind", Name(pipeline.kind)},

@@ -248,7 +248,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // sources are numbered in this order
   absl::StrAppend(&text, LinksText(plan, notes), "\n");
   absl::StrAppend(&text, LastStageText(plan, notes), "\n");
-  if (!plan.pipelines.empty()) {
+  if (plan.request.pipeline.stages > 0) {
     absl::StrAppend(&text, PipelinesText(plan, measured, notes.Of(StepSources(measured))), "\n");
   }
   return absl::StrCat(text, "Measured\n", notes.ToString());
@@ -297,6 +297,7 @@ Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
                                   {"largest_microbatch", stage.largest_microbatch}});
   }
   json["pipelines"] = PipelinesJson(plan);
+  json["pipelines_left_out"] = plan.pipelines.left_out;
   json["trainer_bytes"] = plan.trainer_bytes;
   json["sources"] = Json::array();
   for (const plan::Source& source : measured.sources) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many layers each stage of a pipeline gets, and which part of a head that lies on the stages' own GPUs. The
-// arithmetic of lossd.torch.balance(), step by step: the same times give the same layers and shares, which
-// tests/client/python/test_torch_balance.py proves. Pure functions; thread-safe.
+// How many layers each stage of a pipeline gets, and which part of a head that lies on the stages' own GPUs.
+// The arithmetic of lossd.torch.balance(), step by step: the same times give the same layers and shares,
+// which tests/client/python/test_torch_balance.py proves. Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_BALANCE_H_
 #define LOSSD_CLIENT_PLAN_BALANCE_H_
 
@@ -30,8 +30,8 @@ Balanced Balance(absl::Span<const double> layer_seconds, double head_seconds,
                  absl::Span<const double> stage_seconds, int64_t least_share);
 
 // Layers alone, in order: the slowest stage is as fast as can be, and of such divisions the most even one. A
-// stage has a layer at least, but the last one `least_on_last`, 0 or 1. As many layers as stages, or one fewer
-// with least_on_last 0.
+// stage has a layer at least, but the last one `least_on_last`, 0 or 1. As many layers as stages, or one
+// fewer with least_on_last 0.
 std::vector<int64_t> DivideLayers(absl::Span<const double> layer_seconds,
                                   absl::Span<const double> stage_seconds, int64_t least_on_last);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a head on one GPU of a server, by the server's own arithmetic (kernels/cuda/heads/head_plan.h).
-// Pure functions; thread-safe.
+// The memory of a head on one GPU of a server, by the server's own arithmetic
+// (kernels/cuda/heads/head_plan.h). Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_DEVICE_MEMORY_H_
 #define LOSSD_CLIENT_PLAN_DEVICE_MEMORY_H_
 
@@ -38,8 +38,8 @@ struct Placement {
 };
 
 // Of GPU replica.index of replica.count. INVALID_ARGUMENT naming the field of the head.
-absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card, const Placement& placement,
-                                            kernels::Replica replica);
+absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
+                                            const Placement& placement, kernels::Replica replica);
 
 }  // namespace lossd::plan
 

@@ -153,8 +153,8 @@ class Reader {
     factors.layer = Positive(e, "layer");
     factors.local_head = Positive(e, "local_head");
     for (const Json& each : e.at("colocated")) {
-      factors.colocated.push_back({each.at("gradients").get<std::string>(), each.at("mps").get<bool>(),
-                                   Positive(each, "factor")});
+      factors.colocated.push_back(
+          {each.at("gradients").get<std::string>(), each.at("mps").get<bool>(), Positive(each, "factor")});
     }
     factors.worst_error = e.at("worst_error").get<double>();
     return factors;

@@ -108,7 +108,7 @@ struct PipelineStep {
   bool mps = false;       // colocated
   int64_t hidden = 0;
   int64_t vocab = 0;
-  int64_t microbatches = 0;     // of a step
+  int64_t microbatches = 0;  // of a step
   int64_t microbatch_rows = 0;
   std::vector<int64_t> layers;  // of each stage
   std::vector<int64_t> shares;  // of the head, of each stage; empty: evenly
@@ -118,8 +118,8 @@ struct PipelineStep {
   size_t source = 0;
 };
 
-// What stages take in measured steps over what their parts take alone (pipeline.h), and how far steps are from
-// what this predicts.
+// What stages take in measured steps over what their parts take alone (pipeline.h), and how far steps are
+// from what this predicts.
 struct StepFactors {
   double layer = 1.0;
   double local_head = 1.0;

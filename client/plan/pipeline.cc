@@ -65,8 +65,8 @@ Step ColocatedStep(const PipelineShape& shape, const std::vector<int64_t>& layer
   double passed = Sum(busy), largest = 0.0;
   const auto whole = static_cast<double>(std::accumulate(shares.begin(), shares.end(), int64_t{0}));
   for (size_t stage = 0; stage < busy.size(); ++stage) {
-    const double part = whole > 0.0 ? static_cast<double>(shares[stage]) / whole
-                                    : 1.0 / static_cast<double>(busy.size());
+    const double part =
+        whole > 0.0 ? static_cast<double>(shares[stage]) / whole : 1.0 / static_cast<double>(busy.size());
     busy[stage] += factors.colocated * part * head;
     largest = std::max(largest, part);
   }

@@ -2,8 +2,8 @@
 // How long a training step of a pipeline takes with the head on the last stage, on a server with GPUs of its
 // own, and on a server that has the GPUs of the stages (colocated). Pure functions; thread-safe.
 //
-// Every GPU takes its time T for a microbatch, the slowest one works on one after the other, and the first and
-// the last microbatch pass through all stages while others wait (1F1B; Overlapped1F1B with a server):
+// Every GPU takes its time T for a microbatch, the slowest one works on one after the other, and the first
+// and the last microbatch pass through all stages while others wait (1F1B; Overlapped1F1B with a server):
 //
 //   T    = layer factor x its layers
 //          + embedding                              first stage
@@ -60,8 +60,8 @@ PipelineLayout WithLocalHead(const PipelineShape& shape, double head_seconds, co
 PipelineLayout WithServer(const PipelineShape& shape, double head_seconds, int gpus,
                           const PipelineFactors& factors);
 
-// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (balance.h) for the
-// times as they are, without factors.
+// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (balance.h) for
+// the times as they are, without factors.
 PipelineLayout Colocated(const PipelineShape& shape, double head_seconds, int64_t least_share,
                          const PipelineFactors& factors);
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/plan/arithmetic.h"
 #include "client/plan/balance.h"
 #include "client/plan/plan.h"
@@ -21,12 +22,20 @@ using kernels::Logits;
 // Dividing layers takes stages x layers^2 steps.
 constexpr int kMostStages = 256;
 constexpr int64_t kMostLayers = 1024;
-constexpr int64_t kStateBytes = 16;  // of a parameter: fp32 weight, gradient and two moments
+constexpr int64_t kFewestClasses = 8;  // of a GPU, on average
+constexpr double kMostSeconds = 1e6;   // of a part for a microbatch
+constexpr int64_t kStateBytes = 16;    // of a parameter: fp32 weight, gradient and two moments
+
+// Sizes beyond any memory are not to wrap around.
+int64_t Saturated(double bytes) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  return bytes < static_cast<double>(kMost) ? static_cast<int64_t>(bytes) : kMost;
+}
 
 // Seconds of the head for a microbatch; nullopt: not known.
 struct HeadTimes {
   std::optional<double> local;
-  std::optional<LocalMethod> method;  // of `local`
+  std::optional<LocalMethod> method;                   // of `local`
   std::optional<double> exact, sampled;                // on one GPU
   std::optional<double> served_exact, served_sampled;  // on the server's GPUs
 };
@@ -90,8 +99,9 @@ class Planner {
     factors_ = {.layer = measured.factors.layer, .local_head = measured.factors.local_head};
   }
 
-  absl::StatusOr<std::vector<Pipeline>> Make() {
+  absl::StatusOr<Pipelines> Make() {
     if (times_.local.has_value()) AddLocal();
+    SayWhatIsLeftOut();
     AddServers(0);
     if (r_.trainers == 1 && r_.gpus == 1 && shape_.stages > 1) AddServers(1);
     for (const bool mps : {true, false}) {
@@ -99,23 +109,22 @@ class Planner {
         if (absl::Status status = AddColocated(gradients, mps); !status.ok()) return status;
       }
     }
-    return std::move(pipelines_);
+    return std::move(found_);
   }
 
  private:
   void Add(Pipeline pipeline) {
-    const auto local = std::find_if(pipelines_.begin(), pipelines_.end(),
+    const auto local = std::find_if(found_.known.begin(), found_.known.end(),
                                     [](const Pipeline& p) { return p.kind == PipelineKind::kLocal; });
     const double rate = pipeline.layout.rows_per_second_and_gpu;
     if (pipeline.kind == PipelineKind::kLocal) {
       pipeline.over_local = 1.0;
-    } else if (local != pipelines_.end()) {
+    } else if (local != found_.known.end()) {
       pipeline.over_local = rate / local->layout.rows_per_second_and_gpu;
     }
-    pipeline.fits =
-        std::max(*std::max_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end()),
-                 pipeline.server_bytes.value_or(0)) <= r_.memory_bytes;
-    pipelines_.push_back(std::move(pipeline));
+    pipeline.fits = std::max(*std::max_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end()),
+                             pipeline.server_bytes.value_or(0)) <= r_.memory_bytes;
+    found_.known.push_back(std::move(pipeline));
   }
 
   void AddLocal() {
@@ -123,8 +132,8 @@ class Planner {
     pipeline.layout = WithLocalHead(shape_, *times_.local, factors_);
     pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 0);
     const LocalMethod method = times_.method.value_or(LocalMethod::kCompiled);
-    pipeline.stage_bytes.back() += StateBytesOfHead() +
-                                   PeakBytes(method, r_.model.hidden, r_.model.vocab, r_.microbatch);
+    pipeline.stage_bytes.back() +=
+        StateBytesOfHead() + PeakBytes(method, r_.model.hidden, r_.model.vocab, r_.microbatch);
     Add(std::move(pipeline));
   }
 
@@ -150,8 +159,9 @@ class Planner {
                                      [&](const StepFactors::Colocated& each) {
                                        return each.gradients == Name(gradients) && each.mps == mps;
                                      });
-    if (!head.has_value() || factor == measured_.factors.colocated.end()) return absl::OkStatus();
-    if (r_.model.vocab < 8 * static_cast<int64_t>(shape_.stages)) return absl::OkStatus();
+    if (!head.has_value() || factor == measured_.factors.colocated.end() || !EveryGpuHasClasses()) {
+      return absl::OkStatus();
+    }
     Pipeline pipeline = {.kind = PipelineKind::kColocated, .gradients = gradients, .mps = mps};
     PipelineFactors factors = factors_;
     factors.colocated = factor->factor;
@@ -172,11 +182,27 @@ class Planner {
     return absl::OkStatus();
   }
 
-  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little above
-  // kWholeShare where some are raised to the least.
+  bool EveryGpuHasClasses() const { return r_.model.vocab >= kFewestClasses * shape_.stages; }
+
+  void SayWhatIsLeftOut() {
+    const auto leave_out = [&](bool is_so, std::string why) {
+      if (is_so) found_.left_out.push_back(std::move(why));
+    };
+    const auto unknown = [](absl::string_view what, absl::string_view option) {
+      return absl::StrCat("The time of ", what, " is not known; ", option, " gives it.");
+    };
+    leave_out(!times_.local.has_value(), unknown("a local head", "--local-head-seconds"));
+    leave_out(!times_.exact.has_value(), unknown("exact gradients on a server", "--head-seconds"));
+    leave_out(!times_.sampled.has_value(), unknown("sampled gradients on a server", "--sampled-seconds"));
+    leave_out(!EveryGpuHasClasses(), absl::StrCat("A colocated head of ", r_.model.vocab,
+                                                  " classes is too small for ", shape_.stages, " GPUs."));
+    leave_out(measured_.factors.colocated.empty(), "No colocated head was measured on this card.");
+  }
+
+  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little
+  // above kWholeShare where some are raised to the least.
   int64_t LeastShare() const {
-    const int64_t grain =
-        kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
+    const int64_t grain = kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
     const int64_t least = CeilDiv((kWholeShare + kWholeShare / 8) * grain, r_.model.vocab);
     return std::min(std::max<int64_t>(least, 1), kWholeShare / shape_.stages);
   }
@@ -202,7 +228,9 @@ class Planner {
     for (size_t stage = 0; stage < layers.size(); ++stage) {
       const int64_t in_flight =
           std::min(shape_.microbatches, static_cast<int64_t>(layers.size() - stage) + more);
-      bytes.push_back(layers[stage] * (kStateBytes * parameters + in_flight * kept) + kept);
+      const double layer = static_cast<double>(kStateBytes * parameters) +
+                           static_cast<double>(in_flight) * static_cast<double>(kept);
+      bytes.push_back(Saturated(static_cast<double>(layers[stage]) * layer + static_cast<double>(kept)));
     }
     bytes.front() += StateBytesOfHead();  // the embedding has as many parameters
     return bytes;
@@ -214,12 +242,12 @@ class Planner {
   const HeadTimes times_;
   PipelineShape shape_;
   PipelineFactors factors_;
-  std::vector<Pipeline> pipelines_;
+  Pipelines found_;
 };
 
 absl::Status CheckSeconds(const char* name, double seconds) {
-  if (seconds >= 0.0 && std::isfinite(seconds)) return absl::OkStatus();
-  return errors::FieldError(name, "be >= 0 and finite", seconds);
+  if (seconds >= 0.0 && seconds <= kMostSeconds) return absl::OkStatus();
+  return errors::FieldError(name, absl::StrCat("be from 0 to ", kMostSeconds), seconds);
 }
 
 absl::Status CheckLayerSeconds(const Request& r) {
@@ -231,9 +259,9 @@ absl::Status CheckLayerSeconds(const Request& r) {
                               absl::StrCat(layers.size(), " values"));
   }
   for (size_t i = 0; i < layers.size(); ++i) {
-    if (layers[i] > 0.0 && std::isfinite(layers[i])) continue;
+    if (layers[i] > 0.0 && layers[i] <= kMostSeconds) continue;
     const std::string name = layers.size() == 1 ? "layer_seconds" : absl::StrCat("layer_seconds[", i, "]");
-    return errors::FieldError(name, "be > 0 and finite", layers[i]);
+    return errors::FieldError(name, absl::StrCat("be > 0 and at most ", kMostSeconds), layers[i]);
   }
   return absl::OkStatus();
 }
@@ -254,7 +282,8 @@ absl::string_view Name(PipelineKind kind) {
 
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters) {
   constexpr int64_t kBytes = 36;  // of a row and an entry of the hidden state
-  return kBytes * hidden * rows + kHalf * layer_parameters;
+  return Saturated(static_cast<double>(kBytes * hidden) * static_cast<double>(rows)) +
+         kHalf * layer_parameters;
 }
 
 absl::Status CheckPipeline(const Request& request) {
@@ -281,8 +310,8 @@ absl::Status CheckPipeline(const Request& request) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<Pipeline>> PipelinesOf(const Plan& plan, const Measured& measured) {
-  if (plan.request.pipeline.stages == 0) return std::vector<Pipeline>();
+absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured) {
+  if (plan.request.pipeline.stages == 0) return Pipelines();
   return Planner(plan, measured).Make();
 }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory of
-// every GPU. Plain data; thread-compatible.
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory
+// of every GPU. Plain data; thread-compatible.
 #ifndef LOSSD_CLIENT_PLAN_PIPELINES_H_
 #define LOSSD_CLIENT_PLAN_PIPELINES_H_
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -20,14 +21,16 @@ namespace lossd::plan {
 struct Plan;
 struct Request;
 
-// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured rates.
+// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured
+// rates.
 struct PipelineRequest {
-  int stages = 0;                     // 0: no pipeline is planned
-  std::vector<double> layer_seconds;  // one for all layers, or one each: forward and backward; > 0 with stages
-  double embedding_seconds = 0.0;     // that the first stage has beside its layers
-  double head_seconds = 0.0;          // of the server's exact gradients
-  double sampled_seconds = 0.0;       // of its sampled ones
-  double local_head_seconds = 0.0;    // of the head on the last stage
+  int stages = 0;  // 0: no pipeline is planned
+  std::vector<double>
+      layer_seconds;                // one for all layers, or one each: forward and backward; > 0 with stages
+  double embedding_seconds = 0.0;   // that the first stage has beside its layers
+  double head_seconds = 0.0;        // of the server's exact gradients
+  double sampled_seconds = 0.0;     // of its sampled ones
+  double local_head_seconds = 0.0;  // of the head on the last stage
   int64_t layer_bytes = 0;  // that a layer keeps of a microbatch for its backward; 0: LayerActivationBytes()
 };
 
@@ -44,10 +47,10 @@ struct Pipeline {
   kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
   bool mps = false;  // kColocated: trainer and server run at the same time (CUDA MPS), else in turns
   PipelineLayout layout;
-  double over_local = 0.0;             // rows per second and GPU over those of kLocal; 0: not known
-  std::vector<int64_t> stage_bytes;    // of each stage's GPU at its peak, its part of the head included
+  double over_local = 0.0;              // rows per second and GPU over those of kLocal; 0: not known
+  std::vector<int64_t> stage_bytes;     // of each stage's GPU at its peak, its part of the head included
   std::optional<int64_t> server_bytes;  // kServer: of each of its GPUs
-  bool fits = false;                   // Request::memory_bytes
+  bool fits = false;                    // Request::memory_bytes
   // kColocated: what the division was made of, as lossd.torch.balance() takes it.
   double head_seconds = 0.0;
   int64_t least_share = 0;
@@ -58,13 +61,19 @@ struct Pipeline {
 // makes it.
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
 
+struct Pipelines {
+  std::vector<Pipeline> known;
+  std::vector<std::string> left_out;  // layouts of which nothing can be said, and why, as sentences
+};
+
 // INVALID_ARGUMENT naming the field.
 absl::Status CheckPipeline(const Request& request);
 
 // The layouts, of heads whose time is known: with the fastest local head; with a server of the request's GPUs
 // beside as many stages, and, of a single trainer with a server of one GPU, in place of one stage; colocated,
-// with and without MPS as far as that was measured. Exact and sampled. `plan` has all but pipelines.
-absl::StatusOr<std::vector<Pipeline>> PipelinesOf(const Plan& plan, const Measured& measured);
+// with and without MPS as far as that was measured. Exact and sampled. `plan`
+// has all but pipelines.
+absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured);
 
 }  // namespace lossd::plan
 

@@ -197,7 +197,7 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   }
   plan.links = LinksOf(r, measured);
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
-  absl::StatusOr<std::vector<Pipeline>> pipelines = PipelinesOf(plan, measured);
+  absl::StatusOr<Pipelines> pipelines = PipelinesOf(plan, measured);
   if (!pipelines.ok()) return pipelines.status();
   plan.pipelines = *std::move(pipelines);
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;

@@ -94,7 +94,7 @@ struct Plan {
   std::vector<size_t> speedup_sources;
   std::vector<Link> links;
   std::vector<LastStage> last_stage;
-  std::vector<Pipeline> pipelines;  // empty: none is planned
+  Pipelines pipelines;  // empty: none is planned
   // Of the trainer: hidden states and gradients of a microbatch in bf16, instead of all of `last_stage`.
   int64_t trainer_bytes = 0;
   std::optional<TrainerMemory> trainer_memory;  // if the request has a trainer

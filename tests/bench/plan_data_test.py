@@ -19,6 +19,10 @@ class PlanData(unittest.TestCase):
         self.assertEqual(plan_data.MEASURED.read_text(encoding="utf-8"), plan_data.text(plan_data.collect()),
                          "python3 bench/plan_data.py")
 
+    def test_the_table_of_the_page_is_of_the_results(self):
+        self.assertEqual(plan_data.PAGE.read_text(encoding="utf-8"), plan_data.page(plan_data.collect()),
+                         "python3 bench/plan_data.py")
+
     def test_every_number_has_a_source_that_is_in_the_tree(self):
         content = json.loads(plan_data.MEASURED.read_text(encoding="utf-8"))
         for key in ("loss", "last_stage", "optimizer", "transports", "devices", "pipelines", "steps"):

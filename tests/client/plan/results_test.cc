@@ -242,20 +242,20 @@ TEST(PlanBesideResults, TwoGpusByVocabularyTakeWhatWasMeasured) {
 
 double HeadSeconds(const Measured& measured, const PipelineStep& step) {
   const std::vector<Timing> timings =
-      step.kind == "local" ? TimingsOf(measured, Name(LocalMethod::kCompiled), "real")
-                           : TimingsOf(measured, Logits::kStored,
-                                       step.gradients == "exact" ? Gradients::kExact : Gradients::kSampled,
-                                       "real");
+      step.kind == "local"
+          ? TimingsOf(measured, Name(LocalMethod::kCompiled), "real")
+          : TimingsOf(measured, Logits::kStored,
+                      step.gradients == "exact" ? Gradients::kExact : Gradients::kSampled, "real");
   return EstimateTime(timings, step.hidden, step.vocab, step.microbatch_rows).middle_seconds();
 }
 
 PipelineLayout LayoutOf(const Measured& measured, const PipelineStep& step, PipelineFactors factors) {
-  const PipelineShape shape = {.layer_seconds = std::vector<double>(
-                                   static_cast<size_t>(std::reduce(step.layers.begin(), step.layers.end())),
-                                   step.layer_seconds),
-                               .stages = static_cast<int>(step.layers.size()),
-                               .microbatches = step.microbatches,
-                               .microbatch_rows = step.microbatch_rows};
+  const PipelineShape shape = {
+      .layer_seconds = std::vector<double>(
+          static_cast<size_t>(std::reduce(step.layers.begin(), step.layers.end())), step.layer_seconds),
+      .stages = static_cast<int>(step.layers.size()),
+      .microbatches = step.microbatches,
+      .microbatch_rows = step.microbatch_rows};
   const double head = HeadSeconds(measured, step);
   if (step.kind == "local") return LocalLayout(shape, step.layers, head, factors);
   if (step.kind == "server") return ServerLayout(shape, step.layers, head, 1, factors);
@@ -303,13 +303,13 @@ TEST(PlanBesideResults, MemoryOfStagesIsWithinTwelvePercent) {
     request.pipeline.layer_seconds = {step.layer_seconds};
     const auto plan = MakePlan(request, measured);
     ASSERT_TRUE(plan.ok()) << plan.status();
-    for (const Pipeline& pipeline : plan->pipelines) {
+    for (const Pipeline& pipeline : plan->pipelines.known) {
       if (pipeline.layout.layers != step.layers || Name(pipeline.kind) != step.kind) continue;
       if (pipeline.kind == PipelineKind::kColocated) continue;  // the server's part is another process's
       for (size_t stage = 0; stage < step.peak_bytes.size(); ++stage, ++compared) {
-        EXPECT_NEAR(static_cast<double>(pipeline.stage_bytes[stage]) /
-                        static_cast<double>(step.peak_bytes[stage]),
-                    1.0, kMemoryTolerance)
+        EXPECT_NEAR(
+            static_cast<double>(pipeline.stage_bytes[stage]) / static_cast<double>(step.peak_bytes[stage]),
+            1.0, kMemoryTolerance)
             << step.kind << " stage " << stage << " source " << step.source;
       }
     }
