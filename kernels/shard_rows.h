@@ -20,9 +20,10 @@ struct ShardRows {
   friend bool operator==(const ShardRows&, const ShardRows&) = default;
 };
 
-// By vocabulary: how many of `devices` divide the classes of one copy of the head. Else 1: each has all.
+// By vocabulary: how many of `devices` divide the classes of one copy of the head. Else, and on fewer devices
+// than the head has replicas elsewhere, 1: each has all.
 inline int PlacesOf(const HeadConfig& config, int devices) {
-  return config.split == Split::kVocabulary ? devices / ReplicasOf(config) : 1;
+  return config.split == Split::kVocabulary ? std::max(1, devices / ReplicasOf(config)) : 1;
 }
 
 // Which of the devices that divide the classes of its copy of the head a device is, and which copy that is.

@@ -86,6 +86,16 @@ TEST(SharesTest, WithoutSharesAllHaveTheSame) {
   EXPECT_EQ(MostClassesOf(config, 4), 3);
 }
 
+// As a file of a checkpoint has all rows of a head, whatever replicas that has where it computes.
+TEST(SharesTest, OneDeviceHasAllOfAHeadWithReplicas) {
+  HeadConfig config = ConfigOf(97, {3, 1});
+  config.replicas = 2;
+  for (const Role role : {Role::kValue, Role::kMoment1}) {
+    EXPECT_EQ(StoredRowsOf(config, {Param::kWeight, role}, {}), (ShardRows{0, 97}));
+  }
+  EXPECT_EQ(ClassesOf(config, {}), (ShardRows{0, 97}));
+}
+
 std::string FieldOf(const HeadConfig& config, int devices) {
   const auto violation = errors::GetFieldViolation(ValidateOn(config, devices));
   return violation ? violation->field : "";

@@ -90,6 +90,16 @@ def test_bad_names_of_any_length_and_script_are_shown(client):
         assert caught.value.value.startswith("n" + "é" * 30)
 
 
+@pytest.mark.parametrize("option, value, field", [
+    ("shares", (1, -1), "spec.shares[1]"), ("shares", (2**31,), "spec.shares[0]"), ("shares", (0.5,), "spec.shares[0]"),
+    ("replicas", -1, "spec.replicas"), ("replicas", 65537, "spec.replicas"), ("replicas", 1.5, "spec.replicas"),
+    ("replicas", 2, "spec.replicas")])
+def test_heads_that_no_server_makes(client, option, value, field):
+    with pytest.raises(lossd.InvalidArgument) as caught:
+        client.create_head("no-head", hidden_size=D, vocab_size=V, split="vocabulary", **{option: value})
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("option, value", [
     ("ignore_index", 2**31), ("ignore_index", -2**31 - 1),
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),

@@ -42,7 +42,7 @@ def train_stage(rank: int, target: str, folder: Path, last: int, dies: bool) -> 
     targets = torch.randint(0, V, (STEPS, N), generator=data)
     with lossd.Client(target) as client:
         head = LossHead(client, "lm", normalizer=N, process_group=None)
-        head_optimizer = HeadOptimizer(head, lr=0.05)
+        head_optimizer = HeadOptimizer(head, lr=0.05, continues=first > 0)
         schedule = Overlapped1F1B(pipelining.PipelineStage(module, rank, STAGES, torch.device("cpu")), MICROBATCHES,
                                   loss_fn=PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=False),
                                   scale_grads=False)
