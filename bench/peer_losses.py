@@ -33,8 +33,19 @@ def first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
+def of_torch():
+    """That of torch itself, from 2.13 on, which computes some rows at a time."""
+    try:
+        from torch.nn import LinearCrossEntropyOptions
+        from torch.nn.functional import linear_cross_entropy
+    except ImportError as error:
+        print("without torch's linear_cross_entropy:", error)
+        return {}
+    return {"torch.linear_cross_entropy": lambda e, w, t: linear_cross_entropy(e, w, t, options=LinearCrossEntropyOptions())}
+
+
 def methods(dynamic):
-    found = {"torch": eager, "torch.compile": torch.compile(eager, dynamic=dynamic)}
+    found = {"torch": eager, "torch.compile": torch.compile(eager, dynamic=dynamic), **of_torch()}
     try:
         from cut_cross_entropy import linear_cross_entropy
 

@@ -7,16 +7,22 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
 
     local            a stage on each GPU, the head on the last one: each local head with the split of the layers that its
                      measured time predicts, and the fastest head with neighbouring splits, too
+    colocated        a stage on each GPU and one server on the same GPUs, which divides the head's classes over them: shares and
+                     split of lossd.torch.balance() for the measured times of a layer and of the head (--shares has others);
+                     with or without MPS (--mps), which this starts and ends
     server           a stage on each GPU but the last, which is the server's: exact and sampled gradients, both schedules
     server replicas  several pipelines, or several trainers of one stage, that share the server
     local replicas   several pipelines with a local head each; their gradients are averaged
 
 For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
 of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
-`lossctl plan` predicts from the measured time of a layer. Rows go to the server as lossd.Client chooses, which is through
-memory of the host; with --transport=cuda_ipc from GPU to GPU. The file is written after each configuration. Exit status 1
-if exact configurations disagree or one fails for another reason than memory. Needs torch 2.11 or later; local heads are
-those of peer_losses.py.
+`lossctl plan` predicts from the measured time of a layer, and what a step takes if all work is divided evenly. Rows go to the
+server as lossd.Client chooses, or as --transport says; the file has how they went, how long the last stage waits for a
+microbatch of the head (median, from when its rows are there until the gradient is), and the server's cores. The file is
+written after each configuration. Exit status 1 if exact configurations disagree or one fails for another reason than memory.
+Needs torch 2.11 or later; local heads are those of peer_losses.py.
+
+Of several runs on one machine, those after the first take its measured times by --parts.
 """
 
 from __future__ import annotations
@@ -30,77 +36,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from pipeline_layouts import KINDS, ONE_F_ONE_B, OVERLAPPED, Configuration, configurations, read_splits, seconds_without_gaps
+from pipeline_arguments import SHAPES, parse_arguments
+from pipeline_layouts import Configuration, Wanted, configurations, evenly_divided_seconds, seconds_without_gaps
 from pipeline_model import Shape
-from pipeline_ranks import Settings, measure_parts, reported, train
-from pipeline_results import compare, fastest, last_over_middle
+from pipeline_mps import Mps, of_trainer
+from pipeline_ranks import Settings, measure_parts, measure_server, reported, train
+from pipeline_results import compare, fastest, last_over_middle, server_line, summary, table
 from pipeline_server import Server
 
-SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
-    "gemma2-2b": {"vocab_size": 256000, "hidden_size": 2304, "heads": 18, "context": 2048},
-    "llama3-8b": {"vocab_size": 128256, "hidden_size": 4096, "heads": 32, "context": 2048},
-}
 METHODS = {"compiled": "torch.compile"}  # names of `lossctl plan`, where peer_losses.py has others
-
-
-def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lossd", default="build/release/bin/lossd", help="the server's program")
-    parser.add_argument("--lossctl", help="for its plan [the program beside lossd]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--gpus", type=int, default=0, help="as many processes on the CPU [all]")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="gemma2-2b")
-    for name in ("vocab_size", "hidden_size", "heads", "context"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--sequences", type=int, default=4, help="of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=24, help="of a step, all replicas together")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of configurations, with commas between them")
-    parser.add_argument("--local_heads", default="torch.compile,liger,cce", help="local ones, of peer_losses.py")
-    parser.add_argument("--splits", default="", help="layers of each stage, for local heads: 4-4-3-1,4-4-4-0")
-    parser.add_argument("--neighbours", type=int, default=1, help="splits on each side of the predicted one")
-    parser.add_argument("--gradients", default="exact,sampled", help="of the server")
-    parser.add_argument("--schedules", default=f"{ONE_F_ONE_B},{OVERLAPPED}", help="with the server")
-    parser.add_argument("--warm_up", type=int, default=3, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are")
-    parser.add_argument("--lr", type=float, default=3e-5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--transport", help="of lossd.Client [its own choice]")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
-    parser.add_argument("--tolerance", type=float,
-                        help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
-    parser.add_argument("--commit", help="of the tree, for the file [what git says]")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    arguments = parser.parse_args(given)
-    for name, known in (("kinds", KINDS), ("gradients", ("exact", "sampled")), ("schedules", (ONE_F_ONE_B, OVERLAPPED))):
-        setattr(arguments, name, list(filter(None, getattr(arguments, name).split(","))))
-        for each in getattr(arguments, name):
-            if each not in known:
-                parser.error(f"{name} has {each!r}; there are {', '.join(known)}")
-    for name in ("layers", "sequences", "microbatches", "warm_up", "steps", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"{name} is {getattr(arguments, name)}; it must be positive")
-    try:
-        arguments.splits = read_splits(arguments.splits, arguments.layers)
-    except ValueError as error:
-        parser.error(str(error))
-    available = torch.cuda.device_count() if arguments.device == "cuda" else 4
-    arguments.gpus = arguments.gpus or available
-    if not 1 <= arguments.gpus <= (available if arguments.device == "cuda" else 64):
-        parser.error(f"gpus is {arguments.gpus}; there are {available}")
-    if arguments.layers < arguments.gpus - 1:
-        parser.error(f"layers is {arguments.layers}; {arguments.gpus} GPUs need {arguments.gpus - 1} at least")
-    if any(len(split) != arguments.gpus for split in arguments.splits):
-        parser.error(f"splits must have {arguments.gpus} stages, one a GPU")
-    return arguments
 
 
 def run_processes(context: Any, count: int, limit: float, work: Any, *arguments: Any) -> list[dict[str, Any]]:
@@ -136,14 +85,52 @@ def run_processes(context: Any, count: int, limit: float, work: Any, *arguments:
     return results
 
 
-def measure(_rank: int, _rendezvous: str, settings: Settings, heads: list[str], repeats: int) -> dict[str, Any]:
-    return measure_parts(settings, heads, repeats)
+def measure(_rank: int, _rendezvous: str, settings: Settings, heads: list[str], gradients: list[str], target: str,
+            http: str, environment: dict[str, str], repeats: int) -> dict[str, Any]:
+    os.environ.update(environment)
+    parts = measure_parts(settings, heads, repeats)
+    return parts | {"server": measure_server(settings, target, http, gradients, repeats) if gradients else {}}
 
 
-def server_flags(arguments: argparse.Namespace) -> list[str]:
+def measured(context: Any, settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the parts of which times are predicted; of those that an earlier run has measured, its."""
+    if arguments.parts:
+        earlier = json.loads(arguments.parts.read_text())
+        for name in ("shape", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
+            if earlier["settings"][name] != getattr(arguments, name):
+                sys.exit(f"{arguments.parts} has {name} {earlier['settings'][name]}, not {getattr(arguments, name)}")
+        missing = set(arguments.gradients if "colocated" in arguments.kinds else []) - set(earlier["measured_seconds"]["server"])
+        if missing:
+            sys.exit(f"{arguments.parts} has no time of a head with {' and '.join(missing)} gradients")
+        return {"card": earlier["card"], **earlier["measured_seconds"]}
+    heads = list(filter(None, arguments.local_heads.split(",")))
+    gradients = arguments.gradients if "colocated" in arguments.kinds else []
+    with ExitStack() as stack:
+        environment, server = {}, None
+        try:
+            if gradients:
+                environment = stack.enter_context(Mps(arguments.mps_control)).environment if "on" in arguments.mps else {}
+                flags = ["--backend=cuda", "--device=0"] if arguments.device == "cuda" else ["--backend=cpu", "--threads=1"]
+                server = stack.enter_context(Server(arguments.lossd, *flags, environment=environment))
+        except (OSError, RuntimeError) as error:
+            sys.exit(f"the head cannot be measured: {error}")
+        found = run_processes(context, 1, arguments.limit, measure, settings, heads, gradients,
+                              server.target if server else "", server.http if server else "", environment, 10)[0]
+    if "error" in found:
+        sys.exit(f"the layer and the heads cannot be measured: {found['error']}")
+    return found
+
+
+def server_flags(configuration: Configuration, arguments: argparse.Namespace) -> list[str]:
+    flags = ["--split=vocabulary"] if configuration.colocated else []
     if arguments.device == "cuda":
-        return ["--backend=cuda", f"--device={arguments.gpus - 1}"]
-    return ["--backend=cpu", f"--threads={arguments.threads}"]
+        devices = ",".join(map(str, range(arguments.gpus)))
+        flags += ["--backend=cuda", f"--devices={devices}" if configuration.colocated else f"--device={arguments.gpus - 1}"]
+    elif configuration.colocated:
+        flags += ["--backend=cpu", f"--cpu_devices={arguments.gpus}", f"--threads={arguments.gpus * arguments.threads}"]
+    else:
+        flags += ["--backend=cpu", f"--threads={arguments.threads}"]
+    return flags + arguments.server_flags.split()
 
 
 def run_configuration(context: Any, configuration: Configuration, settings: Settings,
@@ -152,49 +139,42 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
     entry: dict[str, Any] = {
         "name": configuration.name, "kind": configuration.kind, "head": configuration.head,
         "gradients": configuration.gradients, "schedule": configuration.schedule, "replicas": configuration.replicas,
-        "layers": list(configuration.layers), "gpus": configuration.gpus, "exact": configuration.exact}
+        "layers": list(configuration.layers), "gpus": configuration.gpus, "exact": configuration.exact,
+        "shares": list(configuration.shares), "mps": configuration.mps, "slack": configuration.slack}
     if settings.microbatches % configuration.replicas:
         return entry | {"error": f"{settings.microbatches} microbatches do not divide among {configuration.replicas} replicas"}
-    try:
-        with Server(arguments.lossd, *server_flags(arguments)) if configuration.on_server else nullcontext() as server:
-            ranks = run_processes(context, configuration.trainers, arguments.limit, train, configuration, settings,
-                                  server.target if server else "", server.http if server else "", arguments.limit)
-            resident = server.peak_resident_bytes() if server else 0
-    except (OSError, RuntimeError) as error:  # of the server
-        return entry | {"error": str(error)}
+    with ExitStack() as stack:
+        environment, server = {}, None
+        try:
+            if configuration.mps:
+                environment = stack.enter_context(Mps(arguments.mps_control)).environment
+            if configuration.on_server:
+                flags = server_flags(configuration, arguments)
+                server = stack.enter_context(Server(arguments.lossd, *flags, environment=environment))
+        except (OSError, RuntimeError) as error:
+            return entry | {"error": str(error)}
+        ranks = run_processes(
+            context, configuration.trainers, arguments.limit, train, configuration, settings, server.target if server else "",
+            server.http if server else "", arguments.limit, of_trainer(environment, arguments.trainer_priority))
+        resident = server.peak_resident_bytes() if server else 0
     if "error" in ranks[0]:
         return entry | ranks[0]
     entry |= summary(ranks, configuration, settings, resident)
     return entry | {"last_stage_over_middle_memory": last_over_middle(entry)}
 
 
-def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
-            resident_bytes: int) -> dict[str, Any]:
-    """`resident_bytes`: of the server's process on the host, at most."""
-    timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
-    seconds = float(np.median(timed))
-    tokens = settings.microbatches * settings.rows / seconds
-    keys = ("replica", "stage", "peak_bytes", "reserved_bytes", "device_used_bytes")
-    found: dict[str, Any] = {
-        "step_seconds": seconds, "all_step_seconds": timed.tolist(), "tokens_per_second": tokens,
-        "tokens_per_second_and_gpu": tokens / configuration.gpus,
-        "memory": [{"role": "trainer", **{key: rank[key] for key in keys if key in rank}} for rank in ranks],
-        "losses": np.mean([rank["losses"] for rank in ranks if rank["losses"]], axis=0).tolist(),
-        "gradient_norms": {key: sum(rank["squared_norms"].get(key, 0.0) for rank in ranks if rank["replica"] == 0)**0.5
-                           for key in ("layers", "head")}}
-    if configuration.on_server:
-        watched = next(rank for rank in ranks if rank["after"])
-        after = watched["after"]
-        rose = {name: value - watched["before"].get(name, 0.0) for name, value in after.items()}
-        found["memory"].append({"role": "server", "peak_bytes": after["lossd_memory_peak_bytes"],
-                                "device_used_bytes": after.get("lossd_gpu_memory_used_bytes"),
-                                "resident_bytes": resident_bytes})
-        microbatches = rose["lossd_rows_total"] / settings.rows
-        found["server"] = {"transport": watched["transport"],
-                           "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
-                           "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
-                           "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
-    return found
+def predict(entry: dict[str, Any], configuration: Configuration, settings: Settings, parts: dict[str, Any]) -> None:
+    """Adds to an entry what its step takes at least, by the measured times of its parts."""
+    server = entry.get("server", {}).get("microbatch_seconds", 0.0)
+    layer, microbatches = parts["layer"], settings.microbatches
+    if configuration.colocated:
+        server = parts["server"][configuration.gradients]
+        evenly = evenly_divided_seconds(configuration.gpus, microbatches, layer * settings.shape.layers, server)
+        entry["evenly_divided_seconds"] = evenly
+        if "step_seconds" in entry:
+            entry["over_evenly_divided"] = entry["step_seconds"] / evenly
+    entry["seconds_without_gaps"] = seconds_without_gaps(configuration, microbatches, layer,
+                                                         parts["heads"].get(configuration.head, 0.0), server)
 
 
 def plan(configuration: Configuration, settings: Settings, layer_seconds: float, lossctl: str) -> dict[str, Any]:
@@ -208,6 +188,8 @@ def plan(configuration: Configuration, settings: Settings, layer_seconds: float,
     except (OSError, subprocess.SubprocessError) as error:
         return {"reason": f"{error} {getattr(error, 'stderr', None) or ''}".strip()}
     for each in answer["pipelines"]:
+        if bool(each.get("colocated")) != configuration.colocated:
+            continue
         same = each["gradients"] == configuration.gradients if configuration.on_server else each["gradients"] is None
         if same and each["gpus"] == configuration.gpus:
             return {"card": answer["card"], "head": METHODS.get(each["head"], each["head"]), "layers": each["layers"],
@@ -232,10 +214,12 @@ def show(entry: dict[str, Any]) -> None:
     print(f"{entry['name']}: step {entry['step_seconds'] * 1e3:.1f} ms (without gaps "
           f"{entry['seconds_without_gaps'] * 1e3:.1f}), {entry['tokens_per_second_and_gpu']:.0f} tokens/s a GPU, "
           f"peak memory {memory} GiB, last loss {entry['losses'][-1]:.4f}", flush=True)
+    if "server" in entry:
+        print(server_line(entry), flush=True)
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parse_arguments(__doc__)
     begin = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which not every host has
     shape = Shape(**{name: getattr(arguments, name) or value for name, value in SHAPES[arguments.shape].items()},
@@ -248,28 +232,25 @@ def main() -> None:
     context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
     if arguments.device == "cpu":
         context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
-    heads = list(filter(None, arguments.local_heads.split(",")))
-    parts = run_processes(context, 1, arguments.limit, measure, settings, heads, 10)[0]
-    if "error" in parts:
-        sys.exit(f"the layer cannot be measured: {parts['error']}")
+    parts = measured(context, settings, arguments)
     for head, why in parts["without"].items():
         print(f"without {head}: {why}")
     wanted = configurations(
-        gpus=arguments.gpus, layers=arguments.layers, kinds=arguments.kinds, layer_seconds=parts["layer"],
-        head_seconds=parts["heads"], gradients=arguments.gradients, schedules=arguments.schedules, splits=arguments.splits,
-        neighbours=arguments.neighbours)
+        Wanted(arguments.gpus, arguments.layers, arguments.kinds, arguments.gradients, arguments.schedules, arguments.splits,
+               arguments.neighbours, arguments.most_splits, arguments.fastest_local, arguments.colocated_splits,
+               arguments.shares, [each == "on" for each in arguments.mps], arguments.slack),
+        parts["layer"], parts["heads"], parts["server"])
     result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "measured_seconds": parts,
                               "configurations": [], "left_out": []}
     print(f"a layer takes {parts['layer'] * 1e3:.2f} ms, heads "
-          + ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts["heads"].items()))
+          + ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts["heads"].items())
+          + "".join(f", lossd {gradients} {seconds * 1e3:.2f}" for gradients, seconds in parts["server"].items()), flush=True)
     for configuration in wanted:
         if time.monotonic() - begin > arguments.budget:
             result["left_out"].append(configuration.name)
             continue
         entry = run_configuration(context, configuration, settings, arguments)
-        entry["seconds_without_gaps"] = seconds_without_gaps(configuration, arguments.microbatches, parts["layer"],
-                                                             parts["heads"].get(configuration.head, 0.0),
-                                                             entry.get("server", {}).get("microbatch_seconds", 0.0))
+        predict(entry, configuration, settings, parts)
         entry["plan"] = plan(configuration, settings, parts["layer"], lossctl)
         if "step_seconds" in entry and "least_step_seconds" in entry["plan"]:
             entry["plan"]["measured_over_least"] = entry["step_seconds"] / entry["plan"]["least_step_seconds"]
@@ -282,10 +263,8 @@ def main() -> None:
     if result["left_out"]:
         print(f"left out, as {arguments.budget:.0f} s have passed: {'; '.join(result['left_out'])}")
     agreement = result.get("agreement", {"agree": True, "apart": {}})
-    for each in result.get("fastest", []):
-        over = f", {each['over_local']:.3f} of the fastest local one" if each["over_local"] else ""
-        print(f"fastest {each['kind']} {each['gradients']}: {each['tokens_per_second_and_gpu']:.0f} tokens/s a GPU{over}, "
-              f"{each['name']}")
+    for line in table(result["configurations"]):
+        print(line)
     apart = max((each["losses"] for each in agreement["apart"].values()), default=0.0)
     print(f"losses are apart by {apart:.6f} at most; exact configurations {'agree' if agreement['agree'] else 'DISAGREE'} "
           f"within {tolerance} in losses and gradient norms")

@@ -6,23 +6,34 @@ Pure functions. Times are seconds of one microbatch, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lossd.torch import balance
+
 ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
-KINDS = ("local", "server", "server replicas", "local replicas")
+KINDS = ("local", "colocated", "server", "server replicas", "local replicas")
+BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """`replicas` pipelines of len(layers) stages each. The head is in each replica's last stage, or on one server."""
+    """`replicas` pipelines of len(layers) stages each. The head is in each replica's last stage, on one server with a GPU of
+    its own, or (colocated) on one server whose devices are the GPUs of the stages."""
 
     kind: str  # of KINDS
-    head: str  # a function of peer_losses.methods, or "lossd": on a server with a GPU of its own
+    head: str  # a function of peer_losses.methods, or "lossd": on a server
     layers: tuple[int, ...]  # of each stage
     replicas: int = 1
     schedule: str = ONE_F_ONE_B
     gradients: str = ""  # of a server: "exact" or "sampled"
+    shares: tuple[int, ...] = ()  # of the stages' GPUs in the head's classes, if it is colocated; empty: all have the same
+    mps: bool = False  # whether the programs of a GPU share it by MPS; else they take turns
+    slack: int = 1  # microbatches of the head that OVERLAPPED hides
+
+    @property
+    def colocated(self) -> bool:
+        return self.kind == "colocated"
 
     @property
     def on_server(self) -> bool:
@@ -39,7 +50,7 @@ class Configuration:
 
     @property
     def gpus(self) -> int:
-        return self.trainers + self.on_server
+        return self.trainers + (self.on_server and not self.colocated)
 
     @property
     def exact(self) -> bool:
@@ -53,7 +64,16 @@ class Configuration:
     def name(self) -> str:
         replicas = f"{self.replicas} x " if self.replicas > 1 else ""
         head = f"lossd {self.gradients}" if self.on_server else self.head
-        return f"{self.kind}, {head}, {replicas}({'-'.join(map(str, self.layers))}), {self.schedule}"
+        name = f"{self.kind}, {head}, {replicas}({dashed(self.layers)}), {self.schedule}"
+        if self.schedule == OVERLAPPED and self.slack > 1:
+            name += f", slack {self.slack}"
+        if self.colocated:
+            name += f", shares {dashed(self.shares) or EVEN}, {'MPS' if self.mps else 'no MPS'}"
+        return name
+
+
+def dashed(numbers: Sequence[int]) -> str:
+    return "-".join(map(str, numbers))
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
@@ -74,13 +94,13 @@ def stage_seconds(split: tuple[int, ...], layer_seconds: float, head_seconds: fl
 def local_splits(layers: int, stages: int, layer_seconds: float, head_seconds: float,
                  neighbours: int) -> list[tuple[int, ...]]:
     """First the split whose slowest stage is the fastest with the head on the last stage, and of several the one whose
-    next slowest is. Then those whose last stage has up to `neighbours` layers fewer or more."""
+    next slowest is. Then those whose last stage has up to `neighbours` layers fewer or more, in the same order."""
     most = layers - (stages - 1) if stages > 1 else layers  # of the last stage
     times = {last: sorted(stage_seconds(with_last(layers, stages, last), layer_seconds, head_seconds), reverse=True)
              for last in range(layers if stages == 1 else 0, most + 1)}
     best = min(times, key=lambda last: times[last])
-    wanted = [best, *(best + sign * apart for apart in range(1, neighbours + 1) for sign in (-1, 1))]
-    return [with_last(layers, stages, last) for last in wanted if last in times]
+    near = sorted((last for last in times if abs(last - best) <= neighbours), key=lambda last: times[last])
+    return [with_last(layers, stages, last) for last in near]
 
 
 def seconds_without_gaps(configuration: Configuration, microbatches: int, layer_seconds: float, head_seconds: float,
@@ -89,12 +109,48 @@ def seconds_without_gaps(configuration: Configuration, microbatches: int, layer_
     slowest stage, or the server that all replicas share, works on one after the other. Without the optimizer and
     transfers.
 
-    `microbatches`: of a step, of all replicas. `head_seconds`: of a local head; `server_seconds`: of a server's.
+    `microbatches`: of a step, of all replicas. `head_seconds`: of a local head; `server_seconds`: of a server's; of a
+    colocated one, all of it on one GPU.
     """
     head = 0.0 if configuration.on_server else head_seconds
     stages = stage_seconds(configuration.layers, layer_seconds, head)
+    if configuration.colocated:
+        shares = configuration.shares or (1,) * configuration.stages
+        heads = [server_seconds * share / sum(shares) for share in shares]
+        slowest = max(stage + head for stage, head in zip(stages, heads))
+        return sum(stages) + max(heads) + (microbatches - 1) * slowest
     slowest = max(*stages, configuration.replicas * server_seconds if configuration.on_server else 0.0)
     return sum(stages) + (microbatches // configuration.replicas - 1) * slowest
+
+
+def evenly_divided_seconds(gpus: int, microbatches: int, layers_seconds: float, head_seconds: float) -> float:
+    """What a step takes if all work is divided evenly over the GPUs, which no pipeline with the head on its own GPUs goes
+    below: a part of layers and head for each microbatch, and a part of the layers for each other stage to fill and empty
+    the pipeline. Without the optimizer and transfers.
+
+    `layers_seconds`, `head_seconds`: of all layers and of the whole head, on one GPU.
+    """
+    return microbatches * (layers_seconds + head_seconds) / gpus + (gpus - 1) * layers_seconds / gpus
+
+
+def divided(split: tuple[int, ...], shares: str, layer_seconds: float, head_seconds: float) -> tuple[int, ...]:
+    """The shares that `shares` (BALANCED, EVEN, or numbers like 3-1-1-3) says for stages of so many layers."""
+    if shares == BALANCED:
+        return balance([count * layer_seconds for count in split], head_seconds, len(split)).shares
+    return () if shares == EVEN else read_shares(shares, len(split))
+
+
+def read_shares(text: str, stages: int) -> tuple[int, ...]:
+    """Of "3-1-1-3". ValueError unless there is one for each stage and not all are 0."""
+    try:
+        shares = tuple(int(share) for share in text.split("-"))
+    except ValueError:
+        raise ValueError(f"shares has {text!r}; it must be {BALANCED}, {EVEN} or numbers like 3-1-1-3") from None
+    if len(shares) != stages:
+        raise ValueError(f"shares has {text!r} of {len(shares)} numbers; it must have {stages}, one a GPU")
+    if not any(shares):
+        raise ValueError(f"shares has {text!r}; one share at least must be positive")
+    return shares
 
 
 def read_splits(text: str, layers: int) -> list[tuple[int, ...]]:
@@ -116,29 +172,70 @@ def replica_counts(ranks: int) -> list[int]:
     return [count for count in range(2, ranks + 1) if ranks % count == 0]
 
 
-def configurations(*, gpus: int, layers: int, kinds: Iterable[str], layer_seconds: float,
-                   head_seconds: dict[str, float], gradients: Iterable[str], schedules: Iterable[str],
-                   splits: list[tuple[int, ...]], neighbours: int) -> list[Configuration]:
-    """What fits so many GPUs. Every configuration takes all of them.
+@dataclass(frozen=True)
+class Wanted:
+    """What configurations() makes; the arguments of pipeline_bench.py."""
+
+    gpus: int
+    layers: int
+    kinds: Sequence[str] = KINDS
+    gradients: Sequence[str] = ("exact", "sampled")
+    schedules: Sequence[str] = (ONE_F_ONE_B, OVERLAPPED)
+    splits: Sequence[tuple[int, ...]] = ()  # for local heads, instead of those that the times predict
+    neighbours: int = 1  # splits on each side of the predicted one
+    most_splits: int = 1000  # of a local head, those with the fastest slowest stage first
+    fastest_local: bool = False  # only the fastest local head
+    colocated_splits: Sequence[tuple[int, ...]] = ()  # instead of those of balance()
+    shares: Sequence[str] = (BALANCED,)
+    mps: Sequence[bool] = (False,)
+    slacks: Sequence[int] = (1,)
+
+
+def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str, float],
+                   server_seconds: dict[str, float]) -> list[Configuration]:
+    """What fits so many GPUs. Every configuration takes all of them. The fastest ones are expected first, as a budget of
+    time may end the list.
 
     `head_seconds` are those of the local heads. The fastest is tried with neighbouring splits and in replicas; the
-    others with their best split. `splits`: instead of those that the times predict, for every head.
+    others with their best split. `server_seconds`: of a server's whole head on one GPU, of each of `gradients`.
     """
     fastest = min(head_seconds, key=lambda head: head_seconds[head]) if head_seconds else None
+    heads = {head: seconds for head, seconds in head_seconds.items() if head == fastest or not wanted.fastest_local}
     found: list[Configuration] = []
-    if "local" in kinds:
-        for head, seconds in head_seconds.items():
-            wanted = splits or local_splits(layers, gpus, layer_seconds, seconds, neighbours if head == fastest else 0)
-            found += (Configuration("local", head, split) for split in wanted)
-    on_server = [(each, schedule) for each in gradients for schedule in schedules]
-    if "server" in kinds and gpus > 1:
-        found += (Configuration("server", "lossd", even_split(layers, gpus - 1), schedule=schedule, gradients=each)
-                  for each, schedule in on_server)
-    if "server replicas" in kinds:
-        found += (Configuration("server replicas", "lossd", even_split(layers, (gpus - 1) // count), count, schedule, each)
-                  for count in replica_counts(gpus - 1) for each, schedule in on_server)
-    if "local replicas" in kinds and fastest is not None:
+    neighbouring: list[Configuration] = []
+    if "local" in wanted.kinds:
+        for head, seconds in heads.items():
+            splits = wanted.splits or local_splits(wanted.layers, wanted.gpus, layer_seconds, seconds,
+                                                   wanted.neighbours if head == fastest else 0)
+            layouts = [Configuration("local", head, split) for split in splits[:wanted.most_splits]]
+            found += layouts[:1]
+            neighbouring += layouts[1:]
+    on_server = [(gradients, schedule, slack) for gradients in wanted.gradients for schedule in wanted.schedules
+                 for slack in (wanted.slacks if schedule == OVERLAPPED else (1,))]
+    if "colocated" in wanted.kinds:
+        found += (each for mps in wanted.mps for gradients, schedule, slack in on_server
+                  for each in colocated(wanted, gradients, schedule, slack, mps, layer_seconds, server_seconds[gradients]))
+    if "server" in wanted.kinds and wanted.gpus > 1:
+        found += (Configuration("server", "lossd", even_split(wanted.layers, wanted.gpus - 1), schedule=schedule,
+                                gradients=gradients, slack=slack) for gradients, schedule, slack in on_server)
+    if "server replicas" in wanted.kinds:
+        found += (Configuration("server replicas", "lossd", even_split(wanted.layers, (wanted.gpus - 1) // count), count,
+                                schedule, gradients, slack=slack)
+                  for count in replica_counts(wanted.gpus - 1) for gradients, schedule, slack in on_server)
+    if "local replicas" in wanted.kinds and fastest is not None:
         found += (Configuration("local replicas", fastest,
-                                local_splits(layers, gpus // count, layer_seconds, head_seconds[fastest], 0)[0], count)
-                  for count in replica_counts(gpus))
-    return found
+                                local_splits(wanted.layers, wanted.gpus // count, layer_seconds, head_seconds[fastest], 0)[0],
+                                count)
+                  for count in replica_counts(wanted.gpus))
+    return found + neighbouring
+
+
+def colocated(wanted: Wanted, gradients: str, schedule: str, slack: int, mps: bool, layer_seconds: float,
+              head_seconds: float) -> Iterable[Configuration]:
+    """A stage and a part of the head on each GPU, for each of wanted.shares."""
+    balanced = balance([layer_seconds] * wanted.layers, head_seconds, wanted.gpus).layers
+    for shares in wanted.shares:
+        splits = wanted.colocated_splits or [even_split(wanted.layers, wanted.gpus) if shares == EVEN else balanced]
+        for split in splits:
+            yield Configuration("colocated", "lossd", split, 1, schedule, gradients,
+                                divided(split, shares, layer_seconds, head_seconds), mps, slack)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import resource
 import time
 import traceback
@@ -19,6 +20,7 @@ import numpy as np
 import peer_losses
 import torch
 import torch.distributed
+from pipeline_latency import TimedClient, TimedHead, transports
 from pipeline_layouts import OVERLAPPED, Configuration
 from pipeline_model import FusedBlock, LocalHead, Shape, Stage, make_head_weight, make_optimizer, make_stage, make_tokens
 from pipeline_server import read_metrics
@@ -130,6 +132,32 @@ def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[st
             measured["heads"][name] = seconds_of(lambda head=head: head(hidden, targets).backward(), device, repeats)
         except Exception as error:  # of whatever kind a peer raises
             measured["without"][name] = str(error)[:300]
+        head = None
+    return measured
+
+
+def measure_server(settings: Settings, target: str, http: str, gradients: list[str], repeats: int) -> dict[str, float]:
+    """Seconds that the device of a server with one has a microbatch of the whole head, for each kind of gradients."""
+    device, shape = settings.device_of(0), settings.shape
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the server is on the same GPU
+    tokens = make_tokens(shape, settings.sequences, settings.seed, 0)
+    hidden = torch.randn((settings.sequences, shape.context, shape.hidden_size), device=device, requires_grad=True,
+                         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    measured = {}
+    with lossd.Client(target, transport=settings.transport) as client:
+        for each in gradients:
+            client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, seed=settings.seed,
+                               compute_dtype="bf16" if device.type == "cuda" else "fp32", if_exists="reset")
+            head = LossHead(client, HEAD, process_group=None, gradients=each)
+            optimizer = HeadOptimizer(head, lr=settings.lr)
+            for number in range(2 + repeats):
+                if number == 2:
+                    before = read_metrics(http)
+                head(hidden, torch.from_numpy(tokens[:, 1:].copy())).backward()
+            rose = read_metrics(http)["lossd_head_device_seconds_total"] - before["lossd_head_device_seconds_total"]
+            measured[each] = rose / repeats
+            optimizer.zero_grad()
     return measured
 
 
@@ -148,7 +176,7 @@ class Rank:
                                 mesh_dim_names=("replica", "stage"))
         self.microbatches = settings.microbatches // configuration.replicas
         self.first, self.last = self.index == 0, self.index == configuration.stages - 1
-        self.client: lossd.Client | None = None
+        self.client: TimedClient | None = None
         self.optimizers: list[Any] = []
         group = mesh.get_group("replica") if configuration.replicas > 1 else None
         loss_fn: Any = torch.nn.functional.mse_loss  # of stages that are not the last, which do not call it
@@ -163,8 +191,10 @@ class Rank:
         self.module, self.squared_norms = module, {}
         stage = pipelining.PipelineStage(module, self.index, configuration.stages, self.device,
                                          group=mesh.get_group("stage"))
-        kind = Overlapped1F1B if configuration.schedule == OVERLAPPED else pipelining.Schedule1F1B
-        self.schedule = kind(stage, self.microbatches, loss_fn=loss_fn)
+        if configuration.schedule == OVERLAPPED:
+            self.schedule = Overlapped1F1B(stage, self.microbatches, loss_fn=loss_fn, slack=configuration.slack)
+        else:
+            self.schedule = pipelining.Schedule1F1B(stage, self.microbatches, loss_fn=loss_fn)
 
     def batches(self) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Inputs and targets of every step, as far as this stage needs them. A server's targets stay on the host."""
@@ -195,7 +225,7 @@ class Rank:
     def description(self) -> dict[str, Any]:
         found: dict[str, Any] = {"replica": self.replica, "stage": self.index, **peak_memory(self.device)}
         if self.client is not None:
-            found["transport"] = list(self.client.cuda_transport if self.device.type == "cuda" else self.client.transport)
+            found |= {"transport": transports(self.client), "latency_seconds": self.client.median_seconds()}
         return found
 
     def _squared_norms(self) -> dict[str, float]:
@@ -223,24 +253,29 @@ class Rank:
 
     def _server_loss(self, target: str, group: Any) -> PipelineLoss:
         shape = self.settings.shape
-        self.client = lossd.Client(target, transport=self.settings.transport)
+        self.client = TimedClient(target, transport=self.settings.transport)
         if self.replica == 0:
-            self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True,
+            split = {"split": "vocabulary", "shares": self.configuration.shares} if self.configuration.colocated else {}
+            self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True, **split,
                                     compute_dtype="bf16" if self.device.type == "cuda" else "fp32")
             weight = make_head_weight(shape, self.settings.seed, self.device)
             self.client.write_tensor(HEAD, "weight", weight.cpu().numpy())
             del weight
         if group is not None:
             torch.distributed.barrier(group)
-        head = LossHead(self.client, HEAD, process_group=group, gradients=self.configuration.gradients,
-                        normalizer=self.settings.rows * self.configuration.replicas)
+        head = TimedHead(self.client, HEAD, process_group=group, gradients=self.configuration.gradients,
+                         normalizer=self.settings.rows * self.configuration.replicas)
         self.optimizers.append(HeadOptimizer(head, lr=self.settings.lr, weight_decay=0.01))
         return PipelineLoss(head, n_microbatches=self.microbatches)
 
 
 def train(rank: int, rendezvous: str, configuration: Configuration, settings: Settings, target: str,
-          http: str, limit_seconds: float) -> dict[str, Any]:
-    """Trains, and returns what this rank has measured. Times are those of steps between barriers of all ranks."""
+          http: str, limit_seconds: float, environment: dict[str, str]) -> dict[str, Any]:
+    """Trains, and returns what this rank has measured. Times are those of steps between barriers of all ranks.
+
+    `environment`: variables that CUDA reads when this process first uses it.
+    """
+    os.environ.update(environment)
     torch.distributed.init_process_group(
         "nccl" if settings.device == "cuda" else "gloo", f"file://{rendezvous}", rank=rank,
         world_size=configuration.trainers, timeout=timedelta(seconds=limit_seconds))
@@ -251,6 +286,8 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
         if step == settings.warm_up:
             if settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats(mine.device)
+            if mine.client is not None:
+                mine.client.seconds.clear()
             before = read_metrics(http) if watches else {}
         synchronize(mine.device)
         torch.distributed.barrier()

@@ -7,6 +7,39 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from pipeline_layouts import Configuration
+from pipeline_ranks import Settings
+
+
+def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
+            resident_bytes: int) -> dict[str, Any]:
+    """`resident_bytes`: of the server's process on the host, at most."""
+    timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
+    seconds = float(np.median(timed))
+    tokens = settings.microbatches * settings.rows / seconds
+    keys = ("replica", "stage", "peak_bytes", "reserved_bytes", "device_used_bytes")
+    found: dict[str, Any] = {
+        "step_seconds": seconds, "all_step_seconds": timed.tolist(), "tokens_per_second": tokens,
+        "tokens_per_second_and_gpu": tokens / configuration.gpus,
+        "memory": [{"role": "trainer", **{key: rank[key] for key in keys if key in rank}} for rank in ranks],
+        "losses": np.mean([rank["losses"] for rank in ranks if rank["losses"]], axis=0).tolist(),
+        "gradient_norms": {key: sum(rank["squared_norms"].get(key, 0.0) for rank in ranks if rank["replica"] == 0)**0.5
+                           for key in ("layers", "head")}}
+    if configuration.on_server:
+        watched = next(rank for rank in ranks if rank["after"])
+        after = watched["after"]
+        rose = {name: value - watched["before"].get(name, 0.0) for name, value in after.items()}
+        found["memory"].append({"role": "server", "peak_bytes": after["lossd_memory_peak_bytes"],
+                                "device_used_bytes": after.get("lossd_gpu_memory_used_bytes"),
+                                "resident_bytes": resident_bytes})
+        microbatches = rose["lossd_rows_total"] / settings.rows
+        found["server"] = {"transport": watched["transport"], "latency_seconds": watched["latency_seconds"],
+                           "device_busy_shares": {name.removeprefix("busy "): value / float(timed.sum())
+                                                  for name, value in rose.items() if name.startswith("busy ")},
+                           "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
+                           "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
+                           "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
+    return found
 
 
 def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
@@ -24,18 +57,18 @@ def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
 
 
 def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of each kind and way to compute gradients, and its tokens a second and GPU over those of
+    """The fastest configuration of each kind and way to compute gradients, with and without MPS, and its tokens a second and GPU over those of
     the fastest with local heads, whatever its kind; None if none ran."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     speed = "tokens_per_second_and_gpu"
     local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
-    best: dict[tuple[str, str], dict[str, Any]] = {}
+    best: dict[tuple[str, str, bool], dict[str, Any]] = {}
     for entry in ran:
-        key = (entry["kind"], entry["gradients"])
+        key = (entry["kind"], entry["gradients"], entry.get("mps", False))
         if key not in best or entry[speed] > best[key][speed]:
             best[key] = entry
-    return [{"kind": kind, "gradients": gradients, "name": entry["name"], speed: entry[speed],
-             "over_local": entry[speed] / local if local else None} for (kind, gradients), entry in best.items()]
+    return [{"kind": kind, "gradients": gradients, "mps": mps, "name": entry["name"], speed: entry[speed],
+             "over_local": entry[speed] / local if local else None} for (kind, gradients, mps), entry in best.items()]
 
 
 def last_over_middle(entry: dict[str, Any]) -> float | None:
@@ -49,3 +82,33 @@ def last_over_middle(entry: dict[str, Any]) -> float | None:
         peaks = {each["stage"]: each["peak_bytes"] for each in entry["memory"] if each.get("replica") == replica}
         found.append(peaks[stages - 1] / np.mean([peaks[stage] for stage in range(1, stages - 1)]))
     return float(max(found))
+
+
+def server_line(entry: dict[str, Any]) -> str:
+    """What a configuration's server did."""
+    server = entry["server"]
+    latency = "not measured" if server["latency_seconds"] is None else f"{server['latency_seconds'] * 1e3:.1f} ms"
+    transport = server["transport"]
+    took = ", ".join(f"{name} {calls}" for name, calls in transport["took"].items())
+    busy = " ".join(f"{name}: {share:.2f}" for name, share in server["device_busy_shares"].items())
+    return (f"  microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on the "
+            f"device; {server['cores']:.2f} cores, devices busy {server['busy_share']:.2f}{f' ({busy})' if busy else ''} of the "
+            f"time; computations by {took} (rows on the host: {': '.join(transport['host'])}; on a GPU: "
+            f"{': '.join(transport['gpu'])})")
+
+
+def table(entries: list[dict[str, Any]]) -> list[str]:
+    """Of all configurations that ran: milliseconds of a step, tokens a second over those of the fastest with a local head,
+    and the step over one of evenly divided work."""
+    ran = [entry for entry in entries if "step_seconds" in entry]
+    local = max((entry["tokens_per_second"] for entry in ran if entry["head"] != "lossd"), default=None)
+    lines = ["step ms  over local  over bound  cores  latency ms  configuration"] if ran else []
+    for entry in ran:
+        server = entry.get("server", {})
+        latency = server.get("latency_seconds")
+        lines.append("  ".join((
+            f"{entry['step_seconds'] * 1e3:7.1f}", f"{entry['tokens_per_second'] / local:10.3f}" if local else " " * 10,
+            f"{entry['over_evenly_divided']:10.3f}" if "over_evenly_divided" in entry else " " * 10,
+            f"{server['cores']:5.2f}" if server else " " * 5,
+            f"{latency * 1e3:10.1f}" if latency is not None else " " * 10, entry["name"])))
+    return lines

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import tempfile
 import time
@@ -14,13 +16,16 @@ from typing import Any
 START_SECONDS = 120.0
 FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
             "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
+OF_ONE_DEVICE = re.compile(r'(lossd_\w*busy_seconds_total)\{.*?\b(?:device|rank|part|gpu)="([^"]*)"')  # of several
 
 
 class Server:
     """A server on free ports of the loopback, from entering the context to leaving it."""
 
-    def __init__(self, program: str, *flags: str) -> None:
+    def __init__(self, program: str, *flags: str, environment: dict[str, str] | None = None) -> None:
+        """`environment`: variables besides those of this process."""
         self._command = [program, "--listen=127.0.0.1:0", "--http=127.0.0.1:0", *flags]
+        self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Server:
         """RuntimeError with the server's log if it does not come up."""
@@ -30,7 +35,7 @@ class Server:
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
                 [*self._command, f"--port_file={ports}", f"--checkpoint_dir={folder / 'checkpoints'}"],
-                stdout=output, stderr=subprocess.STDOUT)
+                stdout=output, stderr=subprocess.STDOUT, env=self._environment)
         deadline = time.monotonic() + START_SECONDS
         while not (ports.exists() and ports.read_text()):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -63,7 +68,8 @@ class Server:
 
 
 def read_metrics(http: str) -> dict[str, float]:
-    """FAMILIES by name, those of a family added up; a family that the server does not have is missing."""
+    """FAMILIES by name, those of a family added up; a family that the server does not have is missing. Besides, the time in
+    which each device was busy, as "busy DEVICE", if the server says it for each."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as answer:
         return parse_metrics(answer.read().decode())
 
@@ -74,4 +80,6 @@ def parse_metrics(text: str) -> dict[str, float]:
         name = line.partition(" ")[0].partition("{")[0]
         if name in FAMILIES:
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        if of_one := OF_ONE_DEVICE.match(line):
+            found[f"busy {of_one[2]}"] = float(line.rsplit(" ", 1)[1])
     return found

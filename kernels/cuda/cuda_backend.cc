@@ -16,6 +16,7 @@
 #include "kernels/device_memory_sharer.h"
 #include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/gpu_sharing.h"
 #include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
@@ -84,7 +85,12 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
   BackendInfo info() const override {
-    return {"cuda", device_->description(), DType::kBFloat16, {device_->uuid()}};
+    return {"cuda",
+            device_->description(),
+            DType::kBFloat16,
+            {device_->uuid()},
+            device_->limits().shared_by_mps,
+            GpuSharing(device_->limits().shared_by_mps)};
   }
   MemoryStats memory() const override { return device_->ledger().stats(); }
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }
@@ -206,6 +212,15 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
 }  // namespace cuda
 
 absl::StatusOr<std::vector<std::string>> VisibleGpuUuids() { return cuda::GpuUuids(); }
+
+int GpuOf(const void* memory) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) {
+    return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
+  }
+  cudaGetLastError();  // so that nobody takes it for an error of its own
+  return -1;
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
   absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);

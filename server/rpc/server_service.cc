@@ -69,6 +69,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   if (!options_.region_devices.empty()) description.set_region_device(options_.region_devices.front());
   AddRanks(options_.ranks, &description);
   description.set_collectives(options_.collectives);
+  description.set_gpu_sharing(info.gpu_sharing);
   return description;
 }
 
