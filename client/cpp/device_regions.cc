@@ -22,7 +22,8 @@ std::string WhyNone(const std::string& transport, const v1::ServerDescription& s
 }  // namespace
 
 std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server) {
-  if (!server.region_devices().empty()) return {server.region_devices().begin(), server.region_devices().end()};
+  if (!server.region_devices().empty())
+    return {server.region_devices().begin(), server.region_devices().end()};
   if (server.region_device().empty()) return {};
   return {server.region_device()};  // of a server that knows of one alone
 }
@@ -50,8 +51,8 @@ absl::Status DeviceRegions::Check() {
       if (chosen == nullptr || *seen == current) chosen = &gpu;
     }
     if (chosen == nullptr && gpus_.size() > 1)
-      return absl::UnavailableError(
-          absl::StrCat("no shared memory: the server's GPUs are ", Names(), ", none of which this process sees"));
+      return absl::UnavailableError(absl::StrCat("no shared memory: the server's GPUs are ", Names(),
+                                                 ", none of which this process sees"));
   }
   if (chosen == nullptr) chosen = &gpus_.front();
   {
@@ -83,8 +84,8 @@ DeviceRegions::Route DeviceRegions::RouteOf(int gpu) const {
   }
   if (transport_ == "cuda_ipc") return {*uuid, NearestTo(gpu), ""};
   return {*uuid, nullptr,
-          absl::StrCat("the rows are on ", *uuid, ", and the server's ", gpus_.size() == 1 ? "GPU is " : "GPUs are ",
-                       Names())};
+          absl::StrCat("the rows are on ", *uuid, ", and the server's ",
+                       gpus_.size() == 1 ? "GPU is " : "GPUs are ", Names())};
 }
 
 RegionSource* DeviceRegions::NearestTo(int gpu) const {
@@ -118,15 +119,14 @@ DeviceTransportChoice DeviceRegions::choice(absl::string_view of_host) const {
   };
   if (gpus_.empty()) return {std::string(of_host), why_none_};
   absl::MutexLock lock(&mu_);
-  if (routes_.empty())
-    return way({.regions = checked_, .reason = "nothing was sent yet"});
+  if (routes_.empty()) return way({.regions = checked_, .reason = "nothing was sent yet"});
   if (routes_.size() == 1) return way(routes_.begin()->second);
   DeviceTransportChoice all{"cuda_ipc", ""};
   for (const auto& [gpu, route] : routes_) {
     const DeviceTransportChoice one = way(route);
     if (one.transport != "cuda_ipc") all.transport = one.transport;
-    absl::StrAppend(&all.reason, all.reason.empty() ? "" : "; ", "rows on ", route.rows, ": ", one.transport, ", ",
-                    one.reason);
+    absl::StrAppend(&all.reason, all.reason.empty() ? "" : "; ", "rows on ", route.rows, ": ", one.transport,
+                    ", ", one.reason);
   }
   return all;
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the loss calls of one client get their regions from whose rows are on GPUs: a RegionSource for each GPU
-// of the server that shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another GPU take
-// memory of the nearest one if the client was told so ("cuda_ipc"), and else go as rows of the host do.
+// Where the loss calls of one client get their regions from whose rows are on GPUs: a RegionSource for each
+// GPU of the server that shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another
+// GPU take memory of the nearest one if the client was told so ("cuda_ipc"), and else go as rows of the host
+// do.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_DEVICE_REGIONS_H_
@@ -32,20 +33,21 @@ std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server);
 
 class DeviceRegions {
  public:
-  // Asks the server, which may be another process by now, for its region socket; takes a second or two at most.
-  // An error if it does not share memory of `device` any more.
+  // Asks the server, which may be another process by now, for its region socket; takes a second or two at
+  // most. An error if it does not share memory of `device` any more.
   using AskFn = std::function<absl::StatusOr<std::string>(const std::string& device)>;
 
   // `transport` as in ClientOptions.
-  DeviceRegions(const std::string& transport, RegionSizes sizes, const v1::ServerDescription& server, AskFn ask);
+  DeviceRegions(const std::string& transport, RegionSizes sizes, const v1::ServerDescription& server,
+                AskFn ask);
   DeviceRegions(const DeviceRegions&) = delete;
   DeviceRegions& operator=(const DeviceRegions&) = delete;
 
   // With the transport "cuda_ipc": whether there is a region to be had. Opens it, on the GPU that the calling
   // thread works on if that is one of the server's, and else on the first one that this process sees.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
-  // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go as
-  // rows of the host do. May open a region.
+  // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
+  // as rows of the host do. May open a region.
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   // As RegionSource::DropUnusable, of all.
   void DropUnusable();
@@ -59,7 +61,7 @@ class DeviceRegions {
   };
   // Where rows on one GPU go.
   struct Route {
-    std::string rows;                // the GPU that they are on: its UUID, or "GPU n"
+    std::string rows;                 // the GPU that they are on: its UUID, or "GPU n"
     RegionSource* regions = nullptr;  // null: `reason` says why not
     std::string reason;
   };

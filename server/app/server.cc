@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// It is longer than 400 lines because all parts of a server come together here.
 #include "server/app/server.h"
 
 #include <grpcpp/grpcpp.h>
@@ -180,8 +181,9 @@ absl::Status ServerImpl::CreateEngine() {
   auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
   if (!shared_memory.ok()) return shared_memory.status();
   shared_memory_ = *std::move(shared_memory);
-  metrics_->Attach(engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
-                   [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
+  metrics_->Attach(
+      engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
+      [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
   gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());

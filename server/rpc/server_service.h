@@ -32,8 +32,8 @@ struct ServerServiceOptions {
   int64_t max_message_bytes = 0;
   int64_t max_streams = 0;
   metrics::ReadRanks ranks;
-  std::string collectives;    // as ServerDescription.collectives
-  std::string region_socket;  // empty: none
+  std::string collectives;                  // as ServerDescription.collectives
+  std::string region_socket;                // empty: none
   std::vector<std::string> region_devices;  // whose memory regions may be of; empty: none
   // ServerDescription.http: "" until HTTP is there.
   std::function<std::string()> http;

@@ -74,7 +74,8 @@ TEST_F(BenchCudaIpcTest, RowsAreOnAnotherGpu) {
 TEST_F(BenchCudaIpcTest, RowsAreOnAGpuWithOtherTransports) {
   const auto bench = [&](const std::string& arguments) {
     const auto json = nlohmann::json::parse(
-        Run(FAKE_CUDA_FOLDER, absl::StrCat("--json bench lm --rows 50 --microbatches 3 ", arguments), 0), nullptr,
+        Run(FAKE_CUDA_FOLDER, absl::StrCat("--json bench lm --rows 50 --microbatches 3 ", arguments), 0),
+        nullptr,
         /*allow_exceptions=*/false);
     EXPECT_TRUE(json.is_object());
     EXPECT_EQ(json["rows"], 150);

@@ -115,9 +115,9 @@ TEST_F(CudaDevicesTest, AClientWithRowsOnSeveralGpusHasARegionOfEach) {
     EXPECT_EQ(Imported(), 2);
     EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
     EXPECT_EQ(client->transport().device.reason,
-              absl::StrCat("rows on ", Uuid(0), ": cuda_ipc, the server's GPU is of this host; 4 MiB of ", Uuid(0),
-                           "; rows on ", Uuid(1), ": cuda_ipc, the server's GPU is of this host; 4 MiB of ",
-                           Uuid(1)));
+              absl::StrCat("rows on ", Uuid(0), ": cuda_ipc, the server's GPU is of this host; 4 MiB of ",
+                           Uuid(0), "; rows on ", Uuid(1),
+                           ": cuda_ipc, the server's GPU is of this host; 4 MiB of ", Uuid(1)));
   }
   EXPECT_EQ(Imported(), 0);
 }
@@ -137,8 +137,8 @@ TEST_F(CudaDevicesTest, RowsOnAGpuThatIsNotTheServersGoAsThoseOfTheHost) {
   }
   const std::string foreign = absl::StrCat(", and the server's GPUs are ", Uuid(1), ", ", Uuid(2));
   EXPECT_EQ(client->transport().device.reason,
-            absl::StrCat("rows on ", Uuid(0), ": grpc, the rows are on ", Uuid(0), foreign, "; rows on ", Uuid(3),
-                         ": grpc, the rows are on ", Uuid(3), foreign));
+            absl::StrCat("rows on ", Uuid(0), ": grpc, the rows are on ", Uuid(0), foreign, "; rows on ",
+                         Uuid(3), ": grpc, the rows are on ", Uuid(3), foreign));
   EXPECT_EQ(Imported(), 0);
   // Some one way and some the other: both are said, and the whole is not called cuda_ipc.
   ExpectSame(OnGpu(*client, problem_, 2), wanted);
@@ -219,8 +219,9 @@ TEST_F(CudaDevicesTest, LimitsHoldForEachGpu) {
   const auto second = ConnectBy(*server, "auto");
   ExpectSame(OnGpu(*second, problem_, 1), wanted);
   EXPECT_EQ(second->transport().device.transport, "grpc");
-  EXPECT_THAT(second->transport().device.reason,
-              HasSubstr(absl::StrCat("--shared_device_memory_bytes has nothing left for this process on ", Uuid(1))));
+  EXPECT_THAT(
+      second->transport().device.reason,
+      HasSubstr(absl::StrCat("--shared_device_memory_bytes has nothing left for this process on ", Uuid(1))));
 }
 
 // What a client of another version may ask for.
@@ -245,8 +246,8 @@ TEST_F(CudaDevicesTest, ARequestForARegionNamesAGpuOfTheServer) {
   EXPECT_EQ(ask(true, ""), Uuid(0)) << "of a client that knows of one GPU alone";
   EXPECT_EQ(ask(true, Uuid(0)), Uuid(0));
   EXPECT_EQ(ask(true, Uuid(1)), Uuid(1));
-  EXPECT_EQ(ask(true, Uuid(2)), absl::StrCat("device must be one of the server's GPUs, ", Uuid(0), ", ", Uuid(1),
-                                             ", got ", Uuid(2)));
+  EXPECT_EQ(ask(true, Uuid(2)), absl::StrCat("device must be one of the server's GPUs, ", Uuid(0), ", ",
+                                             Uuid(1), ", got ", Uuid(2)));
   EXPECT_EQ(ask(false, Uuid(1)), absl::StrCat("device must come with of_device, got ", Uuid(1)));
   EXPECT_THAT(ask(true, std::string(4000, 'x')), HasSubstr("device must be one of the server's GPUs"));
 }
@@ -269,13 +270,14 @@ TEST_F(CudaDevicesTest, AServerWhoseGpusAreNotConnectedSaysSo) {
     const auto client = ConnectBy(*server, "auto");
     ExpectSame(OnGpu(*client, problem_, device), wanted);
     EXPECT_EQ(client->transport().device.transport, "grpc");
-    EXPECT_EQ(client->transport().device.reason,
-              absl::StrCat("no shared memory: the server's GPU ", Uuid(1 - device), " does not reach memory of ",
-                           Uuid(device), ": nothing connects these GPUs; tried again from time to time"));
+    EXPECT_EQ(
+        client->transport().device.reason,
+        absl::StrCat("no shared memory: the server's GPU ", Uuid(1 - device), " does not reach memory of ",
+                     Uuid(device), ": nothing connects these GPUs; tried again from time to time"));
   }
   EXPECT_EQ(TryConnect(*server).status().message(),
-            absl::StrCat("no shared memory: the server's GPU ", Uuid(0), " does not reach memory of ", Uuid(1),
-                         ": nothing connects these GPUs"));
+            absl::StrCat("no shared memory: the server's GPU ", Uuid(0), " does not reach memory of ",
+                         Uuid(1), ": nothing connects these GPUs"));
 }
 
 }  // namespace

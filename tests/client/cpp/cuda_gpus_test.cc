@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows on each GPU of a server of all GPUs of the machine, which are real: losses and gradients are those of rows
-// that travel in messages, and rows take memory of the GPU that they are on. cuda_devices_test.cc has the same with
-// GPUs that are played, and all that real ones do not show.
+// Rows on each GPU of a server of all GPUs of the machine, which are real: losses and gradients are those of
+// rows that travel in messages, and rows take memory of the GPU that they are on. cuda_devices_test.cc has
+// the same with GPUs that are played, and all that real ones do not show.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -54,12 +54,13 @@ class Rows {
       hidden = std::make_unique<OnGpu>(hidden_, *gpu);
       gradient = std::make_unique<OnGpu>(std::vector<float>(hidden_.size(), NAN), *gpu);
     }
-    const Microbatch microbatch{.head = "lm",
-                                .hidden_size = kHidden,
-                                .hidden_dtype = v1::DTYPE_FP32,
-                                .hidden = gpu.has_value() ? hidden->data() : static_cast<const void*>(hidden_.data()),
-                                .memory = gpu.has_value() ? Memory::kDevice : Memory::kHost,
-                                .targets = targets_};
+    const Microbatch microbatch{
+        .head = "lm",
+        .hidden_size = kHidden,
+        .hidden_dtype = v1::DTYPE_FP32,
+        .hidden = gpu.has_value() ? hidden->data() : static_cast<const void*>(hidden_.data()),
+        .memory = gpu.has_value() ? Memory::kDevice : Memory::kHost,
+        .targets = targets_};
     const auto result = client.ComputeLoss(
         microbatch,
         {.grad_hidden = gpu.has_value() ? gradient->data() : static_cast<void*>(computed.gradient.data()),

@@ -70,7 +70,7 @@ struct Machine {
   std::mutex mutex;  // guards all
   int devices = 2;
   bool connected = true;
-  std::set<std::pair<int, int>> peers;  // the first one reaches what the second one allocates
+  std::set<std::pair<int, int>> peers;       // the first one reaches what the second one allocates
   std::map<std::pair<int, int>, int> ranks;  // of what connects two devices, 0 being the fastest
   std::map<std::string, int64_t> failures;
   std::map<std::string, int64_t> calls;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that a group shares with other programs: it is the member's that is asked for, and all members reach it.
+// Memory that a group shares with other programs: it is the member's that is asked for, and all members reach
+// it.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -5,8 +5,8 @@
 // mapping its descriptor.
 //
 // There are four devices. --devices=all has the first two, and --devices=1,2,3 for example those, each of
-// which reaches memory of the others as far as it is told to. Nothing connects those that are named in another
-// order than their own, as by --devices=1,0.
+// which reaches memory of the others as far as it is told to. Nothing connects those that are named in
+// another order than their own, as by --devices=1,0.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -179,8 +179,7 @@ std::vector<HeadKernels*> InnerOf(absl::Span<HeadKernels* const> heads) {
 // The devices that --devices names.
 std::vector<int> DevicesOf(const BackendChoice& choice) {
   std::vector<int> devices;
-  for (const absl::string_view name :
-       absl::StrSplit(choice.devices == "all" ? "0,1" : choice.devices, ',')) {
+  for (const absl::string_view name : absl::StrSplit(choice.devices == "all" ? "0,1" : choice.devices, ',')) {
     int device = 0;
     if (absl::SimpleAtoi(name, &device) && device >= 0 && device < 4) devices.push_back(device);
   }

@@ -129,8 +129,8 @@ class DeviceRegions:
         return nearest[number % len(nearest)] if nearest else next(iter(self._sources))  # whose error says why there is none
 
     def choice(self) -> tuple[str, str]:
-        """How rows of CUDA arrays travel, and why, over all GPUs that rows came from: "cuda_ipc", or "grpc" if some go as rows
-        of the host do."""
+        """How rows of CUDA arrays travel, and why, over all GPUs that rows came from or that get() was asked for: "cuda_ipc", or
+        "grpc" if some go as rows of the host do."""
         if not self._sources:
             return "grpc", self._why_none
         with self._lock:

@@ -156,8 +156,8 @@ class Client(HeadCalls):
     @property
     def cuda_transport(self) -> tuple[str, str]:
         """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
-        the host after a copy; decided with the first of them on each GPU. If some go one way and some the other, "grpc", and
-        the reason has the way of each GPU."""
+        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
+        other, "grpc", and the reason has the way of each GPU."""
         return self._connections.cuda_choice()
 
     def shares_gpu(self, device: int | None = None) -> bool:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of a GPU that other programs can map (kernels/cuda/device/shared_device_memory.h): of each GPU of the
-// machine, reached by the others. Prints how fast each reads and writes memory of another one.
+// Memory of a GPU that other programs can map (kernels/cuda/device/shared_device_memory.h): of each GPU of
+// the machine, reached by the others. Prints how fast each reads and writes memory of another one.
 #include "kernels/cuda/device/shared_device_memory.h"
 
 #include <cuda_runtime_api.h>
@@ -112,12 +112,12 @@ TEST(SharedDeviceMemoryTest, OfEachGpuOfAGroupIsReachedByTheOthers) {
     members.push_back(Open(device));
     ASSERT_NE(members.back(), nullptr);
   }
-  const auto group = CreateGroupBackend(
-      std::move(members),
-      [](absl::Span<HeadKernels* const>) -> absl::StatusOr<std::unique_ptr<Replicas>> {
-        return absl::UnimplementedError("this test makes no head");
-      },
-      {});
+  const auto group =
+      CreateGroupBackend(std::move(members),
+                         [](absl::Span<HeadKernels* const>) -> absl::StatusOr<std::unique_ptr<Replicas>> {
+                           return absl::UnimplementedError("this test makes no head");
+                         },
+                         {});
   ASSERT_TRUE(group.ok()) << group.status();
   DeviceMemorySharer& sharer = SharerOf(**group);
   const std::vector<std::string> devices = sharer.SharingDevices();
@@ -138,9 +138,11 @@ TEST(SharedDeviceMemoryTest, OfEachGpuOfAGroupIsReachedByTheOthers) {
       ASSERT_EQ(cudaMemset(buffer.data(), 0, kBytes), cudaSuccess);
       ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       const double reads = buffer.Copy(buffer.data(), shared);
-      ASSERT_EQ(cudaMemcpy(got.data(), buffer.data() + kBytes - 1000, 1000, cudaMemcpyDeviceToHost), cudaSuccess);
+      ASSERT_EQ(cudaMemcpy(got.data(), buffer.data() + kBytes - 1000, 1000, cudaMemcpyDeviceToHost),
+                cudaSuccess);
       EXPECT_THAT(got, ::testing::Each(value));
-      std::printf("GPU %d: memory of GPU %d, reads %.0f GB/s, writes %.0f GB/s\n", device, owner, reads, writes);
+      std::printf("GPU %d: memory of GPU %d, reads %.0f GB/s, writes %.0f GB/s\n", device, owner, reads,
+                  writes);
     }
   }
 }
