@@ -243,9 +243,9 @@ class ServerDescription(Shown):
     region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
     http: str | None = field(default=None, repr=False)  # URL of its HTTP side as it listens; "": none; None: an old server
     region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
-    gpu_sharing: str = field(default="", repr=False)  # "MPS, client priority 0 (normal)" or "time slices"; "": it has no GPU
     collectives: str = field(default="", repr=False)  # between its devices: "nccl", "gloo" or "threads"; "": it has one
     region_devices: tuple[str, ...] = field(default=(), repr=False)  # all GPUs whose memory they may open there
+    gpu_sharing: str = field(default="", repr=False)  # "MPS, client priority 0 (normal)" or "time slices"; "": it has no GPU
 
 
 @dataclass(frozen=True, repr=False)

@@ -443,6 +443,21 @@ TEST_F(HungNcclTest, EndsInTime) {
   EXPECT_EQ(played.aborted, 2);
 }
 
+TEST_F(HungNcclTest, AWaitForAnEventEndsInTime) {
+  const auto nccl = Connect();
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  cudaEvent_t event = nullptr;
+  ASSERT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);
+  const absl::Status status = (*nccl)->Wait(0, event, absl::Milliseconds(200));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("within 200ms: GPU 0 waits for the others"));
+  EXPECT_EQ(played.aborted, 2);
+  GoOn();
+  EXPECT_EQ((*nccl)->Wait(0, event, absl::Minutes(1)), status) << "the failure stays";
+  cudaEventDestroy(event);
+}
+
 TEST_F(HungNcclTest, EndsAtWhatACommunicatorReports) {
   const auto nccl = Connect();
   ASSERT_TRUE(nccl.ok()) << nccl.status();
