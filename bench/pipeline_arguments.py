@@ -16,7 +16,7 @@ SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
 }
 
 
-def parse_arguments(description: str | None, given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lossd", default="build/release/bin/lossd", help="the server's program")
     parser.add_argument("--lossctl", help="for its plan [the program beside lossd]")

@@ -219,7 +219,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = parse_arguments(description=__doc__)
     begin = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which not every host has
     shape = Shape(**{name: getattr(arguments, name) or value for name, value in SHAPES[arguments.shape].items()},
