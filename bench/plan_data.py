@@ -5,13 +5,16 @@
     python3 bench/plan_data.py --check    # exit status 1 if it is not what the runs say now
 
 Every entry names its source: file, date and commit. Of runs of the same kind the newest file counts. Nothing is derived
-here but rows and bytes per second of what the files have.
+here but rows and bytes per second of what the files have, and the factors of step_factors.py. New steps of pipelines are
+files of pipeline_bench.py in bench/results/h200/pipelines: put them there and run this.
 """
 
 import argparse
 import json
 import pathlib
 import sys
+
+import step_factors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
@@ -31,6 +34,8 @@ EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filte
 DEFAULT_THRESHOLD = 2.0 ** -10
 # Names of peers.py, and those of the plan.
 LAST_STAGE = {"torch": "torch", "torch.compile": "compiled", "liger": "liger", "cce": "cce"}
+# The folder with the files of pipeline_bench.py.
+STEPS = "pipelines"
 PEER_FILES = ("peers.json", "peers_real.json")
 
 
@@ -186,10 +191,12 @@ def collect():
     sources = Sources()
     loss = loss_entries(sources)
     shapes = {entry["shape"]: entry for entry in loss}
-    content = {"card": CARD, "loss": loss, "last_stage": last_stage_entries(sources, shapes),
+    last_stage = last_stage_entries(sources, shapes)
+    content = {"card": CARD, "loss": loss, "last_stage": last_stage,
                "optimizer": optimizer_entries(sources), "transports": transport_entries(sources),
                "devices": device_entries(sources), "pipelines": pipeline_entries(sources)}
-    return {"sources": sources.list, **content}
+    steps = step_factors.read(RESULTS / STEPS, sources, RESULTS)
+    return {"sources": sources.list, **content, "steps": steps, "step_factors": step_factors.fit(steps, loss, last_stage)}
 
 
 def text(content):

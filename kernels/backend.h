@@ -209,6 +209,8 @@ struct BackendInfo {
   std::string device;                             // e.g. "2 threads, OpenBLAS" or "cuda:0 NVIDIA H200"
   DType default_compute_dtype = DType::kFloat32;  // for heads that do not ask for one
   std::vector<std::string> uuids = {};            // of the GPUs, "GPU-..."
+  bool mps = false;                               // under NVIDIA's Multi-Process Service
+  std::string gpu_sharing = {};                   // gpu_sharing.h; empty: it has no GPU
 };
 
 // Memory for slices in transit, in the form the device copies fastest (pinned, for a GPU).

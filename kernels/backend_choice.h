@@ -18,12 +18,15 @@ struct BackendChoice {
   // CUDA: several GPUs that share the rows of every head (docs/scaling.md), by index or UUID with commas
   // between them, or "all"; instead of `device`. Empty: one.
   std::string devices;
+  // CUDA: whose work goes before that of other programs on the GPU: "dx" (what dL/dx needs), "all" or "none".
+  std::string stream_priority = "dx";
   int threads = 0;      // CPU: 0: all the process may use
   int cpu_devices = 1;  // CPU: groups of threads that share the rows of every head, as several GPUs would
   // How heads that do not say lie on several devices: "any" (what fits), "rows" or "vocabulary".
   std::string split = "any";
-  int64_t workspace_bytes = 0;                        // per head; 0: the backend's default
-  int64_t memory_limit_bytes = 0;                     // 0: none
+  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
+  int64_t workspace_bytes = 0;     // per head; 0: the backend's default
+  int64_t memory_limit_bytes = 0;  // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
   bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains
 

@@ -25,9 +25,12 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuGroup(const CpuBackendOptions&
   const auto join = [clocks](absl::Span<HeadKernels* const> heads) {
     return JoinTimedCpuClasses(heads, clocks);
   };
-  return CreateGroupBackend(
-      *std::move(members), MakeCpuReplicas,
-      {.members_share_memory = true, .split = *SplitOf(choice), .join_classes = join, .exchanges = clocks});
+  return CreateGroupBackend(*std::move(members), MakeCpuReplicas,
+                            {.members_share_memory = true,
+                             .split = *SplitOf(choice),
+                             .replicas = choice.replicas,
+                             .join_classes = join,
+                             .exchanges = clocks});
 }
 
 absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::string note) {
@@ -95,7 +98,9 @@ absl::Status Check(const BackendChoice& choice) {
     return errors::FieldError("collectives", "be auto, nccl or gloo", choice.collectives);
   }
   if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
-  return absl::OkStatus();
+  const bool one_device = choice.cpu_devices == 1 && choice.devices.empty();
+  if (choice.replicas >= 1 && (choice.replicas == 1 || !one_device)) return absl::OkStatus();
+  return errors::FieldError("replicas", "be at least 1, and 1 on one device", choice.replicas);
 }
 
 // Of the device `index` of `count` of a process.

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace lossd::kernels {
@@ -35,11 +37,14 @@ class SharedDeviceMemory {
 class DeviceMemorySharer {
  public:
   virtual ~DeviceMemorySharer() = default;
-  // The UUID of the device whose memory ShareDeviceMemory gives; empty: it gives none.
-  virtual std::string SharingDevice() const = 0;
-  // `bytes` > 0, rounded up to whole pages, of that device. Counted as MemoryKind::kSlots. RESOURCE_EXHAUSTED
-  // if it would pass a limit; UNIMPLEMENTED if the device or its driver cannot share memory.
-  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) = 0;
+  // The UUIDs of the devices whose memory ShareDeviceMemory gives, in the order of the devices; empty: it
+  // gives none.
+  virtual std::vector<std::string> SharingDevices() const = 0;
+  // `bytes` > 0, rounded up to whole pages, of `device`, one of SharingDevices(), that all devices of this
+  // backend reach. Counted as MemoryKind::kSlots. RESOURCE_EXHAUSTED if it would pass a limit; UNIMPLEMENTED
+  // if the device or its driver cannot share memory, or if nothing connects it with another device.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                                int64_t bytes) = 0;
   // Lets this device read and write memory that another backend of this process shares, SharedDeviceMemory's
   // bytes(), as long as it is there. UNIMPLEMENTED if nothing connects the two devices.
   virtual absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) = 0;

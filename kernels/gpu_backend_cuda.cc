@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +19,11 @@ namespace lossd::kernels {
 
 namespace {
 
+StreamPriority PriorityOf(const BackendChoice& choice) {
+  if (choice.stream_priority == "all") return StreamPriority::kAll;
+  return choice.stream_priority == "none" ? StreamPriority::kNone : StreamPriority::kHiddenGradients;
+}
+
 absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, int device, Replica replica) {
   CudaBackendOptions options;
   options.device = device;
@@ -25,6 +31,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, 
   options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.deterministic = choice.deterministic;
+  options.stream_priority = PriorityOf(choice);
   return CreateCudaBackend(options);
 }
 
@@ -50,8 +57,14 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
         return group->Connect(heads);
       },
       {.split = *SplitOf(choice),
+       .replicas = choice.replicas,
        .join_classes = [group](absl::Span<HeadKernels* const> heads) { return group->Join(heads); },
-       .exchanges = group->exchanges()});
+       .exchanges = group->exchanges(),
+       .member_of =
+           [devices](const void* memory) {
+             const auto found = std::find(devices.begin(), devices.end(), GpuOf(memory));
+             return found == devices.end() ? -1 : static_cast<int>(found - devices.begin());
+           }});
 }
 
 // The GPU of a process that has one.

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
@@ -27,6 +28,16 @@ bool HasParam(const HeadConfig& config, Param param) {
       return config.has_class_weights;
   }
   return false;
+}
+
+absl::Status ValidateReplicas(const HeadConfig& config) {
+  if (config.replicas < 0 || config.replicas > kMostReplicas) {
+    return errors::FieldError("replicas", absl::StrCat("be in [0, ", kMostReplicas, "]"), config.replicas);
+  }
+  if (config.replicas > 1 && config.split == Split::kRows) {
+    return errors::FieldError("split", "be vocabulary with replicas", Name(config.split));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ValidateShares(const HeadConfig& config) {
@@ -86,14 +97,21 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.split > Split::kVocabulary) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
+  if (absl::Status status = ValidateReplicas(config); !status.ok()) return status;
   return ValidateShares(config);
 }
 
 absl::Status ValidateOn(const HeadConfig& config, int devices) {
   if (absl::Status status = Validate(config); !status.ok()) return status;
-  if (config.shares.empty() || config.shares.size() == static_cast<size_t>(devices)) return absl::OkStatus();
-  return errors::FieldError("shares",
-                            absl::StrCat("have one entry for each of the server's devices, ", devices),
+  const int replicas = ReplicasOf(config);
+  if (devices % replicas != 0) {
+    return errors::FieldError("replicas", absl::StrCat("divide the server's devices, ", devices),
+                              config.replicas);
+  }
+  const int each = devices / replicas;
+  if (config.shares.empty() || config.shares.size() == static_cast<size_t>(each)) return absl::OkStatus();
+  const std::string of = replicas == 1 ? "the server's devices" : "the devices of a replica";
+  return errors::FieldError("shares", absl::StrCat("have one entry for each of ", of, ", ", each),
                             absl::StrCat(config.shares.size(), " entries"));
 }
 

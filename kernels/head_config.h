@@ -41,6 +41,9 @@ enum class Split : uint8_t {
   kVocabulary,
 };
 
+// The most that HeadConfig::replicas may be.
+inline constexpr int32_t kMostReplicas = 1 << 16;
+
 struct HeadConfig {
   int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
@@ -62,14 +65,22 @@ struct HeadConfig {
   // By vocabulary: how much of the classes each device has, relative to the others; each >= 0, their sum in
   // [1, 2^31 - 1]. Empty: the devices have the same. kAny with shares means kVocabulary.
   std::vector<int32_t> shares;
+  // By vocabulary: how many copies of the head there are, each on as many of the devices, which divide the
+  // classes; the copies divide the rows. 0 and 1: one, on all devices. `shares` are of the devices of one
+  // copy. kAny with more than one means kVocabulary.
+  int32_t replicas = 0;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };
 
 // INVALID_ARGUMENT naming the field and its value.
 absl::Status Validate(const HeadConfig& config);
-// The same for a head that is to lie on so many devices: shares are one for each.
+// The same for a head that is to lie on so many devices: replicas divide them, and shares are one for each
+// device of a replica.
 absl::Status ValidateOn(const HeadConfig& config, int devices);
+
+// How many copies there are of a head that is split by vocabulary.
+inline int ReplicasOf(const HeadConfig& config) { return config.replicas > 1 ? config.replicas : 1; }
 
 // The parameters of a head.
 enum class Param : uint8_t {

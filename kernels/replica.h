@@ -2,18 +2,20 @@
 // Which part of a head each of several devices has. By rows, every device computes other rows: it has all
 // values and accumulates gradients of all classes, but each parameter is updated by one of the devices, which
 // alone keeps its optimizer state. By vocabulary, a device has all that belongs to its classes, and nothing
-// of the other classes. Plain data.
+// of the other classes; of several copies of such a head, each computes other rows, and each class is updated
+// in one of them. Plain data.
 #ifndef LOSSD_KERNELS_REPLICA_H_
 #define LOSSD_KERNELS_REPLICA_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/types/span.h"
 
 namespace lossd::kernels {
 
-// Which of how many replicas (or, by vocabulary, parts) of its heads a backend holds.
+// Which of how many replicas (or, by vocabulary, parts, or parts of replicas) of its heads a backend holds.
 struct Replica {
   int index = 0;
   int count = 1;
@@ -45,6 +47,13 @@ inline Shard ShardOf(int64_t vocab_size, Replica replica) {
 // Where shares of a head begin is a multiple of this many classes if there are many: a tile of the kernels.
 inline constexpr int64_t kShareGrain = 256;
 
+// Boundaries between so many devices are multiples of this.
+inline int64_t GrainOfShares(int64_t vocab_size, size_t devices) {
+  int64_t grain = kShareGrain;
+  while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(devices)) grain /= 2;
+  return grain;
+}
+
 // The first class of a device whose head is divided by `shares`, one for each device (HeadConfig::shares): a
 // multiple of kShareGrain, or of less where the devices have few classes each. For device shares.size():
 // vocab_size.
@@ -57,8 +66,7 @@ inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares
     if (shares[i] > 0) last = i;
   }
   if (device > last) return vocab_size;
-  int64_t grain = kShareGrain;
-  while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(shares.size())) grain /= 2;
+  const int64_t grain = GrainOfShares(vocab_size, shares.size());
   // vocab_size < 2^31 and all < 2^31, so that the product fits.
   const int64_t exact = (vocab_size * before + all / 2) / all;
   return std::min((exact + grain / 2) / grain * grain, vocab_size);

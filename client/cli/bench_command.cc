@@ -241,25 +241,27 @@ client::ClientOptions OptionsOf(const BenchFlags& flags) {
   return options;
 }
 
-// Where rows are to be: with CUDA IPC on a GPU, the server's unless told otherwise, else on the host
-// (nullopt).
+// Where rows are to be: on the GPU that was named; else with CUDA IPC on the server's first one that this
+// process sees, and with other transports on the host (nullopt).
 absl::StatusOr<std::optional<int>> PlaceOfRows(const BenchFlags& flags, client::Client& client,
                                                absl::Duration timeout) {
-  if (flags.connection.transport != "cuda_ipc") return std::nullopt;
   if (flags.gpu.has_value()) {
     if (absl::Status status = CheckGpu("--gpu", *flags.gpu); !status.ok()) return status;
     return flags.gpu;
   }
+  if (flags.connection.transport != "cuda_ipc") return std::nullopt;
   const absl::StatusOr<v1::ServerDescription> server = client.GetServer(timeout);
   if (!server.ok()) return server.status();
-  const absl::StatusOr<int> gpu = FindGpu(server->region_device());
+  absl::StatusOr<int> gpu = FindGpu(server->region_device());
+  for (int i = 1; !gpu.ok() && i < server->region_devices_size(); ++i) {
+    const absl::StatusOr<int> next = FindGpu(server->region_devices(i));
+    if (next.ok()) gpu = next;
+  }
   if (!gpu.ok()) return gpu.status();
   return *gpu;
 }
 
 absl::Status RunBench(Context* context, const BenchFlags& flags) {
-  if (flags.gpu.has_value() && flags.connection.transport != "cuda_ipc")
-    return errors::FieldError("--gpu", "come with --transport cuda_ipc", *flags.gpu);
   const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::HeadDescription> head = (*client)->DescribeHead(flags.head, context->timeout());
@@ -319,11 +321,12 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   bench->add_option("--channels", flags->connection.channels, "Connections, 1 to 64 [as many as help]")
       ->check(WholeNumber(1, 64));
   AddWord(bench, "--transport", &flags->connection.transport, Transports(),
-          "How rows travel: auto takes shared memory if the server is on this host; cuda_ipc has the "
-          "rows on the server's GPU, and takes memory of that [auto]");
+          "How rows travel: auto takes memory of the server's GPUs for rows that are on one of them (--gpu), "
+          "and shared memory if the server is on this host; cuda_ipc has the rows on the server's GPU, and "
+          "takes memory of that [auto]");
   bench
       ->add_option("--gpu", flags->gpu,
-                   "With cuda_ipc: the GPU that has the rows, by its number [the server's]")
+                   "The GPU that has the rows, by its number [none; with cuda_ipc the server's first]")
       ->check(WholeNumber(0, 1023));
   AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
            "Memory to share with the server; it may give less [what the calls need, up to 256MiB]");

@@ -15,6 +15,7 @@ namespace lossd::cli {
 void AddServerCommands(CLI::App* app, Context* context);      // health, server, metrics
 void AddHeadCommands(CLI::App* app, Context* context);        // heads, describe, create, delete
 void AddResetCommand(CLI::App* app, Context* context);        // reset
+void AddSharesCommand(CLI::App* app, Context* context);       // shares
 void AddStepCommands(CLI::App* app, Context* context);        // grad-norm, step, zero-grad
 void AddCheckpointCommands(CLI::App* app, Context* context);  // save, load, checkpoints, checkpoints rm
 void AddTensorCommands(CLI::App* app, Context* context);      // read, write

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/describe.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -125,6 +126,7 @@ Json ToJson(const v1::HeadDescription& head) {
   json["workspace_bytes"] = spec.workspace_bytes();
   json["split"] = NameOf(Splits(), spec.split());
   json["shares"] = std::vector<uint32_t>(spec.shares().begin(), spec.shares().end());
+  json["replicas"] = spec.replicas();
   json["incarnation"] = HumanIncarnation(head.state().incarnation());
   json["step"] = head.state().step();
   json["generation"] = head.state().generation();
@@ -145,6 +147,15 @@ Json ToJson(const v1::HeadDescription& head) {
                           {"max_bytes_in_region", head.slice_limits().max_bytes_in_region()},
                           {"row_grid", head.slice_limits().row_grid()}};
   json["memory"] = ToJson(head.memory());
+  json["devices"] = Json::array();
+  for (const v1::HeadDevice& device : head.devices()) {
+    json["devices"].push_back({{"device", device.device()},
+                               {"share", device.share()},
+                               {"classes", device.classes()},
+                               {"rows", device.rows()},
+                               {"busy_seconds", device.busy_seconds()},
+                               {"exchange_seconds", device.exchange_seconds()}});
+  }
   json["choices"] = ChoicesJson(head.choices());
   json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
@@ -155,6 +166,7 @@ Json ToJson(const v1::HeadDescription& head) {
 Json ToJson(const v1::ServerDescription& server) {
   Json json;
   json["version"] = server.version();
+  json["replicas"] = spec.replicas();
   json["incarnation"] = HumanIncarnation(server.incarnation());
   json["backend"] = server.backend();
   json["device"] = server.device();
@@ -169,6 +181,7 @@ Json ToJson(const v1::ServerDescription& server) {
   json["memory_limit"] = server.memory_limit();
   if (server.has_http()) json["http"] = server.http();
   if (!server.collectives().empty()) json["collectives"] = server.collectives();
+  if (!server.gpu_sharing().empty()) json["gpu_sharing"] = server.gpu_sharing();
   for (const v1::RankDescription& rank : server.ranks()) {
     json["ranks"].push_back({{"rank", rank.rank()},
                              {"host", rank.host()},
@@ -251,6 +264,7 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
   fields.Add("split", NameOf(Splits(), spec.split()));
   if (spec.shares_size() > 0) fields.Add("shares", absl::StrJoin(spec.shares(), ", "));
+  if (spec.replicas() > 0) fields.Add("replicas", absl::StrCat(spec.replicas()));
   if (spec.workspace_bytes() > 0)
     fields.Add("workspace limit", HumanBytes(static_cast<double>(spec.workspace_bytes())));
   fields.Add("open step", absl::StrCat(HumanCount(head.state().step()), " (", HumanCount(head.step_rows()),
@@ -289,8 +303,27 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
     fields.Add("norm epsilon",
                absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
   }
-  return absl::StrCat(fields.ToString(), ChoicesTable("FULL CHUNKS", head.choices(), style),
+  const std::string devices = DevicesTable(head, style);
+  return absl::StrCat(fields.ToString(), devices.empty() ? "" : absl::StrCat("\n", devices),
+                      ChoicesTable("FULL CHUNKS", head.choices(), style),
                       ChoicesTable("LAST CHUNK", head.last_chunk_choices(), style));
+}
+
+std::string DevicesTable(const v1::HeadDescription& head, const Style& style) {
+  if (head.devices().empty()) return "";
+  Table table({{"DEVICE"},
+               {"SHARE", Align::kRight},
+               {"CLASSES", Align::kRight},
+               {"ROWS", Align::kRight},
+               {"COMPUTING", Align::kRight},
+               {"EXCHANGING", Align::kRight}});
+  for (const v1::HeadDevice& device : head.devices()) {
+    const double computing = std::max(0.0, device.busy_seconds() - device.exchange_seconds());
+    table.AddRow({Printable(device.device()), absl::StrCat(device.share()), HumanCount(device.classes()),
+                  HumanCount(device.rows()), absl::StrFormat("%.1f s", computing),
+                  absl::StrFormat("%.1f s", device.exchange_seconds())});
+  }
+  return table.ToString(style);
 }
 
 std::string ServerText(const v1::ServerDescription& server, const std::string& address, const Style& style) {
@@ -305,6 +338,7 @@ std::string ServerText(const v1::ServerDescription& server, const std::string& a
         absl::StrCat(rank.host(), ", ", rank.device(), rank.lost() ? style.Paint(Tone::kBad, ", lost") : ""));
   }
   if (!server.collectives().empty()) fields.Add("collectives", server.collectives());
+  if (!server.gpu_sharing().empty()) fields.Add("GPU sharing", server.gpu_sharing());
   fields.Add("state", server.draining() ? style.Paint(Tone::kWarning, "draining")
                                         : style.Paint(Tone::kGood, "serving"));
   fields.Add("up", HumanSeconds(server.uptime_seconds()));

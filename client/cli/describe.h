@@ -29,6 +29,8 @@ std::string Shape(const v1::HeadSpec& spec);
 
 std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style& style = {});
 std::string HeadText(const v1::HeadDescription& head, const Style& style = {});
+// What each device has of a head whose classes are divided, and does; empty for other heads.
+std::string DevicesTable(const v1::HeadDescription& head, const Style& style = {});
 std::string ServerText(const v1::ServerDescription& server, const std::string& address,
                        const Style& style = {});
 

@@ -81,6 +81,7 @@ struct CreateFlags {
   uint64_t workspace_bytes = 0;
   v1::Split split = v1::SPLIT_UNSPECIFIED;
   std::vector<uint32_t> shares;
+  uint32_t replicas = 0;
 
   bool dry_run = false;
   client::IfExists if_exists = client::IfExists::kError;
@@ -104,6 +105,7 @@ struct CreateFlags {
     spec->set_workspace_bytes(workspace_bytes);
     spec->set_split(split);
     spec->mutable_shares()->Add(shares.begin(), shares.end());
+    spec->set_replicas(replicas);
     values.SetIn(&request);
     return request;
   }
@@ -141,6 +143,9 @@ void AddCreate(CLI::App* app, Context* context) {
                    "13,6,13,13; 0: none [all the same]")
       ->delimiter(',')
       ->type_name("SHARE,...");
+  create->add_option("--replicas", flags->replicas,
+                     "By vocabulary: copies of the head, each on as many of the devices, which divide its "
+                     "classes; the copies divide the rows [1]");
 
   CLI::Option* dry_run = create->add_flag(
       "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");

@@ -87,6 +87,7 @@ int Main(int argc, char** argv) {
   AddServerCommands(&app, &context);
   AddHeadCommands(&app, &context);
   AddResetCommand(&app, &context);
+  AddSharesCommand(&app, &context);
   AddTensorCommands(&app, &context);
   AddLossCommand(&app, &context);
   AddStepCommands(&app, &context);

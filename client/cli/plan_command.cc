@@ -33,7 +33,7 @@ struct PlanFlags {
   std::string measured;  // a file as bench/plan_data.py writes it
   std::string card;      // a name of plan::CardNames
   int64_t hidden = 0, vocab = 0, layers = 0;
-  uint64_t workspace = 0, memory = 0, stage_memory = 0;
+  uint64_t workspace = 0, memory = 0, stage_memory = 0, layer_memory = 0;
   plan::Request request;
   int64_t trainer_gpus = 0;  // 0: the memory of a trainer is not asked for
   std::optional<uint64_t> trainer_memory;
@@ -92,6 +92,7 @@ absl::Status RunPlan(Context* context, const PlanFlags& flags) {
   request.workspace_bytes = static_cast<int64_t>(flags.workspace);
   request.memory_bytes = static_cast<int64_t>(flags.memory);
   request.stage_bytes = static_cast<int64_t>(flags.stage_memory);
+  request.pipeline.layer_bytes = static_cast<int64_t>(flags.layer_memory);
   request.microbatch = std::min(request.microbatch, request.rows);
   if (flags.trainer_gpus != 0) {
     absl::StatusOr<plan::TrainerShape> trainer = TrainerOf(flags);
@@ -135,6 +136,35 @@ bool ParseParameters(absl::string_view text, int64_t* parameters) {
   if (!(number >= 1.0 && number <= kMost)) return false;
   *parameters = std::llround(number);
   return true;
+}
+
+void AddPipelineOptions(CLI::App* command, PlanFlags* flags) {
+  constexpr char kGroup[] = "Pipelines; seconds are of a microbatch, alone on one GPU";
+  plan::PipelineRequest& pipeline = flags->request.pipeline;
+  CLI::Option* const stages =
+      command
+          ->add_option("--stages", pipeline.stages,
+                       "Plan pipelines of so many GPUs, the head local, on a server and colocated; each "
+                       "trainer is one")
+          ->check(NumberAboveZero())
+          ->group(kGroup);
+  const auto add = [&](CLI::Option* option) { option->needs(stages)->group(kGroup); };
+  add(command
+          ->add_option("--layer-seconds", pipeline.layer_seconds,
+                       "Of one layer, forward and backward; or of each, with commas")
+          ->delimiter(',')
+          ->type_name("SECONDS,..."));
+  add(command->add_option("--embedding-seconds", pipeline.embedding_seconds,
+                          "That the first stage has beside its layers [0]"));
+  add(command->add_option("--head-seconds", pipeline.head_seconds,
+                          "Of the server's head, exact gradients [by measured rates]"));
+  add(command->add_option("--sampled-seconds", pipeline.sampled_seconds,
+                          "The same of sampled gradients [by measured rates]"));
+  add(command->add_option("--local-head-seconds", pipeline.local_head_seconds,
+                          "Of the head on the last stage [by measured rates]"));
+  add(AddBytes(command, "--layer-memory", &flags->layer_memory,
+               "What a layer keeps of a microbatch for its backward [36 bytes x rows x hidden size, and 16 "
+               "bits a parameter]"));
 }
 
 void AddTrainerOptions(CLI::App* command, PlanFlags* flags) {
@@ -187,10 +217,6 @@ void AddPlanCommand(CLI::App* app, Context* context) {
   command->add_option("--trainer-seconds", request.trainer_seconds,
                       "Of a trainer's step without the head: says how many trainers a server feeds");
   command->add_option("--gpus", request.gpus, "GPUs of the server [1]");
-  command->add_option("--stages", request.stages, "Plan pipelines of so many stages; each trainer is one")
-      ->check(NumberAboveZero());
-  command->add_option("--layer-seconds", request.layer_seconds,
-                      "Of one layer, forward and backward, for a microbatch: for --stages");
   command->add_option("--layers", flags->layers, "Layers of the model [the model's]");
   AddBytes(command, "--memory", &flags->memory, "Memory of a GPU [the card's]");
   AddBytes(command, "--stage-memory", &flags->stage_memory,
@@ -208,6 +234,7 @@ void AddPlanCommand(CLI::App* app, Context* context) {
       ->add_option("--card", flags->card,
                    "The server's GPU; of one that was not measured, times are bounds by data sheets [h200]")
       ->type_name(absl::StrJoin(plan::CardNames(), "|"));
+  AddPipelineOptions(command, flags.get());
   AddTrainerOptions(command, flags.get());
   command->callback(
       [context, flags] { context->action = [context, flags] { return RunPlan(context, *flags); }; });

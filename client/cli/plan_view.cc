@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
 #include "client/cli/json.h"
+#include "client/cli/pipelines_view.h"
 #include "client/cli/trainer_memory_view.h"
 
 namespace lossd::cli {
@@ -195,39 +196,6 @@ std::string LastStageText(const plan::Plan& plan, Footnotes& notes) {
                       bytes(plan.request.memory_bytes), " that its layers take\n", table.ToString());
 }
 
-// "4, 4, 3", or "8 x 4, 3" for many.
-std::string LayersText(const std::vector<int64_t>& layers) {
-  std::string text;
-  for (size_t i = 0; i < layers.size();) {
-    size_t end = i;
-    while (end < layers.size() && layers[end] == layers[i]) ++end;
-    absl::StrAppend(&text, text.empty() ? "" : ", ", end - i > 1 ? absl::StrCat(end - i, " x ") : "",
-                    layers[i]);
-    i = end;
-  }
-  return text;
-}
-
-std::string PipelinesText(const plan::Plan& plan) {
-  Table table({{"HEAD"},
-               {"LAYERS OF STAGES"},
-               {"GPUS", Align::kRight},
-               {"SLOWEST STAGE", Align::kRight},
-               {"STEP", Align::kRight},
-               {"ROWS/S A GPU", Align::kRight},
-               {""}});
-  for (const plan::Pipeline& pipeline : plan.pipelines) {
-    const plan::PipelineLayout& layout = pipeline.layout;
-    table.AddRow({pipeline.local.has_value() ? absl::StrCat("last stage, ", Name(*pipeline.local))
-                                             : absl::StrCat("server, ", Name(pipeline.gradients)),
-                  LayersText(layout.layers), HumanCount(static_cast<uint64_t>(layout.gpus)),
-                  HumanSeconds(layout.slowest_stage_seconds), HumanSeconds(layout.step_seconds),
-                  HumanRate(layout.rows_per_second_and_gpu),
-                  layout.server_bound ? "held up by the server" : ""});
-  }
-  return absl::StrCat("Pipelines: a schedule without gaps, which no real one beats\n", table.ToString());
-}
-
 Json EstimateJson(const Estimate& estimate) {
   Json json = {{"basis", Name(estimate.basis)}};
   if (estimate.known()) {
@@ -280,7 +248,9 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // sources are numbered in this order
   absl::StrAppend(&text, LinksText(plan, notes), "\n");
   absl::StrAppend(&text, LastStageText(plan, notes), "\n");
-  if (!plan.pipelines.empty()) absl::StrAppend(&text, PipelinesText(plan), "\n");
+  if (!plan.pipelines.empty()) {
+    absl::StrAppend(&text, PipelinesText(plan, measured, notes.Of(StepSources(measured))), "\n");
+  }
   return absl::StrCat(text, "Measured\n", notes.ToString());
 }
 
@@ -326,19 +296,7 @@ Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
                                   {"state_bytes", stage.state_bytes},
                                   {"largest_microbatch", stage.largest_microbatch}});
   }
-  json["pipelines"] = Json::array();
-  for (const plan::Pipeline& pipeline : plan.pipelines) {
-    const plan::PipelineLayout& layout = pipeline.layout;
-    json["pipelines"].push_back(
-        {{"head", pipeline.local.has_value() ? Name(*pipeline.local) : "server"},
-         {"gradients", pipeline.local.has_value() ? Json() : Json(Name(pipeline.gradients))},
-         {"layers", layout.layers},
-         {"gpus", layout.gpus},
-         {"slowest_stage_seconds", layout.slowest_stage_seconds},
-         {"least_step_seconds", layout.step_seconds},
-         {"most_rows_per_second_and_gpu", layout.rows_per_second_and_gpu},
-         {"server_bound", layout.server_bound}});
-  }
+  json["pipelines"] = PipelinesJson(plan);
   json["trainer_bytes"] = plan.trainer_bytes;
   json["sources"] = Json::array();
   for (const plan::Source& source : measured.sources) {

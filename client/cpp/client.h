@@ -300,8 +300,8 @@ class Client : public CheckpointCalls {
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep, AddGradient, ResetHead and DeleteCheckpoint (the server does each once)
-  // are repeated like streams, within the timeout. The others never are. A zero timeout means ClientOptions'
+  // Calls that only read, ApplyStep, AddGradient, ResetHead, SetShares and DeleteCheckpoint (the server does
+  // each once) are repeated like streams, within the timeout. The others never are. A zero timeout means ClientOptions'
   // default.
 
   // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has
@@ -313,6 +313,10 @@ class Client : public CheckpointCalls {
   // one; without an incarnation, that of the server process that has the head. ABORTED (RestartOf) if that
   // ended during the call.
   absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
+                                                  absl::Duration timeout = absl::ZeroDuration());
+  // Divides the classes of a head that is split by vocabulary by other shares, between two steps. change_id,
+  // incarnation and a restart as in ResetHead.
+  absl::StatusOr<v1::SetSharesResponse> SetShares(const v1::SetSharesRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
   absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request,

@@ -26,9 +26,11 @@ struct ConnectionChoice {
   std::string reason;  // for people
 };
 
-// How rows in memory of a GPU (Memory::kDevice) travel, and why.
+// How rows in memory of GPUs (Memory::kDevice) travel, and why: of all GPUs that rows came from so far. The
+// reason has the way of each if there were several.
 struct DeviceTransportChoice {
-  std::string transport;  // "cuda_ipc", or as rows of the host, which they are copied to then
+  // "cuda_ipc", or as rows of the host, which rows of some GPU are copied to then.
+  std::string transport;
   std::string reason;     // for people
 };
 
@@ -71,12 +73,12 @@ struct ClientOptions {
 
   // How the rows of loss computations travel: "grpc", in messages; "shared_memory", in memory that client and
   // server share, which both have to be on one host for; "cuda_ipc", rows of any GPU (Memory::kDevice) in
-  // memory of the server's GPU, which this process has to see, and others as with "auto"; "auto", rows of the
-  // server's GPU in memory of that, others in shared memory, if it can be had. With "shared_memory" and
+  // memory of the server's nearest GPU, which this process has to see, and others as with "auto"; "auto", rows
+  // on a GPU of the server in memory of that one, others in shared memory, if it can be had. With "shared_memory" and
   // "cuda_ipc" Connect fails if the memory cannot be had. A slice that finds no room in the memory travels in
   // messages.
   std::string transport = TransportFromEnvironment();
-  // Asked for, of the host's memory and of the GPU's as they are needed; the server may give less. Nullopt:
+  // Asked for, of the host's memory and of each GPU's as they are needed; the server may give less. Nullopt:
   // 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
   std::optional<int64_t> shared_memory_bytes;
 

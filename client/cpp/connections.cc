@@ -3,6 +3,7 @@
 
 #include <grpc/grpc.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,7 +11,6 @@
 #include "client/cpp/argument_error.h"
 #include "client/cpp/channel_credentials.h"
 #include "client/cpp/connecting.h"
-#include "client/cpp/cuda_driver.h"
 #include "client/cpp/run_name.h"
 #include "client/cpp/target.h"
 #include "kernels/errors/field_error.h"
@@ -82,14 +82,15 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
-// `device`: the GPU whose memory is wanted, since the server may be another process by now; empty: any.
+// `device`: the GPU whose memory is wanted, since the server may be another process by now; empty: the host.
 absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, const std::string& device) {
   grpc::ClientContext context;
   SetDeadline(absl::Now() + absl::Seconds(2), &context);
   v1::ServerDescription description;
   const grpc::Status status = server->GetServer(&context, v1::GetServerRequest(), &description);
   if (!status.ok()) return absl::UnavailableError(absl::StrCat("no shared memory: ", status.error_message()));
-  if (!device.empty() && description.region_device() != device)
+  const std::vector<std::string> devices = SharingDevicesOf(description);
+  if (!device.empty() && std::find(devices.begin(), devices.end(), device) == devices.end())
     return absl::UnavailableError(
         absl::StrCat("no shared memory: the server has no memory of ", device, " to share"));
   return description.region_socket();
@@ -107,15 +108,6 @@ std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1
   return std::make_unique<RegionSource>(options.transport == "cuda_ipc" ? "auto" : options.transport,
                                         SizesOf(options), server.region_socket(),
                                         [stub] { return AskRegionSocket(stub, ""); });
-}
-
-std::unique_ptr<RegionSource> DeviceRegions(const ClientOptions& options, const v1::ServerDescription& server,
-                                            v1::ServerService::Stub* stub) {
-  const std::string& device = server.region_device();
-  if ((options.transport != "auto" && options.transport != "cuda_ipc") || device.empty()) return nullptr;
-  return std::make_unique<RegionSource>(
-      options.transport, SizesOf(options), server.region_socket(),
-      [stub, device] { return AskRegionSocket(stub, device); }, RegionPauses(), device);
 }
 
 // gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
@@ -148,14 +140,10 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     server = AwaitServer(channel, *maker, options, deadline);
     if (!server.ok()) return server.status();
   }
-  if (options.transport == "cuda_ipc" && server->region_device().empty())
-    return absl::UnavailableError("no CUDA IPC: the server shares no memory of a GPU");
   std::unique_ptr<Connections> connections(
       new Connections(std::move(channels), options, *std::move(credentials), *std::move(server)));
-  for (RegionSource* regions : {connections->regions_.get(), connections->device_regions_.get()}) {
-    if (regions == nullptr) continue;
-    if (absl::Status status = regions->Check(); !status.ok()) return status;
-  }
+  if (absl::Status status = connections->regions_->Check(); !status.ok()) return status;
+  if (absl::Status status = connections->device_regions_->Check(); !status.ok()) return status;
   return connections;
 }
 
@@ -171,43 +159,27 @@ Connections::Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, c
       server_(v1::ServerService::NewStub(channels_[0])),
       health_(grpc::health::v1::Health::NewStub(channels_[0])),
       regions_(HostRegions(options, server, server_.get())),
-      device_(server.region_device()),
-      device_regions_(DeviceRegions(options, server, server_.get())) {}
+      device_regions_(std::make_unique<DeviceRegions>(
+          options.transport, SizesOf(options), server,
+          [stub = server_.get()](const std::string& device) { return AskRegionSocket(stub, device); })) {}
 
 std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu, uint64_t call_bytes) const {
   std::shared_ptr<SharedRegion> region;
-  if (gpu.has_value() && SharesGpu(*gpu)) region = device_regions_->Get(call_bytes);
+  if (gpu.has_value()) region = device_regions_->Get(*gpu, call_bytes);
   if (region == nullptr) region = regions_->Get(call_bytes);
   if (region != nullptr && gpu.has_value()) region->PinFor(*gpu);
   return region;
 }
 
-bool Connections::SharesGpu(int gpu) const {
-  if (device_regions_ == nullptr) return false;
-  if (options_.transport == "cuda_ipc") return true;  // between the two GPUs
-  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
-  if (!driver.ok()) return false;
-  const absl::StatusOr<std::optional<int>> servers = (*driver)->Find(device_);
-  return servers.ok() && *servers == gpu;
-}
-
 void Connections::DropUnusableRegions() const {
   regions_->DropUnusable();
-  if (device_regions_ != nullptr) device_regions_->DropUnusable();
+  device_regions_->DropUnusable();
 }
 
 TransportChoice Connections::transport() const {
   TransportChoice made = regions_->choice();
   made.connections = choice();
-  if (device_regions_ == nullptr) {
-    made.device = {made.transport, options_.transport == "auto"
-                                       ? "the server shares no memory of a GPU"
-                                       : absl::StrCat("the transport is ", options_.transport)};
-    return made;
-  }
-  const TransportChoice of_device = device_regions_->choice();
-  // Without a region of the GPU, rows go as those of the host do.
-  made.device = {of_device.transport == "cuda_ipc" ? of_device.transport : made.transport, of_device.reason};
+  made.device = device_regions_->choice(made.transport);
   return made;
 }
 

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connection_chooser.h"
+#include "client/cpp/device_regions.h"
 #include "client/cpp/peer.h"
 #include "client/cpp/region_source.h"
 #include "grpc/health/v1/health.grpc.pb.h"
@@ -71,9 +72,6 @@ class Connections {
   Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
               std::shared_ptr<const Credentials> credentials, v1::ServerDescription server);
 
-  // Whether rows on that GPU go through memory of the server's. Those of another one do if the client was
-  // told so.
-  bool SharesGpu(int gpu) const;
   // Takes the connection that is being opened if it stands, or gives it up.
   void LookAtNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -92,8 +90,7 @@ class Connections {
   const std::unique_ptr<v1::ServerService::Stub> server_;
   const std::unique_ptr<grpc::health::v1::Health::Stub> health_;
   const std::unique_ptr<RegionSource> regions_;
-  const std::string device_;                            // the GPU whose memory the server shares; empty: none
-  const std::unique_ptr<RegionSource> device_regions_;  // null if the transport, or the server, has none
+  const std::unique_ptr<DeviceRegions> device_regions_;
 };
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);

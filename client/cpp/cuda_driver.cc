@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// It is longer than 400 lines because the functions that it takes from the driver stand here once, and all
+// use them.
 #include "client/cpp/cuda_driver.h"
 
 #include <dlfcn.h>
@@ -32,6 +34,8 @@ struct Access {  // CUmemAccessDesc
 constexpr Result kSuccess = 0;
 constexpr Result kAlreadyEnabled = 704;    // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 constexpr int kDeviceOrdinal = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kPeerRank = 1;               // CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK, 0: the fastest
+constexpr int kPeerAccess = 2;             // CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
 constexpr int kPosixDescriptor = 1;        // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr int kOnDevice = 1;               // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kReadAndWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -49,8 +53,10 @@ struct CudaDriver::Functions {
   Result (*error_string)(Result, const char**) = nullptr;
   Result (*count)(int*) = nullptr;
   Result (*uuid)(void* /*Uuid*/, Device) = nullptr;
+  Result (*peer_attribute)(int*, int, Device, Device) = nullptr;
   Result (*pointer_attribute)(void*, int, Address) = nullptr;
   Result (*retain_context)(void**, Device) = nullptr;
+  Result (*current_device)(Device*) = nullptr;
   Result (*push_context)(void*) = nullptr;
   Result (*pop_context)(void**) = nullptr;
   Result (*enable_peer)(void*, unsigned) = nullptr;
@@ -82,8 +88,10 @@ struct CudaDriver::Functions {
     Find(library, "cuGetErrorString", error_string);
     Find(library, "cuDeviceGetCount", count);
     Find(library, "cuDeviceGetUuid_v2", uuid);
+    Find(library, "cuDeviceGetP2PAttribute", peer_attribute);
     Find(library, "cuPointerGetAttribute", pointer_attribute);
     Find(library, "cuDevicePrimaryCtxRetain", retain_context);
+    Find(library, "cuCtxGetDevice", current_device);
     Find(library, "cuCtxPushCurrent_v2", push_context);
     Find(library, "cuCtxPopCurrent_v2", pop_context);
     Find(library, "cuCtxEnablePeerAccess", enable_peer);
@@ -124,19 +132,19 @@ struct CudaDriver::Lane {
 };
 
 // Makes a context the calling thread's while it lives.
-class CudaDriver::Current {
+class CudaDriver::Entered {
  public:
-  Current(CudaDriver* driver, int device) : driver_(driver) {
+  Entered(CudaDriver* driver, int device) : driver_(driver) {
     const absl::StatusOr<void*> context = driver->Context(device);
     status_ = context.ok() ? driver->Check(driver->functions_->push_context(*context), "cuCtxPushCurrent")
                            : context.status();
   }
-  ~Current() {
+  ~Entered() {
     void* context = nullptr;
     if (status_.ok()) driver_->functions_->pop_context(&context);
   }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
 
   const absl::Status& status() const { return status_; }
 
@@ -185,20 +193,40 @@ absl::StatusOr<int> CudaDriver::Count() const {
   return count;
 }
 
-absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) {
+absl::StatusOr<std::string> CudaDriver::UuidOf(int device) const {
+  Uuid raw = {};
+  if (absl::Status status = Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"); !status.ok())
+    return status;
+  const std::string hex = absl::BytesToHexString({reinterpret_cast<const char*>(raw.data()), raw.size()});
+  const absl::string_view text = hex;
+  return absl::StrCat("GPU-", text.substr(0, 8), "-", text.substr(8, 4), "-", text.substr(12, 4), "-",
+                      text.substr(16, 4), "-", text.substr(20));
+}
+
+absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) const {
   const absl::StatusOr<int> count = Count();
   if (!count.ok()) return count.status();
   for (int device = 0; device < *count; ++device) {
-    Uuid raw = {};
-    if (absl::Status status = Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"); !status.ok())
-      return status;
-    const std::string hex = absl::BytesToHexString({reinterpret_cast<const char*>(raw.data()), raw.size()});
-    const absl::string_view text = hex;
-    if (uuid == absl::StrCat("GPU-", text.substr(0, 8), "-", text.substr(8, 4), "-", text.substr(12, 4), "-",
-                             text.substr(16, 4), "-", text.substr(20)))
-      return device;
+    const absl::StatusOr<std::string> found = UuidOf(device);
+    if (!found.ok()) return found.status();
+    if (uuid == *found) return device;
   }
   return std::nullopt;
+}
+
+std::optional<int> CudaDriver::Current() const {
+  int device = 0;
+  if (functions_->current_device(&device) != kSuccess) return std::nullopt;
+  return device;
+}
+
+std::optional<int> CudaDriver::Distance(int from, int to) const {
+  if (from == to) return 0;
+  int reached = 0, rank = 0;
+  if (functions_->peer_attribute(&reached, kPeerAccess, from, to) != kSuccess || reached == 0 ||
+      functions_->peer_attribute(&rank, kPeerRank, from, to) != kSuccess)
+    return std::nullopt;
+  return 1 + rank;
 }
 
 absl::StatusOr<int> CudaDriver::DeviceOf(const void* address) {
@@ -219,7 +247,7 @@ absl::StatusOr<void*> CudaDriver::Context(int device) {
 }
 
 absl::StatusOr<uint8_t*> CudaDriver::Import(int descriptor, uint64_t bytes, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   Handle handle = 0;
   absl::Status status =
@@ -263,7 +291,7 @@ bool CudaDriver::LetReach(uint8_t* address, uint64_t bytes, int owner, int other
 }
 
 absl::Status CudaDriver::Connect(uint64_t address, uint64_t bytes, int owner, int other) {
-  const Current current(this, owner);
+  const Entered current(this, owner);
   if (!current.status().ok()) return current.status();
   const absl::StatusOr<void*> context = Context(other);
   if (!context.ok()) return context.status();
@@ -273,7 +301,7 @@ absl::Status CudaDriver::Connect(uint64_t address, uint64_t bytes, int owner, in
 }
 
 void CudaDriver::Unmap(uint8_t* address, uint64_t bytes, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return;
   {
     absl::MutexLock lock(&mu_);
@@ -285,7 +313,7 @@ void CudaDriver::Unmap(uint8_t* address, uint64_t bytes, int device) {
 }
 
 absl::StatusOr<uint8_t*> CudaDriver::Allocate(uint64_t bytes, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   Address address = 0;
   absl::Status status = Check(functions_->allocate(&address, bytes), "cuMemAlloc");
@@ -294,12 +322,12 @@ absl::StatusOr<uint8_t*> CudaDriver::Allocate(uint64_t bytes, int device) {
 }
 
 void CudaDriver::Free(uint8_t* address, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (current.status().ok()) functions_->free(ToAddress(address));
 }
 
 absl::Status CudaDriver::Pin(void* memory, uint64_t bytes, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   const uint64_t page = sysconf(_SC_PAGESIZE);
   const uint64_t whole = (bytes + page - 1) / page * page;
@@ -307,7 +335,7 @@ absl::Status CudaDriver::Pin(void* memory, uint64_t bytes, int device) {
 }
 
 void CudaDriver::Unpin(void* memory, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (current.status().ok()) functions_->unregister_host(memory);
 }
 
@@ -327,7 +355,7 @@ absl::Status CudaDriver::FillZeros(void* to, uint64_t bytes, int device, const S
 }
 
 absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaDriver::PointOf(void* stream, int device) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   void* event = nullptr;
   absl::Status status = Check(functions_->create_event(&event, kSleeping), "cuEventCreate");
@@ -339,13 +367,13 @@ absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaDriver::PointOf(void* str
 }
 
 StreamPoint::~StreamPoint() {
-  const CudaDriver::Current current(driver_, device_);
+  const CudaDriver::Entered current(driver_, device_);
   if (current.status().ok()) driver_->functions_->destroy_event(event_);
 }
 
 absl::Status CudaDriver::Run(int device, const StreamPoint* after,
                              absl::FunctionRef<absl::Status(void* stream)> enqueue) {
-  const Current current(this, device);
+  const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   const absl::StatusOr<Lane> lane = TakeLane(device);
   if (!lane.ok()) return lane.status();

@@ -63,7 +63,13 @@ class CudaDriver {
   // How many GPUs this process sees.
   absl::StatusOr<int> Count() const;
   // The GPU with this UUID ("GPU-..."); nullopt if this process does not see it.
-  absl::StatusOr<std::optional<int>> Find(absl::string_view uuid);
+  absl::StatusOr<std::optional<int>> Find(absl::string_view uuid) const;
+  absl::StatusOr<std::string> UuidOf(int device) const;
+  // The GPU whose context is the calling thread's; nullopt: it has none.
+  std::optional<int> Current() const;
+  // How far the memory of the second GPU is for the first one: 0 if they are the same, and the less the
+  // faster what connects them; nullopt: nothing does.
+  std::optional<int> Distance(int from, int to) const;
   // The GPU whose memory is at this address; an error for memory that the driver does not know.
   absl::StatusOr<int> DeviceOf(const void* address);
 
@@ -101,7 +107,7 @@ class CudaDriver {
   friend class StreamPoint;
   struct Functions;
   struct Lane;  // a stream, and the event that tells the end of its work
-  class Current;
+  class Entered;
 
   explicit CudaDriver(std::unique_ptr<const Functions> functions);
 

@@ -109,6 +109,21 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
   return std::move(*done->mutable_head());
 }
 
+namespace {
+
+// What a call that names its server process ended with, if that was another one.
+template <typename Response>
+absl::StatusOr<Response> OrRestarted(absl::StatusOr<Response> result, absl::string_view head,
+                                     uint64_t incarnation) {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(result.status());
+  if (detail.has_value() && detail->field() == "incarnation" && detail->incarnation() != 0) {
+    return internal::RestartedError(head, incarnation, detail->incarnation(), std::nullopt);
+  }
+  return result;
+}
+
+}  // namespace
+
 absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
                                                         absl::Duration timeout) {
   const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
@@ -127,11 +142,23 @@ absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadReque
     core_->head_cache().ForgetAccumulation(request.head());
     return result;
   }
-  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(result.status());
-  if (detail.has_value() && detail->field() == "incarnation" && detail->incarnation() != 0) {
-    return internal::RestartedError(request.head(), meant.incarnation(), detail->incarnation(), std::nullopt);
+  return OrRestarted(std::move(result), request.head(), meant.incarnation());
+}
+
+absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesRequest& request,
+                                                        absl::Duration timeout) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  v1::SetSharesRequest meant = request;
+  if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
+  if (!meant.has_incarnation()) {
+    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - absl::Now());
+    if (!head.ok()) return head.status();
+    meant.set_incarnation(head->state().incarnation());
   }
-  return result;
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::SetShares, meant,
+                               deadline, internal::Repeat::kIfTransient);
+  if (result.ok()) core_->head_cache().Learn(result->head());
+  return OrRestarted(std::move(result), request.head(), meant.incarnation());
 }
 
 }  // namespace lossd::client

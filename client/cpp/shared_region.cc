@@ -98,6 +98,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::stri
   v1::RegionRequest request;
   request.set_bytes(bytes);
   request.set_of_device(!device.empty());
+  request.set_device(device);
   const absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1);
   // A server that refuses has perhaps closed its end already; then its reason is there to be read.
   absl::StatusOr<wire::RegionPacket> packet = AwaitPacket(session->get(), timeout);

@@ -65,6 +65,8 @@ class Reader {
                            static_cast<int>(Count(e, "devices")), Positive(e, "speedup"), SourceOf(e)});
     }
     for (const Json& e : document_.at("pipelines")) m.pipelines.push_back(Pipeline(e));
+    for (const Json& e : document_.at("steps")) m.steps.push_back(Step(e));
+    m.factors = Factors(document_.at("step_factors"));
     return m;
   }
 
@@ -126,6 +128,36 @@ class Reader {
     run.peak_bytes = e.at("peak_bytes").get<std::vector<int64_t>>();
     run.source = SourceOf(e);
     return run;
+  }
+
+  PipelineStep Step(const Json& e) const {
+    PipelineStep step;
+    step.kind = e.at("kind").get<std::string>();
+    step.gradients = e.at("gradients").get<std::string>();
+    step.mps = e.at("mps").get<bool>();
+    step.hidden = Count(e, "hidden");
+    step.vocab = Count(e, "vocab");
+    step.microbatches = Count(e, "microbatches");
+    step.microbatch_rows = Count(e, "microbatch_rows");
+    step.layers = e.at("layers").get<std::vector<int64_t>>();
+    step.shares = e.at("shares").get<std::vector<int64_t>>();
+    step.layer_seconds = Positive(e, "layer_seconds");
+    step.step_seconds = Positive(e, "step_seconds");
+    step.peak_bytes = e.at("peak_bytes").get<std::vector<int64_t>>();
+    step.source = SourceOf(e);
+    return step;
+  }
+
+  static StepFactors Factors(const Json& e) {
+    StepFactors factors;
+    factors.layer = Positive(e, "layer");
+    factors.local_head = Positive(e, "local_head");
+    for (const Json& each : e.at("colocated")) {
+      factors.colocated.push_back({each.at("gradients").get<std::string>(), each.at("mps").get<bool>(),
+                                   Positive(each, "factor")});
+    }
+    factors.worst_error = e.at("worst_error").get<double>();
+    return factors;
   }
 
   const Json& document_;

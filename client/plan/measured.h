@@ -101,6 +101,37 @@ struct CardBounds {
   double most = 1.0;
 };
 
+// A step of a pipeline in which every GPU counts, as bench/pipeline_bench.py measures it.
+struct PipelineStep {
+  std::string kind;       // "local", "server", "colocated"
+  std::string gradients;  // of a server: "exact", "sampled"
+  bool mps = false;       // colocated
+  int64_t hidden = 0;
+  int64_t vocab = 0;
+  int64_t microbatches = 0;     // of a step
+  int64_t microbatch_rows = 0;
+  std::vector<int64_t> layers;  // of each stage
+  std::vector<int64_t> shares;  // of the head, of each stage; empty: evenly
+  double layer_seconds = 0.0;   // of one, forward and backward of a microbatch, alone
+  double step_seconds = 0.0;
+  std::vector<int64_t> peak_bytes;  // of each stage, the server's part left out
+  size_t source = 0;
+};
+
+// What stages take in measured steps over what their parts take alone (pipeline.h), and how far steps are from
+// what this predicts.
+struct StepFactors {
+  double layer = 1.0;
+  double local_head = 1.0;
+  struct Colocated {
+    std::string gradients;
+    bool mps = false;
+    double factor = 1.0;
+  };
+  std::vector<Colocated> colocated;  // those that were measured
+  double worst_error = 0.0;          // relative
+};
+
 struct Measured {
   Card card;
   std::optional<CardBounds> bounds;  // none: the times are of `card`
@@ -111,6 +142,8 @@ struct Measured {
   std::vector<TransportRate> transports;
   std::vector<DeviceSpeedup> devices;
   std::vector<PipelineRun> pipelines;
+  std::vector<PipelineStep> steps;
+  StepFactors factors;
 };
 
 // INVALID_ARGUMENT saying where the text is not as bench/plan_data.py writes it.

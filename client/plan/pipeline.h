@@ -1,11 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a training step of a pipeline takes at least, with the head on the last stage and with a server:
-// the arithmetic of a schedule without gaps. Pure functions; thread-safe.
+// How long a training step of a pipeline takes with the head on the last stage, on a server with GPUs of its
+// own, and on a server that has the GPUs of the stages (colocated). Pure functions; thread-safe.
 //
-// A microbatch passes through all stages, and the slowest stage works on one after the other: a step takes
-// the sum of the stages' times and (microbatches - 1) times the largest of them (1F1B). Transfers between
-// stages, the optimizer and, in plain 1F1B, the last stage's wait for the server are not in it
-// (docs/training/pipeline.md).
+// Every GPU takes its time T for a microbatch, the slowest one works on one after the other, and the first and
+// the last microbatch pass through all stages while others wait (1F1B; Overlapped1F1B with a server):
+//
+//   T    = layer factor x its layers
+//          + embedding                              first stage
+//          + local head factor x head               last stage, head there
+//          + colocated factor x its share x head    colocated
+//   step = sum of T without the colocated head + the head once, on a server
+//          + (microbatches - 1) x the largest of T and, on a server, replicas x head
+//
+// With factors of 1 this is a bound: a schedule without gaps, in which each part takes the time that it takes
+// alone. The factors are what measured steps take instead (Measured::factors): transfers, the optimizer, GPUs
+// that are slower when all work, and, colocated, exchanges between the GPUs and two programs on one GPU.
+// Layers that do not divide are in the largest T, filling and emptying the pipeline in the sum.
 #ifndef LOSSD_CLIENT_PLAN_PIPELINE_H_
 #define LOSSD_CLIENT_PLAN_PIPELINE_H_
 
@@ -15,30 +25,54 @@
 namespace lossd::plan {
 
 struct PipelineShape {
-  int64_t layers = 0;           // >= stages
-  int stages = 1;               // >= 1
-  int64_t microbatches = 1;     // of a step of one replica, >= 1
-  int64_t microbatch_rows = 1;  // >= 1
-  int64_t replicas = 1;         // that share a server, >= 1
-  double layer_seconds = 0.0;   // forward and backward of one layer, of one microbatch; > 0
+  std::vector<double> layer_seconds;  // of each layer: forward and backward of a microbatch, alone; > 0
+  double embedding_seconds = 0.0;     // that the first stage has beside its layers, likewise
+  int stages = 1;                     // from 1 to as many as layers
+  int64_t microbatches = 1;           // of a step of one replica, >= 1
+  int64_t microbatch_rows = 1;        // >= 1
+  int64_t replicas = 1;               // of the pipeline, >= 1; they share a server, if it has GPUs of its own
+};
+
+// See above; 1: alone.
+struct PipelineFactors {
+  double layer = 1.0;
+  double local_head = 1.0;
+  double colocated = 1.0;
 };
 
 // One way to lay it out.
 struct PipelineLayout {
   std::vector<int64_t> layers;           // of each stage
+  std::vector<int64_t> shares;           // colocated: of the head, of each stage (balance.h); else empty
   int64_t gpus = 0;                      // of all replicas, the server's included
-  double slowest_stage_seconds = 0.0;    // of a microbatch
-  double step_seconds = 0.0;             // at least
-  double rows_per_second_and_gpu = 0.0;  // at most
-  bool server_bound = false;             // the server computes fewer rows per second than the stages
+  double slowest_stage_seconds = 0.0;    // of a microbatch: the largest T
+  double step_seconds = 0.0;             // predicted
+  double least_step_seconds = 0.0;       // the same layout with factors of 1
+  double rows_per_second_and_gpu = 0.0;  // predicted
+  bool server_bound = false;             // the server has more to do than the slowest stage
 };
 
-// The head on the last stage, which takes head_seconds for a microbatch: layers divided so that the slowest
-// stage is as fast as can be.
-PipelineLayout WithLocalHead(const PipelineShape& shape, double head_seconds);
+// The head on the last stage. head_seconds: of the whole head on one GPU for a microbatch; > 0. Layers are
+// divided so that the predicted step is the shortest.
+PipelineLayout WithLocalHead(const PipelineShape& shape, double head_seconds, const PipelineFactors& factors);
 
-// The head on a server of `gpus` GPUs that computes so many rows per second for all replicas.
-PipelineLayout WithServer(const PipelineShape& shape, double server_rows_per_second, int gpus);
+// On a server of `gpus` GPUs, which together take head_seconds for a microbatch.
+PipelineLayout WithServer(const PipelineShape& shape, double head_seconds, int gpus,
+                          const PipelineFactors& factors);
+
+// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (balance.h) for the
+// times as they are, without factors.
+PipelineLayout Colocated(const PipelineShape& shape, double head_seconds, int64_t least_share,
+                         const PipelineFactors& factors);
+
+// The time of a step that is laid out so, as above. Shares may be empty: evenly.
+PipelineLayout LocalLayout(const PipelineShape& shape, std::vector<int64_t> layers, double head_seconds,
+                           const PipelineFactors& factors);
+PipelineLayout ServerLayout(const PipelineShape& shape, std::vector<int64_t> layers, double head_seconds,
+                            int gpus, const PipelineFactors& factors);
+PipelineLayout ColocatedLayout(const PipelineShape& shape, std::vector<int64_t> layers,
+                               std::vector<int64_t> shares, double head_seconds,
+                               const PipelineFactors& factors);
 
 }  // namespace lossd::plan
 

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/plan/arithmetic.h"
-#include "kernels/cuda/heads/head_plan.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {
@@ -15,27 +14,10 @@ namespace {
 
 using kernels::Gradients;
 using kernels::Logits;
-using kernels::MemoryKind;
 using kernels::Split;
 
 constexpr int64_t kMostTrainers = 1 << 20;
 constexpr int kMostServerGpus = 1024;
-
-absl::Status CheckPipeline(const Request& r) {
-  constexpr int kMostStages = 4096;
-  if (r.stages == 0) return absl::OkStatus();
-  if (r.stages < 1 || r.stages > kMostStages) {
-    return errors::FieldError("stages", absl::StrCat("be from 1 to ", kMostStages), r.stages);
-  }
-  if (r.model.layers < r.stages) {
-    return errors::FieldError("layers", absl::StrCat("be at least the ", r.stages, " stages"),
-                              r.model.layers);
-  }
-  if (!(r.layer_seconds > 0.0) || !std::isfinite(r.layer_seconds)) {
-    return errors::FieldError("layer_seconds", "be > 0 and finite", r.layer_seconds);
-  }
-  return absl::OkStatus();
-}
 
 absl::Status CheckRequest(const Request& r) {
   if (absl::Status status = Validate(r.model); !status.ok()) return status;
@@ -59,47 +41,6 @@ absl::Status CheckRequest(const Request& r) {
     return errors::FieldError("data", "be real, peaked or flat", r.data);
   }
   return absl::OkStatus();
-}
-
-kernels::cuda::PlanDevice DeviceOf(const Card& card, kernels::Replica replica) {
-  kernels::cuda::PlanDevice device;
-  device.limits.multiprocessors = card.multiprocessors;
-  device.limits.has_clusters = card.clusters > 0;
-  device.limits.is_hopper = card.clusters > 0;
-  device.limits.fused_clusters = card.clusters;
-  device.limits.has_branches = true;
-  device.replica = replica;
-  return device;
-}
-
-kernels::HeadConfig ConfigOf(const Request& r, Logits logits, Split split) {
-  return {.hidden_size = r.model.hidden,
-          .vocab_size = r.model.vocab,
-          .has_bias = r.bias,
-          .norm = r.norm,
-          .compute_dtype = kernels::DType::kBFloat16,
-          .optimizer_state = r.optimizer_state,
-          .logits = logits,
-          .workspace_bytes = r.workspace_bytes,
-          .split = split};
-}
-
-absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& r, const Card& card, Logits logits, Split split) {
-  // The first GPU has as much as any other.
-  const absl::StatusOr<kernels::cuda::HeadPlan> plan =
-      kernels::cuda::PlanHead(ConfigOf(r, logits, split), DeviceOf(card, {0, r.gpus}));
-  if (!plan.ok()) return plan.status();
-  DeviceMemory device;
-  device.logits = logits;
-  device.split = split;
-  device.memory = plan->memory;
-  device.library_bytes = kernels::cuda::kGemmWorkspaceBytes;
-  device.device_bytes = plan->memory.Total() - plan->memory[MemoryKind::kStaging] -
-                        plan->memory[MemoryKind::kLedger] + device.library_bytes;
-  device.chunk_rows = plan->sizes.chunk_rows;
-  device.fits = device.device_bytes <= r.memory_bytes;
-  device.choices = plan->choices;
-  return device;
 }
 
 const PassRate* PassNamed(const Measured& measured, absl::string_view name) {
@@ -213,45 +154,6 @@ LastStage LastStageOf(const Request& r, const Measured& measured, LocalMethod me
   return stage;
 }
 
-// The local head that is fastest by the middle of its estimate, or null.
-const LastStage* FastestLocal(const Plan& plan) {
-  const LastStage* best = nullptr;
-  for (const LastStage& stage : plan.last_stage) {
-    if (!stage.microbatch.known()) continue;
-    if (best == nullptr || stage.microbatch.middle_seconds() < best->microbatch.middle_seconds())
-      best = &stage;
-  }
-  return best;
-}
-
-std::vector<Pipeline> PipelinesOf(const Plan& plan) {
-  const Request& r = plan.request;
-  std::vector<Pipeline> pipelines;
-  if (r.stages == 0) return pipelines;
-  PipelineShape shape = {.layers = r.model.layers,
-                         .stages = r.stages,
-                         .microbatches = (r.rows + r.microbatch - 1) / r.microbatch,
-                         .microbatch_rows = r.microbatch,
-                         .replicas = r.trainers,
-                         .layer_seconds = r.layer_seconds};
-  if (const LastStage* local = FastestLocal(plan); local != nullptr) {
-    pipelines.push_back(
-        {.local = local->method, .layout = WithLocalHead(shape, local->microbatch.middle_seconds())});
-  }
-  for (const int fewer : {0, 1}) {
-    if (fewer == 1 && (r.trainers > 1 || r.stages == 1)) continue;
-    shape.stages = r.stages - fewer;
-    for (const ServerSpeed& speed : plan.speeds) {
-      if (speed.logits != Logits::kStored || speed.gradients == Gradients::kFiltered) continue;
-      if (!speed.microbatch.known()) continue;
-      pipelines.push_back({.local = std::nullopt,
-                           .gradients = speed.gradients,
-                           .layout = WithServer(shape, speed.low_rows_per_second, r.gpus)});
-    }
-  }
-  return pipelines;
-}
-
 absl::StatusOr<TrainerMemory> TrainerMemoryOf(const Request& r) {
   TrainerShape shape = *r.trainer;
   if (shape.memory_bytes == 0) shape.memory_bytes = r.memory_bytes;
@@ -273,8 +175,9 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
     for (const Split split : {Split::kRows, Split::kVocabulary}) {
       if (r.gpus == 1 && split != Split::kRows) continue;
-      absl::StatusOr<DeviceMemory> device =
-          DeviceMemoryOf(r, measured.card, logits, r.gpus == 1 ? Split::kAny : split);
+      // The first GPU has as much as any other.
+      absl::StatusOr<DeviceMemory> device = DeviceMemoryOf(
+          r, measured.card, {.logits = logits, .split = r.gpus == 1 ? Split::kAny : split}, {0, r.gpus});
       if (!device.ok()) return device.status();
       plan.server.push_back(*std::move(device));
     }
@@ -294,7 +197,9 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   }
   plan.links = LinksOf(r, measured);
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
-  plan.pipelines = PipelinesOf(plan);
+  absl::StatusOr<std::vector<Pipeline>> pipelines = PipelinesOf(plan, measured);
+  if (!pipelines.ok()) return pipelines.status();
+  plan.pipelines = *std::move(pipelines);
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;
   if (r.trainer.has_value()) {
     absl::StatusOr<TrainerMemory> memory = TrainerMemoryOf(r);

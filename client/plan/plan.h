@@ -13,15 +13,14 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/plan/device_memory.h"
 #include "client/plan/local_head.h"
 #include "client/plan/measured.h"
 #include "client/plan/model.h"
-#include "client/plan/pipeline.h"
+#include "client/plan/pipelines.h"
 #include "client/plan/rates.h"
 #include "client/plan/trainer_memory.h"
-#include "kernels/choice.h"
 #include "kernels/head_config.h"
-#include "kernels/memory.h"
 
 namespace lossd::plan {
 
@@ -42,25 +41,11 @@ struct Request {
   int64_t memory_bytes = 0;      // of a GPU; 0: the card's
   int64_t stage_bytes = 0;       // that layers take on the last stage beside a local head
 
-  // Of pipelines; each trainer is one.
-  int stages = 0;              // 0: no pipeline is planned
-  double layer_seconds = 0.0;  // forward and backward of one layer, of one microbatch; > 0 with stages
+  PipelineRequest pipeline;
 
   // Whose memory is planned, too: one trainer with its whole model. A 0 in memory_bytes, rows or parameters
   // is replaced by what the request or its model has of that name; head_parameters by those of the head.
   std::optional<TrainerShape> trainer;
-};
-
-// One GPU of the server.
-struct DeviceMemory {
-  kernels::Logits logits = kernels::Logits::kStored;
-  kernels::Split split = kernels::Split::kAny;  // kAny: the server has one GPU
-  kernels::MemoryBytes memory;                  // by part; of several GPUs, that with most
-  int64_t library_bytes = 0;                    // scratch of the library's products, once a GPU
-  int64_t device_bytes = 0;                     // of the GPU, in all
-  int64_t chunk_rows = 0;
-  bool fits = false;
-  std::vector<kernels::Choice> choices;
 };
 
 // One way to compute gradients on the server.
@@ -94,13 +79,6 @@ struct LastStage {
   int64_t largest_microbatch = 0;  // rows that fit beside Request::stage_bytes
 };
 
-// A pipeline with the head on the last stage, or on a server.
-struct Pipeline {
-  std::optional<LocalMethod> local;                           // none: on a server
-  kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
-  PipelineLayout layout;
-};
-
 struct Update {
   std::optional<double> seconds;  // of the optimizer and the gradient norm, on one GPU; none: not measured
   std::vector<size_t> sources;
@@ -116,9 +94,7 @@ struct Plan {
   std::vector<size_t> speedup_sources;
   std::vector<Link> links;
   std::vector<LastStage> last_stage;
-  // With the fastest local head, and with a server of the request's GPUs that stores logits: beside as many
-  // stages, and, of a single trainer, in place of one of them. Of heads whose time is known.
-  std::vector<Pipeline> pipelines;
+  std::vector<Pipeline> pipelines;  // empty: none is planned
   // Of the trainer: hidden states and gradients of a microbatch in bf16, instead of all of `last_stage`.
   int64_t trainer_bytes = 0;
   std::optional<TrainerMemory> trainer_memory;  // if the request has a trainer

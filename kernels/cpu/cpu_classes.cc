@@ -8,6 +8,7 @@
 #include "kernels/cpu/cpu_parts.h"
 #include "kernels/cpu/timed_exchange.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 
@@ -24,9 +25,13 @@ absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,
       return errors::FieldError("split", "be vocabulary", Name(head->config().split));
     }
   }
-  const auto exchange = std::make_shared<TimedExchange>(
-      std::make_unique<ThreadExchange>(static_cast<int>(parts->size())), clocks);
-  for (CpuHead* head : *parts) head->Join(exchange);
+  const int heads_of_all = static_cast<int>(parts->size());
+  const int places = PlacesOf(parts->front()->config(), heads_of_all);
+  for (int first = 0; first < heads_of_all; first += places) {
+    const auto exchange =
+        std::make_shared<TimedExchange>(std::make_unique<ThreadExchange>(places), clocks, first);
+    for (int i = 0; i < places; ++i) (*parts)[static_cast<size_t>(first + i)]->Join(exchange);
+  }
   return absl::OkStatus();
 }
 

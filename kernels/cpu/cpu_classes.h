@@ -13,7 +13,8 @@
 namespace lossd::kernels {
 
 // `heads`: of backends made by CreateCpuMembers, with the same config, whose split is kVocabulary, in the
-// order of their parts; each is driven by a thread of its own from now on. INVALID_ARGUMENT if they are not.
+// order of their parts, one replica of the head after the other; each is driven by a thread of its own from
+// now on. INVALID_ARGUMENT if they are not.
 absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads);
 // The same; the time of part i in exchanges is counted at member i of `clocks`, which has as many.
 absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,

@@ -74,10 +74,10 @@ absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& confi
 CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
                  MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
     : config_(config),
-      replica_(replica),
+      part_(PlaceOf(config, replica).index),
       has_norm_(config.norm != Norm::kNone),
       is_split_(IsSplitByVocabulary(config, replica)),
-      reports_(!is_split_ || replica.index == 0),
+      reports_(part_ == 0),
       classes_(ClassesOf(config, replica)),
       chunk_rows_(chunk_rows),
       pool_(pool),
@@ -208,8 +208,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   }
   if (!is_split_) return absl::OkStatus();
   const auto all = static_cast<size_t>(order.rows);
-  absl::Status merged =
-      exchange_->MergeStatistics(replica_.index, {buffers_.statistics, all}, {buffers_.merged, all});
+  absl::Status merged = exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all});
   if (!merged.ok()) return merged;
   pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -218,7 +217,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
-  return exchange_->MergeGradients(replica_.index, {buffers_.gradients, all}, {buffers_.results, all});
+  return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
@@ -232,12 +231,12 @@ absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const Ro
   float* const grad = buffers_.grad_hidden;
   Gemm(*pool_, rows.end - rows.begin, d, c, 1.0f, {buffers_.logits + rows.begin * c, c},
        {buffers_.value(Param::kWeight), d}, 0.0f, grad + rows.begin * d, d);
-  const absl::StatusOr<RowRange> here = exchange_->SumRows(replica_.index, grad, rows, d);
+  const absl::StatusOr<RowRange> here = exchange_->SumRows(part_, grad, rows, d);
   if (!here.ok()) return here;
-  absl::Status status = guard_.CheckGradients(chunk, order, rows, *here, replica_.index, *exchange_);
+  absl::Status status = guard_.CheckGradients(chunk, order, rows, *here, part_, *exchange_);
   if (status.ok() && has_norm_) status = BackThroughNorm(order, *here);
   if (!status.ok()) return status;
-  return exchange_->CollectRows(replica_.index, grad, rows, wanted, d);
+  return exchange_->CollectRows(part_, grad, rows, wanted, d);
 }
 
 absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
@@ -272,10 +271,10 @@ absl::Status CpuHead::AddNormGradients(RowRange rows) {
   float* const sums = buffers_.norm_sums;
   std::fill_n(sums, 2 * d, 0.0f);
   AddColumnSums(*pool_, grad, unit, rows.end - rows.begin, d, sums);
-  absl::Status status = exchange_->AddSums(replica_.index, sums, buffers_.gradient(Param::kNormGain), d);
+  absl::Status status = exchange_->AddSums(part_, sums, buffers_.gradient(Param::kNormGain), d);
   if (!status.ok() || shift == nullptr) return status;
   AddColumnSums(*pool_, grad, nullptr, rows.end - rows.begin, d, sums + d);
-  return exchange_->AddSums(replica_.index, sums + d, shift, d);
+  return exchange_->AddSums(part_, sums + d, shift, d);
 }
 
 void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {

@@ -91,7 +91,7 @@ class CpuHead final : public HeadKernels {
   NormParams norm_params() const;
 
   const HeadConfig config_;
-  const Replica replica_;
+  const int part_;  // of those that divide the classes of its copy of the head
   const bool has_norm_;
   const bool is_split_;      // by vocabulary
   const bool reports_;       // row results, and what is the same for all parts of a head: the first does

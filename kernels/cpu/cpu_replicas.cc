@@ -16,6 +16,7 @@
 namespace lossd::kernels {
 namespace {
 
+// Those that have the same classes.
 class CpuReplicas final : public Replicas {
  public:
   explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
@@ -35,15 +36,16 @@ class CpuReplicas final : public Replicas {
   }
 
  private:
-  // The elements of the owner's shard of a parameter.
+  // The elements of the owner's shard among those that each of the replicas keeps of a parameter.
   struct Range {
     int64_t first;
     int64_t elements;
   };
   static Range RangeOf(Param param, const CpuParams& owner) {
     const ShardRows rows = ShardRowsOf(owner.config(), param, owner.replica());
+    const ShardRows kept = StoredRowsOf(owner.config(), {param, Role::kValue}, owner.replica());
     const int64_t cols = ShapeOf(owner.config(), param).cols;
-    return {rows.first * cols, rows.rows * cols};
+    return {(rows.first - kept.first) * cols, rows.rows * cols};
   }
 
   void SumShard(Param param, CpuParams& owner) {
@@ -82,14 +84,39 @@ class CpuReplicas final : public Replicas {
   const std::vector<CpuParams*> replicas_;
 };
 
+// Of the replicas of a head that is split by vocabulary: those of one place after those of the other.
+class CpuGrid final : public Replicas {
+ public:
+  explicit CpuGrid(std::vector<CpuReplicas> places) : places_(std::move(places)) {}
+
+  absl::Status SumGradients() override {
+    for (CpuReplicas& place : places_) {
+      if (absl::Status status = place.SumGradients(); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+  absl::Status SpreadValues() override {
+    for (CpuReplicas& place : places_) {
+      if (absl::Status status = place.SpreadValues(); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  std::vector<CpuReplicas> places_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels* const> heads) {
   absl::StatusOr<std::vector<CpuHead*>> parts = CpuPartsOf(heads);
   if (!parts.ok()) return parts.status();
-  std::vector<CpuParams*> replicas;
-  for (CpuHead* head : *parts) replicas.push_back(&head->params());
-  return std::make_unique<CpuReplicas>(std::move(replicas));
+  const auto places = static_cast<size_t>(PlacesOf(heads.front()->config(), static_cast<int>(parts->size())));
+  std::vector<std::vector<CpuParams*>> replicas(places);
+  for (size_t i = 0; i < parts->size(); ++i) replicas[i % places].push_back(&(*parts)[i]->params());
+  std::vector<CpuReplicas> all;
+  for (std::vector<CpuParams*>& of_place : replicas) all.emplace_back(std::move(of_place));
+  return std::make_unique<CpuGrid>(std::move(all));
 }
 
 }  // namespace lossd::kernels

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The replicas of a head on several CPU backends of one process: plain sums and copies of host memory.
+// The replicas of a head on several CPU backends of one process: plain sums and copies of host memory. Of
+// a head that is split by vocabulary, replicas of the parts.
 #ifndef LOSSD_KERNELS_CPU_CPU_REPLICAS_H_
 #define LOSSD_KERNELS_CPU_CPU_REPLICAS_H_
 

@@ -16,6 +16,7 @@
 #include "kernels/device_memory_sharer.h"
 #include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/gpu_sharing.h"
 #include "kernels/head_planner.h"
 #include "kernels/staging_adopter.h"
 
@@ -84,7 +85,12 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
   BackendInfo info() const override {
-    return {"cuda", device_->description(), DType::kBFloat16, {device_->uuid()}};
+    return {"cuda",
+            device_->description(),
+            DType::kBFloat16,
+            {device_->uuid()},
+            device_->limits().shared_by_mps,
+            GpuSharing(device_->limits().shared_by_mps)};
   }
   MemoryStats memory() const override { return device_->ledger().stats(); }
   int max_chunks_in_flight() const override { return Device::kMaxChunksInFlight; }
@@ -136,11 +142,16 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
     return AdoptedStaging::Create(&device_->ledger(), memory, options.counted);
   }
 
-  std::string SharingDevice() const override { return device_->uuid(); }
+  std::vector<std::string> SharingDevices() const override {
+    return device_->uuid().empty() ? std::vector<std::string>() : std::vector<std::string>{device_->uuid()};
+  }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
     return cuda::ReachDeviceMemory(device_.get(), memory);
   }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    if (device != device_->uuid())
+      return errors::FieldError("device", absl::StrCat("be ", device_->uuid()), device);
     if (bytes <= 0) return errors::FieldError("bytes", "be > 0", bytes);
     LOSSD_RETURN_IF_ERROR(device_->Enter());
     MemoryBytes plan;
@@ -201,6 +212,15 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
 }  // namespace cuda
 
 absl::StatusOr<std::vector<std::string>> VisibleGpuUuids() { return cuda::GpuUuids(); }
+
+int GpuOf(const void* memory) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) {
+    return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
+  }
+  cudaGetLastError();  // so that nobody takes it for an error of its own
+  return -1;
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
   absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);

@@ -20,6 +20,9 @@ namespace lossd::kernels {
 // The UUIDs of the visible GPUs, by index. UNAVAILABLE if there is no GPU or no driver.
 absl::StatusOr<std::vector<std::string>> VisibleGpuUuids();
 
+// The GPU that memory lies on, by index; -1 if it is none of a GPU. Thread-safe.
+int GpuOf(const void* memory);
+
 // INVALID_ARGUMENT naming the option if one is out of range (a wrong device index with the number of
 // GPUs), UNAVAILABLE if there is no usable GPU, driver or cuBLAS.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options);

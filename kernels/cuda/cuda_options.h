@@ -17,6 +17,13 @@ enum class FusedLoss {
   kNever,
 };
 
+// Which work of a chunk goes before that of other streams and, under MPS, of other programs on the GPU.
+enum class StreamPriority {
+  kHiddenGradients,  // what dL/dx needs; dL/dW takes turns with the others' work
+  kAll,
+  kNone,
+};
+
 struct CudaBackendOptions {
   int device = 0;   // index among the visible GPUs
   Replica replica;  // of the heads of a group (kernels/group)
@@ -31,6 +38,7 @@ struct CudaBackendOptions {
   bool autotune = false;
   bool deterministic = true;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  StreamPriority stream_priority = StreamPriority::kHiddenGradients;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
   bool host_branches = false;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -27,10 +28,11 @@ class CudaReplicaGroup {
                                                                   absl::Duration timeout = absl::Minutes(1));
   // What the exchanges of chunks by vocabulary count at, those of the replicas in order.
   virtual const std::shared_ptr<MemberExchanges>& exchanges() const = 0;
-  // The replicas of one head, in order, made by CUDA backends with replica = {i, count}. The group outlives
-  // what it gives; so do the heads.
-  virtual std::unique_ptr<Replicas> Connect(absl::Span<HeadKernels* const> heads) = 0;
-  // The parts of a head that is split by vocabulary, likewise.
+  // The replicas of one head, in order, made by CUDA backends with replica = {i, count}; of a head that is
+  // split by vocabulary those of each place (shard_rows.h). The group outlives what it gives; so do the
+  // heads. UNAVAILABLE if the first head with so many replicas needs connections that cannot be made.
+  virtual absl::StatusOr<std::unique_ptr<Replicas>> Connect(absl::Span<HeadKernels* const> heads) = 0;
+  // The parts of each replica of a head that is split by vocabulary, likewise.
   virtual absl::Status Join(absl::Span<HeadKernels* const> heads) = 0;
 };
 

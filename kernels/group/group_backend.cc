@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/group/group_backend.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -12,12 +14,29 @@
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
 #include "kernels/head_planner.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {
 
+constexpr absl::string_view kOneReplica = "be 0 or 1 where a head lies on the devices of several processes";
+
 void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
+}
+
+// Null: the member shares no memory.
+DeviceMemorySharer* SharerOf(const Members& members, int member) {
+  return dynamic_cast<DeviceMemorySharer*>(&members.backend(member));
+}
+
+// The member that has the device; -1: none.
+int MemberWith(const Members& members, absl::string_view device) {
+  for (int i = 0; i < members.size(); ++i) {
+    const std::vector<std::string> own = SharerOf(members, i)->SharingDevices();
+    if (std::find(own.begin(), own.end(), device) != own.end()) return i;
+  }
+  return -1;
 }
 
 class GroupBackend final : public Backend,
@@ -63,7 +82,7 @@ class GroupBackend final : public Backend,
 
   // Of a config that names no split, by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    HeadConfig planned = config;
+    HeadConfig planned = SplitOf(config) == Split::kVocabulary ? ByVocabulary(config) : config;
     planned.split = SplitOf(config);
     if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
     MemoryBytes sum;
@@ -95,27 +114,40 @@ class GroupBackend final : public Backend,
     if (options_.staging != nullptr) return options_.staging->Adopt(&first(), memory, options);
     return kernels::AdoptStaging(&first(), memory, options);
   }
-  // Every member computes rows that lie in that memory.
-  std::string SharingDevice() const override {
+  // Every member computes rows that lie in that memory, so all members have to be sharers.
+  std::vector<std::string> SharingDevices() const override {
+    std::vector<std::string> devices;
     for (int i = 0; i < members_.size(); ++i) {
-      const DeviceMemorySharer* const sharer = SharerOf(i);
-      if (sharer == nullptr || sharer->SharingDevice().empty()) return "";
+      const DeviceMemorySharer* const sharer = SharerOf(members_, i);
+      const std::vector<std::string> own =
+          sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
+      if (own.empty()) return {};
+      devices.insert(devices.end(), own.begin(), own.end());
     }
-    return SharerOf(0)->SharingDevice();
+    return devices;
   }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
-    if (SharingDevice().empty()) return absl::UnimplementedError("these devices share no memory");
-    auto memory = SharerOf(0)->ShareDeviceMemory(bytes);
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    const std::vector<std::string> devices = SharingDevices();
+    if (devices.empty()) return absl::UnimplementedError("these devices share no memory");
+    const int owner = MemberWith(members_, device);
+    if (owner < 0)
+      return errors::FieldError("device", absl::StrCat("be one of ", absl::StrJoin(devices, ", ")), device);
+    auto memory = SharerOf(members_, owner)->ShareDeviceMemory(device, bytes);
     if (!memory.ok()) return memory;
-    for (int i = 1; i < members_.size(); ++i) {
-      absl::Status reached = SharerOf(i)->ReachDeviceMemory((*memory)->bytes());
-      if (!reached.ok()) return reached;
+    for (int i = 0; i < members_.size(); ++i) {
+      if (i == owner) continue;
+      const absl::Status reached = SharerOf(members_, i)->ReachDeviceMemory((*memory)->bytes());
+      if (reached.ok()) continue;
+      return absl::Status(reached.code(),
+                          absl::StrCat("the server's GPU ", SharerOf(members_, i)->SharingDevices().front(),
+                                       " does not reach memory of ", device, ": ", reached.message()));
     }
     return memory;
   }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
     for (int i = 0; i < members_.size(); ++i) {
-      DeviceMemorySharer* const sharer = SharerOf(i);
+      DeviceMemorySharer* const sharer = SharerOf(members_, i);
       if (sharer == nullptr) return absl::UnimplementedError("these devices share no memory");
       if (absl::Status reached = sharer->ReachDeviceMemory(memory); !reached.ok()) return reached;
     }
@@ -143,14 +175,18 @@ class GroupBackend final : public Backend,
 
  private:
   Backend& first() const { return members_.backend(0); }
-  // Null: the member shares no memory.
-  DeviceMemorySharer* SharerOf(int member) const {
-    return dynamic_cast<DeviceMemorySharer*>(&members_.backend(member));
+  Split SplitOf(const HeadConfig& config) const {
+    const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
+    if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
+    return config.split == Split::kAny ? options_.split : config.split;
   }
 
-  Split SplitOf(const HeadConfig& config) const {
-    if (config.split == Split::kAny && !config.shares.empty()) return Split::kVocabulary;
-    return config.split == Split::kAny ? options_.split : config.split;
+  // What the members make of a head that is split by vocabulary.
+  HeadConfig ByVocabulary(const HeadConfig& config) const {
+    HeadConfig split = config;
+    split.split = Split::kVocabulary;
+    if (config.replicas == 0 && options_.replicas > 1) split.replicas = options_.replicas;
+    return split;
   }
 
   // As the split says; where it leaves that open, by vocabulary if there is no room by rows.
@@ -170,9 +206,10 @@ class GroupBackend final : public Backend,
                                                      " devices, ", by_vocabulary.status().message()));
   }
 
-  // Heads of all members, one after the other as CreateHeads makes them: the choices are the first one's, and
-  // chunk_rows the fewest.
-  absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside) const {
+  // Heads of all members, one after the other as CreateHeads makes them: the choices are those of member
+  // `described`, and chunk_rows the fewest.
+  absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside,
+                                        int described) const {
     PlannedHead all;
     for (int i = 0; i < members_.size(); ++i) {
       MemoryBytes taken = beside;
@@ -180,7 +217,7 @@ class GroupBackend final : public Backend,
       absl::StatusOr<PlannedHead> one = kernels::PlanWholeHead(members_.backend(i), config, taken);
       if (!one.ok()) return one.status();
       Add(one->memory, all.memory);
-      if (i == 0) {
+      if (i == described) {
         all.compute_dtype = one->compute_dtype;
         all.choices = std::move(one->choices);
       }
@@ -192,25 +229,37 @@ class GroupBackend final : public Backend,
   }
 
   absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
-    absl::StatusOr<PlannedHead> all = PlanHeads(config, beside);
+    return PlanReplicas(config, config, beside);
+  }
+
+  // As CreateReplicas.
+  absl::StatusOr<PlannedHead> PlanReplicas(const HeadConfig& config, const HeadConfig& divided,
+                                           const MemoryBytes& beside) const {
+    absl::StatusOr<PlannedHead> all = PlanHeads(divided, beside, WithMostClasses(divided, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
-    all->chunk_rows *= members_.size();
-    all->choices =
-        GroupHead::Describe(std::move(all->choices), members_.size(), all->slice_rows, options_.least_rows);
+    all->chunk_rows *= members_.size() / PlacesOf(divided, members_.size());
+    all->choices = GroupHead::Describe(std::move(all->choices), divided, members_.size(), all->slice_rows,
+                                       LayoutOf(config));
     return all;
   }
 
   absl::StatusOr<PlannedHead> PlanByVocabulary(const HeadConfig& config, const MemoryBytes& beside) const {
-    HeadConfig split = config;
-    split.split = Split::kVocabulary;
+    const HeadConfig split = ByVocabulary(config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    absl::StatusOr<PlannedHead> all = PlanHeads(split, beside);
+    if (ReplicasOf(split) > 1) return PlanReplicas(config, split, beside);
+    absl::StatusOr<PlannedHead> all = PlanHeads(split, beside, WithMostClasses(split, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
     all->choices =
         VocabularyHead::Describe(std::move(all->choices), config, members_.size(), WhyByVocabulary(config));
     return all;
+  }
+
+  ReplicaLayout LayoutOf(const HeadConfig& config) const {
+    return {.least_rows = options_.least_rows,
+            .reason = std::string(WhyByVocabulary(config)),
+            .member_of = options_.member_of};
   }
 
   absl::string_view WhyByVocabulary(const HeadConfig& config) const {
@@ -219,41 +268,58 @@ class GroupBackend final : public Backend,
 
   absl::Status CheckSplit(const HeadConfig& config) const {
     if (absl::Status status = ValidateOn(config, members_.size()); !status.ok()) return status;
-    const bool divided_evenly = config.split == Split::kVocabulary && config.shares.empty();
-    if (!divided_evenly || config.vocab_size >= members_.size()) return absl::OkStatus();
-    return errors::FieldError(
-        "vocab_size", absl::StrCat("be at least ", members_.size(), ", the devices that it is split over"),
-        config.vocab_size);
+    if (ReplicasOf(config) > 1 && !options_.may_have_replicas) {
+      return errors::FieldError("replicas", kOneReplica, config.replicas);
+    }
+    const int places = PlacesOf(config, members_.size());
+    if (!config.shares.empty() || config.vocab_size >= places) return absl::OkStatus();
+    return errors::FieldError("vocab_size",
+                              absl::StrCat("be at least ", places, ", the devices that it is split over"),
+                              config.vocab_size);
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByRows(const HeadConfig& config) {
+    return CreateReplicas(config, config);
+  }
+
+  // `divided`: what the members make of a head whose config is `config`.
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateReplicas(const HeadConfig& config,
+                                                              const HeadConfig& divided) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     std::unique_ptr<Replicas> replicas;
-    absl::Status status = CreateHeads(config, heads);
+    absl::Status status = CreateHeads(divided, heads);
+    if (status.ok() && PlacesOf(divided, members_.size()) > 1) status = Join(heads);
     if (status.ok()) status = Connect(heads, replicas);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<GroupHead>(config, options_.least_rows, &members_, std::move(heads),
+    return std::make_unique<GroupHead>(config, LayoutOf(config), &members_, std::move(heads),
                                        std::move(replicas));
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
-    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
-    HeadConfig split = config;
-    split.split = Split::kVocabulary;
+    const HeadConfig split = ByVocabulary(config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
-    absl::Status status = CreateHeads(split, heads);
-    if (status.ok()) {
-      const std::vector<HeadKernels*> all = Pointers(heads);
-      status = members_.WithAll([&] { return options_.join_classes(all); });
-    }
+    if (ReplicasOf(split) > 1) return CreateReplicas(config, split);
+    return CreateDivided(config);
+  }
+
+  // One copy, whose config has passed CheckSplit.
+  absl::StatusOr<std::unique_ptr<VocabularyHead>> CreateDivided(const HeadConfig& config) {
+    std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
+    absl::Status status = CreateHeads(ByVocabulary(config), heads);
+    if (status.ok()) status = Join(heads);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<VocabularyHead>(config, WhyByVocabulary(config), &members_, std::move(heads));
+    return std::make_unique<VocabularyHead>(
+        config, WhyByVocabulary(config), &members_, std::move(heads),
+        [this](const HeadConfig& other) -> absl::StatusOr<std::unique_ptr<VocabularyHead>> {
+          if (absl::Status checked = CheckSplit(ByVocabulary(other)); !checked.ok()) return checked;
+          return CreateDivided(other);
+        });
   }
 
   static std::vector<HeadKernels*> Pointers(const std::vector<std::unique_ptr<HeadKernels>>& heads) {
@@ -273,6 +339,11 @@ class GroupBackend final : public Backend,
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
+  }
+
+  absl::Status Join(const std::vector<std::unique_ptr<HeadKernels>>& heads) {
+    const std::vector<HeadKernels*> all = Pointers(heads);
+    return members_.WithAll([&] { return options_.join_classes(all); });
   }
 
   absl::Status Connect(const std::vector<std::unique_ptr<HeadKernels>>& heads,
@@ -304,6 +375,15 @@ class GroupBackend final : public Backend,
   const MakeReplicas make_replicas_;
 };
 
+absl::Status CheckReplicas(const GroupOptions& options, int members) {
+  if (options.replicas > 1 && !options.may_have_replicas) {
+    return errors::FieldError("replicas", kOneReplica, options.replicas);
+  }
+  if (options.replicas >= 1 && members % options.replicas == 0) return absl::OkStatus();
+  return errors::FieldError("replicas", absl::StrCat("be at least 1 and divide the devices, ", members),
+                            options.replicas);
+}
+
 }  // namespace
 
 absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const>) {
@@ -316,6 +396,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::uni
                                                             const GroupOptions& options) {
   if (members.empty()) return errors::FieldError("members", "not be empty", 0);
   if (options.least_rows < 0) return errors::FieldError("least_rows", "be >= 0", options.least_rows);
+  if (absl::Status status = CheckReplicas(options, static_cast<int>(members.size())); !status.ok())
+    return status;
   const BackendInfo first = members.front()->info();
   for (size_t i = 1; i < members.size(); ++i) {
     const BackendInfo info = members[i]->info();

@@ -20,7 +20,8 @@
 
 namespace lossd::kernels {
 
-// Connects the heads of the members, of the same config and in the order of the members.
+// Connects the heads of the members, of the same config and in the order of the members. How they divide the
+// head is what PlacesOf says of the config.
 using MakeReplicas =
     std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
 
@@ -64,18 +65,25 @@ struct GroupOptions {
   // of all.
   bool members_share_memory = false;
   Split split = Split::kAny;  // of heads whose config names none
+  int replicas = 1;           // of heads that are split by vocabulary, likewise; it divides the members
   JoinClasses join_classes = RefuseToSplitVocabulary;
   // Where the exchanges of members of one process are counted: those of a step by the group, those of chunks
   // by what `join_classes` makes. Null: they are not.
   std::shared_ptr<MemberExchanges> exchanges = nullptr;
   GroupStaging* staging = nullptr;  // outlives the backend; null: member 0
+  // Whether a head that is split by vocabulary may have several replicas: `join_classes` then joins the
+  // members of each among themselves, and MakeReplicas connects those that have the same classes.
+  bool may_have_replicas = true;
+  // The member on whose device the memory lies, -1: it lies elsewhere, or that is not known; so that rows are
+  // computed by the replica that has them. Thread-safe. Null: it is never known.
+  std::function<int(const void* memory)> member_of = nullptr;
   // Asked when a chunk comes, on the driving thread; an error refuses it. For members that may still write to
   // the memory of a chunk that they have failed: once there is one, no other chunk is computed.
   std::function<absl::Status()> check_members = [] { return absl::OkStatus(); };
 };
 
 // A head whose config names no split, nor the options, is split by rows if that fits the members' memory, and
-// else by vocabulary.
+// else by vocabulary. Replicas by vocabulary that have one member each are a head that is split by rows.
 //
 // Staging memory, unless the options have it come from elsewhere, and the memory of deferred microbatches is
 // that of member 0; all members read and write both. `members`: >= 1, all alike, member i made as replica

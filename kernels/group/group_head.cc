@@ -13,11 +13,15 @@
 
 namespace lossd::kernels {
 
-GroupHead::GroupHead(const HeadConfig& config, int64_t least_rows, Members* members,
+GroupHead::GroupHead(const HeadConfig& config, ReplicaLayout layout, Members* members,
                      std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas)
     : config_(config),
       heads_(members, std::move(heads)),
-      limits_{.members = members->size(), .member_rows = heads_.chunk_rows(), .least_rows = least_rows},
+      layout_(std::move(layout)),
+      places_(PlacesOf(divided(), members->size())),
+      limits_{.members = members->size() / places_,
+              .member_rows = heads_.chunk_rows(),
+              .least_rows = layout_.least_rows},
       members_(members),
       replicas_(std::move(replicas)) {}
 
@@ -32,18 +36,26 @@ GroupHead::~GroupHead() {
 }
 
 std::vector<Choice> GroupHead::Describe() const {
-  return Describe(head(0).Describe(), limits_.members, limits_.member_rows, limits_.least_rows);
+  return Describe(head(WithMostClasses(divided(), members_->size())).Describe(), divided(), members_->size(),
+                  limits_.member_rows, layout_);
 }
 
-std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, int64_t members, int64_t member_rows,
-                                        int64_t least_rows) {
-  const std::vector<Choice> own = {
+std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, const HeadConfig& divided, int members,
+                                        int64_t member_rows, const ReplicaLayout& layout) {
+  const int places = PlacesOf(divided, members);
+  const int replicas = members / places;
+  const std::string few = absl::StrCat("fewer than ", layout.least_rows, " rows at once go to one of them");
+  std::vector<Choice> own = {
       {.what = "chunk",
-       .choice = absl::StrCat("up to ", members * member_rows, " rows"),
-       .reason = absl::StrCat(members, " devices, each up to ", member_rows)},
-      {.what = "devices",
-       .choice = absl::StrCat(members, ", by rows"),
-       .reason = absl::StrCat("fewer than ", least_rows, " rows at once go to one of them")}};
+       .choice = absl::StrCat("up to ", replicas * member_rows, " rows"),
+       .reason =
+           absl::StrCat(replicas, places == 1 ? " devices" : " replicas", ", each up to ", member_rows)},
+      {.what = "devices", .choice = absl::StrCat(members, ", by rows"), .reason = few}};
+  if (places > 1) {
+    own[1].choice = absl::StrCat(members, ", ", replicas, " replicas of ", places, " by vocabulary");
+    own[1].reason = absl::StrCat(layout.reason, "; up to ", MostClassesOf(divided, members),
+                                 " classes each; ", few, " replicas");
+  }
   if (!first.empty()) first.erase(first.begin());  // what the first one says of its chunks
   first.insert(first.begin(), own.begin(), own.end());
   return first;
@@ -62,14 +74,36 @@ absl::Status GroupHead::Check(const Chunk& chunk) const {
   return absl::OkStatus();
 }
 
-std::vector<ChunkPart> GroupHead::Parts(const Chunk& chunk) {
+std::vector<int> GroupHead::HomesOf(const Chunk& chunk) const {
+  if (places_ == 1 || layout_.member_of == nullptr) return {};
+  std::vector<int> homes;
+  for (const Slice& slice : chunk.slices) {
+    const int member = slice.hidden == nullptr ? -1 : layout_.member_of(slice.hidden);
+    homes.push_back(member < 0 ? -1 : member / places_);
+  }
+  return homes;
+}
+
+std::vector<ChunkPart> GroupHead::DivideRows(const Chunk& chunk) {
   const auto count = static_cast<uint64_t>(limits_.members);
   if (chunk.independent && chunk.accumulate_gradients) {
     DivisionLimits whole = limits_;
     whole.least_rows = std::numeric_limits<int64_t>::max();
     return Divide(chunk.slices, whole, static_cast<int>(chunk.turn % count));
   }
-  return Divide(chunk.slices, limits_, static_cast<int>(next_first_++ % count));
+  return Divide(chunk.slices, limits_, static_cast<int>(next_first_++ % count), HomesOf(chunk));
+}
+
+std::vector<ChunkPart> GroupHead::Parts(const Chunk& chunk) {
+  std::vector<ChunkPart> parts;
+  for (ChunkPart& of_replica : DivideRows(chunk)) {
+    const int first = of_replica.member * places_;
+    for (int place = 0; place < places_; ++place) {
+      of_replica.member = first + place;
+      parts.push_back(of_replica);
+    }
+  }
+  return parts;
 }
 
 void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -85,8 +119,8 @@ void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 
 std::vector<GroupHead::Owned> GroupHead::OwnersOf(Param param, int64_t row_begin, int64_t rows) const {
   std::vector<Owned> owners;
-  for (int member = 0; member < limits_.members; ++member) {
-    const ShardRows own = ShardRowsOf(config_, param, {member, limits_.members});
+  for (int member = 0; member < members_->size(); ++member) {
+    const ShardRows own = ShardRowsOf(divided(), param, {member, members_->size()});
     const int64_t first = std::max(row_begin, own.first);
     const int64_t end = std::min(row_begin + rows, own.end());
     if (first < end) owners.push_back({member, first, end - first, first - row_begin});
@@ -95,9 +129,9 @@ std::vector<GroupHead::Owned> GroupHead::OwnersOf(Param param, int64_t row_begin
 }
 
 absl::Status GroupHead::ForOwners(
-    Param param, int64_t row_begin, int64_t rows,
+    const std::vector<Owned>& owners,
     absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const {
-  for (const Owned& owned : OwnersOf(param, row_begin, rows)) {
+  for (const Owned& owned : owners) {
     absl::Status status = members_->On(owned.member, [&] { return fn(head(owned.member), owned); });
     if (!status.ok()) return status;
   }
@@ -128,7 +162,10 @@ absl::Status GroupHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
   if (id.role == Role::kGradient) status = SumGradients();
   if (!status.ok()) return status;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
-  return ForOwners(id.param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+  std::vector<Owned> owners = OwnersOf(id.param, row_begin, rows);
+  const bool of_classes = id.param == Param::kWeight || id.param == Param::kBias;
+  if (!of_classes && owners.size() > 1) owners.resize(1);  // all have the same
+  return ForOwners(owners, [&](HeadKernels& head, const Owned& owned) {
     return head.ReadTensor(id, owned.first, owned.rows, dtype,
                            out.subspan(static_cast<size_t>(owned.offset) * row_bytes,
                                        static_cast<size_t>(owned.rows) * row_bytes));
@@ -140,14 +177,21 @@ absl::Status GroupHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows
   absl::Status status = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
   if (!status.ok()) return status;
   heads_.WaitUntilIdle();
+  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
   if (id.role == Role::kValue) {
-    return members_->ForEach(
-        [&](int member) { return head(member).WriteTensor(id, row_begin, rows, dtype, in); });
+    return members_->ForEach([&](int member) {
+      const ShardRows kept = StoredRowsOf(divided(), id, {member, members_->size()});
+      const int64_t first = std::max(row_begin, kept.first);
+      const int64_t count = std::min(row_begin + rows, kept.end()) - first;
+      if (count <= 0) return absl::OkStatus();
+      return head(member).WriteTensor(id, first, count, dtype,
+                                      in.subspan(static_cast<size_t>(first - row_begin) * row_bytes,
+                                                 static_cast<size_t>(count) * row_bytes));
+    });
   }
   if (id.role == Role::kGradient) status = SumGradients();
   if (!status.ok()) return status;
-  const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
-  return ForOwners(id.param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+  return ForOwners(OwnersOf(id.param, row_begin, rows), [&](HeadKernels& head, const Owned& owned) {
     return head.WriteTensor(id, owned.first, owned.rows, dtype,
                             in.subspan(static_cast<size_t>(owned.offset) * row_bytes,
                                        static_cast<size_t>(owned.rows) * row_bytes));
@@ -163,7 +207,7 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
   if (!status.ok()) return status;
   heads_.WaitUntilIdle();
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
-  return ForOwners(param, row_begin, rows, [&](HeadKernels& head, const Owned& owned) {
+  return ForOwners(OwnersOf(param, row_begin, rows), [&](HeadKernels& head, const Owned& owned) {
     return head.AddGradient(param, owned.first, owned.rows, dtype, scale,
                             in.subspan(static_cast<size_t>(owned.offset) * row_bytes,
                                        static_cast<size_t>(owned.rows) * row_bytes));

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head on all members of a group: every member has all values and adds up the gradients of the rows that
-// it computes; each class is updated by its owner (replica.h), which alone has the optimizer state.
+// One head of which a group has several copies, the replicas: each has all values and adds up the gradients
+// of the rows that it computes; each class is updated by its owner (replica.h), which alone has the optimizer
+// state. A replica is one member, or some that divide the classes and compute the same rows, as those of a
+// VocabularyHead do.
 //
-// The gradient of a class is the sum over the members. Whatever looks at gradients first moves the sums to
+// The gradient of a class is the sum over the replicas. Whatever looks at gradients first moves the sums to
 // the owners (Replicas::SumGradients), once for all chunks since the last time.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_HEAD_H_
 #define LOSSD_KERNELS_GROUP_GROUP_HEAD_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -20,28 +24,38 @@
 
 namespace lossd::kernels {
 
+// How the replicas of a head are made.
+struct ReplicaLayout {
+  int64_t least_rows = 0;  // GroupOptions::least_rows
+  // By vocabulary: why the head is divided so, for people, and GroupOptions::member_of.
+  std::string reason = "";
+  std::function<int(const void* hidden)> member_of = nullptr;
+};
+
 // Thread-safety as HeadKernels.
 class GroupHead final : public HeadKernels, public RemoteParts {
  public:
-  // `heads`: one of each member, `replicas`: theirs. The members outlive the head.
-  GroupHead(const HeadConfig& config, int64_t least_rows, Members* members,
+  // `config`: as it was asked for. `heads`: one of each member, whose config says how they divide the head
+  // (PlacesOf); those that divide classes are joined. `replicas`: theirs. The members outlive the head.
+  GroupHead(const HeadConfig& config, ReplicaLayout layout, Members* members,
             std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas);
   ~GroupHead() override;
 
-  // What such a head says of itself: what its first member says, and how rows are divided.
-  static std::vector<Choice> Describe(std::vector<Choice> first, int64_t members, int64_t member_rows,
-                                      int64_t least_rows);
+  // What such a head on so many members says of itself: what its member with the most classes says, and how
+  // rows are divided. `divided`: the config of the members.
+  static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& divided, int members,
+                                      int64_t member_rows, const ReplicaLayout& layout);
 
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return head(0).compute_dtype(); }
-  int64_t chunk_rows() const override { return members_->size() * limits_.member_rows; }
+  int64_t chunk_rows() const override { return limits_.members * limits_.member_rows; }
   int64_t slice_rows() const override { return limits_.member_rows; }
   MemoryBytes memory() const override { return heads_.memory(); }
   std::vector<Choice> Describe() const override;
 
-  // A chunk is divided among the members by Divide, each time from the next member on, which computes a chunk
-  // of few rows alone. An independent chunk that accumulates is computed by one member if that can take it,
-  // by its turn.
+  // A chunk is divided among the replicas by Divide, each time from the next one on, which computes a chunk
+  // of few rows alone; rows that lie on a device of a replica that divides the classes are that one's. An
+  // independent chunk that accumulates is computed by one replica if that can take it, by its turn.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -68,19 +82,27 @@ class GroupHead final : public HeadKernels, public RemoteParts {
   };
 
   HeadKernels& head(int member) const { return heads_.head(member); }
+  const HeadConfig& divided() const { return head(0).config(); }
   absl::Status Check(const Chunk& chunk) const;
+  // Of the replicas, and of the members.
+  std::vector<ChunkPart> DivideRows(const Chunk& chunk);
   std::vector<ChunkPart> Parts(const Chunk& chunk);
+  // The replica on a device of which each slice lies, -1: not known; or nothing, where that does not matter.
+  std::vector<int> HomesOf(const Chunk& chunk) const;
 
+  // In the order of the members. What is not of classes is updated by several alike where they divide these.
   std::vector<Owned> OwnersOf(Param param, int64_t row_begin, int64_t rows) const;
   // Calls `fn` for each owner of some of the rows, on its thread, one after the other.
-  absl::Status ForOwners(Param param, int64_t row_begin, int64_t rows,
+  absl::Status ForOwners(const std::vector<Owned>& owners,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
   // Moves the sums to their owners, unless they are there.
   absl::Status SumGradients();
 
   const HeadConfig config_;
   MemberHeads heads_;
-  const DivisionLimits limits_;
+  const ReplicaLayout layout_;
+  const int places_;             // members of a replica
+  const DivisionLimits limits_;  // whose members are the replicas
   Members* const members_;
   std::unique_ptr<Replicas> replicas_;
   uint64_t next_first_ = 0;  // of Divide

@@ -12,7 +12,10 @@
 namespace lossd::kernels {
 
 std::vector<Choice> VocabularyHead::Describe() const {
-  return Describe(heads_.head(0).Describe(), config_, heads_.size(), reason_);
+  HeadConfig split = config_;
+  split.split = Split::kVocabulary;
+  const int described = WithMostClasses(split, heads_->size());
+  return Describe(heads_->head(described).Describe(), config_, heads_->size(), reason_);
 }
 
 std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const HeadConfig& config, int members,
@@ -31,16 +34,16 @@ std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const He
 
 void VocabularyHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   if (absl::Status status = ValidateChunk(config_, chunk_rows(), *chunk); !status.ok()) {
-    heads_.Refuse(std::move(status), std::move(callbacks));
+    heads_->Refuse(std::move(status), std::move(callbacks));
     return;
   }
   ChunkPart all;
   all.slices.resize(chunk->slices.size());
   std::iota(all.slices.begin(), all.slices.end(), size_t{0});
   for (const Slice& slice : chunk->slices) all.rows += slice.rows;
-  std::vector<ChunkPart> parts(static_cast<size_t>(heads_.size()), all);
+  std::vector<ChunkPart> parts(static_cast<size_t>(heads_->size()), all);
   for (size_t i = 0; i < parts.size(); ++i) parts[i].member = static_cast<int>(i);
-  heads_.Submit(chunk, std::move(callbacks), std::move(parts));
+  heads_->Submit(chunk, std::move(callbacks), std::move(parts));
 }
 
 // ---- Tensors ----
@@ -52,10 +55,10 @@ absl::Status VocabularyHead::ForOwners(
   split.split = Split::kVocabulary;
   const bool of_classes = id.param == Param::kWeight || id.param == Param::kBias;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
-  heads_.WaitUntilIdle();
-  return heads_.ForEach([&](int member, HeadKernels& head) -> absl::Status {
+  heads_->WaitUntilIdle();
+  return heads_->ForEach([&](int member, HeadKernels& head) -> absl::Status {
     if (!of_classes && first_alone && member > 0) return absl::OkStatus();
-    const ShardRows own = StoredRowsOf(split, id, {member, heads_.size()});
+    const ShardRows own = StoredRowsOf(split, id, {member, heads_->size()});
     const int64_t first = std::max(row_begin, own.first);
     const int64_t count = std::min(row_begin + rows, own.end()) - first;
     if (count <= 0) return absl::OkStatus();
@@ -86,6 +89,57 @@ absl::Status VocabularyHead::WriteTensor(TensorId id, int64_t row_begin, int64_t
       });
 }
 
+// ---- Shares ----
+
+namespace {
+
+constexpr int64_t kCopyBytes = int64_t{8} << 20;  // at a time; at least a row
+
+// All but gradients.
+absl::Status CopyTensors(HeadKernels& from, HeadKernels& to) {
+  const HeadConfig& config = from.config();
+  std::vector<uint8_t> bytes;
+  for (const Param param : kAllParams) {
+    const TensorShape shape = ShapeOf(config, param);
+    const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
+    const int64_t block = std::max<int64_t>(kCopyBytes / row_bytes, 1);
+    for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
+      if (!HasTensor(config, {param, role})) continue;
+      for (int64_t row = 0; row < shape.rows; row += block) {
+        const int64_t rows = std::min(block, shape.rows - row);
+        bytes.resize(static_cast<size_t>(rows * row_bytes));
+        absl::Status status =
+            from.ReadTensor({param, role}, row, rows, DType::kFloat32, absl::MakeSpan(bytes));
+        if (status.ok()) status = to.WriteTensor({param, role}, row, rows, DType::kFloat32, bytes);
+        if (!status.ok()) return status;
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status VocabularyHead::SetShares(const std::vector<int32_t>& shares, Accept accept) {
+  if (shares == config_.shares) return accept(*this);
+  HeadConfig config = config_;
+  config.shares = shares;
+  heads_->WaitUntilIdle();
+  absl::StatusOr<std::unique_ptr<VocabularyHead>> divided = make_(config);
+  if (absl::IsResourceExhausted(divided.status())) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the devices have no room for the head by both divisions, which it takes while its shares "
+        "change (nothing changed): ",
+        divided.status().message()));
+  }
+  if (!divided.ok()) return divided.status();
+  if (absl::Status status = accept(**divided); !status.ok()) return status;
+  if (absl::Status status = CopyTensors(*this, **divided); !status.ok()) return status;
+  heads_.swap((*divided)->heads_);
+  config_.shares = shares;
+  return absl::OkStatus();
+}
+
 // ---- Gradients and steps ----
 
 absl::Status VocabularyHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype,
@@ -101,26 +155,26 @@ absl::Status VocabularyHead::AddGradient(Param param, int64_t row_begin, int64_t
 }
 
 absl::StatusOr<double> VocabularyHead::GradNorm() {
-  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
-  heads_.WaitUntilIdle();
-  return heads_.GradNorm();
+  if (absl::Status status = heads_->CheckTrainable(); !status.ok()) return status;
+  heads_->WaitUntilIdle();
+  return heads_->GradNorm();
 }
 
 absl::Status VocabularyHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
-  heads_.WaitUntilIdle();
-  return heads_.ApplyStep(options, update);
+  heads_->WaitUntilIdle();
+  return heads_->ApplyStep(options, update);
 }
 
 absl::Status VocabularyHead::ZeroGradients() {
-  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
-  heads_.WaitUntilIdle();
-  return heads_.ZeroGradients();
+  if (absl::Status status = heads_->CheckTrainable(); !status.ok()) return status;
+  heads_->WaitUntilIdle();
+  return heads_->ZeroGradients();
 }
 
 absl::Status VocabularyHead::ZeroMoments() {
-  heads_.WaitUntilIdle();
-  return heads_.ZeroMoments();
+  heads_->WaitUntilIdle();
+  return heads_->ZeroMoments();
 }
 
 }  // namespace lossd::kernels

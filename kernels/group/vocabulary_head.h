@@ -7,6 +7,7 @@
 #define LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,28 +16,35 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "kernels/backend.h"
+#include "kernels/divided_classes.h"
 #include "kernels/group/member_heads.h"
 
 namespace lossd::kernels {
 
 // Thread-safety as HeadKernels.
-class VocabularyHead final : public HeadKernels, public RemoteParts {
+class VocabularyHead final : public HeadKernels, public RemoteParts, public DividedClasses {
  public:
-  // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
-  // whose config's split is kVocabulary, joined. The members outlive the head.
-  VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
-                 std::vector<std::unique_ptr<HeadKernels>> heads)
-      : config_(config), reason_(reason), heads_(members, std::move(heads)) {}
-  ~VocabularyHead() override { heads_.WaitUntilIdle(); }
+  // Makes a head of the same members, whose tensors are those of a new head.
+  using Make = std::function<absl::StatusOr<std::unique_ptr<VocabularyHead>>(const HeadConfig& config)>;
 
-  // What such a head says of itself: what its first member says, and how classes are divided.
+  // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
+  // whose config's split is kVocabulary, joined. The members, and what `make` needs, outlive the head.
+  VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
+                 std::vector<std::unique_ptr<HeadKernels>> heads, Make make)
+      : config_(config),
+        reason_(reason),
+        make_(std::move(make)),
+        heads_(std::make_unique<MemberHeads>(members, std::move(heads))) {}
+  ~VocabularyHead() override { heads_->WaitUntilIdle(); }
+
+  // What such a head says of itself: what its member with the most classes says, and how classes are divided.
   static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& config, int members,
                                       absl::string_view reason);
 
   const HeadConfig& config() const override { return config_; }
-  DType compute_dtype() const override { return heads_.head(0).compute_dtype(); }
-  int64_t chunk_rows() const override { return heads_.chunk_rows(); }
-  MemoryBytes memory() const override { return heads_.memory(); }
+  DType compute_dtype() const override { return heads_->head(0).compute_dtype(); }
+  int64_t chunk_rows() const override { return heads_->chunk_rows(); }
+  MemoryBytes memory() const override { return heads_->memory(); }
   std::vector<Choice> Describe() const override;
 
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
@@ -51,8 +59,9 @@ class VocabularyHead final : public HeadKernels, public RemoteParts {
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
   absl::Status ZeroMoments() override;
-  std::vector<RemotePart> remote_parts() const override { return heads_.Remote(Split::kVocabulary); }
-  void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
+  absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) override;
+  std::vector<RemotePart> remote_parts() const override { return heads_->Remote(Split::kVocabulary); }
+  void PassBy(absl::Span<const int> ranks) override { heads_->PassBy(ranks); }
 
  private:
   // Rows [first, first + rows) of a tensor, which one member has; their bytes begin at `offset` of those
@@ -69,9 +78,10 @@ class VocabularyHead final : public HeadKernels, public RemoteParts {
   absl::Status ForOwners(TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
 
-  const HeadConfig config_;
+  HeadConfig config_;  // the shares change
   const std::string reason_;
-  MemberHeads heads_;
+  const Make make_;
+  std::unique_ptr<MemberHeads> heads_;
 };
 
 }  // namespace lossd::kernels

@@ -162,6 +162,8 @@ absl::StatusOr<v1::RegionRequest> ParseRegionRequest(absl::string_view bytes) {
     return absl::InvalidArgumentError("malformed lossd.v1.RegionRequest");
   if (request.bytes() == 0 || request.bytes() > uint64_t{std::numeric_limits<int64_t>::max()} / 2)
     return errors::FieldError("bytes", "be at least 1 and below 2^62", request.bytes());
+  if (!request.device().empty() && !request.of_device())
+    return errors::FieldError("device", "come with of_device", request.device());
   return request;
 }
 

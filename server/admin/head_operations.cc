@@ -186,6 +186,7 @@ absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::Dele
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
   resets_.Forget(request.head());
+  divisions_.Forget(request.head());
   metrics_->ForgetHead(request.head());
   metrics_->events().Add(metrics::EventLevel::kInfo, "head_deleted", request.head(), "head deleted");
   log::Log(LogLevel::kInfo, "head deleted", {{"head", request.head()}});
@@ -275,13 +276,23 @@ absl::Status HeadOperations::CreateLoaded(const std::string& head, kernels::Head
   const auto create = [&] {
     return CreateFilled(head, config, [&] { return WriteLoaded(head, config, reader, /*is_new=*/true); });
   };
+  // Shares and replicas are of the devices that the head was saved on; what it holds does not depend on them.
+  // Of fewer devices each may be too small for what a replica leaves to it.
+  const auto drop_what_does_not_suit = [&config](const absl::Status& status) {
+    const auto violation = errors::GetFieldViolation(status);
+    const std::string field = violation ? violation->field : "";
+    if (!config.shares.empty() && absl::StartsWith(field, "spec.shares")) {
+      config.shares.clear();
+      return true;
+    }
+    const bool too_many = field == "spec.replicas" || absl::IsResourceExhausted(status);
+    if (kernels::ReplicasOf(config) == 1 || !too_many) return false;
+    config.replicas = 0;
+    return true;
+  };
   absl::Status status = create();
-  const auto violation = errors::GetFieldViolation(status);
-  // Shares are of the devices that the head was saved on; what it holds does not depend on them.
-  if (config.shares.empty() || !violation || !absl::StartsWith(violation->field, "spec.shares"))
-    return status;
-  config.shares.clear();
-  return create();
+  while (!status.ok() && drop_what_does_not_suit(status)) status = create();
+  return status;
 }
 
 absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels::HeadConfig& config,

@@ -22,6 +22,7 @@
 #include "kernels/head_config.h"
 #include "lossd/v1/head.pb.h"
 #include "server/admin/checkpoints.h"
+#include "server/admin/done_calls.h"
 #include "server/admin/initial_values.h"
 #include "server/admin/named_locks.h"
 #include "server/admin/reset_log.h"
@@ -69,6 +70,7 @@ class HeadOperations {
   absl::StatusOr<v1::ListHeadsResponse> ListHeads(const v1::ListHeadsRequest& request);
   absl::StatusOr<v1::DeleteHeadResponse> DeleteHead(const v1::DeleteHeadRequest& request);
   absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request);
+  absl::StatusOr<v1::SetSharesResponse> SetShares(const v1::SetSharesRequest& request);
   absl::StatusOr<v1::GradNormResponse> GradNorm(const v1::GradNormRequest& request);
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request);
   absl::StatusOr<v1::ZeroGradientsResponse> ZeroGradients(const v1::ZeroGradientsRequest& request);
@@ -106,7 +108,8 @@ class HeadOperations {
   // `is_new`: nothing is left of the head if this fails.
   absl::Status WriteLoaded(const std::string& head, const kernels::HeadConfig& config,
                            const head::CheckpointReader& reader, bool is_new);
-  // Makes a new head as saved; without its shares if the server has other devices.
+  // Makes a new head as saved; if the server has other devices, without the shares and the replicas that do
+  // not suit them.
   absl::Status CreateLoaded(const std::string& head, kernels::HeadConfig config,
                             const head::CheckpointReader& reader);
 
@@ -115,6 +118,7 @@ class HeadOperations {
   metrics::Metrics* const metrics_;
   NamedLocks locks_;
   ResetLog resets_;
+  DoneCalls<v1::SetSharesResponse> divisions_{"change_id", "change of shares"};
   Checkpoints checkpoints_;
 };
 

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/admin/reset_log.h"
 
-#include <utility>
-
-#include "kernels/errors/field_error.h"
+#include <string>
 
 namespace lossd::admin {
 namespace {
@@ -24,28 +22,11 @@ std::string ContentOf(const v1::ResetHeadRequest& request) {
 
 absl::StatusOr<std::optional<v1::ResetHeadResponse>> ResetLog::Find(
     const v1::ResetHeadRequest& request) const {
-  absl::MutexLock lock(&mutex_);
-  const auto head = done_.find(request.head());
-  if (head == done_.end()) return std::nullopt;
-  for (const Done& done : head->second) {
-    if (done.id != request.reset_id()) continue;
-    if (done.content == ContentOf(request)) return done.response;
-    return errors::FieldError("reset_id", "be another one for another reset: this one has been done",
-                              request.reset_id(), absl::StatusCode::kFailedPrecondition);
-  }
-  return std::nullopt;
+  return done_.Find(request.head(), request.reset_id(), ContentOf(request));
 }
 
 void ResetLog::Add(const v1::ResetHeadRequest& request, const v1::ResetHeadResponse& response) {
-  absl::MutexLock lock(&mutex_);
-  std::deque<Done>& done = done_[request.head()];
-  done.push_back({request.reset_id(), ContentOf(request), response});
-  if (done.size() > kRemembered) done.pop_front();
-}
-
-void ResetLog::Forget(absl::string_view head) {
-  absl::MutexLock lock(&mutex_);
-  if (const auto found = done_.find(head); found != done_.end()) done_.erase(found);
+  done_.Add(request.head(), request.reset_id(), ContentOf(request), response);
 }
 
 }  // namespace lossd::admin

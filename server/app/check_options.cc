@@ -51,9 +51,11 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
   return {.backend = options.backend,
           .device = options.device,
           .devices = options.devices,
+          .stream_priority = options.stream_priority,
           .threads = options.threads,
           .cpu_devices = options.cpu_devices,
           .split = options.split,
+          .replicas = options.replicas,
           .workspace_bytes = options.workspace_bytes,
           .memory_limit_bytes = options.memory_limit_bytes,
           .memory_reserve_bytes = options.memory_reserve_bytes,
@@ -90,6 +92,9 @@ absl::Status CheckOptions(const ServerOptions& options) {
   absl::Status status = CheckAtLeast("threads", options.threads, 0);
   if (!options.restore.empty() && options.restore != "latest")
     status.Update(errors::FieldError("restore", "be latest, or empty", options.restore));
+  const std::string& priority = options.stream_priority;
+  if (priority != "dx" && priority != "all" && priority != "none")
+    status.Update(errors::FieldError("stream_priority", "be dx, all or none", priority));
   status.Update(CheckAtLeast("cpu_devices", options.cpu_devices, 1));
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));

@@ -12,6 +12,10 @@ namespace lossd::app {
 std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
     const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers) {
   std::vector<std::unique_ptr<metrics::GpuMonitor>> monitors;
+  if (!backend.uuids.empty()) {
+    log::Log(log::LogLevel::kInfo, "how the GPUs are shared with other programs",
+             {{"sharing", backend.gpu_sharing}});
+  }
   for (const std::string& uuid : backend.uuids) {
     metrics::GpuMonitorOptions options;
     options.uuid = uuid;
@@ -21,6 +25,12 @@ std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
     options.on_lost = [observers](const absl::Status& status) {
       for (engine::EngineObserver* observer : observers) observer->OnDeviceError(status);
     };
+    if (!backend.mps) {
+      options.on_shared = [uuid](unsigned processes) {
+        log::Log(log::LogLevel::kWarning, "other programs use the GPU, and it runs them in turns without MPS",
+                 {{"gpu", uuid}, {"programs", processes}});
+      };
+    }
     auto monitor = metrics::GpuMonitor::Start(std::move(options));
     monitors.push_back(monitor.ok() ? *std::move(monitor) : nullptr);
     if (!monitor.ok()) {

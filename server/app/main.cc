@@ -123,16 +123,20 @@ ABSL_FLAG(
     int, cpu_devices, ServerOptions().cpu_devices,
     "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
     "GPUs do; to try that out. With --ranks, or a launcher, those of this process");
+ABSL_FLAG(std::string, stream_priority, ServerOptions().stream_priority,
+          "GPU: what goes before other programs' work (docs/mps.md): dx (not dW), all, or none");
 ABSL_FLAG(std::string, split, ServerOptions().split,
           "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
-          "any, which is by rows if "
-          "every device has room for all classes, and else by vocabulary");
+          "any, which is by rows if every device has room for all classes, and else by vocabulary");
+ABSL_FLAG(int, replicas, ServerOptions().replicas,
+          "Several devices: how many replicas heads by vocabulary have that do not say, each on as many "
+          "devices, "
+          "which divide the classes; the replicas divide the rows (docs/scaling.md)");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
     "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that "
-    "recompute "
-    "their logits take at most 64MiB on a GPU");
+    "recompute their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
 ABSL_FLAG(
@@ -264,7 +268,9 @@ ServerOptions OptionsFromFlags() {
   options.devices = absl::GetFlag(FLAGS_devices);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.cpu_devices = absl::GetFlag(FLAGS_cpu_devices);
+  options.stream_priority = absl::GetFlag(FLAGS_stream_priority);
   options.split = absl::GetFlag(FLAGS_split);
+  options.replicas = absl::GetFlag(FLAGS_replicas);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
   options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
   options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;

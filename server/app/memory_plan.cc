@@ -19,7 +19,8 @@ void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend
             {"ledger_bytes", planned[kernels::MemoryKind::kLedger]},
             {"transport_bytes", TransportBytes(options)},
             {"shared_memory_bytes", shared == nullptr ? 0 : options.shared_memory_bytes},
-            {"shared_device_memory_bytes", shared == nullptr ? 0 : shared->device_bytes()},
+            {"shared_device_memory_bytes_per_gpu", shared == nullptr ? 0 : shared->device_bytes()},
+            {"sharing_gpus", shared == nullptr ? 0 : static_cast<int64_t>(shared->devices().size())},
             {"limit_bytes", options.memory_limit_bytes}});
 }
 

@@ -94,6 +94,9 @@ absl::Status CheckRanks(const ServerOptions& options) {
   const RankOptions& ranks = options.ranks;
   if (!ranks.several()) return absl::OkStatus();
   absl::Status status = CheckReach(options);
+  if (options.replicas > 1) {
+    status.Update(errors::FieldError("replicas", "be 1 with several ranks", options.replicas));
+  }
   status.Update(CheckPositive("rank_timeout", ranks.timeout));
   status.Update(CheckPositive("rank_silence_timeout", ranks.silence_timeout));
   status.Update(CheckPositive("collective_timeout", ranks.collective_timeout));

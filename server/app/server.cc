@@ -113,9 +113,6 @@ absl::Status ServerImpl::Init() {
   if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
   if (absl::Status status = CreateSecurity(); !status.ok()) return status;
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
-  auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
-  if (!shared_memory.ok()) return shared_memory.status();
-  shared_memory_ = *std::move(shared_memory);
   CreateServices();
   if (options_.restore == "latest") {
     if (absl::Status status = head_service_->RestoreLatest(); !status.ok()) return status;
@@ -180,7 +177,11 @@ absl::Status ServerImpl::CreateEngine() {
       EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
-  metrics_->Attach(engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); });
+  auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
+  if (!shared_memory.ok()) return shared_memory.status();
+  shared_memory_ = *std::move(shared_memory);
+  metrics_->Attach(engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
+                   [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
   gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());
@@ -220,7 +221,7 @@ void ServerImpl::CreateServices() {
                                 .ranks = [this] { return RanksOf(leader_.get()); },
                                 .collectives = collectives_,
                                 .region_socket = shared_memory_ == nullptr ? "" : shared_memory_->socket(),
-                                .region_device = shared_memory_ == nullptr ? "" : shared_memory_->device(),
+                                .region_devices = SharedMemory::DevicesOf(shared_memory_.get()),
                                 .http = [this] { return http_url_.Get(); }},
       engine_.get(), backend_.get(), loss_service_.get(), &security_->access_control(),
       head_service_->requests());

@@ -40,9 +40,11 @@ struct ServerOptions {
   // CUDA backend: several GPUs that share the rows of every head: as `device`, with commas between them, or
   // "all"; empty: the one of `device`.
   std::string devices;
-  int threads = 0;                 // CPU backend; 0: all the process may use
-  int cpu_devices = 1;             // CPU backend: parts of the threads that work as devices of their own
+  int threads = 0;                     // CPU backend; 0: all the process may use
+  int cpu_devices = 1;                 // CPU backend: parts of the threads that work as devices of their own
+  std::string stream_priority = "dx";  // kernels::BackendChoice
   std::string split = "any";       // several devices: of heads that do not say; "any", "rows" or "vocabulary"
+  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
   // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.

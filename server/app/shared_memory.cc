@@ -22,9 +22,10 @@ std::string ChooseName(const std::vector<Address>& addresses) {
   return absl::StrFormat("@lossd-%016x", absl::Uniform<uint64_t>(generator));
 }
 
-// The GPU whose memory clients may have; empty: none.
-std::string SharingDevice(const ServerOptions& options, kernels::Backend* backend) {
-  return options.shared_device_memory_bytes > 0 ? regions::SharingDevice(backend) : "";
+// The GPUs whose memory clients may have; empty: none.
+std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::Backend* backend) {
+  if (options.shared_device_memory_bytes == 0) return {};
+  return regions::SharingDevices(backend);
 }
 
 bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
@@ -41,7 +42,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
                                                                   kernels::Backend* backend) {
   const bool of_host =
       dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr && options.shared_memory_bytes > 0;
-  if (!of_host && SharingDevice(options, backend).empty()) return nullptr;
+  if (!of_host && SharingDevices(options, backend).empty()) return nullptr;
   const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
   absl::StatusOr<rpc::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
   if (listener.ok())
@@ -56,12 +57,21 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
 SharedMemory::SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
                            kernels::Backend* backend)
     : name_(std::move(name)),
-      device_(SharingDevice(options, backend)),
+      devices_(SharingDevices(options, backend)),
       device_bytes_(options.shared_device_memory_bytes),
       listener_(std::move(listener)),
       regions_(backend, {options.shared_memory_bytes, options.shared_device_memory_bytes},
                options.peer_share),
       sessions_(listener_.descriptor(), &regions_,
                 {.own_user_only = IsAbstract(name_), .in_all = options.max_connections}) {}
+
+std::vector<metrics::SharedMemoryUse> SharedMemory::UsesOf(const SharedMemory* shared) {
+  std::vector<metrics::SharedMemoryUse> uses;
+  if (shared == nullptr) return uses;
+  for (const regions::RegionUse& use : shared->regions_.Uses()) {
+    uses.push_back({use.device.empty() ? "host" : use.device, use.used_bytes, use.limit_bytes});
+  }
+  return uses;
+}
 
 }  // namespace lossd::app

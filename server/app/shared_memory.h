@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "server/app/addresses.h"
 #include "server/app/server.h"
+#include "server/metrics/shared_memory_metrics.h"
 #include "server/regions/regions.h"
 #include "server/regions/session_server.h"
 #include "server/rpc/listening_socket.h"
@@ -30,17 +31,22 @@ class SharedMemory {
   regions::Regions* regions() { return &regions_; }
   // As ServerDescription.region_socket has it.
   const std::string& socket() const { return name_; }
-  // As ServerDescription.region_device has it.
-  const std::string& device() const { return device_; }
-  // Of that device, which clients may have; 0: none.
-  int64_t device_bytes() const { return device_.empty() ? 0 : device_bytes_; }
+  // As ServerDescription.region_devices has them.
+  const std::vector<std::string>& devices() const { return devices_; }
+  static std::vector<std::string> DevicesOf(const SharedMemory* shared) {
+    return shared == nullptr ? std::vector<std::string>() : shared->devices();
+  }
+  // Of each of these devices, which clients may have; 0: none.
+  int64_t device_bytes() const { return devices_.empty() ? 0 : device_bytes_; }
+  // What clients have; nothing of null.
+  static std::vector<metrics::SharedMemoryUse> UsesOf(const SharedMemory* shared);
 
  private:
   SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
                kernels::Backend* backend);
 
   const std::string name_;
-  const std::string device_;
+  const std::vector<std::string> devices_;
   const int64_t device_bytes_;
   const rpc::ListeningSocket listener_;
   regions::Regions regions_;

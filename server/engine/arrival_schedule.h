@@ -26,6 +26,11 @@ class ArrivalSchedule final : public Schedule {
 
   Schedule& For(bool accumulates) override { return *this; }
   SliceLimits limits() const override { return limits_; }
+  absl::Status SetLimits(const SliceLimits& limits, int64_t chunk_rows) override {
+    limits_ = limits;
+    chunk_rows_ = chunk_rows;
+    return absl::OkStatus();
+  }
   bool FindMemory(std::unique_ptr<SliceWork>& slice) override;
   void Queue(std::unique_ptr<SliceWork> slice) override { queue_.Push(std::move(slice)); }
 
@@ -54,8 +59,8 @@ class ArrivalSchedule final : public Schedule {
   void EndTurns() override {}
 
  private:
-  const SliceLimits limits_;
-  const int64_t chunk_rows_;
+  SliceLimits limits_;
+  int64_t chunk_rows_;
   StagingPool* const staging_;
   Ledger* const ledger_;
   const MemoryReady memory_ready_;

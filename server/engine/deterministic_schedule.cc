@@ -153,6 +153,15 @@ DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas 
       sequencer_(areas_.group_rows, &step_->ledger(), &step_->contributions()),
       arrival_(limits, chunk_rows, context->staging.get(), &step_->ledger(), memory_ready_) {}
 
+absl::Status DeterministicSchedule::SetLimits(const SliceLimits& limits, int64_t chunk_rows) {
+  if (limits.max_rows < areas_.group_rows) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("a deterministic server groups rows by ", areas_.group_rows, ", and with these shares the head "
+                     "computes ", limits.max_rows, " at a time: load a checkpoint into a new head with these shares"));
+  }
+  return arrival_.SetLimits(limits, chunk_rows);
+}
+
 // ---- Memory ----
 
 bool DeterministicSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {

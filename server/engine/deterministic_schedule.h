@@ -49,6 +49,8 @@ class DeterministicSchedule final : public Schedule,
     return arrival_;
   }
   SliceLimits limits() const override { return limits_; }
+  // Groups of rows stay as they are, so that a run repeats bit for bit.
+  absl::Status SetLimits(const SliceLimits& limits, int64_t chunk_rows) override;
   bool FindMemory(std::unique_ptr<SliceWork>& slice) override;
   void Queue(std::unique_ptr<SliceWork> slice) override;
 

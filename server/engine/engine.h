@@ -110,6 +110,11 @@ class Engine {
   // written (OnDevice), calls that need them are refused with UNAVAILABLE. FAILED_PRECONDITION while streams
   // that accumulate, or contributions, are open on the head.
   virtual absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) = 0;
+  // Divides the classes of a head that is split by vocabulary among the devices by other shares
+  // (kernels/divided_classes.h); step, values and optimizer state stay. FAILED_PRECONDITION while streams or
+  // contributions are open on the head, while it retains microbatches, and when the open step has rows; also
+  // where the head is not split so. UNAVAILABLE while a tensor is being written. After an error nothing changed.
+  virtual absl::Status SetShares(absl::string_view name, const std::vector<int32_t>& shares) = 0;
   // A checkpoint takes the place of the head's step, weights and gradients: what is under way on them ends
   // with ABORTED. Until EndLoad, by when all tensors have been written (OnDevice), calls that need them are
   // refused with UNAVAILABLE. `last_step`: how the step before was applied; repeats of its ApplyStep are

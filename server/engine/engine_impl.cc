@@ -290,6 +290,12 @@ absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope s
   return state;
 }
 
+absl::Status EngineImpl::SetShares(absl::string_view name, const std::vector<int32_t>& shares) {
+  return RunOnHead(name, [&](HeadSession& session) {
+    return context_->NoteIfLost(engine::SetShares(session, shares));
+  });
+}
+
 absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
                                    const std::optional<head::AppliedStep>& last_step,
                                    const head::History& history) {

@@ -47,6 +47,7 @@ class EngineImpl final : public Engine {
   absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step,
                                           absl::string_view run) override;
   absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) override;
+  absl::Status SetShares(absl::string_view name, const std::vector<int32_t>& shares) override;
   absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
                          const std::optional<head::AppliedStep>& last_step,
                          const head::History& history) override;

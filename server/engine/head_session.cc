@@ -5,6 +5,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/divided_classes.h"
+#include "kernels/group/group_backend.h"
+#include "kernels/shard_rows.h"
 #include "server/engine/arrival_schedule.h"
 #include "server/engine/deterministic_schedule.h"
 #include "server/engine/errors.h"
@@ -47,6 +50,7 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       slice_rows_(head_->kernels().slice_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
+      divided_(dynamic_cast<kernels::DividedClasses*>(&head_->kernels()) != nullptr),
       step_(std::make_shared<OpenStep>(
           context->incarnation, counter, context->options.max_ledger_rows,
           context->options.max_step_microbatches,
@@ -72,11 +76,15 @@ SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfi
   return limits;
 }
 
+SliceLimits HeadSession::LimitsOf(int64_t slice_rows) const {
+  return {.max_rows = slice_rows,
+          .max_bytes = context_->options.slice_bytes,
+          .max_bytes_in_place = MostBytes(slice_rows, config_)};
+}
+
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
-  const SliceLimits limits{.max_rows = slice_rows_,
-                           .max_bytes = options.slice_bytes,
-                           .max_bytes_in_place = MostBytes(slice_rows_, config_)};
+  const SliceLimits limits = LimitsOf(slice_rows_);
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
     if (const auto session = weak.lock()) session->OfferMemory(std::move(slice));
   };
@@ -127,6 +135,26 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
     }
   }
   if (slice == nullptr) caller.on_queued(staging_bytes);
+}
+
+// ---- Shares ----
+
+absl::Status HeadSession::AcceptShares(const kernels::HeadKernels& divided) {
+  absl::MutexLock lock(&context_->mutex);
+  // Asked without effect: the limits that it has are put back.
+  absl::Status status = schedule_->SetLimits(LimitsOf(divided.slice_rows()), divided.chunk_rows());
+  if (status.ok()) schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();
+  return status;
+}
+
+void HeadSession::TakeShares() {
+  kernels::HeadKernels& kernels = head_->kernels();
+  config_.shares = kernels.config().shares;
+  chunk_rows_ = kernels.chunk_rows();
+  slice_rows_ = kernels.slice_rows();
+  memory_ = kernels.memory();
+  choices_ = kernels.Describe();
+  schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();  // AcceptShares has asked
 }
 
 // ---- Versions ----
@@ -233,6 +261,28 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
 
 // ---- What is told about it ----
 
+std::vector<HeadDevice> HeadSession::Devices() const {
+  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(context_->backend);
+  if (!divided_ || group == nullptr) return {};
+  const std::vector<kernels::MemberState> members = group->MemberStates();
+  const auto count = static_cast<int>(members.size());
+  kernels::HeadConfig split = config_;
+  split.split = kernels::Split::kVocabulary;
+  std::vector<HeadDevice> devices;
+  for (int i = 0; i < count; ++i) {
+    const kernels::MemberState& member = members[static_cast<size_t>(i)];
+    absl::Duration exchanging;
+    for (const absl::Duration time : member.exchanges) exchanging += time;
+    devices.push_back({.device = member.device,
+                       .share = config_.shares.empty() ? 1 : config_.shares[static_cast<size_t>(i)],
+                       .classes = kernels::ClassesOf(split, {i, count}).rows,
+                       .rows = member.work.rows,
+                       .busy = member.work.busy,
+                       .exchanging = exchanging});
+  }
+  return devices;
+}
+
 HeadSnapshot HeadSession::Snapshot() {
   const Backlog backlog = schedule_->backlog();
   return {.name = name_,
@@ -245,6 +295,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .choices = choices_,
           .last_chunk_choices = last_chunk_choices_,
           .gradient_error = gradient_error_,
+          .devices = Devices(),
           .open_streams = streams_->size(),
           .queued_slices = backlog.queued_slices,
           .updates = step_->updates(),

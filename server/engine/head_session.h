@@ -42,7 +42,7 @@ class HeadSession final : public DeviceLoop::Source,
   static absl::StatusOr<std::shared_ptr<HeadSession>> Create(EngineContext* context, std::string name,
                                                              std::unique_ptr<kernels::HeadKernels> kernels);
 
-  // ---- Parts; the first three are constant ----
+  // ---- Parts; the first three are constant, but for config().shares ----
   const std::string& name() const { return name_; }
   const kernels::HeadConfig& config() const { return config_; }
   EngineContext& context() { return *context_; }
@@ -70,6 +70,10 @@ class HeadSession final : public DeviceLoop::Source,
   // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
   // what is past (OpenStep::CheckBound).
   void EndStale();
+  // Whether the head may become like `divided`, with other shares; and that it has become so. On the device
+  // thread, which alone changes what these are about, without the lock and with it.
+  absl::Status AcceptShares(const kernels::HeadKernels& divided);
+  void TakeShares();
   // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
@@ -104,6 +108,8 @@ class HeadSession final : public DeviceLoop::Source,
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
               VersionCounter* counter);
   absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
+  SliceLimits LimitsOf(int64_t slice_rows) const;
+  std::vector<HeadDevice> Devices() const;
 
   // Without the lock.
   void OfferMemory(std::unique_ptr<SliceWork> slice);
@@ -111,12 +117,13 @@ class HeadSession final : public DeviceLoop::Source,
   EngineContext* const context_;
   const std::string name_;
   std::unique_ptr<head::Head> head_;
-  const kernels::HeadConfig config_;
+  kernels::HeadConfig config_;
   const kernels::DType compute_dtype_;
-  const int64_t chunk_rows_;
-  const int64_t slice_rows_;
-  const kernels::MemoryBytes memory_;
-  const std::vector<kernels::Choice> choices_;
+  int64_t chunk_rows_;
+  int64_t slice_rows_;
+  kernels::MemoryBytes memory_;
+  std::vector<kernels::Choice> choices_;
+  const bool divided_;  // several devices have some of the classes each
 
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;

@@ -52,6 +52,9 @@ class Schedule {
 
   // ---- Slices of this schedule's streams ----
   virtual SliceLimits limits() const = 0;
+  // The head computes other numbers of rows from now on; none of its streams is open. FAILED_PRECONDITION if the
+  // schedule cannot do with so few; then nothing changed.
+  virtual absl::Status SetLimits(const SliceLimits& limits, int64_t chunk_rows) = 0;
   // True if `slice` has its memory (SliceWork::buffer) now. False if it has been taken over: MemoryReady gets
   // it when it has memory, unless its stream fails before.
   virtual bool FindMemory(std::unique_ptr<SliceWork>& slice) = 0;

@@ -17,6 +17,16 @@
 
 namespace lossd::engine {
 
+// What a device has of a head whose classes are divided; times and rows are of all its heads (kernels::MemberState).
+struct HeadDevice {
+  std::string device;
+  int32_t share = 0;
+  int64_t classes = 0;
+  int64_t rows = 0;
+  absl::Duration busy;
+  absl::Duration exchanging;
+};
+
 // A consistent view of one head.
 struct HeadSnapshot {
   std::string name;
@@ -29,6 +39,7 @@ struct HeadSnapshot {
   std::vector<kernels::Choice> choices;             // HeadKernels::Describe
   std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
   double gradient_error = 0.0;                      // predicted, of the last chunk with sampled gradients
+  std::vector<HeadDevice> devices;                  // of a head whose classes several devices have
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
   uint64_t updates = 0;  // head::Progress

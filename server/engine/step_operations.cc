@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/divided_classes.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
 
@@ -177,6 +180,41 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, abs
   absl::MutexLock lock(&session.context().mutex);
   session.EnterStep([](OpenStep& open) { open.Restart(); });
   return session.step().state();
+}
+
+namespace {
+
+// With the lock: shares change between steps, while nothing is under way on the head.
+absl::Status CheckBetweenSteps(HeadSession& session) {
+  OpenStep& step = session.step();
+  const std::pair<int64_t, absl::string_view> all[] = {
+      {session.streams().size(), "open ComputeLoss or Backward calls"},
+      {*session.streams().contributions(), "open AddGradient calls"},
+      {session.deferred().size(), "retained microbatches"},
+      {step.ledger().accumulated_rows(), "accumulated rows"},
+      {step.contributions().contributions(), "contributions"}};
+  std::string what;
+  for (const auto& [count, name] : all) {
+    if (count > 0) absl::StrAppend(&what, what.empty() ? "" : ", ", name, ": ", count);
+  }
+  if (what.empty()) return step.CheckTensors();
+  return absl::FailedPreconditionError(
+      absl::StrCat("shares change between steps; at step ", step.number(), " head ", session.name(), " has ", what,
+                   " (nothing changed)"));
+}
+
+}  // namespace
+
+absl::Status SetShares(HeadSession& session, const std::vector<int32_t>& shares) {
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    if (auto idle = CheckBetweenSteps(session); !idle.ok()) return idle;
+  }
+  const auto accept = [&](const kernels::HeadKernels& divided) { return session.AcceptShares(divided); };
+  if (auto status = kernels::SetShares(session.head().kernels(), shares, accept); !status.ok()) return status;
+  absl::MutexLock lock(&session.context().mutex);
+  session.TakeShares();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {

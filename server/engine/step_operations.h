@@ -28,6 +28,7 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
 absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, absl::string_view run);
 absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope);
+absl::Status SetShares(HeadSession& session, const std::vector<int32_t>& shares);
 absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step, const head::History& history);
 absl::Status EndLoad(HeadSession& session);

@@ -83,6 +83,7 @@ Json EncodeSubject(const CheckpointSubject& subject) {
                {"workspace_bytes", config.workspace_bytes},
                {"split", std::string(Name(config.split))}};
   if (!config.shares.empty()) json["shares"] = config.shares;
+  if (config.replicas > 0) json["replicas"] = config.replicas;
   return json;
 }
 
@@ -105,6 +106,11 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
       if (value < 0 || value > std::numeric_limits<int32_t>::max()) return false;
       config.shares.push_back(static_cast<int32_t>(value));
     }
+  }
+  if (head.contains("replicas")) {
+    const int64_t value = head.at("replicas").get_ref<const int64_t&>();
+    if (value < 1 || value > kernels::kMostReplicas) return false;
+    config.replicas = static_cast<int32_t>(value);
   }
   subject->step = json.at("step").get_ref<const uint64_t&>();
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&

@@ -25,6 +25,11 @@ absl::StatusOr<int32_t> ToShare(uint32_t share, absl::string_view field) {
   return FieldError(field, "be at most 2^31 - 1", share);
 }
 
+absl::StatusOr<int32_t> ToReplicas(uint32_t replicas, absl::string_view field) {
+  if (replicas <= kernels::kMostReplicas) return static_cast<int32_t>(replicas);
+  return FieldError(field, absl::StrCat("be in [0, ", kernels::kMostReplicas, "]"), replicas);
+}
+
 constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 
@@ -145,6 +150,17 @@ absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, abs
   return kernels::TensorId{*which, *what};
 }
 
+absl::StatusOr<std::vector<int32_t>> ToShares(const google::protobuf::RepeatedField<uint32_t>& shares,
+                                              absl::string_view field) {
+  std::vector<int32_t> checked;
+  for (int i = 0; i < shares.size(); ++i) {
+    const auto share = ToShare(shares.Get(i), absl::StrCat(field, "[", i, "]"));
+    if (!share.ok()) return share.status();
+    checked.push_back(*share);
+  }
+  return checked;
+}
+
 absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
                                                  kernels::DType default_compute_dtype) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
@@ -180,11 +196,12 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   config.trainable = !spec.frozen();
   config.logits = *logits;
   config.split = *split;
-  for (int i = 0; i < spec.shares_size(); ++i) {
-    const auto share = ToShare(spec.shares(i), field(absl::StrCat("shares[", i, "]")));
-    if (!share.ok()) return share.status();
-    config.shares.push_back(*share);
-  }
+  auto shares = ToShares(spec.shares(), field("shares"));
+  if (!shares.ok()) return shares.status();
+  config.shares = *std::move(shares);
+  const auto replicas = ToReplicas(spec.replicas(), field("replicas"));
+  if (!replicas.ok()) return replicas.status();
+  config.replicas = *replicas;
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -375,6 +392,7 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_logits(ToProto(config.logits));
   spec.set_split(ToProto(config.split));
   spec.mutable_shares()->Add(config.shares.begin(), config.shares.end());
+  spec.set_replicas(static_cast<uint32_t>(config.replicas));
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;
@@ -388,6 +406,21 @@ v1::Choice ToProto(const kernels::Choice& choice) {
   message.set_workspace_bytes(static_cast<uint64_t>(choice.workspace_bytes));
   return message;
 }
+
+namespace {
+
+v1::HeadDevice ToProto(const engine::HeadDevice& device) {
+  v1::HeadDevice message;
+  message.set_device(device.device);
+  message.set_share(static_cast<uint32_t>(device.share));
+  message.set_classes(static_cast<uint64_t>(device.classes));
+  message.set_rows(static_cast<uint64_t>(device.rows));
+  message.set_busy_seconds(absl::ToDoubleSeconds(device.busy));
+  message.set_exchange_seconds(absl::ToDoubleSeconds(device.exchanging));
+  return message;
+}
+
+}  // namespace
 
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   v1::HeadDescription message;
@@ -407,6 +440,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
   message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
   message.set_waits_for(head.waits_for);
+  for (const engine::HeadDevice& device : head.devices) *message.add_devices() = ToProto(device);
   for (const kernels::Choice& choice : head.choices) *message.add_choices() = ToProto(choice);
   for (const kernels::Choice& choice : head.last_chunk_choices) {
     *message.add_last_chunk_choices() = ToProto(choice);

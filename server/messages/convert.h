@@ -33,6 +33,9 @@ absl::Status CheckName(absl::string_view field, absl::string_view name);
 absl::StatusOr<engine::RowRange> ToRowRange(const v1::RowRange& range, absl::string_view field,
                                             int64_t limit);
 absl::StatusOr<kernels::TensorId> ToTensorId(v1::Param param, v1::Role role, absl::string_view field_prefix);
+// As HeadConfig::shares; whether they are a division is for the devices to say.
+absl::StatusOr<std::vector<int32_t>> ToShares(const google::protobuf::RepeatedField<uint32_t>& shares,
+                                              absl::string_view field);
 absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
                                                  kernels::DType default_compute_dtype);
 absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -83,12 +84,14 @@ void GpuMonitor::Loop() {
   }
 }
 
+void GpuMonitor::Pause(absl::Duration duration) {
+  absl::MutexLock lock(&mutex_);
+  mutex_.AwaitWithTimeout(absl::Condition(&stopping_), duration);
+}
+
 void GpuMonitor::AwaitEvent() {
-  if (events_ == nullptr || lost_) {
-    absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.interval);
-    return;
-  }
+  if (events_ == nullptr || lost_) return Pause(options_.interval);
+  const absl::Time begin = absl::Now();
   NvmlEvent event = {};
   const auto timeout = static_cast<unsigned>(absl::ToInt64Milliseconds(options_.interval));
   const int result = nvml_->event_set_wait(events_, &event, timeout);
@@ -97,7 +100,8 @@ void GpuMonitor::AwaitEvent() {
     if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
     return;
   }
-  if ((event.type & kNvmlEventXid) == 0) return;
+  // A driver that says at once that nothing has happened would keep this thread busy.
+  if ((event.type & kNvmlEventXid) == 0) return Pause(begin + options_.interval - absl::Now());
   {
     absl::MutexLock lock(&mutex_);
     ++xids_;
@@ -133,9 +137,19 @@ void GpuMonitor::TakeSample() {
   };
   take(sample.corrected, ecc(kNvmlCorrected));
   take(sample.uncorrected, ecc(kNvmlUncorrected));
+  sample.processes = CountProcesses();
   take(sample.throttled, [&](unsigned long long* value) { return nvml_->throttle_reasons(device_, value); });
   absl::MutexLock lock(&mutex_);
   sample_ = sample;
+}
+
+std::optional<unsigned> GpuMonitor::CountProcesses() {
+  if (lost_ || nvml_->compute_processes == nullptr) return std::nullopt;
+  unsigned count = 0;
+  const int result = nvml_->compute_processes(device_, &count, nullptr);
+  if (result != kNvmlInsufficientSize && !Succeeded(result)) return std::nullopt;
+  if (count > 1 && !std::exchange(shared_, true)) options_.on_shared(count);
+  return count;
 }
 
 std::vector<MetricFamily> GpuMonitor::Collect() const {
@@ -156,6 +170,9 @@ std::vector<MetricFamily> GpuMonitor::Collect() const {
     families.push_back(Gauge("lossd_gpu_memory_total_bytes", "Memory of the GPU.",
                              static_cast<double>(sample_.memory->total)));
   }
+  AddGauge("lossd_gpu_processes",
+           "Programs with a context on the GPU that NVML lets this one see, the server among them.",
+           sample_.processes, 1.0, &families);
   if (sample_.corrected.has_value() && sample_.uncorrected.has_value()) {
     MetricFamily ecc =
         MakeFamily("lossd_gpu_ecc_errors_total",

@@ -33,6 +33,8 @@ struct GpuMonitorOptions {
   // Both are called on the monitor's thread.
   absl::AnyInvocable<void(uint64_t xid)> on_xid = [](uint64_t) {};
   absl::AnyInvocable<void(const absl::Status&)> on_lost = [](const absl::Status&) {};  // once
+  // So many programs have a context on the GPU, the server among them: once, when there are several.
+  absl::AnyInvocable<void(unsigned processes)> on_shared = [](unsigned) {};
 };
 
 class GpuMonitor {
@@ -56,14 +58,18 @@ class GpuMonitor {
     std::optional<unsigned long long> corrected;
     std::optional<unsigned long long> uncorrected;
     std::optional<unsigned long long> throttled;
+    std::optional<unsigned> processes;
   };
 
   GpuMonitor(GpuMonitorOptions options, std::unique_ptr<Nvml> nvml);
   absl::Status Open();
   void Loop() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Waits for one interval, or until an event comes.
+  // Waits for one interval, or until a critical error comes.
   void AwaitEvent() ABSL_LOCKS_EXCLUDED(mutex_);
   void TakeSample() ABSL_LOCKS_EXCLUDED(mutex_);
+  // What NVML lets this process see of the programs on the GPU.
+  std::optional<unsigned> CountProcesses();
+  void Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
   // Notes what a call ended with; true if it gave a value.
   bool Succeeded(int result);
 
@@ -72,6 +78,7 @@ class GpuMonitor {
   NvmlDevice device_ = nullptr;
   NvmlEventSet events_ = nullptr;  // null: the GPU reports none
   bool lost_ = false;              // of the thread
+  bool shared_ = false;            // likewise: on_shared was called
 
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -191,9 +191,11 @@ Metrics::Metrics(const BuildInfo& build)
 
 Metrics::~Metrics() = default;
 
-void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks) {
+void Metrics::Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks,
+                     ReadSharedMemory shared_memory) {
   absl::MutexLock lock(&sources_mutex_);
   ranks_ = std::move(ranks);
+  shared_memory_ = std::move(shared_memory);
   engine_ = engine;
   backend_ = backend;
 }
@@ -298,6 +300,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
     }
     if (engine_ != nullptr) CollectEngine(&families);
     if (backend_ != nullptr) CollectMemory(*backend_, &families);
+    if (shared_memory_) AddSharedMemoryFamilies(shared_memory_(), &families);
     const size_t of_server = families.size();
     if (ranks_) AddRankFamilies(ranks_(), &families);
     const bool several = families.size() > of_server;  // ranks, of which the first are this process's

@@ -36,6 +36,7 @@
 #include "server/metrics/head_metrics.h"
 #include "server/metrics/rank_metrics.h"
 #include "server/metrics/save_metrics.h"
+#include "server/metrics/shared_memory_metrics.h"
 #include "server/metrics/trace_recorder.h"
 
 namespace lossd::metrics {
@@ -78,8 +79,8 @@ class Metrics final : public engine::EngineObserver {
   Metrics& operator=(const Metrics&) = delete;
 
   // From now until Detach, pulled metrics come from these.
-  void Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks = nullptr)
-      ABSL_LOCKS_EXCLUDED(sources_mutex_);
+  void Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks = nullptr,
+              ReadSharedMemory shared_memory = nullptr) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // After this returns none of them is used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
   // From now on the metrics of these GPUs are exported too, instead of those before; of several ranks, those
@@ -149,6 +150,7 @@ class Metrics final : public engine::EngineObserver {
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   ReadRanks ranks_ ABSL_GUARDED_BY(sources_mutex_);
+  ReadSharedMemory shared_memory_ ABSL_GUARDED_BY(sources_mutex_);
   std::vector<const GpuMonitor*> gpus_ ABSL_GUARDED_BY(sources_mutex_);
   access::ReloadedTls* tls_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;

@@ -30,6 +30,7 @@ absl::Status Nvml::Find() {
                         FindIn(file_, "nvmlDeviceRegisterEvents", register_events) &&
                         FindIn(file_, "nvmlEventSetWait_v2", event_set_wait) &&
                         FindIn(file_, "nvmlEventSetFree", event_set_free);
+  FindIn(file_, "nvmlDeviceGetComputeRunningProcesses_v3", compute_processes);
   return complete ? absl::OkStatus()
                   : absl::UnavailableError(absl::StrCat("NVML lacks a function: ", dlerror()));
 }

@@ -20,6 +20,7 @@ inline constexpr char kNvmlLibrary[] = "libnvidia-ml.so.1";
 
 // Return codes.
 inline constexpr int kNvmlSuccess = 0;
+inline constexpr int kNvmlInsufficientSize = 7;
 inline constexpr int kNvmlTimeout = 10;
 inline constexpr int kNvmlGpuIsLost = 15;
 
@@ -63,6 +64,8 @@ class Nvml {
   int (*memory)(NvmlDevice, NvmlMemory*) = nullptr;
   int (*ecc_errors)(NvmlDevice, int type, int counter, unsigned long long* count) = nullptr;
   int (*throttle_reasons)(NvmlDevice, unsigned long long* bits) = nullptr;
+  // Null if the library is too old. With `count` 0 it only says how many there are.
+  int (*compute_processes)(NvmlDevice, unsigned* count, void* processes) = nullptr;
   int (*event_set_create)(NvmlEventSet*) = nullptr;
   int (*register_events)(NvmlDevice, unsigned long long types, NvmlEventSet) = nullptr;
   int (*event_set_wait)(NvmlEventSet, NvmlEvent*, unsigned timeout_ms) = nullptr;

@@ -317,6 +317,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
     return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
   };
   kernels::GroupOptions group = rows_.Complete(options_.group, AllWorkers());
+  group.may_have_replicas = false;
   group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
     // On GPUs the steps of a chunk, and with them the exchanges, follow from its size.
     return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);

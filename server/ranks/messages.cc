@@ -58,6 +58,7 @@ v1::HeadConfig ToProto(const kernels::HeadConfig& config) {
   out.set_workspace_bytes(config.workspace_bytes);
   out.set_split(ValueOf(config.split));
   out.mutable_shares()->Add(config.shares.begin(), config.shares.end());
+  out.set_replicas(config.replicas);
   return out;
 }
 
@@ -87,7 +88,8 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
                              .gradients = *gradients,
                              .workspace_bytes = config.workspace_bytes(),
                              .split = *split,
-                             .shares = {config.shares().begin(), config.shares().end()}};
+                             .shares = {config.shares().begin(), config.shares().end()},
+                             .replicas = config.replicas()};
 }
 
 v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {

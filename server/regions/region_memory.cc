@@ -64,17 +64,18 @@ absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend*
   return std::make_unique<OfHost>(*std::move(memory), *std::move(staging));
 }
 
-absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend, int64_t bytes) {
-  const std::string device = SharingDevice(backend);
-  if (device.empty()) return absl::UnimplementedError("the server shares no memory of a GPU");
-  auto memory = dynamic_cast<kernels::DeviceMemorySharer*>(backend)->ShareDeviceMemory(bytes);
+absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
+                                                                 const std::string& device, int64_t bytes) {
+  auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
+  if (sharer == nullptr) return absl::UnimplementedError("the server shares no memory of a GPU");
+  auto memory = sharer->ShareDeviceMemory(device, bytes);
   if (!memory.ok()) return memory.status();
   return std::make_unique<OfDevice>(*std::move(memory), device);
 }
 
-std::string SharingDevice(kernels::Backend* backend) {
+std::vector<std::string> SharingDevices(kernels::Backend* backend) {
   const auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
-  return sharer == nullptr ? "" : sharer->SharingDevice();
+  return sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
 }
 
 }  // namespace lossd::regions

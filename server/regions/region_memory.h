@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a region: of the host, or of the server's device.
+// The memory of a region: of the host, or of a device of the server.
 #ifndef LOSSD_SERVER_REGIONS_REGION_MEMORY_H_
 #define LOSSD_SERVER_REGIONS_REGION_MEMORY_H_
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -33,11 +34,13 @@ class RegionMemory {
 
 // At least `bytes` > 0, in whole pages. RESOURCE_EXHAUSTED, or the backend's error. The backend outlives it.
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes);
-// The same; UNIMPLEMENTED if the backend shares no memory of its device.
-absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend, int64_t bytes);
+// The same of the GPU `device`, one of SharingDevices; UNIMPLEMENTED if it cannot be shared.
+absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
+                                                                 const std::string& device, int64_t bytes);
 
-// The GPU whose memory DeviceRegionMemory gives; empty: there is none.
-std::string SharingDevice(kernels::Backend* backend);
+// The GPUs whose memory DeviceRegionMemory gives, in the order of the backend's devices; empty: there is
+// none.
+std::vector<std::string> SharingDevices(kernels::Backend* backend);
 
 }  // namespace lossd::regions
 

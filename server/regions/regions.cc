@@ -7,7 +7,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/errors/field_error.h"
 #include "proto/wire/region_packets.h"
+#include "server/log/log.h"
 
 namespace lossd::regions {
 namespace {
@@ -56,20 +59,33 @@ int64_t RegionBudget::used() const {
   return shares_.used();
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holder, Kind kind, int64_t bytes) {
-  const bool of_device = kind == Kind::kDevice;
-  const std::shared_ptr<RegionBudget>& budget = of_device ? device_budget_ : host_budget_;
+Regions::Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share)
+    : backend_(backend), devices_(SharingDevices(backend)) {
+  budgets_[""] = std::make_shared<RegionBudget>(limits.host_bytes, peer_share);
+  for (const std::string& device : devices_) {
+    budgets_[device] = std::make_shared<RegionBudget>(limits.device_bytes, peer_share);
+  }
+}
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holder, const std::string& device,
+                                                        int64_t bytes) {
+  const auto found = budgets_.find(device);
+  if (found == budgets_.end()) {
+    return errors::FieldError(
+        "device", absl::StrCat("be one of the server's GPUs, ", absl::StrJoin(devices_, ", ")), device);
+  }
+  const std::shared_ptr<RegionBudget>& budget = found->second;
   const auto taken = std::make_shared<const Taken>(budget, holder,
                                                    budget->Take(holder, bytes, std::min(bytes, kLeastBytes)));
   if (taken->bytes() == 0) {
     return absl::ResourceExhaustedError(
-        absl::StrCat(of_device ? "--shared_device_memory_bytes" : "--shared_memory_bytes",
-                     " has nothing left for this process"));
+        device.empty()
+            ? std::string("--shared_memory_bytes has nothing left for this process")
+            : absl::StrCat("--shared_device_memory_bytes has nothing left for this process on ", device));
   }
   absl::StatusOr<std::string> id = DrawId();
   if (!id.ok()) return id.status();
-  absl::StatusOr<std::unique_ptr<RegionMemory>> memory =
-      of_device ? DeviceRegionMemory(backend_, taken->bytes()) : HostRegionMemory(backend_, taken->bytes());
+  absl::StatusOr<std::unique_ptr<RegionMemory>> memory = Allocate(device, taken->bytes());
   if (!memory.ok()) return memory.status();
   auto region = std::make_unique<Region>(*id, *std::move(memory));
   // The bytes are given back after the memory.
@@ -77,6 +93,35 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holde
   absl::MutexLock lock(&mutex_);
   entries_[*std::move(id)] = {.region = shared};
   return shared;
+}
+
+absl::StatusOr<std::unique_ptr<RegionMemory>> Regions::Allocate(const std::string& device, int64_t bytes) {
+  if (device.empty()) return HostRegionMemory(backend_, bytes);
+  absl::StatusOr<std::unique_ptr<RegionMemory>> memory = DeviceRegionMemory(backend_, device, bytes);
+  if (!absl::IsUnimplemented(memory.status())) return memory;
+  absl::MutexLock lock(&mutex_);
+  if (refusals_logged_.insert(device).second) {
+    log::Log(log::LogLevel::kWarning, "no memory of a GPU for clients",
+             {{"device", device}, {"error", memory.status().message()}});
+  }
+  return memory;
+}
+
+std::vector<RegionUse> Regions::Uses() const {
+  std::vector<RegionUse> uses;
+  const auto add = [&](const std::string& device) {
+    const RegionBudget& budget = *budgets_.at(device);
+    uses.push_back({device, budget.used(), budget.limit()});
+  };
+  add("");
+  for (const std::string& device : devices_) add(device);
+  return uses;
+}
+
+int64_t Regions::used_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [device, budget] : budgets_) bytes += budget->used();
+  return bytes;
 }
 
 void Regions::Forget(const std::string& id) {

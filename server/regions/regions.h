@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions of a server: memory of the host or of its device that clients of this host have opened, by
+// The regions of a server: memory of the host or of its devices that clients of this host have opened, by
 // their ids, which nobody can guess.
 //
 // A region is in the table as long as its session (session_server.h) is open. Whoever uses it holds a share
@@ -8,9 +8,12 @@
 #define LOSSD_SERVER_REGIONS_REGIONS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -23,18 +26,20 @@
 
 namespace lossd::regions {
 
-// What the regions of one server may take, and have. Thread-safe.
+// What the regions of one kind of memory may take, and have: the host's, or one device's. Thread-safe.
 class RegionBudget {
  public:
-  RegionBudget(int64_t bytes, double peer_share) : shares_(bytes, peer_share) {}
+  RegionBudget(int64_t bytes, double peer_share) : limit_(bytes), shares_(bytes, peer_share) {}
 
   // `bytes`, or half of it, and so on, as long as that is at least `least` and `holder` may have it; 0: it
   // may not.
   int64_t Take(absl::string_view holder, int64_t bytes, int64_t least) ABSL_LOCKS_EXCLUDED(mutex_);
   void Give(absl::string_view holder, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t used() const ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t limit() const { return limit_; }
 
  private:
+  const int64_t limit_;
   mutable absl::Mutex mutex_;
   engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
 };
@@ -54,10 +59,17 @@ class Region {
   const std::unique_ptr<RegionMemory> memory_;
 };
 
-// Bytes that all regions of a kind together have at most; 0: none.
+// Bytes that all regions together have at most; 0: none.
 struct RegionLimits {
   int64_t host_bytes = 0;
-  int64_t device_bytes = 0;
+  int64_t device_bytes = 0;  // of each device
+};
+
+// What the regions of one kind of memory have.
+struct RegionUse {
+  std::string device;  // "GPU-..."; empty: memory of the host
+  int64_t used_bytes = 0;
+  int64_t limit_bytes = 0;
 };
 
 // Thread-safe. The backend outlives it and all regions.
@@ -65,25 +77,25 @@ class Regions {
  public:
   static constexpr int64_t kLeastBytes = int64_t{1} << 20;  // of a region, unless less is asked for
 
-  // One process has at most `peer_share` of the bytes of a kind, as engine::FairShare.
-  Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share)
-      : backend_(backend),
-        host_budget_(std::make_shared<RegionBudget>(limits.host_bytes, peer_share)),
-        device_budget_(std::make_shared<RegionBudget>(limits.device_bytes, peer_share)) {}
+  // One process has at most `peer_share` of the bytes of the host, and of each device, as engine::FairShare.
+  Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share);
 
-  // A new region of `bytes` > 0, or of less if `holder` may not have so much. RESOURCE_EXHAUSTED; for memory
-  // of the device UNIMPLEMENTED if the backend shares none.
-  enum class Kind : uint8_t { kHost, kDevice };
-  absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, Kind kind, int64_t bytes)
-      ABSL_LOCKS_EXCLUDED(mutex_);
+  // The GPUs that regions may be of, in the order of the backend's devices; empty: of none.
+  const std::vector<std::string>& devices() const { return devices_; }
+  // A new region of `bytes` > 0, or of less if `holder` may not have so much: memory of `device`, one of
+  // devices(), or of the host if that is empty. RESOURCE_EXHAUSTED; INVALID_ARGUMENT naming the field
+  // "device" for another one; UNIMPLEMENTED if its memory cannot be shared, which the log says once.
+  absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, const std::string& device,
+                                                 int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   // Its session is over.
   void Forget(const std::string& id) ABSL_LOCKS_EXCLUDED(mutex_);
   // The region of that id, which belongs to the first `identity` that asks for it; null for others, and if
   // there is none. "": a caller whom the server has not asked who it is, who is an identity like others.
   std::shared_ptr<Region> Claim(absl::string_view id, absl::string_view identity) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Of both kinds.
-  int64_t used_bytes() const { return host_budget_->used() + device_budget_->used(); }
+  // Of the host, and then of the devices in their order.
+  std::vector<RegionUse> Uses() const;
+  int64_t used_bytes() const;  // of all kinds
 
  private:
   struct Entry {
@@ -91,9 +103,15 @@ class Regions {
     std::optional<std::string> owner;  // the identity that has claimed it
   };
 
+  absl::StatusOr<std::unique_ptr<RegionMemory>> Allocate(const std::string& device, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
   kernels::Backend* const backend_;
-  const std::shared_ptr<RegionBudget> host_budget_, device_budget_;  // regions may outlive the table
+  const std::vector<std::string> devices_;
+  // By device, "" being the host. Regions may outlive the table.
+  std::map<std::string, std::shared_ptr<RegionBudget>> budgets_;
   absl::Mutex mutex_;
+  std::set<std::string> refusals_logged_ ABSL_GUARDED_BY(mutex_);  // devices
   absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -114,9 +114,12 @@ bool SessionServer::Serve(Session* session) {
   if (!session->region.empty()) return refuse("a connection has one region");
   const absl::StatusOr<v1::RegionRequest> request = wire::ParseRegionRequest(packet->bytes);
   if (!request.ok()) return refuse(request.status().message());
-  const Regions::Kind kind = request->of_device() ? Regions::Kind::kDevice : Regions::Kind::kHost;
+  const std::vector<std::string>& devices = regions_->devices();
+  if (request->of_device() && devices.empty()) return refuse("the server shares no memory of a GPU");
+  const bool of_first = request->of_device() && request->device().empty();
   const absl::StatusOr<std::shared_ptr<Region>> region =
-      regions_->Create(session->holder, kind, static_cast<int64_t>(request->bytes()));
+      regions_->Create(session->holder, of_first ? devices.front() : request->device(),
+                       static_cast<int64_t>(request->bytes()));
   if (!region.ok()) return refuse(region.status().message());
   session->region = (*region)->id();
   log::Log(log::LogLevel::kDebug, "region opened",

@@ -36,7 +36,7 @@ enum class AdminKind : uint8_t {
   kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads, ListCheckpoints
   kRead,    // reads a head on the device, or takes the disk's time: GradNorm, DeleteCheckpoint
   kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
-  kLong,    // the same, for long: CreateHead, ResetHead, LoadCheckpoint
+  kLong,    // the same, for long: CreateHead, ResetHead, SetShares, LoadCheckpoint
   kRows,    // moves some rows of a tensor
 };
 

@@ -141,6 +141,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     Unary("LoadCheckpoint", AdminKind::kLong, &admin::HeadOperations::LoadCheckpoint);
     Unary("DeleteHead", AdminKind::kChange, &admin::HeadOperations::DeleteHead);
     Unary("ResetHead", AdminKind::kLong, &admin::HeadOperations::ResetHead);
+    Unary("SetShares", AdminKind::kLong, &admin::HeadOperations::SetShares);
     Unary("ApplyStep", AdminKind::kChange, &admin::HeadOperations::ApplyStep);
     Unary("ZeroGradients", AdminKind::kChange, &admin::HeadOperations::ZeroGradients);
     Unary("GradNorm", AdminKind::kRead, &admin::HeadOperations::GradNorm);

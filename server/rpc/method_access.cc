@@ -33,6 +33,7 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "PlanHead", Role::kAdmin, true},        //
     {kHeads, "DeleteHead", Role::kAdmin, true},      //
     {kHeads, "ResetHead", Role::kAdmin, true},       //
+    {kHeads, "SetShares", Role::kAdmin, true},       //
     {kHeads, "WriteTensor", Role::kAdmin, true},     //
     {kHeads, "LoadCheckpoint", Role::kAdmin, true},  //
 };

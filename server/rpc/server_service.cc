@@ -65,9 +65,11 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_heads(static_cast<uint64_t>(stats.heads));
   description.set_region_socket(options_.region_socket);
   if (options_.http) description.set_http(options_.http());
-  description.set_region_device(options_.region_device);
+  for (const std::string& device : options_.region_devices) description.add_region_devices(device);
+  if (!options_.region_devices.empty()) description.set_region_device(options_.region_devices.front());
   AddRanks(options_.ranks, &description);
   description.set_collectives(options_.collectives);
+  description.set_gpu_sharing(info.gpu_sharing);
   return description;
 }
 

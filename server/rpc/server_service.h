@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -33,7 +34,7 @@ struct ServerServiceOptions {
   metrics::ReadRanks ranks;
   std::string collectives;    // as ServerDescription.collectives
   std::string region_socket;  // empty: none
-  std::string region_device;  // whose memory regions may be of; empty: none
+  std::vector<std::string> region_devices;  // whose memory regions may be of; empty: none
   // ServerDescription.http: "" until HTTP is there.
   std::function<std::string()> http;
 };

@@ -39,7 +39,7 @@ DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations
 # Of the programs that start lossd.
 FOREIGN_FLAGS = {
     "nnodes", "master_addr", "master_port", "nproc_per_node", "max_restarts", "redirects", "tee", "no_python", "node_rank",
-    "kill-on-bad-exit", "wait", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "flagfile", "from-file", "help", "build",
+    "kill-on-bad-exit", "wait", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "overlap", "exclusive", "nproc-per-node", "flagfile", "from-file", "help", "build",
 }
 
 
@@ -79,6 +79,14 @@ def pod_templates(manifest):
     return [spec["template"]] if "template" in spec else []
 
 
+def server_of(template):
+    """The container of a pod that runs lossd; it may be a sidecar."""
+    for container in template["spec"].get("initContainers", []) + template["spec"]["containers"]:
+        if container["name"] == "lossd":
+            return container
+    raise ValueError("a pod has no container lossd")
+
+
 def labels_of(manifests):
     return [template["metadata"]["labels"] for manifest in manifests for template in pod_templates(manifest)]
 
@@ -101,8 +109,8 @@ def check_selectors(manifests):
 
 def flags_of_pod(template, manifests):
     """What the server of a pod is started with, flag by flag."""
-    arguments = template["spec"]["containers"][0]["args"]
-    files = {f"{mount['mountPath']}/{name}": text for mount in template["spec"]["containers"][0]["volumeMounts"]
+    arguments = server_of(template)["args"]
+    files = {f"{mount['mountPath']}/{name}": text for mount in server_of(template)["volumeMounts"]
              for volume in template["spec"]["volumes"] if volume["name"] == mount["name"] and "configMap" in volume
              for manifest in manifests if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"] == volume["configMap"]["name"]
              for name, text in manifest["data"].items()}
@@ -145,10 +153,10 @@ def check_pods(manifests):
             grace = template["spec"].get("terminationGracePeriodSeconds", 30)
             if grace <= drains + DEVICE_SECONDS:
                 raise ValueError(f"terminationGracePeriodSeconds {grace} is not longer than a drain of {drains} s and {DEVICE_SECONDS} s")
-            mounts = [mount["mountPath"] for mount in template["spec"]["containers"][0]["volumeMounts"]]
+            mounts = [mount["mountPath"] for mount in server_of(template)["volumeMounts"]]
             claims = [claim["metadata"]["name"] for claim in manifest["spec"].get("volumeClaimTemplates", [])]
             volumes = [volume["name"] for volume in template["spec"].get("volumes", [])] + claims
-            for mount in template["spec"]["containers"][0]["volumeMounts"]:
+            for mount in server_of(template)["volumeMounts"]:
                 if mount["name"] not in volumes:
                     raise ValueError(f"volumeMounts: there is no volume {mount['name']}")
             for name, value in flags.items():
@@ -156,12 +164,12 @@ def check_pods(manifests):
                 if value.startswith("/") and name != "checkpoint_dir" and not any(value.startswith(mount) for mount in mounts):
                     raise ValueError(f"--{name}={value} is in no volume")
             port = {"grpc": "listen", "http": "http"}
-            for each in template["spec"]["containers"][0]["ports"]:
+            for each in server_of(template)["ports"]:
                 if each["name"] in port and not flags[port[each["name"]]].endswith(f":{each['containerPort']}"):
                     raise ValueError(f"port {each['name']} is not that of --{port[each['name']]}")
             secure = "http_tls" in flags
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-                if (template["spec"]["containers"][0][probe]["httpGet"].get("scheme", "HTTP") == "HTTPS") != secure:
+                if (server_of(template)[probe]["httpGet"].get("scheme", "HTTP") == "HTTPS") != secure:
                     raise ValueError(f"{probe} and --http_tls differ")
 
 
@@ -173,7 +181,7 @@ def keys_asked_of_secrets(manifests):
             for volume in template["spec"].get("volumes", []):
                 if "secret" not in volume:
                     continue
-                for mount in template["spec"]["containers"][0]["volumeMounts"]:
+                for mount in server_of(template)["volumeMounts"]:
                     if mount["name"] == volume["name"]:
                         files = {value[len(mount["mountPath"]) + 1:] for value in flags_of_pod(template, manifests).values()
                                  if value.startswith(mount["mountPath"] + "/")}

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# deploy/slurm-trainer.sbatch with an srun that is played: it runs the command here. Server and lossctl are real.
-#   slurm_trainer_test.sh LOSSD LOSSCTL
+# A job with a trainer and its server, with an srun, and a control program of MPS, that are played: srun runs the command here. Server and
+# lossctl are real.
+#   slurm_trainer_test.sh LOSSD LOSSCTL trainer|colocated      deploy/slurm-$3.sbatch
 set -euo pipefail
-job=$(cd "$(dirname "$0")/../.." && pwd)/deploy/slurm-trainer.sbatch
+kind=$3
+job=$(cd "$(dirname "$0")/../.." && pwd)/deploy/slurm-$kind.sbatch
 folder=$(mktemp -d)
 finish() {
   if [ -e "$folder/lossd.pid" ]; then kill -KILL "$(<"$folder/lossd.pid")" 2>/dev/null || true; fi
@@ -25,8 +27,19 @@ echo "${options[*]} $1" >>"$PLAYED/sruns"
 echo $$ >"$PLAYED/$1.pid"
 exec "$@"
 PLAYED
-chmod +x "$folder/bin/srun"
+# As nvidia-cuda-mps-control: -d starts it, and `quit` on its input ends it.
+cat >"$folder/bin/nvidia-cuda-mps-control" <<'PLAYED'
+#!/usr/bin/env bash
+set -euo pipefail
+if [ "${1:-}" = -d ]; then
+  [ ! -e "$PLAYED/no_mps" ] && [ -d "$CUDA_MPS_PIPE_DIRECTORY" ] && touch "$PLAYED/mps"
+else
+  [ "$(cat)" = quit ] && rm "$PLAYED/mps"
+fi
+PLAYED
+chmod +x "$folder/bin/srun" "$folder/bin/nvidia-cuda-mps-control"
 export PLAYED=$folder PATH=$folder/bin:$PATH TMPDIR=$folder/tmp LOSSD_CHECKPOINTS=$folder/checkpoints LOSSD_FLAGS=--backend=cpu SLURM_GPUS_ON_NODE=4
+if [ "$kind" = colocated ]; then LOSSD_FLAGS='--backend=cpu --devices= --cpu_devices=2'; fi
 unset LOSSD_CONFIG LOSSD_CONTEXT
 
 # run STATUS COMMAND...: the job with this trainer ends with that status, and leaves neither processes nor files.
@@ -40,13 +53,20 @@ run() {
 nothing_left() {
   local file
   for file in "$folder"/*.pid; do
+    [ -e "$file" ] || continue
     if kill -0 "$(<"$file")" 2>/dev/null; then fail "$file still runs"; fi
   done
+  [ ! -e "$folder/mps" ] || fail "MPS still runs"
   [ -z "$(ls -A "$folder/tmp")" ] || fail "files are left: $(ls "$folder/tmp")"
 }
 
 run 0 bash -euc 'lossctl create head --hidden 8 --vocab 50; lossctl loss head --random 16 --accumulate; lossctl step head --lr 1e-3; lossctl save head'
-[ "$(<"$folder/sruns")" = $'--ntasks=1 --gpus=1 --exact lossd\n--ntasks=1 --gpus=3 --exact bash' ] || fail "not these: $(<"$folder/sruns")"
+if [ "$kind" = trainer ]; then
+  wanted=$'--ntasks=1 --gpus=1 --exact lossd\n--ntasks=1 --gpus=3 --exact bash'
+else
+  wanted=$'--ntasks=1 --gpus=4 --overlap lossd\n--ntasks=1 --gpus=4 --overlap bash'
+fi
+[ "$(<"$folder/sruns")" = "$wanted" ] || fail "not these: $(<"$folder/sruns")"
 # The next job has the heads of the last one.
 run 0 bash -euc 'lossctl describe head | grep -q "step.*1"; lossctl delete head --yes'
 run 7 bash -c 'exit 7'
@@ -71,3 +91,13 @@ wait "$running" || status=$?
 [ "$status" = 143 ] || fail "status $status instead of 143 after SIGTERM"
 grep -q serving "$folder/said" || fail "the server ended before the trainer"
 nothing_left
+
+if [ "$kind" = colocated ]; then
+  # Both programs are under MPS, and the job does not go on without it unless it is told to.
+  run 0 bash -c '[ -e "$PLAYED/mps" ] && [ -n "$CUDA_MPS_PIPE_DIRECTORY" ]'
+  touch "$folder/no_mps"
+  run 1 bash -c 'touch "$PLAYED/trained"'
+  grep -q 'MPS does not start; LOSSD_MPS=0' "$folder/log" || fail "it does not say that MPS does not start"
+  [ ! -e "$folder/trained" ] || fail "it trains without MPS"
+  LOSSD_MPS=0 run 0 bash -c '[ ! -e "$PLAYED/mps" ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]'
+fi

@@ -37,6 +37,7 @@ NO_DRIVER, NO_BACKEND = "no NVIDIA driver is installed", "this build has no CUDA
 # What needs a device that fails, or the other kind of build.
 BY_OTHERS = {
     **({NO_BACKEND: ("kernels/gpu_backend_none.cc", NO_BACKEND)} if HAVE_CUDA else {NO_DRIVER: ("kernels/cuda/device/device.cc", NO_DRIVER)}),
+    "other programs use the GPU, and it runs them in turns without MPS": ("server/app/gpu_watch.cc", "without MPS"),
     "cuBLASLt cannot be loaded": ("kernels/cuda/device/gemm.cc", "cuBLASLt cannot be loaded"),  # a machine with a GPU and without cuBLAS
     "device lost": ("tests/server/app/device_loss_test.cc", 'HttpGet(server_->http(), "/livez"), HasSubstr("device lost")'),
     "no progress on the device for …": ("tests/server/app/health_test.cc", "no progress on the device for "),
@@ -179,6 +180,7 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "tls_cert must be a readable file": lambda folder: start("--backend=cpu", f"--tls_cert={folder}/none.pem", f"--tls_key={folder}/none.key"),
     "must be a file that its owner alone can read (chmod 600)": tls_of_others,
     "must be the key of the first certificate of tls_cert": tls_mixed_up,
+    "stream_priority must be dx, all or none": lambda _: start("--backend=cpu", "--stream_priority=high"),
     "of the limit of … are in use": lambda _: refused("--memory_limit_bytes=2GiB", vocab=10_000_000),
     "memory_reserve_bytes keeps … free": lambda _: refused("--workspace_bytes=1GiB", hidden=8192, vocab=50_000_000),
     "No space left on device": full_disk,

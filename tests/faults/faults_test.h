@@ -5,6 +5,7 @@
 // Environment:
 //   LOSSD_FAULT_SCALE   multiplies how much is tried (default 1; a soak takes 20 and more)
 //   LOSSD_TEST_SEED     the seed of all random choices, which each test prints
+//   LOSSD_TEST_SHARES   of the classes of heads by vocabulary, "3,1"
 //   LOSSD_TRANSPORT     how rows travel (docs/transport.md); LOSSD_TEST_SOCKETS: what servers listen on
 #ifndef LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
 #define LOSSD_TESTS_FAULTS_FAULTS_TEST_H_

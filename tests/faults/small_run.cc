@@ -4,12 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <stdexcept>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 
 namespace lossd::test {
 namespace {
@@ -55,6 +58,14 @@ v1::CreateHeadRequest HeadOf(const RunShape& shape) {
   spec->set_norm(v1::NORM_RMSNORM);
   spec->set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
   request.mutable_kaiming_uniform()->set_seed(shape.seed);
+  if (const char* const shares = std::getenv("LOSSD_TEST_SHARES")) {
+    spec->set_split(v1::SPLIT_VOCABULARY);
+    for (const absl::string_view share : absl::StrSplit(shares, ',')) {
+      uint32_t value = 0;
+      EXPECT_TRUE(absl::SimpleAtoi(share, &value)) << shares;
+      spec->add_shares(value);
+    }
+  }
   return request;
 }
 

@@ -15,8 +15,11 @@ void CheckRequest(absl::string_view bytes) {
   const auto request = wire::ParseRegionRequest(bytes);
   if (!request.ok()) return;
   FUZZ_CHECK(request->bytes() > 0 && static_cast<int64_t>(request->bytes()) > 0, "a size that is none");
-  FUZZ_CHECK(wire::ParseRegionRequest(request->SerializeAsString())->bytes() == request->bytes(),
-             "another size");
+  FUZZ_CHECK(request->of_device() || request->device().empty(), "a device for memory of the host");
+  const auto again = wire::ParseRegionRequest(request->SerializeAsString());
+  FUZZ_CHECK(again.ok() && again->bytes() == request->bytes(), "another size");
+  FUZZ_CHECK(again->of_device() == request->of_device() && again->device() == request->device(),
+             "other memory");
 }
 
 void CheckAnswer(absl::string_view bytes) {

@@ -190,6 +190,8 @@ absl::Status ServiceInMemory::RunUnary(const Call& call) {
       return operations_->ListCheckpoints(call.list_checkpoints()).status();
     case Call::kResetHead:
       return operations_->ResetHead(call.reset_head()).status();
+    case Call::kSetShares:
+      return operations_->SetShares(call.set_shares()).status();
     case Call::kDeleteCheckpoint:
       return operations_->DeleteCheckpoint(call.delete_checkpoint()).status();
     case Call::kReadTensor:

@@ -7,6 +7,7 @@ status codes are the event's outcome and raise nothing. The hidden states are al
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -191,6 +192,9 @@ class RawClient:
         spec = head_pb2.HeadSpec(name=self._head, hidden_size=self._hidden_size, vocab_size=vocab,
                                  compute_dtype=types_pb2.DTYPE_FP32,
                                  optimizer_state=head_pb2.OPTIMIZER_STATE_MOMENTUM)
+        if shares := os.environ.get("LOSSD_TEST_SHARES"):
+            spec.split = head_pb2.SPLIT_VOCABULARY
+            spec.shares.extend(map(int, shares.split(",")))
         return self._unary("CreateHead", {"vocab": vocab},
                            head_pb2.CreateHeadRequest(spec=spec, zeros=head_pb2.Zeros()), head_pb2.HeadDescription)
 

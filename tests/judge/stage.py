@@ -31,7 +31,7 @@ __all__ = ["ServerProcess", "Stage", "incarnation_of"]
 _numbers = itertools.count()
 
 if os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc":  # trainers' rows are on a GPU, which is played
-    _gpus = FakeDriver()
+    _gpus = FakeDriver(devices=2)
     _cuda.driver = lambda: _gpus
 
 

@@ -44,6 +44,7 @@ class TrainerClient:
         self._cut_times = cut_times  # of the proxy that it connects through
         self._accept_times = accept_times
         self._on_gpu = transport != "grpc" and os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc"
+        self._gpu = int(os.environ.get("LOSSD_TEST_GPU", "0"))
         self._client = _connected(target, transport, retry)
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class TrainerClient:
         gradient = np.full_like(hidden, np.nan)  # the client scatters answers into it as they come
         memory: tuple[Any, Any] = hidden, gradient
         if self._on_gpu:
-            memory = FakeArray(hidden), FakeArray(gradient)
+            memory = FakeArray(hidden, self._gpu), FakeArray(gradient, self._gpu)
             gradient = memory[1].values
         with self._record("ComputeLoss", args) as event:
             pending = self._client.compute_loss_async(

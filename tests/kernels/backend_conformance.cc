@@ -68,7 +68,7 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.logits = GetParam().logits;
   SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
-  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
+  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().places() : 1;
   spec.slice_rows = std::move(slice_rows);
   return spec;
 }
@@ -78,13 +78,15 @@ ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_
   spec.config.logits = GetParam().logits;
   SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
-  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().devices : 1;
+  spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().places() : 1;
   return spec;
 }
 
 void BackendConformance::SplitHead(HeadConfig& config) const {
-  config.split = config.vocab_size < GetParam().devices ? Split::kRows : GetParam().split;
-  if (config.split == Split::kVocabulary) config.shares = GetParam().shares;
+  config.split = config.vocab_size < GetParam().places() ? Split::kRows : GetParam().split;
+  if (config.split != Split::kVocabulary) return;
+  config.shares = GetParam().shares;
+  config.replicas = GetParam().replicas;
 }
 
 Problem BackendConformance::WithLogits(const std::vector<float>& logits,

@@ -33,9 +33,13 @@ struct ConformanceCase {
   // Whether with kAuto the uniform part of label smoothing is sampled without a softcap too (docs/math.md).
   bool auto_samples_uniform = false;
   int devices = 1;  // that share the work; each has a workspace of its own
-  // HeadConfig::split of all heads, but that those with fewer classes than devices are split by rows.
+  // HeadConfig::split of all heads, but that those with fewer classes than places() are split by rows.
   Split split = Split::kAny;
   std::vector<int32_t> shares;  // HeadConfig::shares of heads that are split by vocabulary
+  int replicas = 1;             // likewise HeadConfig::replicas
+
+  // That divide the classes of a head that is split by vocabulary.
+  int places() const { return devices / replicas; }
 };
 
 // "Cpu_fp32_bf16": backend, compute dtype, hidden dtype.

@@ -118,6 +118,45 @@ TEST_P(BackendConformance, RetainedMemoryIsCountedAndBounded) {
   ExpectZeroGradients(*head);
 }
 
+// Beside a trainer that takes what it finds free: whatever is computed, read or stepped, a head holds what it
+// was planned with, at no time more.
+TEST_P(GradientsConformance, AHeadNeverGrows) {
+  ProblemSpec spec = Plain({40, 24}, 24, 300);
+  spec.config.has_bias = spec.config.has_class_weights = true;
+  spec.config.norm = Norm::kLayerNorm;
+  spec.config.optimizer_state = OptimizerState::kAdam;
+  const Problem first = MakeProblem(spec, rng());
+  const auto head = MakeHead(backend(), first);
+  ASSERT_NE(head, nullptr);
+  auto retained = backend().AllocateRetained(RetainedBytes(first));
+  ASSERT_TRUE(retained.ok()) << retained.status();
+  RunChunk(*head, first);  // ranks keep memory for chunks of their largest head
+  const MemoryBytes held = head->memory();
+  const MemoryStats before = backend().memory();
+  int64_t update = 0;
+  for (const Gradients gradients :
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    spec.options.gradients = gradients;
+    for (const ProblemSpec& with_option : EachOptionAlone(spec)) {
+      EXPECT_TRUE(RunChunk(*head, MakeProblem(with_option, rng())).done.ok());
+    }
+    ProblemSpec largest = spec;
+    largest.slice_rows.assign(static_cast<size_t>(head->chunk_rows() / head->slice_rows()),
+                              head->slice_rows());
+    EXPECT_TRUE(RunChunk(*head, MakeProblem(largest, rng())).done.ok());
+    const Problem deferred = MakeProblem(spec, rng());
+    EXPECT_TRUE(RunChunk(*head, deferred, {.retained = retained->get()}).done.ok());
+    EXPECT_TRUE(RunChunk(*head, deferred, {.retained = retained->get(), .take_retained = true}).done.ok());
+    EXPECT_TRUE(head->GradNorm().ok());
+    for (const Role role : {Role::kGradient, Role::kMoment2}) ReadAll(*head, {Param::kWeight, role});
+    EXPECT_TRUE(head->ApplyStep({.learning_rate = 1e-3}, ++update).ok());
+  }
+  EXPECT_EQ(head->memory().by_kind, held.by_kind);
+  EXPECT_EQ(backend().memory().current.by_kind, before.current.by_kind);
+  EXPECT_EQ(backend().memory().peak.by_kind, before.peak.by_kind);
+  EXPECT_EQ(backend().memory().peak_total, before.peak_total);
+}
+
 TEST_P(GradientsConformance, SaysWhatItChose) {
   Problem problem = MakeProblem(Plain({12}, 24, 300), rng());
   const auto head = MakeHead(backend(), problem);

@@ -16,14 +16,9 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/time/time.h"
 #include "kernels/dtype.h"
 
 namespace lossd::kernels::cuda {
-
-// How often a thread that waits for a stream to get on with its exchanges looks again. An exchange of a small
-// head takes tens of microseconds, that of a large one milliseconds.
-inline constexpr absl::Duration kExchangePoll = absl::Microseconds(50);
 
 class Collectives {
  public:

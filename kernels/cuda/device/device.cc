@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/device/device.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
@@ -17,6 +20,14 @@ namespace {
 constexpr int kOldestCapability = 80;  // major * 10 + minor
 
 std::string VersionName(int version) { return absl::StrCat(version / 1000, ".", version % 1000 / 10); }
+
+// From now on threads of this process sleep while they wait for the GPU, where they would spin otherwise.
+absl::Status SleepInWaits() {
+  unsigned flags = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDeviceFlags(&flags), "cudaGetDeviceFlags");
+  flags = (flags & ~static_cast<unsigned>(cudaDeviceScheduleMask)) | cudaDeviceScheduleBlockingSync;
+  return ToStatus(cudaSetDeviceFlags(flags), "cudaSetDeviceFlags");
+}
 
 // The number of GPUs, or why there is none to use.
 absl::StatusOr<int> CountDevices() {
@@ -86,6 +97,7 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& o
   if (!count.ok()) return count.status();
   LOSSD_RETURN_IF_ERROR(ValidateOptions(options, *count));
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(options.device), "cudaSetDevice");
+  LOSSD_RETURN_IF_ERROR(SleepInWaits());
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
@@ -125,10 +137,7 @@ absl::Status Device::Start() {
   limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;
   description_ = absl::StrCat("cuda:", options_.device, " ", properties.name);
   uuid_ = GpuUuidText(properties.uuid.bytes);
-  for (cudaStream_t* stream : {&compute_, &upload_, &download_}) {
-    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),
-                               "cudaStreamCreateWithFlags");
-  }
+  LOSSD_RETURN_IF_ERROR(CreateStreams());
   absl::StatusOr<std::unique_ptr<Gemms>> gemms = Gemms::Create();
   if (!gemms.ok()) return gemms.status();
   gemms_ = *std::move(gemms);
@@ -140,6 +149,39 @@ absl::Status Device::Start() {
   return absl::OkStatus();
 }
 
+absl::Status Device::CreateStreams() {
+  const StreamPriority wanted = options_.stream_priority;
+  int least = 0, greatest = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                             "cudaDeviceGetStreamPriorityRange");
+  const auto create = [](cudaStream_t& stream, int priority) {
+    return ToStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
+                    "cudaStreamCreateWithPriority");
+  };
+  for (cudaStream_t* const stream : {&compute_, &upload_, &download_}) {
+    LOSSD_RETURN_IF_ERROR(create(*stream, wanted == StreamPriority::kNone ? least : greatest));
+  }
+  current_ = compute_;
+  if (wanted != StreamPriority::kHiddenGradients || least == greatest) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(Take(Event::Create(), fork_));
+  return create(background_, least);
+}
+
+absl::Status Device::InBackground(const Event& done, absl::FunctionRef<absl::Status()> enqueue) {
+  if (background_ == nullptr) {
+    LOSSD_RETURN_IF_ERROR(enqueue());
+    return Record(done, compute_);
+  }
+  LOSSD_RETURN_IF_ERROR(Record(fork_, compute_));
+  LOSSD_RETURN_IF_ERROR(Await(fork_, background_));
+  current_ = background_;
+  absl::Status status = enqueue();
+  current_ = compute_;
+  LOSSD_RETURN_IF_ERROR(status);
+  LOSSD_RETURN_IF_ERROR(Record(done, background_));
+  return Await(done, compute_);
+}
+
 Device::~Device() {
   {
     absl::MutexLock lock(&mutex_);
@@ -148,7 +190,7 @@ Device::~Device() {
   if (completion_thread_.joinable()) completion_thread_.join();
   cudaSetDevice(options_.device);
   gemms_.reset();
-  for (cudaStream_t stream : {compute_, upload_, download_}) {
+  for (cudaStream_t stream : {compute_, background_, upload_, download_}) {
     if (stream != nullptr) cudaStreamDestroy(stream);
   }
 }
@@ -176,6 +218,21 @@ absl::Status Device::Synchronize() {
   return absl::OkStatus();
 }
 
+absl::Status Device::Drain(absl::Status failure) const {
+  const absl::Time end = absl::Now() + kDrainLimit;
+  for (cudaStream_t stream : {upload_, compute_, download_}) {
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+      if (absl::Now() >= end) {
+        return absl::Status(failure.code(),
+                            absl::StrCat(failure.message(), "; and ", description_, " has not ended its work ",
+                                         absl::FormatDuration(kDrainLimit), " later"));
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  }
+  return failure;
+}
+
 void Device::Enqueue(Completion completion) {
   absl::MutexLock lock(&mutex_);
   ++in_flight_;
@@ -188,6 +245,7 @@ int Device::in_flight() const {
 }
 
 void Device::CompletionLoop() {
+  pthread_setname_np(pthread_self(), absl::StrCat("lossd-done-", options_.device).substr(0, 15).c_str());
   cudaSetDevice(options_.device);
   for (;;) {
     Completion next;

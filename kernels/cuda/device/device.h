@@ -3,7 +3,9 @@
 // works.
 //
 // Streams: `upload` and `download` copy and convert rows, `compute` does everything else, in submission
-// order. Thread-safe where said; the rest belongs to the backend's driving thread.
+// order. Their kernels go before those of other streams that wait for a multiprocessor (StreamPriority), but
+// for work that is enqueued InBackground. Threads that wait for the GPU sleep. Thread-safe where said; the
+// rest belongs to the backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 
@@ -18,9 +20,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_limits.h"
@@ -72,6 +76,7 @@ inline absl::Status Await(const Event& event, cudaStream_t stream) {
 class Device {
  public:
   static constexpr int kMaxChunksInFlight = 2;
+  static constexpr absl::Duration kDrainLimit = absl::Seconds(10);
 
   // As CreateCudaBackend.
   static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options);
@@ -85,9 +90,13 @@ class Device {
   const MemoryLedger& ledger() const { return ledger_; }           // thread-safe
   Gemms& gemms() { return *gemms_; }
 
-  cudaStream_t compute() const { return compute_; }
+  cudaStream_t compute() const { return current_; }
   cudaStream_t upload() const { return upload_; }
   cudaStream_t download() const { return download_; }
+  // Calls `enqueue`, which enqueues work on compute() that nobody waits for: it comes after what is there
+  // already and before what comes later, as other work does, but does not go before that of other streams.
+  // `done` happens when it has ended.
+  absl::Status InBackground(const Event& done, absl::FunctionRef<absl::Status()> enqueue);
   void* gemm_workspace() const { return gemm_workspace_.data(); }
 
   // Makes this device current for the calling thread and says whether it is still usable. Thread-safe.
@@ -97,6 +106,10 @@ class Device {
   absl::Status Fail(absl::Status status);
   // Waits until all streams are idle.
   absl::Status Synchronize();
+  // Waits until all streams have done what was enqueued before a failure, or have failed, so that nothing is
+  // copied from or to memory of callers any more. Returns `failure`; after kDrainLimit it says that the GPU
+  // has not come to an end. Thread-safe; the device is the calling thread's.
+  absl::Status Drain(absl::Status failure) const;
 
   // What the completion thread does for one chunk: `results` waits for and reports the results, `done` the
   // end of the chunk; between them and after, in_flight() counts the chunk until `done` has waited.
@@ -111,6 +124,7 @@ class Device {
  private:
   Device(const CudaBackendOptions& options, int64_t limit_bytes) : options_(options), ledger_(limit_bytes) {}
   absl::Status Start();
+  absl::Status CreateStreams();
   void CompletionLoop();
 
   CudaBackendOptions options_;
@@ -121,6 +135,9 @@ class Device {
   std::unique_ptr<Gemms> gemms_;
   DeviceBuffer gemm_workspace_;
   cudaStream_t compute_ = nullptr;
+  cudaStream_t background_ = nullptr;  // null: compute_ does its work
+  cudaStream_t current_ = nullptr;     // one of the two
+  Event fork_;                         // where background_ begins
   cudaStream_t upload_ = nullptr;
   cudaStream_t download_ = nullptr;
 

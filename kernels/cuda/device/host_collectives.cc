@@ -111,8 +111,9 @@ absl::Status HostCollectives::Launch(Exchange exchange, cudaStream_t stream) {
 
 // The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
 bool HostCollectives::AwaitArrival(uint32_t number) const {
+  const absl::Time start = absl::Now();
   while (!HasCome(arrived(), number)) {
-    absl::SleepFor(kExchangePoll);
+    absl::SleepFor(PauseAfter(absl::Now() - start));
     absl::MutexLock lock(&mutex_);
     if (stopping_ || !failure_.ok()) return false;
   }

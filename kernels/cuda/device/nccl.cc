@@ -22,9 +22,13 @@ namespace {
 constexpr const char* kNcclFiles[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
                                       "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
 
-// How long a thread waits before it also asks the communicators for their errors, and, where it waits for all
-// parts, before it sleeps between looks.
-constexpr absl::Duration kBusyFor = absl::Milliseconds(2);
+// How often a thread that waits for an event asks the communicators for their errors.
+constexpr absl::Duration kErrorsEvery = absl::Milliseconds(100);
+
+absl::Status Late(absl::Duration timeout, int device, absl::string_view what) {
+  return absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
+                                             absl::FormatDuration(timeout), ": GPU ", device, what));
+}
 
 // What links are made with: exchanges of up to so many bytes of all members, each so many times as large as
 // the one before. NCCL chooses how it exchanges by the size.
@@ -65,8 +69,19 @@ struct Nccl::Library {
   decltype(&ncclReduceScatter) reduce_scatter = nullptr;
   std::vector<ncclComm_t> communicators;
 
-  ~Library() {
-    for (ncclComm_t communicator : communicators) destroy(communicator);
+  ~Library() { End(destroy); }
+
+  // Gives the communicators up, by ncclCommDestroy or ncclCommAbort. Those of one process lie in each other's
+  // memory, which is freed when the last of them goes. In a group NCCL tells all of them before it frees
+  // anything of any, and works on threads of its own. No other thread may be inside a call of NCCL.
+  void End(ncclResult_t (*end)(ncclComm_t)) {
+    if (communicators.empty()) return;
+    int device = 0;
+    const bool has_device = cudaGetDevice(&device) == cudaSuccess;
+    const bool grouped = group_start() == ncclSuccess;
+    for (ncclComm_t communicator : std::exchange(communicators, {})) end(communicator);
+    if (grouped) group_end();
+    if (has_device) cudaSetDevice(device);  // NCCL below 2.27.6 leaves another one behind
   }
 
   absl::Status Load() {
@@ -82,7 +97,10 @@ struct Nccl::Library {
         file.Find("ncclReduce", reduce) && file.Find("ncclBroadcast", broadcast) &&
         file.Find("ncclAllReduce", all_reduce) && file.Find("ncclAllGather", all_gather) &&
         file.Find("ncclReduceScatter", reduce_scatter);
-    return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
+    if (!complete) return absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
+    // It has threads of its own, which outlive communicators, and state of every thread that has called it.
+    file.KeepLoaded();
+    return absl::OkStatus();
   }
 
   absl::Status Check(int result, const char* call) const {
@@ -115,6 +133,7 @@ Nccl::Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout)
       replica_(replica),
       timeout_(timeout),
       library_(std::make_unique<Library>()) {
+  for (const int device : devices_) waiters_.push_back(std::make_unique<EventWaiter>(device));
   if (!devices_.empty()) {
     watch_.emplace(timeout, [this] {
       Abort(absl::UnavailableError(absl::StrCat("an exchange among the GPUs has not ended within ",
@@ -143,8 +162,6 @@ absl::StatusOr<std::string> Nccl::NewId() {
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
   ncclUniqueId id;
   LOSSD_RETURN_IF_ERROR(nccl.library_->Check(nccl.library_->unique_id(&id), "ncclGetUniqueId"));
-  // The thread that the other processes come to belongs to the library, which therefore stays loaded.
-  nccl.library_->file.KeepLoaded();
   return std::string(id.internal, sizeof(id.internal));
 }
 
@@ -248,7 +265,7 @@ absl::Status Nccl::Abort(absl::Status reason) {
   absl::MutexLock lock(&mutex_);
   if (!failure_.ok()) return failure_;
   failure_ = std::move(reason);
-  for (ncclComm_t communicator : std::exchange(library_->communicators, {})) library_->abort(communicator);
+  library_->End(library_->abort);
   return failure_;
 }
 
@@ -365,36 +382,31 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
       if (state == cudaSuccess) break;
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
       const absl::Duration waited = absl::Now() - start;
-      if (waited < kBusyFor) continue;
       if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
       if (waited > timeout) {
-        return Abort(absl::UnavailableError(
-            absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                         ": GPU ", devices_[static_cast<size_t>(part.local)], " has not done its part")));
+        return Abort(Late(timeout, devices_[static_cast<size_t>(part.local)], " has not done its part"));
       }
-      absl::SleepFor(kExchangePoll);
+      absl::SleepFor(PauseAfter(waited));
     }
   }
   return failure();
 }
 
 absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
-  const absl::Time start = absl::Now();
-  for (;;) {
-    const cudaError_t state = cudaEventQuery(event);
-    if (state == cudaSuccess) return failure();
-    if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaEventQuery"));
-    const absl::Duration waited = absl::Now() - start;
-    if (waited >= kBusyFor) {
-      if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
-    }
-    if (waited > timeout) {
-      return Abort(absl::UnavailableError(
-          absl::StrCat("an exchange among the GPUs has not ended within ", absl::FormatDuration(timeout),
-                       ": GPU ", devices_[static_cast<size_t>(local)], " waits for the others")));
-    }
-    absl::SleepFor(kExchangePoll);
+  const absl::Time end = absl::Now() + timeout;
+  const auto look = [&]() -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(AsynchronousError());
+    if (absl::Now() < end) return absl::OkStatus();
+    return Late(timeout, devices_[static_cast<size_t>(local)], " waits for the others");
+  };
+  EventWaiter& waiter = *waiters_[static_cast<size_t>(local)];
+  const absl::StatusOr<cudaError_t> happened = waiter.Wait(event, std::min(kErrorsEvery, timeout), look);
+  if (!happened.ok()) {
+    absl::Status status = Abort(happened.status());
+    waiter.Settle();  // the event happens now
+    return status;
   }
+  return *happened == cudaSuccess ? failure() : Abort(ToStatus(*happened, "cudaEventSynchronize"));
 }
 
 }  // namespace lossd::kernels::cuda

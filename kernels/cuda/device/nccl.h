@@ -3,7 +3,7 @@
 // several.
 //
 // Threads and errors as Collectives; errors name the call of NCCL that failed. After one, the communicators
-// have been aborted.
+// have been aborted. The library stays loaded until the process ends.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_NCCL_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_NCCL_H_
 
@@ -23,6 +23,7 @@
 #include "absl/time/time.h"
 #include "kernels/cuda/device/collectives.h"
 #include "kernels/cuda/device/enqueue_watch.h"
+#include "kernels/cuda/device/event_waiter.h"
 #include "kernels/dtype.h"
 #include "kernels/replica.h"
 
@@ -64,8 +65,10 @@ class Nccl final : public Collectives {
   absl::Status Gather(const Part& part, const void* own, int64_t bytes) override;
   absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override;
   absl::Status Wait(int local, cudaEvent_t event) override { return Wait(local, event, timeout_); }
-  // All communicators at once. Waits until no thread is inside a call of NCCL, and so cannot free one that
-  // hangs there: MakeLinks makes beforehand what such a call has been seen to wait for.
+  // All communicators at once, and only once: they are NCCL's no more when it returns. Waits until no thread
+  // is inside a call of NCCL, which would go on in memory that is freed, and so cannot free a thread that
+  // hangs there: MakeLinks makes beforehand what such a call has been seen to wait for. The current device
+  // stays.
   absl::Status Abort(absl::Status reason) override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status failure() const override ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -98,6 +101,7 @@ class Nccl final : public Collectives {
   const Replica replica_;
   const absl::Duration timeout_;
   std::unique_ptr<Library> library_;
+  std::vector<std::unique_ptr<EventWaiter>> waiters_;  // of the GPUs of this process
   // Held by readers while they use the communicators.
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);

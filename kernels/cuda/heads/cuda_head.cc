@@ -160,6 +160,7 @@ absl::Status CudaHead::Tune() {
 absl::Status CudaHead::MakeChoices() {
   ChunkFacts full;
   full.terms.vocab = sizes_.vocab;
+  full.terms.elsewhere = sizes_.all_classes - sizes_.vocab;
   full.terms.bias = tensors_.values().params.bias;
   full.rows = full.padded_rows = sizes_.chunk_rows;
   full.wants_gradient = true;
@@ -264,8 +265,8 @@ absl::Status CudaHead::Enqueue(const Pending& pending) {
     LOSSD_RETURN_IF_ERROR(Loss(pending, path));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
     LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
-    if (job.layout.accumulate) LOSSD_RETURN_IF_ERROR(path.WeightGradient(job));
-    return Record(pending.slot->done, device_->compute());
+    if (!job.layout.accumulate) return Record(pending.slot->done, device_->compute());
+    return device_->InBackground(pending.slot->done, [&] { return path.WeightGradient(job); });
   };
   absl::Status status = phases();
   return status.ok() ? status : device_->Fail(std::move(status));
@@ -324,11 +325,9 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   Device::Completion completion;
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
                         exchange = link_.exchange.get(), reports = sizes_.part == 0] {
-    if (on_device) {
-      *final_status = device->Fail(exchange->Wait(pending->slot->results));
-    } else if (!final_status->ok() && pending->slot != nullptr) {
-      cudaDeviceSynchronize();  // copies to the slices' memory may be under way
-    }
+    if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
+    // Copies to the slices' memory may be under way, which is the caller's again once it hears of the failure.
+    if (!final_status->ok() && pending->slot != nullptr) *final_status = device->Drain(*final_status);
     if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
       *final_status = HiddenGradientLost(pending->job.layout.accumulate);
     }
@@ -342,6 +341,7 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   completion.wait_done = [pending, on_device, final_status, device, exchange = link_.exchange.get()] {
     if (!on_device || !final_status->ok()) return;
     *final_status = device->Fail(exchange->Wait(pending->slot->done));
+    if (!final_status->ok()) *final_status = device->Drain(*final_status);
   };
   completion.done = [shared, final_status] { shared->on_done(*final_status); };
   device_->Enqueue(std::move(completion));

@@ -131,8 +131,9 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   HeadSizes sizes;
   const ShardRows own = ClassesOf(config, replica);
   if (IsSplitByVocabulary(config, replica)) {
-    sizes.part = replica.index;
-    sizes.parts = replica.count;
+    const Replica place = PlaceOf(config, replica);
+    sizes.part = place.index;
+    sizes.parts = place.count;
   }
   sizes.all_classes = config.vocab_size;
   sizes.first_class = own.first;
@@ -148,7 +149,7 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
                              : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
   sizes.most_padded_vocab = sizes.padded_vocab;
   sizes.vocab = own.rows;
-  sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
+  sizes.padded_vocab = std::max(RoundUp(sizes.vocab, kPad), kPad);
   return sizes;
 }
 
@@ -184,7 +185,7 @@ Workspace Workspace::Carve(const HeadConfig& config, const HeadSizes& sizes, int
 
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica) {
-  const ShardRanges ranges = ShardRanges::Of(sizes, OwnShard(sizes, replica));
+  const ShardRanges ranges = ShardRanges::Of(sizes, OwnShard(config, sizes, replica));
   const int64_t moments = MomentCount(config) * ParamBlock::CarveRanges(config, ranges, nullptr).bytes;
   const int64_t block = ParamBlock::Carve(config, sizes, nullptr).bytes;
   MemoryBytes plan;

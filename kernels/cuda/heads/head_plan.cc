@@ -12,8 +12,6 @@
 #include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/cuda/paths/recomputed_plan.h"
-#include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -45,11 +43,6 @@ Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const Memor
 
 absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& device) {
   if (absl::Status status = ValidateOn(config, device.replica.count); !status.ok()) return status;
-  if (ClassesOf(config, device.replica).rows == 0) {
-    const auto index = static_cast<size_t>(device.replica.index);
-    return errors::FieldError(absl::StrCat("shares[", index, "]"), "give every GPU a class at least",
-                              config.shares.empty() ? 0 : config.shares[index]);
-  }
   const int sms = device.limits.multiprocessors;
   HeadPlan plan;
   plan.sizes = SizesFor(config, device.workspace_bytes, device.max_chunk_rows, sms,
@@ -59,6 +52,7 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
 
   ChunkFacts full;
   full.terms.vocab = plan.sizes.vocab;
+  full.terms.elsewhere = plan.sizes.all_classes - plan.sizes.vocab;
   full.rows = full.padded_rows = plan.sizes.chunk_rows;
   full.wants_gradient = true;
   const PlanLimits limits = {config.logits, PlannedShapeOf(config, plan.sizes), device.limits,

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/heads/head_replicas.h"
 
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cuda/device/cuda_status.h"
@@ -75,7 +77,7 @@ class HeadReplicas final : public Replicas {
   HeadTensors& Tensors(int local) const { return heads_[static_cast<size_t>(local)]->tensors(); }
   // Of an owner in whatever process.
   Shard ShardOfOwner(int owner) const {
-    return ShardOf(heads_.front()->config().vocab_size, {owner, collectives_->members()});
+    return ShardOf(Tensors(0).classes(), {owner, collectives_->members()});
   }
   ShardRanges RangesOf(int owner) const { return Tensors(0).RangesOf(ShardOfOwner(owner)); }
   ShardRange WeightRange(int owner) const { return RangesOf(owner).weight; }
@@ -164,7 +166,39 @@ class HeadReplicas final : public Replicas {
   const std::vector<CudaHead*> heads_;
 };
 
+// Those of every place, of other GPUs each, at the same time.
+class PlacesReplicas final : public Replicas {
+ public:
+  explicit PlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) : places_(std::move(places)) {}
+
+  absl::Status SumGradients() override {
+    return AtOnce([](Replicas& place) { return place.SumGradients(); });
+  }
+  absl::Status SpreadValues() override {
+    return AtOnce([](Replicas& place) { return place.SpreadValues(); });
+  }
+
+ private:
+  absl::Status AtOnce(absl::FunctionRef<absl::Status(Replicas&)> exchange) const {
+    std::vector<absl::Status> results(places_.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < places_.size(); ++i) {
+      threads.emplace_back([this, i, &results, exchange] { results[i] = exchange(*places_[i]); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    absl::Status first;
+    for (absl::Status& result : results) first.Update(std::move(result));
+    return first;
+  }
+
+  const std::vector<std::unique_ptr<Replicas>> places_;
+};
+
 }  // namespace
+
+std::unique_ptr<Replicas> MakePlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) {
+  return std::make_unique<PlacesReplicas>(std::move(places));
+}
 
 std::unique_ptr<Replicas> MakeHeadReplicas(std::shared_ptr<Collectives> collectives,
                                            std::vector<CudaHead*> heads) {

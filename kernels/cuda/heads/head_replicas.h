@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies
-// of their values.
+// of their values. Of a head that is split by vocabulary, replicas of its parts.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 
@@ -17,6 +17,9 @@ namespace lossd::kernels::cuda {
 // result.
 std::unique_ptr<Replicas> MakeHeadReplicas(std::shared_ptr<Collectives> collectives,
                                            std::vector<CudaHead*> heads);
+
+// The replicas of a head whose copies divide the classes: those of each place, which are of other GPUs.
+std::unique_ptr<Replicas> MakePlacesReplicas(std::vector<std::unique_ptr<Replicas>> places);
 
 }  // namespace lossd::kernels::cuda
 

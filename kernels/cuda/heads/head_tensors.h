@@ -36,7 +36,7 @@ class HeadTensors {
       : device_(device),
         config_(config),
         sizes_(sizes),
-        shard_(OwnShard(sizes, device->options().replica)),
+        shard_(OwnShard(config, sizes, device->options().replica)),
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
@@ -60,6 +60,7 @@ class HeadTensors {
   WeightAccumulators& accumulators() { return accumulators_; }
   const Shard& shard() const { return shard_; }
   const ShardRanges& ranges() const { return ranges_; }
+  int64_t classes() const { return sizes_.vocab; }  // here
   ShardRanges RangesOf(const Shard& shard) const { return ShardRanges::Of(sizes_, shard); }
   // The weight that chunks are computed with, from this class on.
   void* ComputeWeightFrom(int64_t first_class) const {

@@ -2,19 +2,21 @@
 #include "kernels/cuda/heads/param_blocks.h"
 
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/shard_rows.h"
 
 namespace lossd::kernels::cuda {
 
 ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
   const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
-  const int64_t rows = shard.classes > 0 ? end - shard.first_class : 0;
+  // A replica by rows without classes updates none; a part without any still has its padding.
+  const int64_t rows = shard.classes > 0 || sizes.vocab == 0 ? end - shard.first_class : 0;
   return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
           .bias = {shard.first_class, rows},
           .norm = {0, shard.norm ? sizes.padded_hidden : 0}};
 }
 
-Shard OwnShard(const HeadSizes& sizes, Replica replica) {
-  return ShardOf(sizes.vocab, sizes.is_split() ? Replica() : replica);
+Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica) {
+  return ShardOf(sizes.vocab, CopyOf(config, replica));
 }
 
 ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {

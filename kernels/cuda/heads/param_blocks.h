@@ -25,8 +25,9 @@ struct ShardRanges {
   static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
 };
 
-// What a replica updates, its classes counted as those here: its shard, or by vocabulary all that it has.
-Shard OwnShard(const HeadSizes& sizes, Replica replica);
+// What a replica updates, its classes counted as those here: its shard among the copies of the head
+// (shard_rows.h), which is all that it has where there is one copy.
+Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica);
 
 // One role's tensors (value, gradient or a moment): all trained parameters one after the other.
 struct ParamBlock {

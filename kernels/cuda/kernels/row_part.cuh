@@ -160,6 +160,9 @@ __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body)
   }
 }
 
+// The last column whose bias and class weight may be read: without classes the first of the padding.
+__device__ __forceinline__ int LastColumn(int classes) { return max(classes - 1, 0); }
+
 // The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
@@ -168,9 +171,10 @@ __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, c
   float dots[kSize];
   Vec<float>::Unpack(raw, dots);
   const int first = v * kSize;
+  const int last = LastColumn(classes);
   // Columns at or past `classes` exist in the last vectors only; their bias would be out of bounds.
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, classes - 1) : 0);
+  for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, last) : 0);
   if constexpr (!kGeneral) return;
   if (target - first >= 0 && target - first < kSize) {
 #pragma unroll
@@ -302,7 +306,7 @@ __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
     float g[kDots];
 #pragma unroll
     for (int i = 0; i < kDots; ++i) {
-      g[i] = element(logits[i], kGeneral ? min(first + i, classes - 1) : 0);
+      g[i] = element(logits[i], kGeneral ? min(first + i, LastColumn(classes)) : 0);
       if (kGeneral && first + i >= classes) g[i] = 0.0f;
       g[i] = SaturateIf<T>(g[i]);
     }

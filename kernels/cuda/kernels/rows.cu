@@ -184,7 +184,7 @@ cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, fl
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
                             int64_t rows, float scale, float* partials, float* accumulator,
                             cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
+  if (rows == 0 || matrix.cols == 0) return cudaSuccess;
   const int64_t column_blocks = (matrix.cols + kThreads * 8 - 1) / (kThreads * 8);
   // Enough blocks to fill the device, but at least 16 rows each.
   const int64_t wanted = std::clamp<int64_t>(1024 / column_blocks, 1, kColumnSplits);

@@ -2,7 +2,9 @@
 // The sizes of a head on the device that everything else follows from. Plain data.
 //
 // Matrices are padded to multiples of 8 rows and columns; the padding is zero and stays zero, so GEMMs may
-// run over it.
+// run over it. A part of a head that is split may have no classes: all of its 8 are padding, which kernels
+// take as they take other padding. It adds nothing to sums over classes and to gradients, and exchanges what
+// the other parts exchange.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 
@@ -15,9 +17,9 @@ namespace lossd::kernels::cuda {
 
 struct HeadSizes {
   int64_t hidden = 0;          // D
-  int64_t vocab = 0;           // classes here: V, but for those elsewhere
+  int64_t vocab = 0;           // classes here: V, but for those elsewhere; of a head that is split it may be 0
   int64_t padded_hidden = 0;   // columns of weight, hidden rows and their gradients
-  int64_t padded_vocab = 0;    // rows of weight, columns of logits
+  int64_t padded_vocab = 0;    // rows of weight, columns of logits; at least 8
   int64_t element = 2;         // bytes of the compute dtype
   int64_t chunk_rows = 0;      // a multiple of 8; a fixed point of PadRows
   int64_t transfer_bytes = 0;  // of each buffer for rows and tensors on their way

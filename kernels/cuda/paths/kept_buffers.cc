@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/kept_buffers.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "kernels/cuda/kernels/scratch_sizes.h"
@@ -9,9 +10,10 @@ namespace lossd::kernels::cuda {
 
 int RowBits(int64_t rows) { return std::bit_width(static_cast<uint64_t>(rows - 1)); }
 
-// One class more than there are: an empty entry, all bits set, comes after every other.
+// One class more than there are: an empty entry, all bits set, comes after every other. A sort looks at one
+// bit at least.
 int KeyBits(int64_t rows, int64_t vocab) {
-  return RowBits(rows) + std::bit_width(static_cast<uint64_t>(vocab));
+  return RowBits(rows) + std::bit_width(static_cast<uint64_t>(std::max<int64_t>(vocab, 1)));
 }
 
 KeptBuffers KeptBuffers::Carve(int64_t capacity, int64_t padded_hidden, Carver& lists, Carver& scratch) {

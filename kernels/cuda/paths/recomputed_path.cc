@@ -84,11 +84,17 @@ absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
     LOSSD_RETURN_IF_ERROR(gemms.Prepare(HiddenGemm(job.plan, rows, classes)));
     return gemms.Prepare(WeightGemm(job.plan, rows, classes));
   };
-  const int64_t rows = job.padded_rows(), vocab = context_.sizes.padded_vocab;
+  const int64_t rows = job.padded_rows();
   return ForEachBlock(rows, blocks_.rows, rows, [&](int64_t, int64_t count) {
-    return ForEachBlock(vocab, blocks_.classes, vocab,
-                        [&](int64_t, int64_t classes) { return prepare(count, classes); });
+    return ForEachClassBlock([&](int64_t, int64_t classes) { return prepare(count, classes); });
   });
+}
+
+// The last block has classes unless there are none at all: blocks are multiples of what classes are padded to.
+absl::Status RecomputedPath::ForEachClassBlock(
+    absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const {
+  const int64_t end = context_.sizes.padded_vocab;
+  return ForEachBlock(end, blocks_.classes, end, step);
 }
 
 // ---- the loss ----
@@ -114,8 +120,7 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
     LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, first, block.logits));
     return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
   };
-  LOSSD_RETURN_IF_ERROR(
-      ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, fold));
+  LOSSD_RETURN_IF_ERROR(ForEachClassBlock(fold));
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
                                       Rules(rows), /*with_uniform=*/true, stream),
@@ -226,8 +231,7 @@ absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlo
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(AddHiddenGradient(job, rows, block, sums));
     return job.layout.accumulate ? AddWeightGradient(job, rows, block) : absl::OkStatus();
   };
-  LOSSD_RETURN_IF_ERROR(
-      ForEachBlock(context_.sizes.vocab, blocks_.classes, context_.sizes.padded_vocab, add_block));
+  LOSSD_RETURN_IF_ERROR(ForEachClassBlock(add_block));
   if (!job.wants_hidden_gradient || sums == dx) return absl::OkStatus();
   return ToStatus(LaunchConvert({sums, DType::kFloat32, ld, ld}, {dx, dtype, ld, ld}, rows.in.rows,
                                 context_.device->compute()),

@@ -66,6 +66,9 @@ class RecomputedPath final : public ChunkPath {
                                  void* sums) const;
   absl::Status AddWeightGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   ClassBlock ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes, void* data) const;
+  // Calls `step` for the blocks of classes, in order. There is one at least.
+  absl::Status ForEachClassBlock(
+      absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const;
   GemmShape HiddenGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const;
   GemmShape WeightGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const;
   GradientRule* Rules(const RowBlock& rows) const {

@@ -70,11 +70,34 @@ TEST_F(BenchCudaIpcTest, RowsAreOnAnotherGpu) {
   }
 }
 
+// With every transport: what it makes of rows that are on that GPU.
+TEST_F(BenchCudaIpcTest, RowsAreOnAGpuWithOtherTransports) {
+  const auto bench = [&](const std::string& arguments) {
+    const auto json = nlohmann::json::parse(
+        Run(FAKE_CUDA_FOLDER, absl::StrCat("--json bench lm --rows 50 --microbatches 3 ", arguments), 0), nullptr,
+        /*allow_exceptions=*/false);
+    EXPECT_TRUE(json.is_object());
+    EXPECT_EQ(json["rows"], 150);
+    return json;
+  };
+  const auto same = bench("--gpu 0");
+  EXPECT_EQ(same["transport"], "cuda_ipc") << same;
+  EXPECT_EQ(same["gpu"], 0);
+  const auto another = bench("--gpu 1 --transport auto");
+  EXPECT_EQ(another["transport"], "grpc") << another;
+  EXPECT_EQ(another["gpu"], 1);
+  EXPECT_THAT(another["transport_reason"].get<std::string>(), HasSubstr("and the server's GPU is "));
+  const auto messages = bench("--gpu 0 --transport grpc");
+  EXPECT_EQ(messages["transport"], "grpc");
+  EXPECT_EQ(messages["transport_reason"], "the transport is grpc");
+  EXPECT_TRUE(bench("")["gpu"].is_null());
+}
+
 TEST_F(BenchCudaIpcTest, RefusesGpusThatAreNotThere) {
   EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu 2", 4),
               HasSubstr("--gpu must be below the number of GPUs that are visible, 2, got 2"));
-  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --microbatches 1 --gpu 1", 4),
-              HasSubstr("--gpu must come with --transport cuda_ipc, got 1"));
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --transport grpc --microbatches 1 --gpu 2", 4),
+              HasSubstr("--gpu must be below the number of GPUs that are visible, 2, got 2"));
   Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu -1", 2);
 }
 

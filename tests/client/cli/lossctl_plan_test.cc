@@ -96,5 +96,26 @@ TEST_F(LossctlTest, PlanOfATrainersMemoryNamesWhatIsWrong) {
   refused(complete + "--logit-bytes 0", 4, "logit_bytes must be from 1 to 64, got 0");
 }
 
+TEST_F(LossctlTest, PlanOfAPipelineHasSharesToPaste) {
+  const std::string asked =
+      "plan --hidden 2304 --vocab 256000 --layers 13 --stages 4 --rows 196608 --layer-seconds 0.007 ";
+  const std::string text = Run(asked).out;
+  EXPECT_THAT(text, ContainsRegex("local, compiled .* 1\\.00 .* GiB"));
+  EXPECT_THAT(text, ContainsRegex("server, exact .*held up by the server\n"));
+  EXPECT_THAT(text, ContainsRegex("colocated, exact .*--shares [0-9]+,[0-9]+,[0-9]+,[0-9]+\n"));
+  EXPECT_THAT(text, ContainsRegex("colocated, sampled, no MPS .*--shares "));
+  EXPECT_THAT(text, ContainsRegex("Steps are predicted by [0-9]+ measured ones.* % apart \\[[0-9, ]+\\]"));
+  EXPECT_THAT(Run(asked + "--memory 20GiB").out, ContainsRegex("colocated, exact .*; does not fit\n"));
+  const auto json = Json(asked + "--head-seconds 0.06 --embedding-seconds 0.002");
+  const auto& colocated = json["pipelines"][5];
+  EXPECT_EQ(colocated["kind"], "colocated");
+  EXPECT_EQ(colocated["mps"], true);
+  EXPECT_EQ(colocated["head_seconds"], 0.06);
+  EXPECT_EQ(colocated["stage_bytes"].size(), 4u);
+  EXPECT_LT(colocated["shares"][0], colocated["shares"][1]);
+  EXPECT_THAT(Run(asked + "--layer-seconds 0.1,0.2").err, HasSubstr("layer_seconds must be one"));
+  EXPECT_THAT(Run("plan --hidden 64 --vocab 1000 --head-seconds 1").err, HasSubstr("--stages"));
+}
+
 }  // namespace
 }  // namespace lossd::cli::lossctl_plan_test

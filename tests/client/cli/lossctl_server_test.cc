@@ -279,6 +279,15 @@ TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError)
               HasSubstr("\ndropped mass"));
 }
 
+TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {
+  Start("--cpu_devices=4");
+  Run("create head --hidden 6 --vocab 20 --replicas 2 --shares 3,1");
+  EXPECT_THAT(Run("describe head"), AllOf(ContainsRegex("\nreplicas +2\n"), ContainsRegex("\nshares +3, 1\n"),
+                                          ContainsRegex("\ndevices +4, 2 replicas of 2 by vocabulary")));
+  EXPECT_EQ(nlohmann::json::parse(Run("--json describe head"))["replicas"], 2);
+  EXPECT_THAT(Run("loss head --random 50 --accumulate --step 0"), HasSubstr("\nloss"));
+}
+
 TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {
   Run("create head --hidden 6 --vocab 20 --seed 3");
   for (int step = 0; step < 4; ++step) {

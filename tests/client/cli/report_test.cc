@@ -48,6 +48,17 @@ TEST(ReportTest, AServerOfSeveralDevicesSaysWhatCarriesTheirSums) {
   EXPECT_THAT(ServerText(server, "here:1", {}), ::testing::ContainsRegex("collectives +gloo\n"));
 }
 
+TEST(ReportTest, AServerSaysHowItsGpusAreShared) {
+  v1::ServerDescription server;
+  EXPECT_FALSE(nlohmann::ordered_json::parse(ToJson(server).dump()).contains("gpu_sharing"));
+  EXPECT_THAT(ServerText(server, "here:1", {}), ::testing::Not(HasSubstr("GPU sharing")));
+  server.set_gpu_sharing("MPS, client priority 0 (normal)");
+  EXPECT_EQ(nlohmann::ordered_json::parse(ToJson(server).dump())["gpu_sharing"],
+            "MPS, client priority 0 (normal)");
+  EXPECT_THAT(ServerText(server, "here:1", {}),
+              ::testing::ContainsRegex("GPU sharing +MPS, client priority 0 \\(normal\\)\n"));
+}
+
 TEST(ReportTest, HeadsTable) {
   v1::HeadDescription small;
   small.mutable_spec()->set_name("a");

@@ -4,25 +4,28 @@
 // it (tests/server/app/shared_device.cc).
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/cpp/client.h"
+#include "proto/wire/region_packets.h"
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"
 
 namespace lossd::client::testing::cuda_devices_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Key;
 using ::testing::Pair;
 using ::testing::UnorderedElementsAre;
-
-constexpr char kSecondUuid[] = "GPU-00000000-0000-0000-0000-000000000002";
 
 using CudaDevicesTest = CudaIpcTest;
 
@@ -66,32 +69,186 @@ TEST_F(CudaDevicesTest, WhereNothingConnectsThemTheServersGpuCopies) {
   }
 }
 
-TEST_F(CudaDevicesTest, AServerOfSeveralGpusSharesMemoryOfItsFirst) {
+std::string Uuid(int device) { return absl::StrCat("GPU-00000000-0000-0000-0000-00000000000", device + 1); }
+
+// Rows on any GPU of the server are copied on that GPU alone, and its devices take them from there.
+TEST_F(CudaDevicesTest, RowsOnEachGpuOfTheServerTakeMemoryOfThatOne) {
+  fake_cuda::SetDevices(4);
   for (const std::string split : {"rows", "vocabulary"}) {
-    const auto server = StartServer({"--devices=all", absl::StrCat("--split=", split)});
+    const auto server = StartServer({"--devices=0,1,2,3", absl::StrCat("--split=", split)});
     CreateHead(*server);
     const Computed wanted = Expected(*server, problem_);
-    const auto client = ConnectBy(*server, "auto");
-    EXPECT_EQ(client->GetServer()->region_device(), kUuid);
-    fake_cuda::TakeCopied();
-    const Computed got = OnGpu(*client, problem_);
-    ExpectSame(got, wanted);
-    EXPECT_EQ(client->transport().device.transport, "cuda_ipc") << client->transport().device.reason;
-    EXPECT_GT(got.result.sent_bytes, 0u);
-    EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
-
-    // Rows on its second GPU.
-    ExpectSame(OnGpu(*client, problem_, 1), wanted);
-    EXPECT_THAT(fake_cuda::TakeCopied(), UnorderedElementsAre(Key("device to host"), Key("host to device")))
-        << "auto takes memory of the first GPU for rows there only";
-    const auto asking = Connect(*server);
-    fake_cuda::TakeCopiedBetween();
-    const Computed pushed = OnGpu(*asking, problem_, 1);
-    ExpectSame(pushed, wanted);
-    EXPECT_THAT(fake_cuda::TakeCopiedBetween(),
-                UnorderedElementsAre(Pair("1 to 0 by 1", pushed.result.sent_bytes),
-                                     Pair("0 to 1 by 0", pushed.result.received_bytes)));
+    for (int device = 3; device >= 0; --device) {
+      const auto client = ConnectBy(*server, "auto");
+      EXPECT_EQ(client->GetServer()->region_device(), kUuid);
+      EXPECT_THAT(client->GetServer()->region_devices(), ElementsAre(Uuid(0), Uuid(1), Uuid(2), Uuid(3)));
+      fake_cuda::TakeCopied();
+      fake_cuda::TakeCopiedBetween();
+      const Computed got = OnGpu(*client, problem_, device);
+      ExpectSame(got, wanted);
+      EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
+      EXPECT_EQ(client->transport().device.reason,
+                absl::StrCat("the server's GPU is of this host; 4 MiB of ", Uuid(device)));
+      EXPECT_GT(got.result.sent_bytes, 0u);
+      EXPECT_EQ(fake_cuda::TakeCopied()["device to device"],
+                got.result.sent_bytes + got.result.received_bytes);
+      EXPECT_TRUE(fake_cuda::TakeCopiedBetween().empty()) << "nothing crosses from one GPU to another";
+      EXPECT_EQ(Imported(), 1) << "the client has no memory of the other GPUs";
+    }
   }
+}
+
+TEST_F(CudaDevicesTest, AClientWithRowsOnSeveralGpusHasARegionOfEach) {
+  const auto server = StartServer({"--devices=all", "--split=vocabulary"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  {
+    const auto client = ConnectBy(*server, "auto");
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&, i] {
+        for (int j = 0; j < 3; ++j) ExpectSame(OnGpu(*client, problem_, i % 2), wanted);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_TRUE(fake_cuda::TakeCopiedBetween().empty());
+    EXPECT_EQ(Imported(), 2);
+    EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
+    EXPECT_EQ(client->transport().device.reason,
+              absl::StrCat("rows on ", Uuid(0), ": cuda_ipc, the server's GPU is of this host; 4 MiB of ", Uuid(0),
+                           "; rows on ", Uuid(1), ": cuda_ipc, the server's GPU is of this host; 4 MiB of ",
+                           Uuid(1)));
+  }
+  EXPECT_EQ(Imported(), 0);
+}
+
+TEST_F(CudaDevicesTest, RowsOnAGpuThatIsNotTheServersGoAsThoseOfTheHost) {
+  fake_cuda::SetDevices(4);
+  const auto server = StartServer({"--devices=1,2"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  const auto client = ConnectBy(*server, "auto");
+  EXPECT_EQ(client->transport().device.reason, "nothing was sent yet");
+  for (const int device : {0, 3}) {
+    fake_cuda::TakeCopied();
+    ExpectSame(OnGpu(*client, problem_, device), wanted);
+    EXPECT_THAT(fake_cuda::TakeCopied(), UnorderedElementsAre(Key("device to host"), Key("host to device")));
+    EXPECT_EQ(client->transport().device.transport, "grpc") << "the played server has no memory of the host";
+  }
+  const std::string foreign = absl::StrCat(", and the server's GPUs are ", Uuid(1), ", ", Uuid(2));
+  EXPECT_EQ(client->transport().device.reason,
+            absl::StrCat("rows on ", Uuid(0), ": grpc, the rows are on ", Uuid(0), foreign, "; rows on ", Uuid(3),
+                         ": grpc, the rows are on ", Uuid(3), foreign));
+  EXPECT_EQ(Imported(), 0);
+  // Some one way and some the other: both are said, and the whole is not called cuda_ipc.
+  ExpectSame(OnGpu(*client, problem_, 2), wanted);
+  EXPECT_EQ(client->transport().device.transport, "grpc");
+  EXPECT_THAT(client->transport().device.reason,
+              HasSubstr(absl::StrCat("rows on ", Uuid(2), ": cuda_ipc, the server's GPU is of this host")));
+  EXPECT_EQ(Imported(), 1);
+}
+
+// With cuda_ipc they take memory of the nearest GPU of the server, and of another one if several are as near.
+TEST_F(CudaDevicesTest, RowsOnAnotherGpuTakeMemoryOfTheNearest) {
+  fake_cuda::SetDevices(4);
+  const auto server = StartServer({"--devices=0,1"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  const auto way = [&](int device) {
+    const auto client = Connect(*server);
+    fake_cuda::TakeCopiedBetween();
+    ExpectSame(OnGpu(*client, problem_, device), wanted);
+    std::vector<std::string> ways;
+    for (const auto& [name, bytes] : fake_cuda::TakeCopiedBetween()) ways.push_back(name);
+    return absl::StrJoin(ways, ", ");
+  };
+  EXPECT_EQ(way(2), "0 to 2 by 0, 2 to 0 by 2");
+  EXPECT_EQ(way(3), "1 to 3 by 1, 3 to 1 by 3");
+  fake_cuda::SetRank(2, 0, 1);
+  fake_cuda::SetRank(3, 1, 1);
+  EXPECT_EQ(way(2), "1 to 2 by 1, 2 to 1 by 2");
+  EXPECT_EQ(way(3), "0 to 3 by 0, 3 to 0 by 3");
+  fake_cuda::SetRank(2, 0, 0);
+  fake_cuda::SetRank(3, 1, 0);
+}
+
+// Connecting tries memory of the GPU that the thread works on: no other GPU gets a context of this process.
+TEST_F(CudaDevicesTest, ConnectingTriesMemoryOfTheThreadsGpu) {
+  fake_cuda::SetDevices(4);
+  const auto server = StartServer({"--devices=1,2"});
+  CreateHead(*server);
+  const auto reason = [&] { return Connect(*server)->transport().device.reason; };
+  EXPECT_THAT(reason(), HasSubstr(absl::StrCat(" of ", Uuid(1)))) << "the first";
+  fake_cuda::EnterDevice(2);
+  EXPECT_THAT(reason(), HasSubstr(absl::StrCat(" of ", Uuid(2))));
+  fake_cuda::LeaveDevice();
+  fake_cuda::EnterDevice(3);
+  EXPECT_THAT(reason(), HasSubstr(absl::StrCat(" of ", Uuid(1)))) << "that is not the server's";
+  fake_cuda::LeaveDevice();
+  fake_cuda::SetDevices(1);
+  EXPECT_EQ(TryConnect(*server).status().message(),
+            absl::StrCat("no shared memory: the server's GPUs are ", Uuid(1), ", ", Uuid(2),
+                         ", none of which this process sees"));
+}
+
+TEST_F(CudaDevicesTest, AServerThatIsRestartedGivesARegionOfTheSameGpu) {
+  const auto server = StartServer({"--devices=all"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  const auto client = ConnectBy(*server, "auto");
+  ExpectSame(OnGpu(*client, problem_, 1), wanted);
+  for (int i = 0; i < 2; ++i) {
+    server->Kill();
+    server->Start();
+    CreateHead(*server);
+    fake_cuda::TakeCopiedBetween();
+    ExpectSame(OnGpu(*client, problem_, 1), wanted);
+    ExpectSame(OnGpu(*client, problem_, 1), wanted);
+    EXPECT_EQ(client->transport().device.transport, "cuda_ipc") << client->transport().device.reason;
+    EXPECT_TRUE(fake_cuda::TakeCopiedBetween().empty());
+  }
+}
+
+TEST_F(CudaDevicesTest, LimitsHoldForEachGpu) {
+  const auto server = StartServer({"--devices=all", "--shared_device_memory_bytes=4MiB"});
+  CreateHead(*server);
+  const Computed wanted = Expected(*server, problem_);
+  const auto client = ConnectBy(*server, "auto");
+  for (const int device : {0, 1}) ExpectSame(OnGpu(*client, problem_, device), wanted);
+  EXPECT_EQ(Imported(), 2) << client->transport().device.reason;
+  const auto second = ConnectBy(*server, "auto");
+  ExpectSame(OnGpu(*second, problem_, 1), wanted);
+  EXPECT_EQ(second->transport().device.transport, "grpc");
+  EXPECT_THAT(second->transport().device.reason,
+              HasSubstr(absl::StrCat("--shared_device_memory_bytes has nothing left for this process on ", Uuid(1))));
+}
+
+// What a client of another version may ask for.
+TEST_F(CudaDevicesTest, ARequestForARegionNamesAGpuOfTheServer) {
+  const auto server = StartServer({"--devices=all"});
+  const std::string socket = ConnectBy(*server, "grpc")->GetServer()->region_socket();
+  const auto ask = [&](bool of_device, const std::string& device) -> std::string {
+    v1::RegionRequest request;
+    request.set_bytes(4096);
+    request.set_of_device(of_device);
+    request.set_device(device);
+    const auto session = wire::ConnectRegionSocket(socket);
+    EXPECT_TRUE(session.ok() && wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1).ok());
+    pollfd ready = {.fd = session->get(), .events = POLLIN};
+    EXPECT_EQ(poll(&ready, 1, 60'000), 1);
+    const auto packet = wire::ReceiveRegionPacket(session->get());
+    EXPECT_TRUE(packet.ok()) << packet.status();
+    const auto answer = wire::ParseRegionAnswer(packet->bytes);
+    EXPECT_TRUE(answer.ok()) << answer.status();
+    return answer->has_refused() ? answer->refused().reason() : answer->opened().device();
+  };
+  EXPECT_EQ(ask(true, ""), Uuid(0)) << "of a client that knows of one GPU alone";
+  EXPECT_EQ(ask(true, Uuid(0)), Uuid(0));
+  EXPECT_EQ(ask(true, Uuid(1)), Uuid(1));
+  EXPECT_EQ(ask(true, Uuid(2)), absl::StrCat("device must be one of the server's GPUs, ", Uuid(0), ", ", Uuid(1),
+                                             ", got ", Uuid(2)));
+  EXPECT_EQ(ask(false, Uuid(1)), absl::StrCat("device must come with of_device, got ", Uuid(1)));
+  EXPECT_THAT(ask(true, std::string(4000, 'x')), HasSubstr("device must be one of the server's GPUs"));
 }
 
 TEST_F(CudaDevicesTest, ADeterministicServerOfSeveralGpusGivesTheSameBits) {
@@ -106,13 +263,19 @@ TEST_F(CudaDevicesTest, ADeterministicServerOfSeveralGpusGivesTheSameBits) {
 TEST_F(CudaDevicesTest, AServerWhoseGpusAreNotConnectedSaysSo) {
   const auto server = StartServer({"--devices=1,0"});
   CreateHead(*server);
-  const auto client = ConnectBy(*server, "auto");
-  EXPECT_EQ(client->GetServer()->region_device(), kSecondUuid);
+  EXPECT_EQ(ConnectBy(*server, "auto")->GetServer()->region_device(), Uuid(1));
   const Computed wanted = Expected(*server, problem_);
-  ExpectSame(OnGpu(*client, problem_, 1), wanted);
-  EXPECT_EQ(client->transport().device.transport, "grpc");
-  EXPECT_THAT(client->transport().device.reason, HasSubstr("nothing connects these GPUs"));
-  EXPECT_EQ(TryConnect(*server).status().message(), "no shared memory: nothing connects these GPUs");
+  for (const int device : {1, 0}) {
+    const auto client = ConnectBy(*server, "auto");
+    ExpectSame(OnGpu(*client, problem_, device), wanted);
+    EXPECT_EQ(client->transport().device.transport, "grpc");
+    EXPECT_EQ(client->transport().device.reason,
+              absl::StrCat("no shared memory: the server's GPU ", Uuid(1 - device), " does not reach memory of ",
+                           Uuid(device), ": nothing connects these GPUs; tried again from time to time"));
+  }
+  EXPECT_EQ(TryConnect(*server).status().message(),
+            absl::StrCat("no shared memory: the server's GPU ", Uuid(0), " does not reach memory of ", Uuid(1),
+                         ": nothing connects these GPUs"));
 }
 
 }  // namespace

@@ -164,6 +164,15 @@ size_t Pending(void* stream) {
   return static_cast<Stream*>(stream)->work.size();
 }
 
+void SetRank(int one, int other, int rank) {
+  Machine& all = machine();
+  const std::lock_guard lock(all.mutex);
+  all.ranks[{one, other}] = all.ranks[{other, one}] = rank;
+}
+
+void EnterDevice(int device) { contexts.push_back(device); }
+void LeaveDevice() { contexts.pop_back(); }
+
 void SetConnected(bool connected) {
   const std::lock_guard lock(machine().mutex);
   machine().connected = connected;

@@ -37,6 +37,12 @@ size_t Pending(void* stream);
 // Whether the GPUs reach each other's memory; they do at the beginning.
 void SetConnected(bool connected);
 
+// How good the connection of two GPUs is, to the other GPU and back: 0, as at the beginning, is the best.
+void SetRank(int one, int other, int rank);
+// The calling thread's device, as a program that has chosen one has it.
+void EnterDevice(int device);
+void LeaveDevice();
+
 // The next `count` calls of this function of the driver fail, as when the GPU is lost. "copy to region" and
 // "copy from region" are copies to and from memory that is imported.
 void Fail(const std::string& function, int64_t count);

@@ -42,6 +42,22 @@ int cuDeviceGetUuid_v2(void* uuid, int device) {
   });
 }
 
+int cuDeviceGetP2PAttribute(int* value, int attribute, int from, int to) {
+  return Do("cuDeviceGetP2PAttribute", false, [&](Machine& all) {
+    if (from < 0 || from >= all.devices || to < 0 || to >= all.devices) return kInvalidDevice;
+    if (from == to || (attribute != 1 && attribute != 2)) return kInvalidValue;
+    const auto rank = all.ranks.find({from, to});
+    *value = attribute == 2 ? static_cast<int>(all.connected) : rank == all.ranks.end() ? 0 : rank->second;
+    return kSuccess;
+  });
+}
+
+int cuCtxGetDevice(int* device) {
+  if (contexts.empty()) return kInvalidContext;
+  *device = contexts.back();
+  return kSuccess;
+}
+
 int cuPointerGetAttribute(void* value, int attribute, Address address) {
   return Do("cuPointerGetAttribute", false, [&](Machine& all) {
     size_t left = 0;

@@ -71,6 +71,7 @@ struct Machine {
   int devices = 2;
   bool connected = true;
   std::set<std::pair<int, int>> peers;  // the first one reaches what the second one allocates
+  std::map<std::pair<int, int>, int> ranks;  // of what connects two devices, 0 being the fastest
   std::map<std::string, int64_t> failures;
   std::map<std::string, int64_t> calls;
   std::map<Address, size_t> pinned;  // memory of the host, and its bytes

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/plan/plan.h"
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -89,36 +93,120 @@ TEST(Plan, FeedsAsManyTrainersAsHaveTheirRowsComputedWhileTheyWork) {
   EXPECT_FALSE(MakePlan(request, Rates())->speeds.front().trainers_fed.has_value());
 }
 
-TEST(Plan, ComparesPipelinesWithTheHeadOnTheLastStageAndOnAServer) {
+Request LlamaInEightStages() {
   Request request = Llama();
   request.model.layers = 32;
-  request.stages = 8;
-  request.layer_seconds = 0.012;
+  request.pipeline.stages = 8;
+  request.pipeline.layer_seconds = {0.012};
   request.rows = 32 * 8192;
+  return request;
+}
+
+TEST(Plan, ComparesPipelinesWithTheHeadOnTheLastStageOnAServerAndColocated) {
+  Request request = LlamaInEightStages();
   const auto plan = MakePlan(request, Rates());
   ASSERT_TRUE(plan.ok()) << plan.status();
-  ASSERT_EQ(plan->pipelines.size(),
-            5u);  // local; a server beside eight stages and beside seven, exact and sampled
+  // Local; a server beside eight stages and beside seven, exact and sampled; colocated, with MPS and without.
+  ASSERT_EQ(plan->pipelines.size(), 9u);
+  EXPECT_EQ(plan->pipelines[0].kind, PipelineKind::kLocal);
   EXPECT_EQ(plan->pipelines[0].local, LocalMethod::kCompiled);
   EXPECT_EQ(plan->pipelines[0].layout.gpus, 8);
+  EXPECT_EQ(plan->pipelines[0].over_local, 1.0);
   EXPECT_EQ(plan->pipelines[1].layout.gpus, 9);
   EXPECT_EQ(plan->pipelines[3].layout.gpus, 8);
-  // 39.5 ms of the head are 3.3 layers.
-  EXPECT_NEAR(plan->pipelines[0].layout.slowest_stage_seconds, 0.060, 1e-9);
-  EXPECT_NEAR(plan->pipelines[1].layout.slowest_stage_seconds, 0.048, 1e-9);
-  EXPECT_NEAR(plan->pipelines[1].layout.step_seconds, (32 + 7) * 0.048, 1e-9);
+  EXPECT_NEAR(plan->pipelines[1].layout.least_step_seconds, (32 + 7) * 0.048 + 0.0382, 1e-4);
+  for (size_t i = 5; i < 9; ++i) {
+    const Pipeline& colocated = plan->pipelines[i];
+    EXPECT_EQ(colocated.kind, PipelineKind::kColocated);
+    EXPECT_EQ(colocated.mps, i < 7);
+    EXPECT_EQ(colocated.layout.gpus, 8);
+    EXPECT_EQ(colocated.layout.shares.size(), 8u);
+    EXPECT_GT(colocated.layout.step_seconds, colocated.layout.least_step_seconds);
+    EXPECT_NEAR(colocated.over_local,
+                plan->pipelines[0].layout.step_seconds / colocated.layout.step_seconds, 1e-12);
+  }
+  EXPECT_LT(plan->pipelines[5].layout.step_seconds, plan->pipelines[7].layout.step_seconds);
   request.trainers = 16;
   const auto many = MakePlan(request, Rates());
   ASSERT_TRUE(many.ok()) << many.status();
-  ASSERT_EQ(many->pipelines.size(), 3u);
+  ASSERT_EQ(many->pipelines.size(), 7u);
   EXPECT_TRUE(many->pipelines[1].layout.server_bound);  // 2.2 million rows a second
-  request.layer_seconds = 0.0;
-  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("layer_seconds"));
-  request.layer_seconds = 0.012;
-  request.model.layers = 7;
-  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("layers"));
-  request.stages = -1;
-  EXPECT_THAT(MakePlan(request, Rates()).status().message(), HasSubstr("stages"));
+  EXPECT_EQ(many->pipelines[3].layout.gpus, 128);       // each replica has a head on its own GPUs
+}
+
+TEST(Plan, PipelinesAreOfTheTimesThatAreGiven) {
+  Request request = LlamaInEightStages();
+  request.model.hidden = 1 << 20;  // of which no rate says anything
+  request.model.vocab = 32'064;
+  EXPECT_TRUE(MakePlan(request, Rates())->pipelines.empty());
+  request.pipeline.head_seconds = 0.040;
+  request.pipeline.local_head_seconds = 0.050;
+  const auto plan = MakePlan(request, Rates());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(plan->pipelines.size(), 5u);  // local, two with a server, colocated with and without MPS
+  EXPECT_EQ(plan->pipelines[0].local, std::nullopt);
+  EXPECT_EQ(plan->pipelines[3].head_seconds, 0.040);
+  // A GPU without a class is none that a server takes: 256 of 32,064 are 8 thousandths.
+  EXPECT_GE(*std::min_element(plan->pipelines[3].layout.shares.begin(), plan->pipelines[3].layout.shares.end()),
+            8);
+}
+
+TEST(Plan, APipelineOfOtherLayersIsDividedByTheirTimes) {
+  Request request = LlamaInEightStages();
+  request.pipeline.layer_seconds.assign(32, 0.010);
+  request.pipeline.layer_seconds[0] = 0.080;
+  const auto plan = MakePlan(request, Rates());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->pipelines[5].layout.layers.front(), 1);
+}
+
+TEST(Plan, APipelineTakesTheMemoryOfItsStages) {
+  Request request = LlamaInEightStages();
+  request.pipeline.layer_bytes = int64_t{1} << 30;
+  const auto plan = MakePlan(request, Rates());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const int64_t layer = 16 * 12 * int64_t{4096} * 4096, embedding = 16 * int64_t{4096} * 128'256;
+  const Pipeline& server = plan->pipelines[1];
+  EXPECT_EQ(server.layout.layers.front(), 4);
+  // Four layers, nine microbatches in flight, and what a layer has while it is computed.
+  EXPECT_EQ(server.stage_bytes.front(), 4 * (layer + (int64_t{9} << 30)) + embedding + (1 << 30));
+  EXPECT_EQ(server.stage_bytes.back(), 4 * (layer + (int64_t{2} << 30)) + (1 << 30));
+  EXPECT_EQ(server.server_bytes, plan->server[0].device_bytes);
+  // Colocated, each stage has its share of the head: 16 bytes and a 16-bit copy of a parameter at least.
+  const Pipeline& colocated = plan->pipelines[5];
+  int64_t of_head = 0;
+  for (size_t stage = 0; stage < 8; ++stage) of_head += colocated.stage_bytes[stage] - server.stage_bytes[stage];
+  EXPECT_GT(of_head, 18 * int64_t{4096} * 128'256);
+  request.memory_bytes = int64_t{50} << 30;
+  EXPECT_FALSE(MakePlan(request, Rates())->pipelines[5].fits);
+  EXPECT_TRUE(colocated.fits);
+}
+
+TEST(Plan, RefusesPipelinesThatCannotBe) {
+  const auto refused = [](auto change) {
+    Request request = LlamaInEightStages();
+    change(request);
+    return std::string(MakePlan(request, Rates()).status().message());
+  };
+  const auto seconds = [&](std::vector<double> given) {
+    return refused([&](Request& r) { r.pipeline.layer_seconds = given; });
+  };
+  EXPECT_THAT(seconds({}), HasSubstr("layer_seconds must be given with stages"));
+  EXPECT_THAT(seconds({0.0}), HasSubstr("layer_seconds must be > 0 and finite, got 0"));
+  EXPECT_THAT(seconds(std::vector<double>(31, 0.01)), HasSubstr("one for each of the 32, got 31 values"));
+  std::vector<double> one_bad(32, 0.01);
+  one_bad[3] = INFINITY;
+  EXPECT_THAT(seconds(one_bad), HasSubstr("layer_seconds[3] must be > 0 and finite, got inf"));
+  EXPECT_THAT(refused([](Request& r) { r.model.layers = 7; }), HasSubstr("layers must be from 8"));
+  EXPECT_THAT(refused([](Request& r) { r.model.layers = 1 << 20; }), HasSubstr("layers must be from 8"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.stages = -1; }), HasSubstr("stages must be from 1 to 256"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.stages = 257; }), HasSubstr("stages must be from 1 to 256"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.embedding_seconds = NAN; }), HasSubstr("embedding_seconds"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.head_seconds = -1; }), HasSubstr("head_seconds must be >= 0"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.sampled_seconds = -1; }), HasSubstr("sampled_seconds"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.local_head_seconds = -1; }),
+              HasSubstr("local_head_seconds"));
+  EXPECT_THAT(refused([](Request& r) { r.pipeline.layer_bytes = -1; }), HasSubstr("layer_memory"));
 }
 
 TEST(Plan, SaysWhatDoesNotFit) {
@@ -175,7 +263,7 @@ TEST(Measured, NamesWhatIsWrong) {
                   .message(),
               HasSubstr("source 0"));
   const std::string empty =
-      R"("last_stage": [], "optimizer": [], "transports": [], "devices": [], "pipelines": []})";
+      R"("last_stage": [], "optimizer": [], "transports": [], "devices": [], "pipelines": [], "steps": [], "step_factors": {"layer": 1, "local_head": 1, "colocated": [], "worst_error": 0}})";
   const auto nothing = ParseMeasured(head + R"("loss": [], )" + empty);
   ASSERT_TRUE(nothing.ok()) << nothing.status();
   // Another card, of which nothing is known: memory, and no times.

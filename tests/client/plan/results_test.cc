@@ -4,13 +4,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "client/plan/local_head.h"
 #include "client/plan/measured.h"
@@ -233,6 +236,85 @@ TEST(PlanBesideResults, TwoGpusByVocabularyTakeWhatWasMeasured) {
     const double ms = runs.at(name).at("two GPUs, exact").at("median_ms");
     EXPECT_NEAR(8192e3 / plan->speeds.front().low_rows_per_second, ms, kTolerance * ms) << name;
   }
+}
+
+// ---- pipelines ----
+
+double HeadSeconds(const Measured& measured, const PipelineStep& step) {
+  const std::vector<Timing> timings =
+      step.kind == "local" ? TimingsOf(measured, Name(LocalMethod::kCompiled), "real")
+                           : TimingsOf(measured, Logits::kStored,
+                                       step.gradients == "exact" ? Gradients::kExact : Gradients::kSampled,
+                                       "real");
+  return EstimateTime(timings, step.hidden, step.vocab, step.microbatch_rows).middle_seconds();
+}
+
+PipelineLayout LayoutOf(const Measured& measured, const PipelineStep& step, PipelineFactors factors) {
+  const PipelineShape shape = {.layer_seconds = std::vector<double>(
+                                   static_cast<size_t>(std::reduce(step.layers.begin(), step.layers.end())),
+                                   step.layer_seconds),
+                               .stages = static_cast<int>(step.layers.size()),
+                               .microbatches = step.microbatches,
+                               .microbatch_rows = step.microbatch_rows};
+  const double head = HeadSeconds(measured, step);
+  if (step.kind == "local") return LocalLayout(shape, step.layers, head, factors);
+  if (step.kind == "server") return ServerLayout(shape, step.layers, head, 1, factors);
+  return ColocatedLayout(shape, step.layers, step.shares, head, factors);
+}
+
+PipelineFactors FactorsOf(const Measured& measured, const PipelineStep& step) {
+  PipelineFactors factors = {.layer = measured.factors.layer, .local_head = measured.factors.local_head};
+  for (const StepFactors::Colocated& each : measured.factors.colocated) {
+    if (each.gradients == step.gradients && each.mps == step.mps) factors.colocated = each.factor;
+  }
+  return factors;
+}
+
+// Each step that was measured, of every kind, as `lossctl plan --stages` would predict that layout. The
+// factors are made by bench/step_factors.py, which has the same model.
+TEST(PlanBesideResults, StepsOfPipelinesArePredictedWithinTenPercent) {
+  const Measured measured = Rates();
+  ASSERT_GE(measured.steps.size(), 20u);
+  double worst = 0.0;
+  for (const PipelineStep& step : measured.steps) {
+    const PipelineLayout layout = LayoutOf(measured, step, FactorsOf(measured, step));
+    const double error = layout.step_seconds / step.step_seconds - 1.0;
+    worst = std::max(worst, std::fabs(error));
+    EXPECT_LE(std::fabs(error), kTolerance) << step.kind << " " << step.gradients << " of "
+                                            << step.layers.size() << " stages, source " << step.source;
+    EXPECT_LE(layout.least_step_seconds, step.step_seconds);
+  }
+  EXPECT_NEAR(worst, measured.factors.worst_error, 1e-3);
+}
+
+// What torch had allocated at its peak on each stage, of steps with the fastest local head and with a server.
+TEST(PlanBesideResults, MemoryOfStagesIsWithinTwelvePercent) {
+  constexpr double kMemoryTolerance = 0.12;
+  const Measured measured = Rates();
+  int compared = 0;
+  for (const PipelineStep& step : measured.steps) {
+    Request request;
+    request.model = {.hidden = step.hidden,
+                     .vocab = step.vocab,
+                     .layers = std::reduce(step.layers.begin(), step.layers.end())};
+    request.rows = step.microbatches * step.microbatch_rows;
+    request.microbatch = step.microbatch_rows;
+    request.pipeline.stages = static_cast<int>(step.layers.size());
+    request.pipeline.layer_seconds = {step.layer_seconds};
+    const auto plan = MakePlan(request, measured);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    for (const Pipeline& pipeline : plan->pipelines) {
+      if (pipeline.layout.layers != step.layers || Name(pipeline.kind) != step.kind) continue;
+      if (pipeline.kind == PipelineKind::kColocated) continue;  // the server's part is another process's
+      for (size_t stage = 0; stage < step.peak_bytes.size(); ++stage, ++compared) {
+        EXPECT_NEAR(static_cast<double>(pipeline.stage_bytes[stage]) /
+                        static_cast<double>(step.peak_bytes[stage]),
+                    1.0, kMemoryTolerance)
+            << step.kind << " stage " << stage << " source " << step.source;
+      }
+    }
+  }
+  EXPECT_GE(compared, 12);
 }
 
 }  // namespace

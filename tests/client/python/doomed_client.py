@@ -2,8 +2,8 @@
 """Clients that die or misbehave at a moment that a test names (test_client_deaths.py).
 
 A program that forks one client for each line of its input, "TARGET MEMORY MOMENT DEED", and says "pid N" when that has begun,
-"ready" when it has computed once, "child N" of a child of its own, and "ended STATUS" (as os.waitpid has it). MEMORY is host
-or gpu, which is played. MOMENT counts places where a call or a region begins, ends, or gives and takes a slice, from the second
+"ready" when it has computed once, "child N" of a child of its own, and "ended STATUS" (as os.waitpid has it). MEMORY is host,
+gpu or second_gpu, which are played. MOMENT counts places where a call or a region begins, ends, or gives and takes a slice, from the second
 computation on; DEED is what the client does there:
   kill   nothing more: SIGKILL
   fork   makes a child, which stays, and goes on; then SIGKILL
@@ -37,15 +37,15 @@ def rows() -> tuple[Any, Any]:
     return rng.standard_normal((N, D)).astype(np.float32), rng.integers(0, V, N).astype(np.int32)
 
 
-def compute(client: lossd.Client, on_gpu: bool = False) -> Any:
-    """The gradients of rows()."""
+def compute(client: lossd.Client, gpu: int | None = None) -> Any:
+    """The gradients of rows(), which are on the host (None) or on a GPU."""
     hidden, targets = rows()
     gradient = np.full_like(hidden, np.nan)
-    if not on_gpu:
+    if gpu is None:
         client.compute_loss("lm", hidden, targets, grad_hidden=gradient, slice_bytes=40 * D * 4)
         return gradient
-    array = FakeArray(gradient)
-    client.compute_loss("lm", FakeArray(hidden), targets, grad_hidden=array, slice_bytes=40 * D * 4)
+    array = FakeArray(gradient, gpu)
+    client.compute_loss("lm", FakeArray(hidden, gpu), targets, grad_hidden=array, slice_bytes=40 * D * 4)
     return array.values
 
 
@@ -79,7 +79,7 @@ class _Moments:
 
 
 def _live(target: str, memory: str, moment: int, deed: str) -> None:
-    on_gpu = memory == "gpu"
+    gpu = {"host": None, "gpu": 0, "second_gpu": 1}[memory]
     opened: list[_regions.SharedRegion] = []
 
     def act() -> None:
@@ -99,8 +99,8 @@ def _live(target: str, memory: str, moment: int, deed: str) -> None:
             ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(opened[-1].size))
 
     _say("pid", os.getpid())
-    if on_gpu:
-        driver = FakeDriver()
+    if gpu is not None:
+        driver = FakeDriver(devices=2)
         _cuda.driver = lambda: driver  # type: ignore[assignment]
     moments = _Moments(moment, act)
     for name in ("put", "find", "free", "close"):
@@ -112,12 +112,12 @@ def _live(target: str, memory: str, moment: int, deed: str) -> None:
         opened.append(self)
 
     _regions.SharedRegion.__init__ = remember  # type: ignore[method-assign]
-    with lossd.Client(target, transport="cuda_ipc" if on_gpu else "shared_memory", channels=1) as client:
-        wanted = compute(client, on_gpu)
+    with lossd.Client(target, transport="shared_memory" if gpu is None else "cuda_ipc", channels=1) as client:
+        wanted = compute(client, gpu)
         moments.counting = True
         _say("ready")
         for number in range(3 if deed != "none" else 1 << 30):
-            got = compute(client, on_gpu)
+            got = compute(client, gpu)
             if number > 0 or deed != "close":
                 np.testing.assert_allclose(got, wanted, atol=1e-6)
         if deed == "fork":

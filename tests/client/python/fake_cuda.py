@@ -26,6 +26,8 @@ class FakeDriver:
         self.copies: list[tuple[bool, bool]] = []  # whether the target, and the source, is of a device
         self.between: set[tuple[int, int, int]] = set()  # of copies between two: which has it, which gets it, whose work it is
         self.connected = True  # whether GPUs reach each other's memory
+        self.ranks: dict[tuple[int, int], int] = {}  # of what connects two of them, 0 being the fastest
+        self.entered: int | None = None  # the GPU that threads work on
         self.reached: set[tuple[int, int]] = set()  # address of what was imported, and the other GPU that reaches it
         self.waited: list[int] = []
         self.pinned: dict[int, int] = {}  # address to size, of memory of the host
@@ -36,6 +38,14 @@ class FakeDriver:
 
     def uuid(self, device: int) -> str:
         return uuid_of(device)
+
+    def current(self) -> int | None:
+        return self.entered
+
+    def distance(self, source: int, to: int) -> int | None:
+        if source == to:
+            return 0
+        return 1 + self.ranks.get((source, to), 0) if self.connected else None
 
     def device_of(self, address: int) -> int:
         assert address >= _FAR

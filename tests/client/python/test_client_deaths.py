@@ -74,7 +74,11 @@ class Watched:
 
     def __init__(self, memory: str) -> None:
         self.memory = memory
-        self.server = ServerProcess("--backend=cuda", program="LOSSD_WITH_SHARED_DEVICE") if memory == "gpu" else ServerProcess()
+        if memory == "host":
+            self.server = ServerProcess()
+        else:  # one GPU, or two, and the rows on the second
+            flags = ("--devices=all",) if memory == "second_gpu" else ()
+            self.server = ServerProcess("--backend=cuda", *flags, program="LOSSD_WITH_SHARED_DEVICE")
         self._observer = lossd.Client(self.server.target, channels=1, transport="grpc")
         self._observer.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32")
         self.wanted = compute(self._observer)
@@ -96,7 +100,7 @@ class Watched:
         over = threading.Event()
         problems: list[BaseException] = []
         computed = [0]
-        transport = "grpc" if self.memory == "gpu" else "shared_memory"  # its rows are on the host
+        transport = "shared_memory" if self.memory == "host" else "grpc"  # its rows are on the host
         with lossd.Client(self.server.target, channels=1, transport=transport, shared_memory_bytes=1 << 20) as client:
             compute(client)
             self._before = self._holdings()
@@ -131,7 +135,7 @@ class Watched:
             time.sleep(0.005)
 
 
-@pytest.fixture(scope="module", params=["host", "gpu"])
+@pytest.fixture(scope="module", params=["host", "gpu", "second_gpu"])
 def watched(request: pytest.FixtureRequest, doomed: Doomed) -> Iterator[Watched]:
     made = Watched(request.param)
     # What the server makes with its first clients, and keeps.

@@ -95,6 +95,17 @@ def test_finds_gpus_by_their_uuid(driver: _cuda.Driver) -> None:
     assert driver.find("GPU-00000000-0000-0000-0000-000000000003") is None
 
 
+def test_says_which_gpu_the_thread_works_on_and_how_far_others_are(driver: _cuda.Driver, library: Library) -> None:
+    assert driver.current() is None
+    with driver._current(1):
+        assert driver.current() == 1
+    assert [driver.distance(0, 0), driver.distance(0, 1)] == [0, 1]
+    assert driver.distance(0, 7) is None
+    library.set_connected(False)
+    assert driver.distance(0, 1) is None
+    library.set_connected(True)
+
+
 def test_copies_between_gpus_the_host_and_memory_of_other_processes(driver: _cuda.Driver, library: Library) -> None:
     held = library.held()
     descriptor = os.memfd_create("exported")

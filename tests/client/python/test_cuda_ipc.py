@@ -295,7 +295,7 @@ def test_a_fork_uses_nothing_of_its_parents(gpu_server: ServerProcess) -> None:
     expected(gpu_server)
     with connect(gpu_server) as client:
         on_gpu(client)
-        region = client._connections.device_regions.get()
+        region = client._connections.device_regions.get(uuid_of(0))
         assert region is not None and region.usable()
         child = os.fork()
         if child == 0:

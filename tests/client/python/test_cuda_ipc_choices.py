@@ -30,6 +30,9 @@ def test_auto_takes_it_for_arrays_of_the_servers_gpu(gpu_server: ServerProcess, 
         gradient, _ = on_gpu(client, device=1)
         assert set(gpus.copies) == {(False, True), (True, False)}, "between the array and the host"
         np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        assert client.cuda_transport == (
+            "grpc", f"rows on {uuid_of(0)}: cuda_ipc, the server's GPU is of this host; 4 MiB of {uuid_of(0)}; rows on "
+            f"{uuid_of(1)}: grpc, the rows are on {uuid_of(1)}, and the server's GPU is {uuid_of(0)}")
 
 
 def test_auto_on_a_machine_without_that_gpu(gpu_server: ServerProcess, gpus: FakeDriver,
@@ -67,7 +70,7 @@ def test_a_slice_that_finds_no_room_goes_in_messages_that_are_small_enough(gpus:
     try:
         wanted = expected(server)
         with connect(server, 256 << 10) as client:
-            region = client._connections.device_regions.get()
+            region = client._connections.device_regions.get(uuid_of(0))
             assert region is not None
             offset = region.take(region.size)
             gradient = FakeArray(np.full((N, D), np.nan, np.float32))
@@ -87,7 +90,7 @@ def test_a_call_waits_a_moment_for_the_room_of_others(gpu_server: ServerProcess,
     monkeypatch.setattr(_slice_places, "_PATIENCE", 60.0)
     wanted = expected(gpu_server)
     with connect(gpu_server, 256 << 10) as client:
-        region = client._connections.device_regions.get()
+        region = client._connections.device_regions.get(uuid_of(0))
         assert region is not None
         offset = region.take(region.size)
         assert offset is not None

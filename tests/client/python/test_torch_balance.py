@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lossd.torch.balance against all divisions of small models."""
+"""lossd.torch.balance against all divisions of small models, and `lossctl plan` against lossd.torch.balance."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,3 +70,31 @@ def test_a_stage_that_has_no_time_left() -> None:
 def test_bad_input(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         lossd.torch.balance(**arguments)  # type: ignore[arg-type]
+
+
+def planned(lossctl: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    done = subprocess.run([str(lossctl), "--json", "plan", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [each for each in json.loads(done.stdout)["pipelines"] if each["kind"] == "colocated"]
+
+
+def test_lossctl_plan_divides_in_the_same_way(rng: np.random.Generator) -> None:
+    """Not about the same: the same layers and the same shares, of times with all their digits."""
+    lossctl = Path(os.environ["LOSSD_BINARY"]).with_name("lossctl")
+    for case in range(40):
+        stages = int(rng.integers(1, 9))
+        layers = int(rng.integers(stages, 5 * stages + 2))
+        times = [float(rng.uniform(0.001, 0.03))] * layers if case % 2 else rng.uniform(0.001, 0.03, layers).tolist()
+        embedding = float(rng.choice([0.0, rng.uniform(0, 0.05)]))
+        exact, sampled = rng.uniform(0.001, 0.2, 2).tolist()
+        given = ",".join(map(repr, times if case % 4 else [times[0]]))
+        times = times if case % 4 else [times[0]] * layers
+        colocated = planned(lossctl, [
+            "--hidden=2304", "--vocab=256000", "--rows=65536", f"--layers={layers}", f"--stages={stages}",
+            f"--layer-seconds={given}", f"--embedding-seconds={embedding!r}", f"--head-seconds={exact!r}",
+            f"--sampled-seconds={sampled!r}"])
+        assert [each["head_seconds"] for each in colocated] == [exact, sampled, exact, sampled]
+        for each in colocated:
+            got = lossd.torch.balance(times, each["head_seconds"], stages, stage_seconds=[embedding] + [0.0] * (stages - 1),
+                                      least_share=each["least_share"])
+            assert (list(got.layers), list(got.shares)) == (each["layers"], each["shares"]), (case, times, each)

@@ -91,6 +91,37 @@ TEST(CudaBackend, MemoryFiguresAreWhatTheDeviceLoses) {
   EXPECT_EQ((*head)->chunk_rows() % 8, 0);
 }
 
+// Beside a trainer that takes what it finds free, a head takes nothing more once it is there, but for the
+// code of kernels that are loaded when they are first needed.
+TEST(CudaBackend, ComputingTakesNoMemoryOfTheDevice) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ProblemSpec spec;
+  spec.config = LargeConfig();
+  spec.config.optimizer_state = OptimizerState::kAdam;
+  spec.hidden_dtype = DType::kBFloat16;
+  const Problem problem = MakeProblem(spec, rng);
+  const auto head = MakeHead(**backend, problem);
+  ASSERT_NE(head, nullptr);
+  size_t before = 0, after = 0, total = 0;
+  ASSERT_EQ(cudaMemGetInfo(&before, &total), cudaSuccess);
+  for (const Gradients gradients :
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    spec.options.gradients = gradients;
+    for (const int64_t rows : {head->chunk_rows(), int64_t{1}}) {
+      spec.slice_rows = {rows};
+      EXPECT_TRUE(RunChunk(*head, MakeProblem(spec, rng)).done.ok());
+    }
+    EXPECT_TRUE(head->GradNorm().ok());
+    EXPECT_TRUE(head->ApplyStep({.learning_rate = 1e-3}, 1).ok());
+  }
+  ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
+  constexpr int64_t kCode = int64_t{32} << 20;
+  EXPECT_LE(static_cast<int64_t>(before) - static_cast<int64_t>(after), kCode);
+}
+
 TEST(CudaBackend, ChunksInFlightFinishInOrderAndMoreAreRefused) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();

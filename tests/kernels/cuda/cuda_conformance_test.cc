@@ -31,16 +31,19 @@ Backend& BackendWith() {
 }
 
 constexpr int kGroupGpus = 2;
+constexpr int kGridGpus = 4;
 
-// Every chunk is divided between two GPUs.
-template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
+// Every chunk is divided between so many GPUs.
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false, int kGpus = kGroupGpus>
 Backend& GroupWith() {
   static const std::unique_ptr<Backend> group = [] {
     std::vector<std::unique_ptr<Backend>> members;
-    for (int i = 0; i < kGroupGpus; ++i) {
+    std::vector<int> gpus;
+    for (int i = 0; i < kGpus; ++i) {
+      gpus.push_back(i);
       CudaBackendOptions options = kOptions;
       options.device = i;
-      options.replica = {i, kGroupGpus};
+      options.replica = {i, kGpus};
       options.fused_loss = kFused;
       options.host_branches = kHostBranches;
       options.smallest_blocks = kSmallestBlocks;
@@ -48,7 +51,7 @@ Backend& GroupWith() {
       EXPECT_TRUE(member.ok()) << member.status();
       members.push_back(*std::move(member));
     }
-    auto connection = CudaReplicaGroup::Create({0, 1});
+    auto connection = CudaReplicaGroup::Create(gpus);
     EXPECT_TRUE(connection.ok()) << connection.status();
     const std::shared_ptr<CudaReplicaGroup> shared = *std::move(connection);
     using Heads = absl::Span<HeadKernels* const>;
@@ -75,6 +78,7 @@ struct Way {
   int gpus = 1;
   Split split = Split::kAny;
   std::vector<int32_t> shares = {};
+  int replicas = 1;
 };
 
 // Fused losses are taken wherever they are possible. Heads that recompute logits have the blocks that a
@@ -155,16 +159,85 @@ std::vector<Way> Ways() {
        kGroupGpus,
        Split::kVocabulary,
        {5, 1}},
+      {"CudaGrid",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kStored,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {},
+       2},
+      {"CudaGridShares",
+       GroupWith<kNever, false, false, kGridGpus>,
+       kStored,
+       {{kBf16, kF32}},
+       kGridGpus,
+       Split::kVocabulary,
+       {1, 3},
+       2},
+      {"CudaGridRecomputed",
+       GroupWith<kFused, false, false, kGridGpus>,
+       kRecomputed,
+       {{kF32, kF32}, {kBf16, kBf16}},
+       kGridGpus,
+       Split::kVocabulary,
+       {5, 1},
+       2},
+  };
+}
+
+// Shares that leave GPUs without classes, or with few.
+std::vector<Way> WaysWithFewClasses() {
+  constexpr FusedLoss kNever = FusedLoss::kNever, kFused = FusedLoss::kWherePossible;
+  constexpr Logits kStored = Logits::kStored, kRecomputed = Logits::kRecomputed;
+  const Dtypes ends = {{kF32, kF32}, {kBf16, kBf16}};
+  const auto of_two = [](const char* name, Backend& (*backend)(), Logits logits, Dtypes dtypes,
+                         std::vector<int32_t> shares) {
+    return Way{name, backend, logits, std::move(dtypes), kGroupGpus, Split::kVocabulary, std::move(shares)};
+  };
+  const auto of_four = [](const char* name, Logits logits, std::vector<int32_t> shares) {
+    return Way{name,
+               GroupWith<kFused, false, false, 4>,
+               logits,
+               {{kBf16, kBf16}},
+               4,
+               Split::kVocabulary,
+               std::move(shares)};
+  };
+  return {
+      of_two("CudaSharesWithoutFirst", GroupWith<kNever>, kStored, {{kF32, kF32}, {kF16, kF16}, {kBf16, kF32}},
+             {0, 1}),
+      of_two("CudaSharesWithoutLast", GroupWith<kNever>, kStored, ends, {2, 0}),
+      of_two("CudaSharesWithoutFirstFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}, {kBf16, kF32}},
+             {0, 3}),
+      of_two("CudaSharesWithoutLastFused", GroupWith<kFused>, kStored, {{kBf16, kBf16}}, {1, 0}),
+      of_two("CudaSharesWithoutFirstHostBranch", GroupWith<kFused, true>, kStored, ends, {0, 1}),
+      of_two("CudaSharesWithoutFirstRecomputed", GroupWith<kNever>, kRecomputed, ends, {0, 1}),
+      of_two("CudaSharesWithoutLastRecomputedBlocks", GroupWith<kFused, false, true>, kRecomputed, ends,
+             {1, 0}),
+      of_two("CudaSharesWithoutLastRecomputedFused", GroupWith<kFused>, kRecomputed,
+             {{kF16, kF16}, {kBf16, kBf16}}, {1, 0}),
+      of_two("CudaSharesWithoutFirstRecomputedFused", GroupWith<kFused>, kRecomputed,
+             {{kF16, kF16}, {kBf16, kBf16}}, {0, 1}),
+      of_two("CudaSharesUneven", GroupWith<kFused>, kStored, ends, {1, 1000}),
+      of_two("CudaSharesUnevenRecomputed", GroupWith<kFused>, kRecomputed, ends, {999, 1}),
+      of_four("CudaSharesOfFour", kStored, {3, 0, 1, 5}),
+      of_four("CudaSharesOfFourOne", kStored, {0, 0, 1, 0}),
+      of_four("CudaSharesOfFourEnds", kStored, {0, 2, 1, 0}),
+      of_four("CudaSharesOfFourRecomputed", kRecomputed, {0, 7, 0, 1}),
+      of_four("CudaSharesOfFourOneRecomputed", kRecomputed, {0, 1, 0, 0}),
   };
 }
 
 std::vector<ConformanceCase> Cases() {
   std::vector<ConformanceCase> cases;
-  for (const Way& way : Ways()) {
+  std::vector<Way> ways = Ways(), few = WaysWithFewClasses();
+  ways.insert(ways.end(), few.begin(), few.end());
+  for (const Way& way : ways) {
     if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, way.shares});
+                       way.gpus, way.split, way.shares, way.replicas});
     }
   }
   return cases;

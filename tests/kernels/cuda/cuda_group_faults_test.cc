@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two GPUs that are one device, of which one stays away from an exchange or fails in it: the group ends as
 // one. The call under way gets one answer, within the time that a GPU waits for another; what comes later
-// fails; nothing hangs, and a new group can be made.
+// fails; nothing hangs, and a new group can be made. The same with two replicas of two GPUs each, where it is
+// the GPU of one place of all.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -29,18 +33,23 @@ struct Case {
   std::string name;
   Split split = Split::kRows;
   bool fails = false;  // else it stays away
+  int replicas = 1;
 };
 
-std::unique_ptr<Backend> MakeGroup() {
+// Of kMembers GPUs each.
+std::unique_ptr<Backend> MakeGroup(int replicas = 1) {
+  const int gpus = replicas * kMembers;
   std::vector<std::unique_ptr<Backend>> members;
-  for (int i = 0; i < kMembers; ++i) {
+  std::vector<int> devices;
+  for (int i = 0; i < gpus; ++i) {
+    devices.push_back(i);
     auto member =
-        CreateCudaBackend({.device = i, .replica = {i, kMembers}, .workspace_bytes = int64_t{64} << 20});
+        CreateCudaBackend({.device = i, .replica = {i, gpus}, .workspace_bytes = int64_t{64} << 20});
     EXPECT_TRUE(member.ok()) << member.status();
     if (!member.ok()) return nullptr;
     members.push_back(*std::move(member));
   }
-  auto connection = CudaReplicaGroup::Create({0, 1}, kTimeout);
+  auto connection = CudaReplicaGroup::Create(devices, kTimeout);
   EXPECT_TRUE(connection.ok()) << connection.status();
   if (!connection.ok()) return nullptr;
   const std::shared_ptr<CudaReplicaGroup> group = *std::move(connection);
@@ -59,7 +68,7 @@ class CudaGroupFaults : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     LOSSD_SKIP_WITHOUT_GPU();
-    if (GpuCount() < kMembers) GTEST_SKIP() << "one GPU only";
+    if (GpuCount() < kMembers * GetParam().replicas) GTEST_SKIP() << GpuCount() << " GPUs only";
   }
   void TearDown() override { SetNcclFault({}); }
 
@@ -68,6 +77,7 @@ class CudaGroupFaults : public ::testing::TestWithParam<Case> {
     spec.config = {.hidden_size = 72, .vocab_size = 1003, .compute_dtype = DType::kBFloat16};
     spec.config.norm = Norm::kRmsNorm;
     spec.config.split = GetParam().split;
+    spec.config.replicas = GetParam().replicas;
     spec.hidden_dtype = DType::kBFloat16;
     spec.slice_rows = {40, 24};
     return spec;
@@ -90,9 +100,9 @@ class CudaGroupFaults : public ::testing::TestWithParam<Case> {
 
 TEST_P(CudaGroupFaults, EndAsOne) {
   const Problem problem = MakeProblem(Spec(), rng_);
-  int64_t exchanges = 0;  // of each member
+  int64_t exchanges = 0;  // of each member, of both replicas together
   {
-    const auto group = MakeGroup();
+    const auto group = MakeGroup(GetParam().replicas);
     ASSERT_NE(group, nullptr);
     const auto head = MakeHead(*group, problem);
     ASSERT_NE(head, nullptr);
@@ -103,14 +113,15 @@ TEST_P(CudaGroupFaults, EndAsOne) {
   }
   ASSERT_GT(exchanges, 1) << "the calls are not counted";
   std::vector<int64_t> places = {0, exchanges / 2};
-  // By rows the last exchange gives the others a few values, and its sender does not wait until they have
-  // them: a GPU that only leaves this out is not noticed. One that hangs does not do what comes after it
-  // either.
-  if (GetParam().fails || GetParam().split == Split::kVocabulary) places.push_back(exchanges - 1);
+  // Of several replicas the last exchange gives the others a few values, and its sender does not wait until
+  // they have them: a GPU that only leaves this out is not noticed. One that hangs does not do what comes
+  // after it either.
+  const bool spreads = GetParam().split == Split::kRows || GetParam().replicas > 1;
+  if (GetParam().fails || !spreads) places.push_back(exchanges - 1);
   for (const int64_t after : places) {
     const int member = static_cast<int>(after) % kMembers;
     SCOPED_TRACE(absl::StrCat("GPU ", member, " after ", after, " of ", exchanges, " exchanges"));
-    const auto group = MakeGroup();
+    const auto group = MakeGroup(GetParam().replicas);
     ASSERT_NE(group, nullptr);
     auto head = MakeHead(*group, problem);
     ASSERT_NE(head, nullptr);
@@ -130,13 +141,42 @@ TEST_P(CudaGroupFaults, EndAsOne) {
   }
 }
 
+// Rows lie in memory that the GPUs write to while the thread that has enqueued the copies goes on.
+TEST_P(CudaGroupFaults, MemoryIsTheCallersOnceTheFailureIsKnown) {
+  const Problem problem = MakeProblem(Spec(), rng_);
+  for (const int64_t after : {int64_t{0}, int64_t{1}, int64_t{2}}) {
+    SCOPED_TRACE(after);
+    const auto group = MakeGroup();
+    ASSERT_NE(group, nullptr);
+    auto staging = group->AllocateStaging(int64_t{1} << 20);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    const absl::Span<uint8_t> memory = (*staging)->bytes();
+    SetRowMemory(memory);
+    auto head = MakeHead(*group, problem);
+    ASSERT_NE(head, nullptr);
+    SetNcclFault({.member = 1, .after = after, .fails = GetParam().fails});
+    const ChunkRun run = RunChunk(*head, problem);  // has overwritten all rows as soon as it heard
+    const std::vector<uint8_t> at_end(memory.begin(), memory.end());
+    for (int gpu = 0; gpu < kMembers; ++gpu) {
+      cudaSetDevice(gpu);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    EXPECT_TRUE(std::equal(memory.begin(), memory.end(), at_end.begin())) << run.results;
+    SetNcclFault({});
+    head.reset();
+    SetRowMemory({});
+  }
+}
+
 std::string NameOf(const ::testing::TestParamInfo<Case>& way) { return way.param.name; }
 
 INSTANTIATE_TEST_SUITE_P(Ways, CudaGroupFaults,
                          ::testing::Values(Case{"RowsFail", Split::kRows, true},
                                            Case{"VocabularyFail", Split::kVocabulary, true},
                                            Case{"RowsAway", Split::kRows, false},
-                                           Case{"VocabularyAway", Split::kVocabulary, false}),
+                                           Case{"VocabularyAway", Split::kVocabulary, false},
+                                           Case{"GridFail", Split::kVocabulary, true, 2},
+                                           Case{"GridAway", Split::kVocabulary, false, 2}),
                          NameOf);
 
 }  // namespace

@@ -89,7 +89,9 @@ class CudaReplicas : public ::testing::Test {
       heads.push_back(MakeHead(*backend, first));
       replicas.push_back(heads.back().get());
     }
-    const std::unique_ptr<Replicas> joined = group_->Connect(replicas);
+    auto connected = group_->Connect(replicas);
+    ASSERT_TRUE(connected.ok()) << connected.status();
+    const std::unique_ptr<Replicas> joined = *std::move(connected);
 
     for (int step = 1; step <= 2; ++step) {
       RunChunk(*whole, first);

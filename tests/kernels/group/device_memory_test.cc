@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that a group shares with other programs: it is the first member's, and all members reach it.
+// Memory that a group shares with other programs: it is the member's that is asked for, and all members reach it.
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/device_memory_sharer.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/group/member_group.h"
 #include "tests/server/app/forwarding_backend.h"
@@ -46,8 +48,12 @@ class Sharer final : public ForwardingBackend, public DeviceMemorySharer {
   Sharer(std::unique_ptr<Backend> backend, std::string device, Asked* asked, bool reaches)
       : ForwardingBackend(std::move(backend)), device_(std::move(device)), asked_(asked), reaches_(reaches) {}
 
-  std::string SharingDevice() const override { return device_; }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+  std::vector<std::string> SharingDevices() const override {
+    return device_.empty() ? std::vector<std::string>() : std::vector<std::string>{device_};
+  }
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    EXPECT_EQ(device, device_);
     asked_->calls.push_back(absl::StrCat(device_, " gives ", bytes));
     return std::make_unique<Memory>(asked_, bytes);
   }
@@ -83,24 +89,56 @@ std::unique_ptr<Backend> GroupOf(const std::vector<Member>& members, Asked* aske
 
 DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
 
-TEST(GroupDeviceMemoryTest, IsTheFirstMembersAndReachedByAll) {
+TEST(GroupDeviceMemoryTest, IsTheMembersThatIsAskedForAndReachedByAll) {
   Asked asked;
   const auto group = GroupOf({{true, "a"}, {true, "b"}, {true, "c"}}, &asked);
-  EXPECT_EQ(SharerOf(*group).SharingDevice(), "a");
-  auto memory = SharerOf(*group).ShareDeviceMemory(4096);
-  ASSERT_TRUE(memory.ok()) << memory.status();
-  EXPECT_EQ((*memory)->bytes().size(), 4096u);
-  EXPECT_EQ(asked.calls, (std::vector<std::string>{"a gives 4096", "b reaches 4096", "c reaches 4096"}));
-  memory->reset();
-  EXPECT_EQ(asked.shared, 0);
+  EXPECT_EQ(SharerOf(*group).SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
+  const std::map<std::string, std::vector<std::string>> wanted = {
+      {"a", {"a gives 4096", "b reaches 4096", "c reaches 4096"}},
+      {"b", {"b gives 4096", "a reaches 4096", "c reaches 4096"}},
+      {"c", {"c gives 4096", "a reaches 4096", "b reaches 4096"}}};
+  for (const auto& [device, calls] : wanted) {
+    asked.calls.clear();
+    auto memory = SharerOf(*group).ShareDeviceMemory(device, 4096);
+    ASSERT_TRUE(memory.ok()) << memory.status();
+    EXPECT_EQ((*memory)->bytes().size(), 4096u);
+    EXPECT_EQ(asked.calls, calls);
+    memory->reset();
+    EXPECT_EQ(asked.shared, 0);
+  }
+}
+
+TEST(GroupDeviceMemoryTest, IsOfNoOtherDevice) {
+  Asked asked;
+  const auto group = GroupOf({{true, "a"}, {true, "b"}}, &asked);
+  for (const std::string device : {"", "c", "A", "a, b"}) {
+    const absl::Status refused = SharerOf(*group).ShareDeviceMemory(device, 4096).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    const auto violation = errors::GetFieldViolation(refused);
+    ASSERT_TRUE(violation.has_value());
+    EXPECT_EQ(violation->field, "device");
+    EXPECT_EQ(violation->rule, "must be one of a, b");
+    EXPECT_EQ(violation->value, device);
+  }
+  EXPECT_TRUE(asked.calls.empty());
 }
 
 TEST(GroupDeviceMemoryTest, IsNotGivenIfAMemberDoesNotReachIt) {
-  Asked asked;
-  const auto group = GroupOf({{true, "a"}, {true, "b"}, {true, "c", /*reaches=*/false}}, &asked);
-  EXPECT_EQ(SharerOf(*group).ShareDeviceMemory(4096).status(),
-            absl::UnimplementedError("nothing connects them"));
-  EXPECT_EQ(asked.shared, 0) << "what the first one gave is gone";
+  for (const std::string apart : {"a", "b", "c"}) {
+    Asked asked;
+    const auto group =
+        GroupOf({{true, "a", apart != "a"}, {true, "b", apart != "b"}, {true, "c", apart != "c"}}, &asked);
+    for (const std::string owner : {"a", "b", "c"}) {
+      const auto memory = SharerOf(*group).ShareDeviceMemory(owner, 4096);
+      // Its own memory it always has.
+      EXPECT_EQ(memory.status(),
+                owner == apart ? absl::OkStatus()
+                               : absl::UnimplementedError(absl::StrCat("the server's GPU ", apart,
+                                                                       " does not reach memory of ", owner,
+                                                                       ": nothing connects them")));
+    }
+    EXPECT_EQ(asked.shared, 0) << "what the owner gave is gone";
+  }
 }
 
 TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
@@ -109,12 +147,13 @@ TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
       Asked asked;
       const Member sharer{true, "a"};
       const auto group = GroupOf({first ? other : sharer, first ? sharer : other}, &asked);
-      EXPECT_EQ(SharerOf(*group).SharingDevice(), "");
-      EXPECT_EQ(SharerOf(*group).ShareDeviceMemory(4096).status().code(), absl::StatusCode::kUnimplemented);
+      EXPECT_TRUE(SharerOf(*group).SharingDevices().empty());
+      EXPECT_EQ(SharerOf(*group).ShareDeviceMemory("a", 4096).status().code(),
+                absl::StatusCode::kUnimplemented);
       EXPECT_TRUE(asked.calls.empty());
     }
   }
-  EXPECT_EQ(SharerOf(*testing::MakeCpuGroup(2, 8)).SharingDevice(), "")
+  EXPECT_TRUE(SharerOf(*testing::MakeCpuGroup(2, 8)).SharingDevices().empty())
       << "memory of the host is no device's";
 }
 

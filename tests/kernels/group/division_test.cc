@@ -107,5 +107,24 @@ TEST(DivisionTest, FewRowsAreOneMembers) {
             (std::vector<ChunkPart>{{.member = 1, .rows = 0, .slices = {0, 1}}}));
 }
 
+TEST(DivisionTest, SlicesWithAHomeGoThereAndTheOthersMakeUpForIt) {
+  const DivisionLimits limits{.members = 3, .member_rows = 60};
+  std::vector<int> homes = {2, -1, 2, -1, -1};
+  const auto divide = [&](const DivisionLimits& by, int first) {
+    const std::vector<Slice> slices = Slices({20, 10, 30, 15, 5});
+    const std::vector<ChunkPart> parts = Divide(slices, by, first, homes);
+    ExpectSound(slices, by, parts);
+    return RowsByMember(parts, 3);
+  };
+  EXPECT_EQ(divide(limits, 0), (std::vector<int64_t>{15, 15, 50}));
+  EXPECT_EQ(divide(limits, 1), (std::vector<int64_t>{15, 15, 50}));
+  const DivisionLimits few{.members = 3, .member_rows = 80, .least_rows = 100};
+  EXPECT_EQ(divide(few, 1), (std::vector<int64_t>{0, 0, 80})) << "at home";
+  homes = {-1, -1, -1, -1, -1};
+  EXPECT_EQ(divide(few, 1), (std::vector<int64_t>{0, 80, 0}));
+  homes = {1, 1, 1, 1, 1};
+  EXPECT_EQ(divide(limits, 0), (std::vector<int64_t>{0, 80, 0})) << "in two parts";
+}
+
 }  // namespace
 }  // namespace lossd::kernels::division_test

@@ -40,6 +40,29 @@ std::vector<ConformanceCase> VocabularyCases() {
   add("VocabularyOf", 4, DType::kFloat32, {});
   add("SharesOf", 2, DType::kFloat16, {1, 7});
   add("SharesOf", 3, DType::kFloat32, {5, 0, 2});
+  add("SharesWithoutEndsOf", 4, DType::kFloat32, {0, 1, 6, 0});
+  add("SharesOfOneOf", 2, DType::kFloat32, {0, 1});
+  return cases;
+}
+
+// Of heads that are split by vocabulary and have several replicas.
+std::vector<ConformanceCase> GridCases() {
+  std::vector<ConformanceCase> cases;
+  const auto add = [&](int replicas, int places, int64_t least_rows, DType hidden,
+                       std::vector<int32_t> shares) {
+    const int members = replicas * places;
+    cases.push_back({.name = absl::StrCat("GridOf", replicas, "x", places, shares.empty() ? "" : "Shares"),
+                     .backend = [=]() -> Backend& { return SharedGroup(members, least_rows); },
+                     .hidden = hidden,
+                     .devices = members,
+                     .split = Split::kVocabulary,
+                     .shares = std::move(shares),
+                     .replicas = replicas});
+  };
+  add(2, 2, 0, DType::kFloat32, {});
+  add(2, 2, 0, DType::kBFloat16, {5, 2});
+  add(2, 3, 512, DType::kFloat16, {5, 0, 2});
+  add(3, 2, 0, DType::kFloat32, {});
   return cases;
 }
 
@@ -65,6 +88,10 @@ INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(Cases(
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, GradientsConformance, ::testing::ValuesIn(VocabularyCases()),
+                         ConformanceName);
+
+INSTANTIATE_TEST_SUITE_P(GroupByBoth, BackendConformance, ::testing::ValuesIn(GridCases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByBoth, GradientsConformance, ::testing::ValuesIn(GridCases()),
                          ConformanceName);
 
 }  // namespace

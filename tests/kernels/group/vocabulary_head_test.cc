@@ -279,5 +279,117 @@ TEST_F(VocabularyHeadTest, WithoutASplitTheMemoryDecides) {
   EXPECT_EQ(group_->memory().current.Total(), 0);
 }
 
+// ---- Shares of a living head ----
+
+std::vector<std::vector<float>> AllTensors(HeadKernels& head) {
+  std::vector<std::vector<float>> all;
+  for (const Param param : kAllParams) {
+    for (const Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
+      if (!HasTensor(head.config(), {param, role})) continue;
+      const TensorShape shape = ShapeOf(head.config(), param);
+      std::vector<float>& values = all.emplace_back(static_cast<size_t>(shape.elements()));
+      const absl::Status status = head.ReadTensor(
+          {param, role}, 0, shape.rows, DType::kFloat32,
+          {reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float)});
+      EXPECT_TRUE(status.ok()) << status;
+    }
+  }
+  return all;
+}
+
+absl::Status Accept(const HeadKernels&) { return absl::OkStatus(); }
+
+TEST_F(VocabularyHeadTest, OtherSharesKeepEveryBit) {
+  const Problem problem = MakeProblem(spec_, rng_);
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  for (int64_t update = 1; update <= 2; ++update) {
+    ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+    ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.1}, update).ok());
+  }
+  const auto before = AllTensors(*head);
+  int64_t update = 3;
+  for (const std::vector<int32_t>& shares :
+       {std::vector<int32_t>{5, 0, 2}, {0, 0, 1}, {1, 1, 1}, {}, {0, 3, 0}}) {
+    SCOPED_TRACE(::testing::PrintToString(shares));
+    const auto kept = AllTensors(*head);
+    ASSERT_TRUE(SetShares(*head, shares, Accept).ok());
+    EXPECT_EQ(head->config().shares, shares);
+    EXPECT_EQ(AllTensors(*head), kept);
+    HeadConfig config = spec_.config;
+    config.shares = shares;
+    EXPECT_EQ(head->memory().by_kind, group_->PlanHead(config)->by_kind);
+    EXPECT_EQ(group_->memory().current.by_kind, head->memory().by_kind) << "of the division before nothing is left";
+    for (int member = 0; member < kMembers; ++member) {
+      const TensorId weight = {Param::kWeight, Role::kValue};
+      const ShardRows own = StoredRowsOf(config, weight, {member, kMembers});
+      std::vector<uint8_t> bytes(static_cast<size_t>(own.rows * 13 * 4));
+      EXPECT_TRUE(parts_[static_cast<size_t>(member)]
+                      ->ReadTensor(weight, own.first, own.rows, DType::kFloat32, absl::MakeSpan(bytes))
+                      .ok())
+          << member;
+    }
+    // It computes as one that was made so.
+    const auto made = group_->CreateHead(config);
+    ASSERT_TRUE(made.ok()) << made.status();
+    for (const Param param : kAllParams) {
+      for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2}) {
+        if (!HasTensor(config, {param, role})) continue;
+        const TensorShape shape = ShapeOf(config, param);
+        std::vector<uint8_t> bytes(static_cast<size_t>(shape.elements()) * 4);
+        ASSERT_TRUE(
+            head->ReadTensor({param, role}, 0, shape.rows, DType::kFloat32, absl::MakeSpan(bytes)).ok());
+        ASSERT_TRUE((*made)->WriteTensor({param, role}, 0, shape.rows, DType::kFloat32, bytes).ok());
+      }
+    }
+    for (HeadKernels* const each : {head.get(), made->get()}) {
+      ASSERT_TRUE(RunChunk(*each, problem).done.ok());
+      ASSERT_TRUE(each->ApplyStep({.learning_rate = 0.1}, update).ok());
+    }
+    EXPECT_EQ(AllTensors(*head), AllTensors(**made));
+    ++update;
+  }
+  EXPECT_NE(AllTensors(*head), before);
+}
+
+TEST_F(VocabularyHeadTest, SharesThatCannotBeLeaveTheHeadAsItIs) {
+  const Problem problem = MakeProblem(spec_, rng_);
+  const int64_t bytes = group_->PlanHead(spec_.config)->Total();
+  group_ = MakeGroup(bytes + bytes / 2);  // for one of it, not for two
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  const auto before = AllTensors(*head);
+  const absl::Status no_room = SetShares(*head, {5, 0, 2}, Accept);
+  EXPECT_EQ(no_room.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(no_room.message()), HasSubstr("no room for the head by both divisions"));
+  for (const std::vector<int32_t>& wrong :
+       {std::vector<int32_t>{1, 2}, {1, 2, 3, 4}, {0, 0, 0}, {1, -1, 1}}) {
+    EXPECT_EQ(SetShares(*head, wrong, Accept).code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_TRUE(head->config().shares.empty());
+  EXPECT_EQ(AllTensors(*head), before);
+  EXPECT_EQ(group_->memory().current.by_kind, head->memory().by_kind);
+  ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+
+  const auto roomy = MakeGroup(0);
+  const auto other = MakeHead(*roomy, problem);
+  ASSERT_NE(other, nullptr);
+  const absl::Status reason = absl::FailedPreconditionError("too few rows");
+  EXPECT_EQ(SetShares(*other, {5, 0, 2}, [&](const HeadKernels& divided) {
+              EXPECT_THAT(divided.config().shares, ::testing::ElementsAre(5, 0, 2));
+              return reason;
+            }),
+            reason);
+  EXPECT_TRUE(other->config().shares.empty());
+  EXPECT_EQ(AllTensors(*other), before);
+}
+
+TEST_F(VocabularyHeadTest, HeadsThatAreNotDividedHaveNoShares) {
+  spec_.config.split = Split::kRows;
+  const auto head = group_->CreateHead(spec_.config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(SetShares(**head, {1, 1, 1}, Accept).code(), absl::StatusCode::kFailedPrecondition);
+}
+
 }  // namespace
 }  // namespace lossd::kernels::testing::vocabulary_head_test

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Options of checkpoints that are out of range, and what follows from them.
+// Options that are out of range, and what follows from them.
 #include "server/app/check_options.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
+
+#include "absl/strings/str_cat.h"
 
 namespace lossd::app::check_options_test {
 namespace {
@@ -45,6 +47,20 @@ TEST(CheckOptionsTest, AThreadForEachDevice) {
   EXPECT_EQ(CheckpointThreads(options, backend), 64);
   options.checkpoint_threads = 2;
   EXPECT_EQ(CheckpointThreads(options, backend), 2);
+}
+
+TEST(CheckOptionsTest, StreamPriority) {
+  ServerOptions options;
+  EXPECT_EQ(BackendOf(options).stream_priority, "dx");
+  for (const char* known : {"dx", "all", "none"}) {
+    options.stream_priority = known;
+    EXPECT_TRUE(CheckOptions(options).ok()) << known;
+    EXPECT_EQ(BackendOf(options).stream_priority, known);
+  }
+  for (const char* unknown : {"", "DX", "high"}) {
+    options.stream_priority = unknown;
+    ExpectRefused(options, absl::StrCat("stream_priority must be dx, all or none, got ", unknown));
+  }
 }
 
 }  // namespace

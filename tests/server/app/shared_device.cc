@@ -4,11 +4,13 @@
 // GPUs; what computes on a device that has access gets at it by a second mapping. Clients import it by
 // mapping its descriptor.
 //
-// There are two devices. --devices=all has both, of which the second is told to reach memory of the first;
-// --devices=1,0 as well, but nothing connects them in that order.
+// There are four devices. --devices=all has the first two, and --devices=1,2,3 for example those, each of
+// which reaches memory of the others as far as it is told to. Nothing connects those that are named in another
+// order than their own, as by --devices=1,0.
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -16,13 +18,16 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/create_backend.h"
 #include "kernels/device_memory_sharer.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/gpu_backend.h"
 #include "kernels/group/group_backend.h"
 #include "tests/server/app/forwarding_backend.h"
@@ -147,8 +152,10 @@ class DeviceBackend final : public ForwardingBackend, public DeviceMemorySharer 
     if (!head.ok()) return head.status();
     return std::make_unique<DeviceHead>(*std::move(head), device_);
   }
-  std::string SharingDevice() const override { return UuidOf(device_); }
-  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(int64_t bytes) override {
+  std::vector<std::string> SharingDevices() const override { return {UuidOf(device_)}; }
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    if (device != UuidOf(device_)) return errors::FieldError("device", "be this one", device);
     constexpr int64_t kPage = 4096;
     return std::make_unique<DeviceMemory>(static_cast<size_t>((bytes + kPage - 1) / kPage * kPage), device_);
   }
@@ -169,14 +176,27 @@ std::vector<HeadKernels*> InnerOf(absl::Span<HeadKernels* const> heads) {
   return inner;
 }
 
-absl::StatusOr<std::unique_ptr<Backend>> CreateBoth(const CpuBackendOptions& options,
-                                                    const BackendChoice& choice) {
-  const bool reversed = choice.devices == "1,0";
-  auto members = CreateCpuMembers(options, 2);
+// The devices that --devices names.
+std::vector<int> DevicesOf(const BackendChoice& choice) {
+  std::vector<int> devices;
+  for (const absl::string_view name :
+       absl::StrSplit(choice.devices == "all" ? "0,1" : choice.devices, ',')) {
+    int device = 0;
+    if (absl::SimpleAtoi(name, &device) && device >= 0 && device < 4) devices.push_back(device);
+  }
+  return devices;
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateSeveral(const CpuBackendOptions& options,
+                                                       const BackendChoice& choice) {
+  const std::vector<int> devices = DevicesOf(choice);
+  if (devices.empty()) return errors::FieldError("devices", "name some of 0 to 3", choice.devices);
+  const bool connected = std::is_sorted(devices.begin(), devices.end());
+  auto members = CreateCpuMembers(options, static_cast<int>(devices.size()));
   if (!members.ok()) return members.status();
-  for (int i = 0; i < 2; ++i) {
-    std::unique_ptr<Backend>& member = (*members)[static_cast<size_t>(i)];
-    member = std::make_unique<DeviceBackend>(std::move(member), reversed ? 1 - i : i, !reversed);
+  for (size_t i = 0; i < devices.size(); ++i) {
+    std::unique_ptr<Backend>& member = (*members)[i];
+    member = std::make_unique<DeviceBackend>(std::move(member), devices[i], connected);
   }
   return CreateGroupBackend(
       *std::move(members),
@@ -194,9 +214,9 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateBoth(const CpuBackendOptions& opt
 // In place of that of the build.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice) {
   CpuBackendOptions options;
-  options.threads = choice.devices.empty() ? 1 : 2;
+  options.threads = choice.devices.empty() ? 1 : static_cast<int>(DevicesOf(choice).size());
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
-  if (!choice.devices.empty()) return CreateBoth(options, choice);
+  if (!choice.devices.empty()) return CreateSeveral(options, choice);
   auto backend = CreateCpuBackend(options);
   if (!backend.ok()) return backend.status();
   return std::make_unique<DeviceBackend>(*std::move(backend), 0, /*connected=*/true);

@@ -30,7 +30,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .gradients = kernels::Gradients::kAuto,
                                  .workspace_bytes = int64_t{1} << 40,
                                  .split = kernels::Split::kVocabulary,
-                                 .shares = {3, 0, 4}},
+                                 .shares = {3, 0, 4},
+                                 .replicas = 2},
                       .step = random() | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
@@ -201,7 +202,7 @@ TEST_F(ManifestTest, BadValues) {
     refused(json, field);
   }
   for (const auto& [field, value] : whole["head"].items()) {
-    if (field == "split" || field == "shares") continue;
+    if (field == "split" || field == "shares" || field == "replicas") continue;
     Json json = whole;
     json["head"].erase(field);
     refused(json, "head without " + field);
@@ -217,6 +218,11 @@ TEST_F(ManifestTest, BadValues) {
     json = whole;
     json["head"]["shares"] = shares;
     refused(json, "shares " + shares.dump());
+  }
+  for (const Json& replicas : {Json("2"), Json(-1), Json(0), Json(1.5), Json(65537)}) {
+    json = whole;
+    json["head"]["replicas"] = replicas;
+    refused(json, "replicas " + replicas.dump());
   }
   json = whole;
   json["last_step"]["optimizer"]["learning_rate"] = -1.0;

@@ -16,6 +16,7 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotSupported = 3;
 constexpr int kNotFound = 6;
+constexpr int kInsufficientSize = 7;
 constexpr int kTimeout = 10;
 
 struct State {
@@ -57,6 +58,10 @@ void fake_nvml_set(const char* name, unsigned long long value) {
   const std::lock_guard<std::mutex> lock(TheState().mutex);
   TheState().figures[name] = value;
 }
+unsigned long long fake_nvml_get(const char* name) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  return TheState().figures[name];
+}
 void fake_nvml_result(int result) {
   const std::lock_guard<std::mutex> lock(TheState().mutex);
   TheState().result = result;
@@ -96,6 +101,11 @@ int nvmlDeviceGetTotalEccErrors(void*, int type, int, unsigned long long* value)
 int nvmlDeviceGetCurrentClocksThrottleReasons(void*, unsigned long long* value) {
   return Get("throttled", value);
 }
+int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
+  const unsigned room = *count;
+  const int result = Get("processes", count);
+  return result == kSuccess && *count > room ? kInsufficientSize : result;
+}
 int nvmlEventSetCreate(void** events) {
   *events = &g_events;
   return kSuccess;
@@ -109,6 +119,11 @@ int nvmlEventSetWait_v2(void*, lossd::metrics::NvmlEvent* event, unsigned timeou
                          [&] { return !state.xids.empty() || state.result != kSuccess; });
   if (state.result != kSuccess) return state.result;
   if (state.xids.empty()) return kTimeout;
+  if (state.xids.front() == 0) {  // of no kind that was asked for, again and again
+    *event = {&g_device, 0, 0, 0, 0};
+    ++state.figures["idle_events"];
+    return kSuccess;
+  }
   *event = {&g_device, 0x8, state.xids.front(), 0, 0};
   state.xids.pop_front();
   return kSuccess;

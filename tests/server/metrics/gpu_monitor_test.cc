@@ -50,7 +50,8 @@ class GpuMonitorTest : public ::testing::Test {
                                   [this](const absl::Status& status) {
                                     EXPECT_TRUE(absl::IsUnavailable(status)) << status;
                                     ++losses_;
-                                  }});
+                                  },
+                              .on_shared = [this](unsigned processes) { shared_ += processes; }});
   }
   static std::string Text(const GpuMonitor& monitor) {
     std::ostringstream out;
@@ -71,6 +72,7 @@ class GpuMonitorTest : public ::testing::Test {
   void* const library_;
   std::atomic<uint64_t> last_xid_{0};
   std::atomic<int> losses_{0};
+  std::atomic<unsigned> shared_{0};
 };
 
 TEST_F(GpuMonitorTest, WithoutTheLibraryOrTheGpu) {
@@ -136,6 +138,30 @@ TEST_F(GpuMonitorTest, Events) {
   while (last_xid_ != 43 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(last_xid_, 43u);
   EXPECT_EQ(losses_, 0);
+}
+
+// Each event of no interest would be a round of the thread: 20 ms apart there are 50 of them in a second.
+TEST_F(GpuMonitorTest, EventsThatSayNothingDoNotKeepItBusy) {
+  const auto monitor = Start();
+  ASSERT_TRUE(monitor.ok());
+  Function<void(unsigned long long)>("fake_nvml_event")(0);
+  absl::SleepFor(absl::Milliseconds(500));
+  const auto rounds = Function<unsigned long long(const char*)>("fake_nvml_get")("idle_events");
+  EXPECT_GT(rounds, 0u);
+  EXPECT_LT(rounds, 100u);
+}
+
+TEST_F(GpuMonitorTest, OtherProgramsOnTheGpuAreToldOfOnce) {
+  Set("processes", 1);
+  const auto monitor = Start();
+  ASSERT_TRUE(monitor.ok());
+  EXPECT_THAT(Text(**monitor), HasSubstr(Line("lossd_gpu_processes", "1\n")));
+  EXPECT_EQ(shared_, 0u) << "the server alone";
+  Set("processes", 3);
+  ExpectBecomes(**monitor, Line("lossd_gpu_processes", "3\n"));
+  Set("processes", 2);
+  ExpectBecomes(**monitor, Line("lossd_gpu_processes", "2\n"));
+  EXPECT_EQ(shared_, 3u);
 }
 
 TEST_F(GpuMonitorTest, ALostGpuIsReportedOnce) {

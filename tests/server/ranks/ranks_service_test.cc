@@ -179,6 +179,10 @@ TEST(RanksServiceTest, AHeadOfFewerClassesThanRanksIsRefusedAndLeavesNothing) {
   const absl::Status status = client->CreateHead(by_vocabulary).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr("vocab_size must be at least 3"));
+  by_vocabulary.mutable_spec()->set_replicas(3);
+  EXPECT_THAT(
+      std::string(client->CreateHead(by_vocabulary).status().message()),
+      HasSubstr("spec.replicas must be 0 or 1 where a head lies on the devices of several processes"));
   const auto server = client->GetServer();
   ASSERT_TRUE(server.ok()) << server.status();
   for (const auto& rank : server->ranks()) EXPECT_EQ(rank.memory().weights(), 0u) << rank.rank();
@@ -193,6 +197,7 @@ TEST(RanksServiceTest, CpusHaveNoNccl) {
 
 TEST(RanksServiceTest, OptionsThatCannotBeAreRefusedAtTheStart) {
   for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--replicas=2"}, "replicas must be 1 with several ranks, got 2"},
            {{"--split=columns"}, "split must be any, rows or vocabulary, got columns"},
            {{"--collectives=mpi"}, "collectives must be auto, nccl or gloo, got mpi"},
            {{"--rank_timeout=0s"}, "rank_timeout must be positive"},

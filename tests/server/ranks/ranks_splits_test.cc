@@ -47,6 +47,37 @@ TEST(RanksSplitsTest, DeterministicRanksGiveTheBitsOfAsManyDevices) {
   }
 }
 
+TEST(RanksSplitsTest, SharesChangeBetweenStepsAndAreSavedByEachRank) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  const int count = test::RanksOnGpus() ? 2 : 3;
+  const std::vector<uint32_t> shares =
+      count == 2 ? std::vector<uint32_t>{0, 1} : std::vector<uint32_t>{2, 0, 5};
+  RankServer ranks(LOSSD_BINARY, {.ranks = count, .flags = {"--split=vocabulary", "--restore=latest"}});
+  {
+    const auto client = Connect(ranks.target(), 2);
+    ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+    Trained trained;
+    Train(*client, data, 0, 2, rng, trained);
+    v1::SetSharesRequest request;
+    request.set_head("head");
+    request.mutable_shares()->Add(shares.begin(), shares.end());
+    const auto changed = client->SetShares(request);
+    ASSERT_TRUE(changed.ok()) << changed.status();
+    EXPECT_EQ(changed->head().devices_size(), count);
+    EXPECT_EQ(Tensors(*client), trained.tensors);
+    Train(*client, data, 2, 3, rng, trained);
+    ASSERT_TRUE(client->SaveCheckpoint("head", "").ok());
+  }
+  const auto saved = Tensors(*Connect(ranks.target()));
+  ranks.KillAll();
+  ranks.Start();
+  EXPECT_EQ(Tensors(*Connect(ranks.target())), saved);
+  EXPECT_EQ(Connect(ranks.target())->DescribeHead("head")->spec().shares_size(), count);
+}
+
 Trained DeferAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
                 v1::Split split) {
   std::mt19937_64 rng(seed);

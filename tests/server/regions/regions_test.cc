@@ -13,15 +13,19 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/device_memory_sharer.h"
+#include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::regions::regions_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
-constexpr Regions::Kind kHost = Regions::Kind::kHost;
+constexpr char kHost[] = "";  // its device
 
 class RegionsTest : public ::testing::Test {
  protected:
@@ -101,6 +105,99 @@ TEST_F(RegionsTest, RespectTheMemoryLimit) {
   EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted) << region.status();
   EXPECT_EQ(regions_->used_bytes(), 0);
   EXPECT_TRUE(regions_->Create("a", kHost, kMebibyte).ok());
+}
+
+// A backend with devices, whose memory is the host's here.
+class SharingBackend final : public kernels::ForwardingBackend, public kernels::DeviceMemorySharer {
+ public:
+  SharingBackend(std::unique_ptr<kernels::Backend> backend, std::vector<std::string> devices)
+      : kernels::ForwardingBackend(std::move(backend)), devices_(std::move(devices)) {}
+
+  std::vector<std::string> SharingDevices() const override { return devices_; }
+  absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                                 int64_t bytes) override {
+    ++asked;
+    if (device == apart) return absl::UnimplementedError("nothing connects them");
+    return std::make_unique<Memory>(bytes);
+  }
+  absl::Status ReachDeviceMemory(absl::Span<uint8_t>) override { return absl::OkStatus(); }
+
+  std::string apart;  // a device that shares none after all
+  int asked = 0;
+
+ private:
+  class Memory final : public kernels::SharedDeviceMemory {
+   public:
+    explicit Memory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {}
+    absl::Span<uint8_t> bytes() const override { return absl::MakeSpan(bytes_); }
+    int descriptor() const override { return -1; }
+    absl::Status CopyToHost(absl::Span<const uint8_t>, uint8_t*) const override { return absl::OkStatus(); }
+    absl::Status CopyFromHost(const uint8_t*, absl::Span<uint8_t>) const override { return absl::OkStatus(); }
+
+   private:
+    mutable std::vector<uint8_t> bytes_;
+  };
+
+  const std::vector<std::string> devices_;
+};
+
+class DeviceRegionsTest : public ::testing::Test {
+ protected:
+  DeviceRegionsTest()
+      : backend_(*kernels::CreateCpuBackend({.threads = 1}), {"GPU-a", "GPU-b"}),
+        regions_(&backend_, {.host_bytes = 2 * kMebibyte, .device_bytes = 4 * kMebibyte}, 0.5) {}
+
+  SharingBackend backend_;
+  Regions regions_;
+};
+
+TEST_F(DeviceRegionsTest, AreOfTheDeviceThatIsAskedFor) {
+  EXPECT_EQ(regions_.devices(), (std::vector<std::string>{"GPU-a", "GPU-b"}));
+  for (const std::string device : {"GPU-b", "GPU-a"}) {
+    const auto region = regions_.Create("client", device, kMebibyte);
+    ASSERT_TRUE(region.ok()) << region.status();
+    EXPECT_EQ((*region)->memory().device(), device);
+    EXPECT_EQ(regions_.Claim((*region)->id(), "trainer"), *region);
+  }
+  for (const std::string device : {"GPU-c", "GPU-", "gpu-a"}) {
+    const absl::Status refused = regions_.Create("client", device, kMebibyte).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(refused.message(),
+              absl::StrCat("device must be one of the server's GPUs, GPU-a, GPU-b, got ", device));
+  }
+  EXPECT_EQ(backend_.asked, 2);
+}
+
+TEST_F(DeviceRegionsTest, LimitsAndSharesHoldForEachDevice) {
+  // The whole of one device, and all that a process may have while another one has some of it.
+  const auto whole = regions_.Create("greedy", "GPU-a", 64 * kMebibyte);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ((*whole)->bytes().size(), static_cast<size_t>(4 * kMebibyte));
+  EXPECT_THAT(std::string(regions_.Create("modest", "GPU-a", kMebibyte).status().message()),
+              HasSubstr("--shared_device_memory_bytes has nothing left for this process on GPU-a"));
+  const auto other = regions_.Create("greedy", "GPU-b", 2 * kMebibyte);
+  ASSERT_TRUE(other.ok()) << "its share of the other device is its own: " << other.status();
+  EXPECT_THAT(std::string(regions_.Create("greedy", "GPU-b", 2 * kMebibyte).status().message()),
+              HasSubstr("has nothing left for this process on GPU-b"));
+  EXPECT_TRUE(regions_.Create("modest", "GPU-b", kMebibyte).ok());
+  EXPECT_TRUE(regions_.Create("greedy", "", kMebibyte).ok()) << "nor does memory of the host count there";
+
+  std::vector<std::string> uses;
+  for (const RegionUse& use : regions_.Uses()) {
+    uses.push_back(absl::StrCat(use.device, " ", use.used_bytes >> 20, " of ", use.limit_bytes >> 20));
+  }
+  EXPECT_THAT(uses, ElementsAre(" 1 of 2", "GPU-a 4 of 4", "GPU-b 3 of 4"));
+  EXPECT_EQ(regions_.used_bytes(), 8 * kMebibyte);
+}
+
+TEST_F(DeviceRegionsTest, ADeviceThatSharesNoneTakesNothingOfItsLimit) {
+  backend_.apart = "GPU-b";
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(regions_.Create("client", "GPU-b", 4 * kMebibyte).status(),
+              absl::UnimplementedError("nothing connects them"));
+  }
+  EXPECT_EQ(regions_.used_bytes(), 0);
+  EXPECT_TRUE(regions_.Create("client", "GPU-a", kMebibyte).ok());
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ constexpr int64_t kRowBytes = 1024;
 class ServerSlicePlacesTest : public ::testing::Test {
  protected:
   ServerSlicePlacesTest() {
-    auto region = regions_.Create("holder", regions::Regions::Kind::kHost, kRegionBytes);
+    auto region = regions_.Create("holder", /*device=*/"", kRegionBytes);
     EXPECT_TRUE(region.ok()) << region.status();
     region_ = *std::move(region);
     std::fill(region_->bytes().begin(), region_->bytes().end(), kUntouched);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -35,9 +36,23 @@ ServerOptions WithDevices(int devices, const std::string& split = "any") {
   return options;
 }
 
-// Several devices, and what they divide.
-std::vector<std::pair<int, std::string>> Layouts() {
-  return {{2, "rows"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}, {4, "vocabulary"}};
+// Several devices, and what they divide; by vocabulary those of each replica.
+struct Layout {
+  int devices = 1;
+  std::string split;
+  int replicas = 1;
+
+  ServerOptions Options() const {
+    ServerOptions options = WithDevices(devices, split);
+    options.replicas = replicas;
+    return options;
+  }
+  std::string Name() const { return absl::StrCat(replicas, " times ", devices / replicas, " by ", split); }
+};
+
+std::vector<Layout> Layouts() {
+  return {{2, "rows"},       {3, "rows"},       {2, "vocabulary"},
+          {3, "vocabulary"}, {4, "vocabulary"}, {4, "vocabulary", 2}};
 }
 
 Trained TrainOn(const ServerOptions& options, const std::vector<SmallRows>& data, uint64_t seed,
@@ -60,9 +75,9 @@ void ExpectSeveralDevicesTrainAsOne(int steps, double gradients) {
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
   const Trained one = TrainOn(WithDevices(1), data, seed, steps);
-  for (const auto& [devices, split] : Layouts()) {
-    SCOPED_TRACE(::testing::Message() << devices << " by " << split);
-    const Trained got = TrainOn(WithDevices(devices, split), data, seed + 1, steps);
+  for (const Layout& layout : Layouts()) {
+    SCOPED_TRACE(layout.Name());
+    const Trained got = TrainOn(layout.Options(), data, seed + 1, steps);
     for (size_t i = 0; i < data.size(); ++i) ExpectNear(got.grads[i], one.grads[i], gradients);
     for (size_t i = 0; i < one.losses.size(); ++i) {
       EXPECT_NEAR(got.losses[i], one.losses[i], 1e-5 * (1.0 + std::fabs(one.losses[i])));
@@ -83,9 +98,9 @@ TEST(DevicesServiceTest, DeterministicDevicesGiveTheSameBitsInWhateverOrderAndSl
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  for (const auto& [devices, split] : Layouts()) {
-    SCOPED_TRACE(::testing::Message() << devices << " by " << split);
-    ServerOptions options = WithDevices(devices, split);
+  for (const Layout& layout : Layouts()) {
+    SCOPED_TRACE(layout.Name());
+    ServerOptions options = layout.Options();
     options.deterministic = true;
     const Trained first = TrainOn(options, data, seed);
     for (uint64_t run = 1; run < 3; ++run) {
@@ -102,10 +117,10 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
   SCOPED_TRACE(seed);
   std::mt19937_64 rng(seed);
   const std::vector<SmallRows> data = RandomData(rng);
-  const std::vector<std::pair<int, std::string>> layouts = {
-      {1, "any"}, {2, "rows"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}};
-  for (const auto& [from, from_split] : layouts) {
-    TestServer saved(WithDevices(from, from_split));
+  const std::vector<Layout> layouts = {
+      {1, "any"}, {3, "rows"}, {2, "vocabulary"}, {3, "vocabulary"}, {4, "vocabulary", 2}};
+  for (const Layout& from : layouts) {
+    TestServer saved(from.Options());
     const auto client = Connect(saved.target());
     ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
     Trained before;
@@ -113,10 +128,9 @@ TEST(DevicesServiceTest, CheckpointsLoadIntoAnyNumberOfDevices) {
     ASSERT_TRUE(client->SaveCheckpoint("head", "first").ok());
     Trained after;
     Train(*client, data, 2, 3, rng, after);
-    for (const auto& [into, into_split] : layouts) {
-      SCOPED_TRACE(::testing::Message()
-                   << "from " << from << " by " << from_split << " into " << into << " by " << into_split);
-      TestServer loaded(WithDevices(into, into_split));
+    for (const Layout& into : layouts) {
+      SCOPED_TRACE(absl::StrCat("from ", from.Name(), " into ", into.Name()));
+      TestServer loaded(into.Options());
       std::filesystem::copy(saved.checkpoint_directory(), loaded.checkpoint_directory(),
                             std::filesystem::copy_options::recursive);
       const auto other = Connect(loaded.target());
@@ -235,6 +249,158 @@ TEST(DevicesServiceTest, SharesDivideTheClasses) {
   EXPECT_THAT(std::string(refused.message()), HasSubstr("spec.shares must have one entry for each"));
 }
 
+TEST(DevicesServiceTest, ReplicasDivideTheDevices) {
+  TestServer four(WithDevices(4));
+  const auto client = Connect(four.target());
+  v1::CreateHeadRequest request = SmallHead();
+  request.mutable_spec()->set_replicas(3);
+  const auto refusal = [&] { return std::string(client->CreateHead(request).status().message()); };
+  EXPECT_THAT(refusal(), HasSubstr("spec.replicas must divide the server's devices, 4"));
+  request.mutable_spec()->set_replicas(2);
+  request.mutable_spec()->add_shares(1);
+  EXPECT_THAT(refusal(),
+              HasSubstr("spec.shares must have one entry for each of the devices of a replica, 2"));
+  request.mutable_spec()->add_shares(4);
+  const auto head = client->CreateHead(request);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->spec().replicas(), 2u);
+  std::mt19937_64 rng(1);
+  Trained trained;
+  Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
+  ASSERT_TRUE(client->SaveCheckpoint("head", "saved").ok());
+  // The same devices, more of them, such as replicas do not divide, and one.
+  for (const auto& [devices, replicas, shares] :
+       std::vector<std::tuple<int, uint32_t, int>>{{4, 2, 2}, {6, 2, 0}, {2, 2, 0}, {3, 0, 0}, {1, 0, 0}}) {
+    SCOPED_TRACE(devices);
+    TestServer loaded(WithDevices(devices));
+    std::filesystem::copy(four.checkpoint_directory(), loaded.checkpoint_directory(),
+                          std::filesystem::copy_options::recursive);
+    const auto again = Connect(loaded.target())->LoadCheckpoint("head/saved", "head");
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(again->spec().replicas(), replicas);
+    EXPECT_EQ(again->spec().shares_size(), shares);
+    EXPECT_EQ(Tensors(*Connect(loaded.target())), trained.tensors);
+  }
+}
+
+v1::SetSharesRequest SharesOf(const std::vector<uint32_t>& shares, const std::string& id = "") {
+  v1::SetSharesRequest request;
+  request.set_head("head");
+  request.mutable_shares()->Add(shares.begin(), shares.end());
+  request.set_change_id(id);
+  return request;
+}
+
+TEST(DevicesServiceTest, SharesChangeBetweenSteps) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  const std::vector<SmallRows> data = RandomData(rng);
+  const auto client = Connect(three.target(), 2);
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  Trained trained;
+  Train(*client, data, 0, 2, rng, trained);
+  const auto before = *client->DescribeHead("head");
+  const auto changed = client->SetShares(SharesOf({5, 0, 2}));
+  ASSERT_TRUE(changed.ok()) << changed.status();
+  EXPECT_FALSE(changed->repeated_call());
+  EXPECT_THAT(changed->head().spec().shares(), ElementsAre(5, 0, 2));
+  EXPECT_EQ(Tensors(*client), trained.tensors);
+  EXPECT_EQ(changed->head().state().step(), 2);
+  EXPECT_EQ(changed->head().state().generation(), before.state().generation());
+  EXPECT_EQ(changed->head().updates(), before.updates());
+  ASSERT_EQ(changed->head().devices_size(), 3);
+  uint64_t classes = 0;
+  for (const v1::HeadDevice& device : changed->head().devices()) classes += device.classes();
+  EXPECT_EQ(classes, before.spec().vocab_size());
+  EXPECT_EQ(changed->head().devices(1).classes(), 0);
+  EXPECT_EQ(changed->head().devices(0).share(), 5);
+  EXPECT_GT(changed->head().devices(0).rows(), 0);
+  EXPECT_GT(changed->head().devices(0).busy_seconds(), 0);
+  EXPECT_GE(changed->head().devices(0).busy_seconds(), changed->head().devices(0).exchange_seconds());
+
+  // The training goes on as on one device.
+  Trained on;
+  Train(*client, data, 2, 4, rng, on);
+  TestServer one(WithDevices(1));
+  const auto other = Connect(one.target());
+  ASSERT_TRUE(other->CreateHead(SmallHead()).ok());
+  Trained of_one;
+  std::mt19937_64 again(seed);
+  Train(*other, data, 0, 4, again, of_one);
+  ExpectNear(on.tensors[0], of_one.tensors[0], 1e-3);
+}
+
+TEST(DevicesServiceTest, SharesDoNotChangeWithinAStep) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  std::mt19937_64 rng(7);
+  const auto client = Connect(three.target());
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const SmallRows rows = MakeSmallRows(40, rng);
+  client::ComputeOptions accumulate;
+  accumulate.accumulate_gradients = true;
+  ASSERT_TRUE(client->ComputeLossAsync(SmallMicrobatch(rows, 0, 0), {}, accumulate).Wait().ok());
+  const absl::Status refused = client->SetShares(SharesOf({5, 0, 2})).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("at step 0 head head has accumulated rows: "));
+  EXPECT_TRUE(client->DescribeHead("head")->spec().shares().empty());
+  ASSERT_TRUE(client->ApplyStep(AdamStep(0, 1)).ok());
+  EXPECT_TRUE(client->SetShares(SharesOf({5, 0, 2})).ok());
+}
+
+TEST(DevicesServiceTest, AChangeOfSharesIsMadeOnce) {
+  TestServer three(WithDevices(3, "vocabulary"));
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  ASSERT_TRUE(client->SetShares(SharesOf({5, 0, 2}, "a")).ok());
+  ASSERT_TRUE(client->SetShares(SharesOf({}, "b")).ok());
+  const auto repeated = client->SetShares(SharesOf({5, 0, 2}, "a"));
+  ASSERT_TRUE(repeated.ok()) << repeated.status();
+  EXPECT_TRUE(repeated->repeated_call());
+  EXPECT_THAT(repeated->head().spec().shares(), ElementsAre(5, 0, 2)) << "the stored answer";
+  EXPECT_TRUE(client->DescribeHead("head")->spec().shares().empty()) << "and nothing is done";
+  const absl::Status other = client->SetShares(SharesOf({1, 1, 1}, "a")).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(other.message()), HasSubstr("change_id"));
+  v1::SetSharesRequest elsewhere = SharesOf({1, 1, 1}, "c");
+  elsewhere.set_incarnation(head->state().incarnation() + 1);
+  EXPECT_FALSE(client->SetShares(elsewhere).ok());
+  EXPECT_THAT(std::string(client->SetShares(SharesOf({1, 1})).status().message()),
+              HasSubstr("shares must have one entry for each"));
+  EXPECT_THAT(std::string(client->SetShares(SharesOf({1, 1, 1u << 31})).status().message()),
+              HasSubstr("shares[2]"));
+}
+
+TEST(DevicesServiceTest, OnlyHeadsThatAreDividedHaveDevicesAndShares) {
+  TestServer three(WithDevices(3, "rows"));
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->devices_size(), 0);
+  EXPECT_EQ(client->SetShares(SharesOf({1, 1, 1})).status().code(), absl::StatusCode::kFailedPrecondition);
+  v1::SetSharesRequest nowhere = SharesOf({1, 1, 1});
+  nowhere.set_head("none");
+  EXPECT_EQ(client->SetShares(nowhere).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(DevicesServiceTest, ADeterministicServerKeepsItsGroupsOfRows) {
+  ServerOptions options = WithDevices(3, "vocabulary");
+  options.deterministic = true;
+  TestServer three(options);
+  const auto client = Connect(three.target());
+  const auto head = client->CreateHead(SmallHead());
+  ASSERT_TRUE(head.ok()) << head.status();
+  const auto changed = client->SetShares(SharesOf({5, 0, 2}));
+  if (changed.ok()) {
+    EXPECT_EQ(changed->head().slice_limits().row_grid(), head->slice_limits().row_grid());
+  } else {
+    EXPECT_EQ(changed.status().code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(changed.status().message()), HasSubstr("groups rows by"));
+  }
+}
+
 TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
   const auto refusal = [](const ServerOptions& options) {
     const auto server = Server::Start(options);
@@ -256,6 +422,12 @@ TEST(DevicesServiceTest, BadNumbersAreRefusedAtTheStart) {
   options = WithDevices(2);
   options.split = "columns";
   EXPECT_THAT(refusal(options), HasSubstr("split must be any, rows or vocabulary, got columns"));
+  options = WithDevices(4);
+  options.replicas = 3;
+  EXPECT_THAT(refusal(options), HasSubstr("replicas must be at least 1 and divide the devices, 4, got 3"));
+  options = WithDevices(1);
+  options.replicas = 2;
+  EXPECT_THAT(refusal(options), HasSubstr("replicas must be at least 1, and 1 on one device, got 2"));
 }
 
 }  // namespace

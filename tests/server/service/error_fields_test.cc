@@ -138,6 +138,7 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
        {[](Spec& s) { s.set_split(static_cast<v1::Split>(17)); }, "spec.split", "17"},
        {[](Spec& s) { s.add_shares(0); }, "spec.shares", "0"},
        {[](Spec& s) { s.add_shares(uint32_t{1} << 31); }, "spec.shares[0]", "2147483648"},
+       {[](Spec& s) { s.set_replicas(65537); }, "spec.replicas", "65537"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);
@@ -378,6 +379,23 @@ TEST_F(ErrorFieldsTest, OtherCalls) {
   ExpectDetail(client_->LoadCheckpoint("../up", "").status(), absl::StatusCode::kInvalidArgument,
                "checkpoint", "../up");
   ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
+}
+
+TEST_F(ErrorFieldsTest, SetShares) {
+  using Request = v1::SetSharesRequest;
+  const std::vector<Case<Request>> cases = {
+      {[](Request& r) { r.set_head("missing"); }, "head", "missing", kNotFound},
+      {[](Request& r) { r.add_shares(1u << 31); }, "shares[0]", "2147483648"},
+      {[](Request& r) { r.set_change_id(""); }, "change_id", "nothing"},
+      {[](Request& r) { r.set_incarnation(77); }, "incarnation", "77", kFailedPrecondition},
+  };
+  Walk<Request>("", cases, {}, [&](const auto& spoil) {
+    Request request;
+    request.set_head("head");
+    request.set_change_id("a");
+    spoil(request);
+    return client_->SetShares(request);
+  });
 }
 
 TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {

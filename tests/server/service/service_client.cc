@@ -149,6 +149,9 @@ class TestClientImpl final : public TestClient {
     request.set_head(head);
     return Call<v1::DeleteHeadResponse>(&v1::HeadService::Stub::DeleteHead, request).status();
   }
+  absl::Status SetShares(const v1::SetSharesRequest& request) override {
+    return Call<v1::SetSharesResponse>(&v1::HeadService::Stub::SetShares, request).status();
+  }
   absl::StatusOr<double> GradNorm(const std::string& head) override {
     v1::GradNormRequest request;
     request.set_head(head);

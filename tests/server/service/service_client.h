@@ -87,6 +87,7 @@ class TestClient {
   virtual absl::StatusOr<v1::HeadDescription> DescribeHead(const std::string& head) = 0;
   virtual absl::StatusOr<v1::ListHeadsResponse> ListHeads() = 0;
   virtual absl::Status DeleteHead(const std::string& head) = 0;
+  virtual absl::Status SetShares(const v1::SetSharesRequest& request) = 0;
   virtual absl::StatusOr<double> GradNorm(const std::string& head) = 0;
   virtual absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request) = 0;
   virtual absl::Status ZeroGradients(const std::string& head, uint64_t step) = 0;

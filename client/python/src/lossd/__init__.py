@@ -12,6 +12,7 @@ from lossd.descriptions import (
     CheckpointInfo,
     Choice,
     HeadDescription,
+    HeadDevice,
     HeadHistory,
     HeadSpec,
     HeadState,
@@ -55,7 +56,7 @@ from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
     "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
-    "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
+    "HeadDevice", "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
     "MemoryUsage", "NonFinite", "NotFound", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",

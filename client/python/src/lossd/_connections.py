@@ -22,6 +22,7 @@ from lossd._cancellation import Cancellation
 from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
+from lossd._device_regions import DeviceRegions
 from lossd._plan import RegionSizes
 from lossd._region_source import RegionSource
 from lossd._regions import SharedRegion
@@ -116,7 +117,6 @@ class Connections:
     def __init__(self, options: ConnectionOptions) -> None:
         """Opens all connections and waits until they stand; see await_server."""
         self.options = options
-        self.device = ""  # the GPU whose memory the server shares, "GPU-..."
         self._pid = os.getpid()
         self._closed = False
         self._first = self._open()
@@ -131,7 +131,8 @@ class Connections:
         self._next_deadline = 0.0
         self._server_version = ""
         server = server_pb2.ServerDescription()
-        self.regions = self.device_regions = RegionSource("grpc", _REGION_SIZES, "", str)
+        self.regions = RegionSource("grpc", _REGION_SIZES, "", str)
+        self.device_regions = DeviceRegions("grpc", _REGION_SIZES, server, self._ask)
         deadline = Deadline(options.connect_timeout)
         try:
             for connection in self._all:
@@ -165,51 +166,34 @@ class Connections:
             self.regions = RegionSource("auto", sizes, server.region_socket, lambda: self._ask().region_socket)
         if options.transport == "shared_memory":
             self.regions.check()
-        if options.transport in ("auto", "cuda_ipc") and server.region_device:
-            self.device = server.region_device
-            self.device_regions = RegionSource("auto", sizes, server.region_socket, self._socket_of_device, self.device)
-        if options.transport == "cuda_ipc":
-            if not self.device:
-                raise errors.Unavailable("no CUDA IPC: the server shares no memory of a GPU")
-            self.device_regions.check()
+        self.device_regions = DeviceRegions(options.transport, sizes, server, self._ask)
+        self.device_regions.check()
 
     def _ask(self) -> server_pb2.ServerDescription:
         return self.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
                           Deadline(2.0))
-
-    def _socket_of_device(self) -> str:
-        """The server may be another process by now, with another GPU."""
-        server = self._ask()
-        return server.region_socket if server.region_device == self.device else ""
 
     def region_for(self, device: str, call_bytes: int) -> SharedRegion | None:
         """For a call whose rows have so many bytes and lie on `device`; None: they are to go in messages. May open a
         region."""
         if not device:
             return self.regions.get(call_bytes)
-        region = self.device_regions.get(call_bytes) if self._shares(device) else None
+        region = self.device_regions.get(device, call_bytes)
         region = self.regions.get(call_bytes) if region is None else region
         if region is not None:
             region.pin_for(device)
         return region
 
-    def _shares(self, device: str) -> bool:
-        """Whether rows on that GPU go through memory of the server's. Those of another one do if the client was told so."""
-        return bool(self.device) and (device == self.device or self.options.transport == "cuda_ipc")
-
     def shares_gpu(self, number: int | None) -> bool:
         """As Client.shares_gpu."""
-        if not self.device or (number is not None and not self._shares(_cuda.driver().uuid(number))):
+        regions = self.device_regions
+        if not regions:
             return False
-        return self.device_regions.get() is not None
+        return (regions.any() if number is None else regions.get(_cuda.driver().uuid(number))) is not None
 
     def cuda_choice(self) -> tuple[str, str]:
         """How rows of CUDA arrays travel, and why."""
-        if self.device:
-            return self.device_regions.choice()
-        if self.options.transport == "auto":
-            return "grpc", "the server shares no memory of a GPU"
-        return "grpc", f"the transport is {self.options.transport}"
+        return self.device_regions.choice()
 
     @property
     def closed(self) -> bool:

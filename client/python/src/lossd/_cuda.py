@@ -26,12 +26,14 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_PEER_RANK = 1  # CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK, 0: the fastest
+_PEER_ACCESS = 2  # CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
 _DEVICE_OF_POINTER = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 _SLEEPING = 3  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING: who waits for the event takes no CPU time
 _FUNCTIONS = (
-    "cuInit", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGetUuid_v2", "cuPointerGetAttribute",
-    "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxEnablePeerAccess",
+    "cuInit", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGetUuid_v2", "cuDeviceGetP2PAttribute", "cuPointerGetAttribute",
+    "cuDevicePrimaryCtxRetain", "cuCtxGetDevice", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxEnablePeerAccess",
     "cuMemImportFromShareableHandle", "cuMemRelease", "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap",
     "cuMemSetAccess", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamCreate",
     "cuStreamSynchronize", "cuStreamDestroy_v2", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuEventDestroy_v2")
@@ -86,6 +88,23 @@ class Driver:
         raw = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(raw), ctypes.c_int(device))
         return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
+    def current(self) -> int | None:
+        """The GPU whose context is the calling thread's; None: it has none."""
+        device = ctypes.c_int()
+        return device.value if self._library.cuCtxGetDevice(ctypes.byref(device)) == 0 else None
+
+    def distance(self, source: int, to: int) -> int | None:
+        """How far the memory of the GPU `to` is for `source`: 0 if they are the same, and the less the faster what connects
+        them; None: nothing does."""
+        if source == to:
+            return 0
+        reached, rank = ctypes.c_int(), ctypes.c_int()
+        for value, attribute in ((reached, _PEER_ACCESS), (rank, _PEER_RANK)):
+            if self._library.cuDeviceGetP2PAttribute(ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(source),
+                                                     ctypes.c_int(to)) != 0:
+                return None
+        return 1 + rank.value if reached.value else None
 
     def device_of(self, address: int) -> int:
         """The number of the GPU whose memory is at this address."""

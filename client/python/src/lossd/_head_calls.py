@@ -43,7 +43,7 @@ _HEADS = "/lossd.v1.HeadService/"
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
-    Calls that only read, apply_step, add_gradient, reset_head and delete_checkpoint (the server does each once)
+    Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
     are repeated when the connection breaks, within the timeout. The others never are.
     """
 
@@ -59,8 +59,8 @@ class HeadCalls:
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
-                    workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), seed: int = 0,
-                    zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
+                    workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), replicas: int = 0,
+                    seed: int = 0, zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
                     exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
@@ -72,7 +72,9 @@ class HeadCalls:
           split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which
             each then keeps its own alone. "any": rows if every device has room for all classes.
           shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
-            others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same.
+            others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same. With `replicas` one for each device of a replica.
+          replicas: with split "vocabulary" or "any": how many copies of the head there are, each on as many of the server's
+            devices, which divide its classes; the copies divide the rows. 0 and 1: one on all devices.
           if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
             step and optimizer, as when a training goes on; "reset": as new, by reset_head(), which one of several ranks calls
             before the others begin. With "keep" and "reset" AlreadyExists names what its specification has otherwise.
@@ -87,7 +89,8 @@ class HeadCalls:
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares))
+            split=types.enum_value("split", types.SPLITS, split), shares=_checked_shares(shares, "spec.shares"),
+            replicas=_checked_replicas(replicas))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
@@ -122,6 +125,31 @@ class HeadCalls:
         values = InitialValues(seed, zeros, tensor_file)
         scope_number(scope, values)
         return self._reset(self.describe_head(head, timeout), scope, values, timeout)
+
+    def set_shares(self, head: str, shares: Sequence[int], timeout: float | None = None) -> HeadDescription:
+        """Divides the classes of a head that is split by vocabulary by other shares, between two steps.
+
+        Step, values and optimizer state keep every bit; calls on the head wait meanwhile. Each device has its old and its
+        new part at once until the tensors have been copied: ResourceExhausted if there is no room. FailedPrecondition if the
+        head is not split so over several devices, while losses are computed on it, and when the open step has rows. After
+        an error nothing has changed. Once, also if the call is repeated after its answer was lost; Restarted if the server
+        was restarted during the call.
+
+        Args:
+          shares: as in create_head, one for each device; empty: all have the same.
+        """
+        meant = self.describe_head(head, timeout).state.incarnation
+        request = head_pb2.SetSharesRequest(head=head, shares=_checked_shares(shares, "shares"),
+                                            change_id=secrets.token_hex(16), incarnation=meant)
+        try:
+            answer = self._heads("SetShares", request, head_pb2.SetSharesResponse, timeout or self._transfer_timeout,
+                                 repeat=True)
+        except errors.FailedPrecondition as error:
+            if error.field != "incarnation":
+                raise
+            raise errors.restarted(head, meant, error.incarnation, None) from error
+        self._head_cache.learn(answer.head)
+        return read(HeadDescription, answer.head)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
         """The head as it is now. NotFound if there is none of this name."""
@@ -375,10 +403,18 @@ class HeadCalls:
         return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
 
 
-def _checked_shares(shares: Sequence[int]) -> Sequence[int]:
+def _checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
     """InvalidArgument, naming the entry, if one is no share."""
     for index, share in enumerate(shares):
         if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
-            raise errors.InvalidArgument(f"spec.shares[{index}] must be a whole number in [0, 2^31), got {share!r}",
-                                         types_pb2.ErrorDetail(field=f"spec.shares[{index}]", value=str(share)))
+            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
+                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
     return shares
+
+
+def _checked_replicas(replicas: int) -> int:
+    """InvalidArgument if it is no number of replicas."""
+    if not isinstance(replicas, Integral) or not 0 <= int(replicas) <= 1 << 16:
+        raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
+                                     types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
+    return int(replicas)

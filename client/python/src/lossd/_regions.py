@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a server on this host shares with a client (region.proto). _region_source.py opens it.
 
-It is memory of the host, or of the server's GPU for arrays that lie on one (CUDA IPC).
+It is memory of the host, or of a GPU of the server for arrays that lie on one (CUDA IPC).
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
             session.connect("\0" + name[1:] if name.startswith("@") else name)
         except OSError as error:
             raise _cannot_connect(name, error) from None
-        packet, descriptors = _ask(session, region_pb2.RegionRequest(bytes=size, of_device=bool(device)))
+        packet, descriptors = _ask(session, region_pb2.RegionRequest(bytes=size, of_device=bool(device), device=device))
         answer = region_pb2.RegionAnswer.FromString(packet)
         if answer.HasField("refused"):
             raise no_region(answer.refused.reason)

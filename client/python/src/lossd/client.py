@@ -89,10 +89,10 @@ class Client(HeadCalls):
             max_pending - 1 are started before that one.
           transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
             both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays of any GPU, in
-            memory of the server's GPU, which this process has to see (Unavailable else), other rows as with "auto"; "auto":
-            in memory of the server's GPU if they lie on it, else in shared memory, if it can be had.
+            memory of the server's nearest GPU, which this process has to see (Unavailable else), other rows as with "auto";
+            "auto": in memory of a GPU of the server if they lie on that one, else in shared memory, if it can be had.
             None: the environment variable LOSSD_TRANSPORT, or "auto".
-          shared_memory_bytes: asked for, of the host's memory and of the GPU's as they are needed; the server may give less.
+          shared_memory_bytes: asked for, of the host's memory and of each GPU's as they are needed; the server may give less.
             None: 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
           run: names the program that trains, in at most 128 printable characters: a head says who applied its last step,
             and errors say who trains it besides. Processes of one training may share a name. None: the environment variable
@@ -155,13 +155,14 @@ class Client(HeadCalls):
 
     @property
     def cuda_transport(self) -> tuple[str, str]:
-        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of the server's GPU, or "grpc", as rows of
-        the host after a copy; decided with the first of them."""
+        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
+        the host after a copy; decided with the first of them on each GPU. If some go one way and some the other, "grpc", and
+        the reason has the way of each GPU."""
         return self._connections.cuda_choice()
 
     def shares_gpu(self, device: int | None = None) -> bool:
-        """Whether rows of CUDA arrays, of this GPU of the process (None: of the server's), go through memory of the server's
-        GPU. Opens that memory when asked first, which takes some milliseconds."""
+        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
+        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
         return self._connections.shares_gpu(device)
 
     @property

@@ -101,7 +101,8 @@ class HeadSpec(Shown):
     workspace_bytes: int = 0  # 0: as the server was started
     logits: Logits = _word(types.LOGITS, "stored")
     split: Split = _word(types.SPLITS, "any")
-    shares: tuple[int, ...] = ()  # of the devices, by vocabulary; empty: all have the same
+    shares: tuple[int, ...] = ()  # of the devices (of a replica), by vocabulary; empty: all have the same
+    replicas: int = 0  # by vocabulary; 0 and 1: one on all devices
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,6 +136,18 @@ class Choice(Shown):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.choice}{f' ({self.reason})' if self.reason else ''}"
+
+
+@dataclass(frozen=True, repr=False)
+class HeadDevice(Shown):
+    """A device of a server that has some of a head's classes. Rows and times are the device's, since the server started."""
+
+    device: str = ""
+    share: int = 0  # HeadSpec.shares; 1 each if that is empty
+    classes: int = 0
+    rows: int = 0  # computed, of chunks without an error
+    busy_seconds: float = 0.0  # it had something to do, exchanges included
+    exchange_seconds: float = 0.0  # of these, it exchanged with the other devices or waited for them; 0: not known
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,6 +187,7 @@ class HeadDescription(Shown):
     last_chunk_choices: tuple[Choice, ...] = _many(Choice)
     gradient_error: float = 0.0  # predicted, relative, of the last chunk that was sampled
     history: HeadHistory = _one(HeadHistory, repr=False)
+    devices: tuple[HeadDevice, ...] = _many(HeadDevice)  # of a head that is split by vocabulary over several devices
 
     def __repr__(self) -> str:
         facts = ", ".join([f"{self.compute_dtype}, {self.spec.optimizer_state}", *self._special(), *self._progress()])
@@ -229,7 +243,9 @@ class ServerDescription(Shown):
     region_socket: str = field(default="", repr=False)  # where programs of its host open shared memory; "": nowhere
     http: str | None = field(default=None, repr=False)  # URL of its HTTP side as it listens; "": none; None: an old server
     region_device: str = field(default="", repr=False)  # the GPU whose memory they may open there, "GPU-..."; "": of none
+    gpu_sharing: str = field(default="", repr=False)  # "MPS, client priority 0 (normal)" or "time slices"; "": it has no GPU
     collectives: str = field(default="", repr=False)  # between its devices: "nccl", "gloo" or "threads"; "": it has one
+    region_devices: tuple[str, ...] = field(default=(), repr=False)  # all GPUs whose memory they may open there
 
 
 @dataclass(frozen=True, repr=False)

@@ -247,6 +247,7 @@ cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multipr
 }
 
 cudaError_t LaunchUniformWeight(const UniformWeightParams& params, cudaStream_t stream) {
+  if (params.vocab == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.vocab, 1 << 16));
   UniformWeightKernel<<<blocks, kThreads, 0, stream>>>(params);
   if (params.bias_gradient != nullptr) UniformBiasKernel<<<1, 1024, 0, stream>>>(params);

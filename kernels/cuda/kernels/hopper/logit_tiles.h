@@ -15,7 +15,8 @@ namespace lossd::kernels::cuda::hopper {
 
 inline constexpr int kVocabTile = kColumnTile;  // classes a block
 
-constexpr int64_t VocabTiles(int64_t vocab) { return CeilDiv(vocab, kVocabTile); }
+// Without classes there is a tile of padding, so that sums and exponentials are written.
+constexpr int64_t VocabTiles(int64_t vocab) { return std::max<int64_t>(CeilDiv(vocab, kVocabTile), 1); }
 
 // How many panels are worked on together: as many as stay in L2, in groups of about the same size.
 constexpr int64_t PanelsPerGroup(int64_t panels, int64_t inner) {

@@ -132,7 +132,7 @@ def fsdp_without_sync(model):
     model.set_requires_gradient_sync(True)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def ranks(request, server, client):
     """By rank: what of_rank returned."""
     prefix = f"dp{request.param}-"

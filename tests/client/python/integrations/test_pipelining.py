@@ -163,7 +163,7 @@ def replicated_data(seed):
     return torch.randn(STEPS, 2, N, D, generator=generator), targets
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "Overlapped1F1B"])
+@pytest.mark.parametrize("schedule", [pytest.param("Schedule1F1B", marks=pytest.mark.nightly), "Overlapped1F1B"])
 def test_a_pipeline_in_two_replicas(server, client, make_head, seed, schedule):
     name = make_head(hidden_size=D, vocab_size=V)
     layer = torch.nn.Linear(D, V, bias=False)

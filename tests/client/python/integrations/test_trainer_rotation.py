@@ -93,6 +93,7 @@ def train_rank(rank, target, name, folder):
         assert trainer.accelerator.num_processes == 2
 
 
+@pytest.mark.nightly
 def test_ranks_remove_once(server, client, head_name, tmp_path):
     run_ranks(2, train_rank, server.target, head_name, str(tmp_path))
     assert names(client, head_name) == named(tmp_path) and len(named(tmp_path)) == 1

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from on_cpu import PREPARATIONS
 from ranks import run_ranks
+from server_process import ServerProcess
+
+import lossd
 
 PAGES = Path(__file__).parents[4] / "docs" / "training"
 RANKS = {  # of pages that are for several
-    "accelerate.md": 2, "data-parallel.md": 2, "deepspeed.md": 2, "deepspeed-zero.md": 2, "fsdp2.md": 2, "lightning.md": 2,
+    "accelerate.md": 2, "colocated.md": 2, "data-parallel.md": 2, "deepspeed.md": 2, "deepspeed-zero.md": 2, "fsdp2.md": 2, "lightning.md": 2,
     "megatron.md": 2, "pipeline.md": 2, "pipeline-data-parallel.md": 4, "sharded-sequences.md": 2, "torchtitan.md": 2}
+# Flags of a server of the page's own.
+FLAGS = {"colocated.md": ("--cpu_devices=2", "--split=vocabulary")}
 INDEX = "README.md"
 
 
@@ -38,9 +43,21 @@ def tokenizer():
                                                 pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3")
 
 
+@pytest.fixture
+def page_server(request, page):
+    """The server that a page's code is run against: its own where the page starts it with other flags."""
+    if page not in FLAGS:
+        yield request.getfixturevalue("server")
+        return
+    own = ServerProcess("--backend=cpu", *FLAGS[page])
+    yield own
+    own.stop()
+
+
 @pytest.mark.parametrize("page", sorted(each.name for each in PAGES.glob("*.md") if each.name != INDEX))
-def test_page(server, client, tmp_path, monkeypatch, page):
+def test_page(page_server, tmp_path, monkeypatch, page):
     monkeypatch.chdir(tmp_path)
+    server, client = page_server, lossd.Client(page_server.target)
     try:
         if page in RANKS:
             run_ranks(RANKS[page], run_page, page, server.target, {})
@@ -51,6 +68,7 @@ def test_page(server, client, tmp_path, monkeypatch, page):
     finally:
         for head in client.list_heads():
             client.delete_head(head.spec.name)
+        client.close()
 
 
 def test_the_index_names_every_page():

@@ -33,6 +33,10 @@ struct Played {
   std::vector<std::string> calls;
   std::string multicast;  // NCCL_NVLS_ENABLE when the library was loaded
   int aborted = 0, destroyed = 0;
+  int grouped = 0;           // calls of ncclGroupStart without their end
+  int ended_in_a_group = 0;  // of aborted and destroyed communicators
+  int device = 0;            // of the thread
+  int unloaded = 0;
   std::vector<const void*> from, to;  // of ncclAllGather and ncclReduceScatter
 };
 Played played;
@@ -62,15 +66,26 @@ ncclResult_t InitRank(ncclComm_t* communicator, int, ncclUniqueId, int rank) {
   *communicator = Communicator(rank);
   return Play("ncclCommInitRank");
 }
-ncclResult_t Destroy(ncclComm_t) { return ++played.destroyed, ncclSuccess; }
-ncclResult_t Abort(ncclComm_t) { return ++played.aborted, ncclSuccess; }
+// As NCCL below 2.27.6 it leaves the device of what it has freed behind.
+ncclResult_t EndOne(int* ended) {
+  ++*ended;
+  played.ended_in_a_group += played.grouped;
+  played.device = 7;
+  return ncclSuccess;
+}
+ncclResult_t Destroy(ncclComm_t) { return EndOne(&played.destroyed); }
+ncclResult_t Abort(ncclComm_t) { return EndOne(&played.aborted); }
 ncclResult_t AsyncError(ncclComm_t, ncclResult_t* result) {
   *result = played.later;
   return Play("ncclCommGetAsyncError");
 }
 const char* ErrorString(ncclResult_t) { return "unhandled system error"; }
-ncclResult_t GroupStart() { return Play("ncclGroupStart"); }
-ncclResult_t GroupEnd() { return Play("ncclGroupEnd"); }
+ncclResult_t GroupStart() {
+  const ncclResult_t result = Play("ncclGroupStart");
+  played.grouped += result == ncclSuccess ? 1 : 0;
+  return result;
+}
+ncclResult_t GroupEnd() { return --played.grouped, Play("ncclGroupEnd"); }
 ncclResult_t Reduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t, cudaStream_t) {
   return Play("ncclReduce");
 }
@@ -140,7 +155,12 @@ void* __wrap_dlsym(void* file, const char* name) {
 }
 
 int __real_dlclose(void* file);
-int __wrap_dlclose(void* file) { return file == &library ? 0 : __real_dlclose(file); }
+int __wrap_dlclose(void* file) { return file == &library ? (++played.unloaded, 0) : __real_dlclose(file); }
+
+// Of the thread that ends communicators, also where there is no GPU.
+cudaError_t __wrap_cudaGetDevice(int* device) { return *device = played.device, cudaSuccess; }
+cudaError_t __real_cudaSetDevice(int device);
+cudaError_t __wrap_cudaSetDevice(int device) { return played.device = device, __real_cudaSetDevice(device); }
 
 }  // extern "C"
 
@@ -221,6 +241,34 @@ TEST_F(NcclTest, DestroysItsCommunicators) {
   { ASSERT_TRUE(Connect().ok()); }
   EXPECT_EQ(played.destroyed, 2);
   EXPECT_EQ(played.aborted, 0);
+}
+
+// Nothing of a communicator may be freed before the others, which use its memory, know that they end.
+TEST_F(NcclTest, CommunicatorsOfAProcessEndAsOneGroup) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails ? "aborted" : "destroyed");
+    played = Played();
+    played.device = 3;
+    {
+      const auto nccl = Connect();
+      ASSERT_TRUE(nccl.ok()) << nccl.status();
+      if (fails) (*nccl)->Abort(absl::UnavailableError("a GPU is lost")).IgnoreError();
+    }
+    EXPECT_EQ(played.aborted, fails ? 2 : 0);
+    EXPECT_EQ(played.destroyed, fails ? 0 : 2) << "what was aborted is freed";
+    EXPECT_EQ(played.ended_in_a_group, 2);
+    EXPECT_EQ(played.grouped, 0) << "a group stays open";
+    EXPECT_EQ(played.device, 3) << "of the thread that ends them";
+  }
+}
+
+// Threads of NCCL outlive its communicators.
+TEST_F(NcclTest, TheLibraryStays) {
+  EXPECT_TRUE(Connect().ok());
+  EXPECT_TRUE(Nccl::CheckLoads().ok());
+  EXPECT_TRUE(Nccl::Version().ok());
+  EXPECT_TRUE(Nccl::NewId().ok());
+  EXPECT_EQ(played.unloaded, 0);
 }
 
 // Whatever call fails, its name is said, the communicators are aborted, and every later exchange fails alike.

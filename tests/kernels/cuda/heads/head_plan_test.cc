@@ -76,6 +76,37 @@ TEST(HeadPlan, PartsOfAVocabularyHaveTheSameRowsAndTheirShareOfTheWeights) {
   EXPECT_LE(sum, whole->memory[MemoryKind::kWeights] + 2 * kDevicePage);  // each is whole pages
 }
 
+// Of a GPU without classes there is only padding: what it holds of the head is next to nothing, and what it
+// computes chunks with is what the others do.
+TEST(HeadPlan, APartMayHaveNoClasses) {
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    HeadConfig config = Llama();
+    config.split = Split::kVocabulary;
+    config.has_bias = true;
+    config.logits = logits;
+    config.shares = {0, 3, 0, 1, 0};
+    PlanDevice part = Hopper();
+    part.replica = {1, 5};
+    const auto most = PlanHead(config, part);
+    ASSERT_TRUE(most.ok()) << most.status();
+    for (const int index : {0, 2, 4}) {
+      SCOPED_TRACE(index);
+      part.replica = {index, 5};
+      const auto none = PlanHead(config, part);
+      ASSERT_TRUE(none.ok()) << none.status();
+      EXPECT_EQ(none->sizes.vocab, 0);
+      EXPECT_EQ(none->sizes.padded_vocab, 8);
+      EXPECT_EQ(none->sizes.chunk_rows, most->sizes.chunk_rows);
+      EXPECT_EQ(none->sizes.planned_vocab(), most->sizes.planned_vocab());
+      EXPECT_EQ(none->sizes.arena_bytes, most->sizes.arena_bytes);
+      EXPECT_EQ(none->memory[MemoryKind::kWeights], kDevicePage);
+      EXPECT_EQ(none->memory[MemoryKind::kGradients], kDevicePage);
+      EXPECT_EQ(ChoiceOf(*none, "loss"), ChoiceOf(*most, "loss"));
+      EXPECT_EQ(ChoiceOf(*none, "chunk"), ChoiceOf(*most, "chunk"));
+    }
+  }
+}
+
 TEST(HeadPlan, RefusesWhatTheBackendRefuses) {
   HeadConfig config = Llama();
   config.vocab_size = 0;

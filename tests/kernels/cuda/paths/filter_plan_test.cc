@@ -67,6 +67,7 @@ TEST(FilterPlan, MoreRowsHaveMoreRoom) {
 // Whatever order keys are compared in, an empty entry comes last and no two elements share a key.
 TEST(FilterPlan, KeysHoldEveryClassAndRow) {
   for (int64_t rows : {1, 2, 3, 8, 128, 4095, 4096, 8192}) {
+    EXPECT_GT(KeyBits(rows, 0), RowBits(rows)) << "a part without classes has a key to sort by";
     for (int64_t vocab : {1, 2, 7, 8, 256, 255'999, 262'144}) {
       const int row_bits = RowBits(rows);
       EXPECT_GE(int64_t{1} << row_bits, rows);

@@ -21,7 +21,7 @@ class Balance:
 
 
 def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *, stage_seconds: Sequence[float] = (),
-            least_share: int = 1) -> Balance:
+            least_share: int = 0) -> Balance:
     """Divides the layers of a model and the classes of its head over the GPUs of a pipeline, so that all end together.
 
     For a server whose devices are the pipeline's own GPUs, one for each stage, and a head that is split by vocabulary. The
@@ -30,11 +30,15 @@ def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *,
         divided = lossd.torch.balance([0.0021] * 26, 0.0114, stages=4)
         client.create_head("lm", ..., split="vocabulary", shares=divided.shares)
 
+    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of it, or none if L is above T; the
+    parts add up to 1, which says what T is. `lossctl shares HEAD --balance` corrects shares by the same formula from what the
+    devices of a server were measured to take for their classes.
+
     Args:
       layer_seconds: of each layer, in order: forward and backward of a microbatch.
       head_seconds: of the whole head on one GPU, likewise.
       stage_seconds: what each stage does besides, such as the embedding on the first one; empty: nothing.
-      least_share: of every stage, in thousandths of the head. A GPU needs a class at least; 0 is for CPUs.
+      least_share: of every stage, in thousandths of the head. 0: a stage that is late without it gets none.
 
     Raises:
       ValueError: a time is negative or not finite, there are fewer layers than stages, or stage_seconds has another

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of pipelines that bench/pipeline_bench.py measured, and the factors with which `lossctl plan` predicts them.
+
+The model is that of client/plan/pipeline.h, whose tests compare it with every step here. Pure functions but for `read`.
+"""
+
+import itertools
+import json
+
+HIDDEN_AND_VOCABULARY = {"gemma2-2b": (2304, 256000), "llama3-8b": (4096, 128256)}  # of pipeline_bench.py
+KINDS = ("local", "server", "colocated")
+
+
+def read(folder, sources, root):
+    """Of every file in `folder`. Of configurations of one kind and size those of the latest day count, and of several of them
+    with the same layers and shares (schedules, transports) the fastest."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        source = sources.add(str(path.relative_to(root)), content)
+        for run in content["configurations"]:
+            if "step_seconds" not in run or run["kind"] not in KINDS or run["replicas"] != 1:
+                continue
+            if run["kind"] == "local" and run["head"] != "torch.compile":
+                continue  # the plan compares with the fastest
+            if run["kind"] != "local" and run["schedule"] == "1F1B":
+                continue
+            entry = entry_of(path.stem, content, run, source)
+            key = (entry["kind"], entry["gradients"], entry["mps"], entry["hidden"], entry["vocab"], sum(entry["layers"]), run["gpus"])
+            found.setdefault(key, {}).setdefault(content["date"], []).append(entry)
+    return [entry for days in found.values() for entry in fastest(days[max(days)])]
+
+
+def fastest(entries):
+    best = {}
+    for entry in sorted(entries, key=lambda each: each["step_seconds"]):
+        best.setdefault((tuple(entry["layers"]), tuple(entry["shares"])), entry)
+    return [entry for entry in entries if entry in best.values()]
+
+
+def entry_of(name, content, run, source):
+    settings = content.get("settings", {})
+    shape = settings.get("shape") or ("llama3-8b" if name.startswith("llama") else "gemma2-2b")  # files without settings
+    hidden, vocab = HIDDEN_AND_VOCABULARY[shape]
+    hidden, vocab = settings.get("hidden_size") or hidden, settings.get("vocab_size") or vocab
+    rows = settings.get("sequences", 4) * (settings.get("context") or 2048)
+    tokens = round(run["tokens_per_second"] * run["step_seconds"])
+    colocated = run["kind"] == "colocated"
+    return {"kind": run["kind"], "gradients": run["gradients"],
+            "mps": colocated and bool(run.get("mps", "_mps" in name)), "shape": shape, "hidden": hidden, "vocab": vocab,
+            "microbatches": tokens // rows, "microbatch_rows": rows, "layers": run["layers"],
+            "shares": list(run.get("shares") or []), "layer_seconds": round(content["measured_seconds"]["layer"], 6),
+            "step_seconds": round(run["step_seconds"], 4),
+            "peak_bytes": [each["peak_bytes"] for each in run["memory"] if each["role"] == "trainer"], "source": source}
+
+
+def head_seconds(entry, loss, last_stage):
+    """Of the head alone on one GPU, as the plan takes it from the rates; None if its shape was not measured."""
+    if entry["kind"] == "local":
+        rates = [each for each in last_stage if each["method"] == "compiled"]
+    else:
+        rates = [each for each in loss if (each["logits"], each["gradients"]) == ("stored", entry["gradients"])]
+    for each in rates:
+        if each["data"] == "real" and (each["hidden"], each["vocab"]) == (entry["hidden"], entry["vocab"]):
+            return each["ms"] * 1e-3 * entry["microbatch_rows"] / each["rows"]
+    return None
+
+
+def predict(entry, head, layer, local_head=1.0, colocated=1.0):
+    """Seconds of a step: client/plan/pipeline.h."""
+    busy = [count * entry["layer_seconds"] * layer for count in entry["layers"]]
+    more = entry["microbatches"] - 1
+    if entry["kind"] == "local":
+        busy[-1] += local_head * head
+        return sum(busy) + more * max(busy)
+    if entry["kind"] == "server":
+        return sum(busy) + head + more * max(*busy, head)
+    shares = entry["shares"] or [1] * len(busy)
+    parts = [colocated * head * share / sum(shares) for share in shares]
+    return sum(busy) + max(parts) + more * max(each + part for each, part in zip(busy, parts))
+
+
+def worst(entries, heads, **factors):
+    return max((abs(predict(entry, head, **factors) / entry["step_seconds"] - 1) for entry, head in zip(entries, heads)), default=0.0)
+
+
+def fit(entries, loss, last_stage):
+    """The factors with the least worst error, in hundredths: those of layers and of a local head by the steps without a
+    colocated server, and then that of each kind of colocated steps."""
+    known = [(entry, head) for entry in entries if (head := head_seconds(entry, loss, last_stage)) is not None]
+
+    def those(wanted):
+        chosen = [(entry, head) for entry, head in known if wanted(entry)]
+        return [entry for entry, _ in chosen], [head for _, head in chosen]
+
+    def hundredths(least, most):
+        return [number / 100 for number in range(least, most)]
+
+    apart = those(lambda entry: entry["kind"] != "colocated")
+    layer, local_head = min(itertools.product(hundredths(90, 140), hundredths(90, 140)),
+                            key=lambda pair: round(worst(*apart, layer=pair[0], local_head=pair[1]), 4))
+    errors, colocated = [worst(*apart, layer=layer, local_head=local_head)], []
+    for mps, gradients in itertools.product((True, False), ("exact", "sampled")):
+        same = those(lambda entry: entry["kind"] == "colocated" and (entry["mps"], entry["gradients"]) == (mps, gradients))
+        if not same[0]:
+            continue
+        factor = min(hundredths(50, 500), key=lambda each: round(worst(*same, layer=layer, colocated=each), 4))
+        colocated.append({"gradients": gradients, "mps": mps, "factor": factor})
+        errors.append(worst(*same, layer=layer, colocated=factor))
+    return {"layer": layer, "local_head": local_head, "colocated": colocated, "worst_error": round(max(errors), 4)}
