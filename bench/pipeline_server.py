@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -16,7 +15,6 @@ from typing import Any
 START_SECONDS = 120.0
 FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
             "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
-OF_ONE_DEVICE = re.compile(r'(lossd_\w*busy_seconds_total)\{.*?\b(?:device|rank|part|gpu)="([^"]*)"')  # of several
 
 
 class Server:
@@ -68,8 +66,7 @@ class Server:
 
 
 def read_metrics(http: str) -> dict[str, float]:
-    """FAMILIES by name, those of a family added up; a family that the server does not have is missing. Besides, the time in
-    which each device was busy, as "busy DEVICE", if the server says it for each."""
+    """FAMILIES by name, those of a family added up; a family that the server does not have is missing."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as answer:
         return parse_metrics(answer.read().decode())
 
@@ -80,6 +77,4 @@ def parse_metrics(text: str) -> dict[str, float]:
         name = line.partition(" ")[0].partition("{")[0]
         if name in FAMILIES:
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-        if of_one := OF_ONE_DEVICE.match(line):
-            found[f"busy {of_one[2]}"] = float(line.rsplit(" ", 1)[1])
     return found

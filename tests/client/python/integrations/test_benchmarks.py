@@ -86,10 +86,13 @@ def test_pipelines_of_three_processes_learn_alike(tmp_path):
     for entry in entries:
         if entry["kind"] == "colocated":
             whole = result["measured_seconds"]["server"][entry["gradients"]]
-            evenly = 6 * (4 * result["measured_seconds"]["layer"] + whole) / 3 + 2 * 4 * result["measured_seconds"]["layer"] / 3
+            layers = 4 * result["measured_seconds"]["layer"]
+            evenly = 6 * (layers + whole) / 3 + 2 * layers / 3
             assert entry["evenly_divided_seconds"] == pytest.approx(evenly) and len(entry["shares"]) == 3
             assert entry["over_evenly_divided"] == pytest.approx(entry["step_seconds"] / evenly)
-            assert set(entry["server"]["device_busy_shares"]) == {"0", "1", "2"}
+            devices = entry["server"]["devices"]
+            assert len(devices) == 3 and sum(each["classes"] for each in devices) == 4096
+            assert all(0 < each["busy_share"] < 1.5 and each["exchange_share"] <= each["busy_share"] for each in devices)
             assert entry["name"] in output and not entry["mps"] and entry["slack"] == 1
 
 
@@ -118,9 +121,20 @@ def test_a_colocated_head_with_given_parts(tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()  # for each of the two: MPS begins, and it ends
     assert calls == ["-d pipe ", " pipe quit -t 5"] * 2
     other = [*options, f"--parts={tmp_path / 'first.json'}", "--gradients=sampled"]
-    for arguments, message in ((other, "no time of a head with sampled gradients"), ([*other, "--hidden_size=16"], "hidden_size 32")):
-        done = subprocess.run([sys.executable, BENCH / arguments[0], *arguments[1:]], capture_output=True, text=True, check=False)
+    for arguments, message in ((other, "no time of a head with sampled gradients"),
+                               ([*other, "--hidden_size=16"], "hidden_size 32")):
+        done = subprocess.run([sys.executable, BENCH / arguments[0], *arguments[1:]], capture_output=True, text=True,
+                              check=False)
         assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_host_without_mps(tmp_path):
+    output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=2", "--layers=2", "--steps=1",
+                 "--kinds=colocated", "--gradients=exact", "--schedules=1F1B", "--mps=on", f"--mps_control={tmp_path / 'none'}",
+                 f"--json={tmp_path / 'out.json'}", *SMALL, status=1)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "the head is measured without MPS: MPS did not start" in output and result["measured_seconds"]["server"]["exact"] > 0
+    assert "MPS did not start" in result["configurations"][0]["error"]
 
 
 def test_mps_that_does_not_start(tmp_path, monkeypatch):
@@ -128,24 +142,14 @@ def test_mps_that_does_not_start(tmp_path, monkeypatch):
     import pipeline_mps
     with pytest.raises(RuntimeError, match="MPS did not start: .*none"), pipeline_mps.Mps(str(tmp_path / "none")):
         pass
-    with pytest.raises(RuntimeError, match="MPS did not start: .*exit status 3"), pipeline_mps.Mps(str(mps_control(tmp_path, 3))):
-        pass
+    with pytest.raises(RuntimeError, match="MPS did not start: .*exit status 3"):
+        pipeline_mps.Mps(str(mps_control(tmp_path, 3))).__enter__()
     with pipeline_mps.Mps(str(mps_control(tmp_path))) as mps:
         trainer = pipeline_mps.of_trainer(mps.environment, 1)
         assert trainer["CUDA_MPS_CLIENT_PRIORITY"] == "1" and trainer.items() > mps.environment.items()
         assert pipeline_mps.of_trainer({}, 1) == {}  # without MPS
         folder = Path(mps.environment["CUDA_MPS_PIPE_DIRECTORY"])
     assert not folder.exists()
-
-
-def test_what_metrics_say_of_each_device(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import pipeline_server
-    assert pipeline_server.parse_metrics(
-        "# HELP lossd_rows_total rows\nlossd_rows_total{head=\"a\"} 3\nlossd_rows_total{head=\"b\"} 4\n"
-        "lossd_rank_busy_seconds_total{rank=\"0\"} 1.5\nlossd_rank_busy_seconds_total{rank=\"1\"} 2.5\n"
-        "lossd_device_busy_seconds_total 3.5\n") == {
-            "lossd_rows_total": 7.0, "busy 0": 1.5, "busy 1": 2.5, "lossd_device_busy_seconds_total": 3.5}
 
 
 def test_a_configuration_that_fails_is_told(tmp_path):
@@ -174,8 +178,9 @@ def test_what_configurations_say_together(pipeline_bench):
     rows = pipeline_bench.table([
         {"name": "a", "head": "torch", "step_seconds": 2.0, "tokens_per_second": 100.0},
         {"name": "b", "head": "lossd", "step_seconds": 1.6, "tokens_per_second": 125.0, "over_evenly_divided": 1.1,
-         "server": {"cores": 0.5, "latency_seconds": 0.021}}, {"name": "failed", "head": "lossd"}])
-    assert rows[1].split() == ["2000.0", "1.000", "a"] and rows[2].split() == ["1600.0", "1.250", "1.100", "0.50", "21.0", "b"]
+         "plan": {"measured_over_predicted": 1.02}, "server": {"cores": 0.5, "latency_seconds": 0.021}}, {"name": "failed", "head": "lossd"}])
+    assert rows[1].split() == ["2000.0", "1.000", "a"] and rows[2].split() == [
+        "1600.0", "1.250", "1.100", "1.020", "0.50", "21.0", "b"]
     assert len(rows) == 3 and pipeline_bench.table([{"name": "b", "head": "lossd", "step_seconds": 1.6,
                                                      "tokens_per_second": 1.0}])[1].split() == ["1600.0", "b"]
     memory = [{"role": "trainer", "replica": replica, "stage": stage, "peak_bytes": peak}
@@ -238,7 +243,8 @@ def test_colocated_configurations(layouts):
     wanted = layouts.Wanted(4, 26, ["local", "colocated", "local replicas"], ["exact", "sampled"], ["overlapped 1F1B"],
                             most_splits=2, fastest_local=True, shares=["balanced", "even", "3-2-2-3"], mps=[True, False],
                             slacks=[1, 2])
-    found = layouts.configurations(wanted, 0.00698, {"torch.compile": 0.049, "liger": 0.06}, {"exact": 0.0455, "sampled": 0.0178})
+    found = layouts.configurations(wanted, 0.00698, {"torch.compile": 0.049, "liger": 0.06},
+                                   {"exact": 0.0455, "sampled": 0.0178})
     assert all(each.gpus == 4 and sum(each.layers) == 26 for each in found) and len({each.name for each in found}) == len(found)
     assert [each.layers for each in found if each.kind == "local"] == [(8, 8, 8, 2), (8, 8, 7, 3)]
     assert found[0].kind == "local" and found[-1].layers == (8, 8, 7, 3)  # after all others
@@ -258,15 +264,24 @@ def test_colocated_configurations(layouts):
 
 def test_the_plan_of_a_head_that_was_measured(layouts, pipeline_bench):
     settings = pipeline_bench.Settings(pipeline_bench.Shape(256000, 2304, 20, 18, 2048), "cuda", 4, 24, 1, 1, 1e-4, 1, None, 1)
-    for configuration, gpus in ((layouts.Configuration("local", "liger", (6, 7, 6, 1)), 4),
-                                (layouts.Configuration("server", "lossd", (6, 7, 7), gradients="exact"), 4),
-                                (layouts.Configuration("server replicas", "lossd", (20,), 3, gradients="sampled"), 4)):
-        planned = pipeline_bench.plan(configuration, settings, 0.008, str(LOSSCTL))
-        assert configuration.gpus == gpus and planned["card"] == "NVIDIA H200", planned
+    parts = {"layer": 0.008, "heads": {"liger": 0.048}, "server": {"exact": 0.045, "sampled": 0.018}}
+    steps = {}
+    for configuration, head in ((layouts.Configuration("local", "liger", (6, 7, 6, 1)), 0.0),
+                                (layouts.Configuration("server", "lossd", (6, 7, 7), gradients="exact"), 0.0),
+                                (layouts.Configuration("server replicas", "lossd", (20,), 3, gradients="sampled"), 0.0),
+                                *((layouts.Configuration("colocated", "lossd", (5, 5, 5, 5), gradients="exact", mps=mps), 0.045)
+                                  for mps in (True, False))):
+        planned = pipeline_bench.plan(configuration, settings, parts, str(LOSSCTL))
+        assert configuration.gpus == 4 and planned["card"] == "NVIDIA H200", planned
         assert len(planned["layers"]) == configuration.stages and sum(planned["layers"]) == 20
-        local = 0.0 if configuration.on_server else 0.048
-        expected = layouts.seconds_without_gaps(configuration, 24, 0.008, local, 0.0)
+        expected = layouts.seconds_without_gaps(configuration, 24, 0.008, 0.048, head)
         assert planned["least_step_seconds"] == pytest.approx(expected, rel=0.1)
+        assert planned["step_seconds"] > planned["least_step_seconds"]
+        assert ("shares" in planned) is configuration.colocated
+        steps[configuration.name] = planned["step_seconds"]
+    with_mps, without = (steps[name] for name in steps if "colocated" in name)
+    assert with_mps < without
+    assert "No such file" in pipeline_bench.plan(configuration, settings, parts, "/no/lossctl")["reason"]
 
 
 def test_losses_and_norms_that_disagree_are_found(pipeline_bench):

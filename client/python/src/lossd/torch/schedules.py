@@ -57,7 +57,8 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
     if kind is Schedule1F1B or kind is Overlapped1F1B:
         return functools.partial(Overlapped1F1B, slack=slack)
     name = getattr(kind, "__name__", str(kind))
-    if kind not in [getattr(pipelining, each, None) for each in _REORDERED]:
+    known = tuple(getattr(pipelining, each) for each in _REORDERED if hasattr(pipelining, each))
+    if not (isinstance(kind, type) and issubclass(kind, known)):
         raise ValueError(f"kind is {name}, which cannot leave the server more time; it must be Schedule1F1B, "
                          f"{', '.join(_REORDERED[:-1])} or {_REORDERED[-1]}")
     if not hasattr(kind, "_prepare_schedule_with_comms"):
@@ -71,10 +72,11 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
         try:
             kind._prepare_schedule_with_comms(schedule, actions, format)
         except AssertionError as error:  # of two ranks each would wait for the other
-            raise ValueError(f"slack is {slack}, with which {name} cannot run these stages and microbatches: {error}") from error
+            raise ValueError(f"slack is {slack}, with which {name} cannot run these stages and microbatches: "
+                             f"{error}") from error
 
-    return type(f"Overlapped{name.removeprefix('Schedule')}", (kind,), {"_prepare_schedule_with_comms": prepare,
-                                                                       "__doc__": kind.__doc__})
+    members = {"_prepare_schedule_with_comms": prepare, "__doc__": kind.__doc__}
+    return type(f"Overlapped{name.removeprefix('Schedule')}", (kind,), members)
 
 
 def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
