@@ -38,6 +38,8 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
                                         **{key.replace("seconds", "share"): (now[key] - then[key]) / float(timed.sum())
                                            for key in ("busy_seconds", "exchange_seconds")}}
                                        for then, now in zip(watched["devices_before"], watched["devices_after"])],
+                           "slice_seconds": {name.removeprefix("count of "): rose[name.replace("count", "sum")] / slices
+                                             for name, slices in rose.items() if name.startswith("count of ") and slices},
                            "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
                            "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
                            "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
@@ -94,7 +96,9 @@ def server_line(entry: dict[str, Any]) -> str:
     devices = ", ".join(f"{each['classes']} classes {each['busy_share']:.2f}" for each in server["devices"])
     return (f"  a microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on "
             f"the device; {server['cores']:.2f} cores; busy {server['busy_share']:.2f} of the time"
-            f"{f' (devices: {devices})' if devices else ''}; computations by {took} "
+            f"{f' (devices: {devices})' if devices else ''}; a slice "
+            f"{', '.join(f'{phase} {seconds * 1e3:.1f}' for phase, seconds in server['slice_seconds'].items())} ms; "
+            f"computations by {took} "
             f"(rows on the host: {': '.join(transport['host'])}; on a GPU: {': '.join(transport['gpu'])})")
 
 
