@@ -16,7 +16,7 @@ SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
 }
 
 
-def parse_arguments(description: str | None, given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lossd", default="build/release/bin/lossd", help="the server's program")
     parser.add_argument("--lossctl", help="for its plan [the program beside lossd]")
@@ -29,7 +29,8 @@ def parse_arguments(description: str | None, given: list[str] | None = None) -> 
     parser.add_argument("--sequences", type=int, default=4, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=24, help="of a step, all replicas together")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of configurations, with commas between them")
-    parser.add_argument("--local_heads", default="torch.compile,liger,cce,torch.linear_cross_entropy", help="local ones, of peer_losses.py")
+    parser.add_argument("--local_heads", default="torch.compile,liger,cce,torch.linear_cross_entropy",
+                        help="local ones, of peer_losses.py")
     parser.add_argument("--splits", default="", help="layers of each stage, for local heads: 4-4-3-1,4-4-4-0")
     parser.add_argument("--neighbours", type=int, default=1, help="splits on each side of the predicted one")
     parser.add_argument("--most_splits", type=int, default=1000, help="of a local head, the fastest as predicted first")
@@ -55,7 +56,8 @@ def parse_arguments(description: str | None, given: list[str] | None = None) -> 
                         help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
-    parser.add_argument("--parts", type=Path, help="an earlier file of this shape, whose measured times of layer and heads count")
+    parser.add_argument("--parts", type=Path,
+                        help="an earlier file of this shape, whose measured times of layer and heads count")
     parser.add_argument("--commit", help="of the tree, for the file [what git says]")
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args(given)

@@ -49,7 +49,6 @@ from pipeline_ranks import Settings, measure_parts, measure_server, reported, tr
 from pipeline_results import compare, fastest, last_over_middle, server_line, summary, table
 from pipeline_server import Server
 
-METHODS = {"compiled": "torch.compile"}  # names of `lossctl plan`, where peer_losses.py has others
 
 
 def run_processes(context: Any, count: int, limit: float, work: Any, *arguments: Any) -> list[dict[str, Any]]:
@@ -99,7 +98,8 @@ def measured(context: Any, settings: Settings, arguments: argparse.Namespace) ->
         for name in ("shape", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
             if earlier["settings"][name] != getattr(arguments, name):
                 sys.exit(f"{arguments.parts} has {name} {earlier['settings'][name]}, not {getattr(arguments, name)}")
-        missing = set(arguments.gradients if "colocated" in arguments.kinds else []) - set(earlier["measured_seconds"]["server"])
+        needed = arguments.gradients if "colocated" in arguments.kinds else []
+        missing = set(needed) - set(earlier["measured_seconds"].get("server", {}))
         if missing:
             sys.exit(f"{arguments.parts} has no time of a head with {' and '.join(missing)} gradients")
         return {"card": earlier["card"], **earlier["measured_seconds"]}
@@ -107,13 +107,17 @@ def measured(context: Any, settings: Settings, arguments: argparse.Namespace) ->
     gradients = arguments.gradients if "colocated" in arguments.kinds else []
     with ExitStack() as stack:
         environment, server = {}, None
-        try:
-            if gradients:
-                environment = stack.enter_context(Mps(arguments.mps_control)).environment if "on" in arguments.mps else {}
-                flags = ["--backend=cuda", "--device=0"] if arguments.device == "cuda" else ["--backend=cpu", "--threads=1"]
+        if gradients and "on" in arguments.mps:
+            try:
+                environment = stack.enter_context(Mps(arguments.mps_control)).environment
+            except RuntimeError as error:
+                print(f"the head is measured without MPS: {error}", flush=True)
+        if gradients:
+            flags = ["--backend=cuda", "--device=0"] if arguments.device == "cuda" else ["--backend=cpu", "--threads=1"]
+            try:
                 server = stack.enter_context(Server(arguments.lossd, *flags, environment=environment))
-        except (OSError, RuntimeError) as error:
-            sys.exit(f"the head cannot be measured: {error}")
+            except (OSError, RuntimeError) as error:
+                sys.exit(f"the head cannot be measured: {error}")
         found = run_processes(context, 1, arguments.limit, measure, settings, heads, gradients,
                               server.target if server else "", server.http if server else "", environment, 10)[0]
     if "error" in found:
@@ -177,23 +181,27 @@ def predict(entry: dict[str, Any], configuration: Configuration, settings: Setti
                                                          parts["heads"].get(configuration.head, 0.0), server)
 
 
-def plan(configuration: Configuration, settings: Settings, layer_seconds: float, lossctl: str) -> dict[str, Any]:
-    """What `lossctl plan` says of such a pipeline, on the card that it knows: {"least_step_seconds", ...} or {"reason"}."""
+def plan(configuration: Configuration, settings: Settings, parts: dict[str, Any], lossctl: str) -> dict[str, Any]:
+    """What `lossctl plan` predicts of such a pipeline from the measured `parts`, with the layers and shares that it chooses:
+    {"step_seconds", "least_step_seconds", ...} or {"reason"}."""
     rows = settings.microbatches // configuration.replicas * settings.rows
     command = [lossctl, "--json", "plan", f"--hidden={settings.shape.hidden_size}", f"--vocab={settings.shape.vocab_size}",
                f"--rows={rows}", f"--microbatch={settings.rows}", f"--layers={settings.shape.layers}",
-               f"--stages={configuration.stages}", f"--trainers={configuration.replicas}", f"--layer-seconds={layer_seconds}"]
+               f"--stages={configuration.stages}", f"--trainers={configuration.replicas}", f"--layer-seconds={parts['layer']}"]
+    for option, seconds in (("head", parts["server"].get("exact")), ("sampled", parts["server"].get("sampled")),
+                            ("local-head", parts["heads"].get(configuration.head))):
+        if seconds:
+            command.append(f"--{option}-seconds={seconds}")
     try:
         answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
     except (OSError, subprocess.SubprocessError) as error:
         return {"reason": f"{error} {getattr(error, 'stderr', None) or ''}".strip()}
     for each in answer["pipelines"]:
-        if bool(each.get("colocated")) != configuration.colocated:
-            continue
-        same = each["gradients"] == configuration.gradients if configuration.on_server else each["gradients"] is None
-        if same and each["gpus"] == configuration.gpus:
-            return {"card": answer["card"], "head": METHODS.get(each["head"], each["head"]), "layers": each["layers"],
-                    "least_step_seconds": each["least_step_seconds"], "server_bound": each["server_bound"]}
+        if (each["kind"] == configuration.kind.removesuffix(" replicas") and each["gpus"] == configuration.gpus
+                and (each["gradients"] or "") == configuration.gradients
+                and (not configuration.colocated or each["mps"] == configuration.mps)):
+            return {"card": answer["card"], **{key: each[key] for key in (
+                "layers", "shares", "step_seconds", "least_step_seconds", "server_bound", "over_local") if key in each}}
     return {"card": answer["card"], "reason": "it has no such pipeline, as times of this head were not measured"}
 
 
@@ -219,7 +227,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = parse_arguments(description=__doc__)
     begin = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which not every host has
     shape = Shape(**{name: getattr(arguments, name) or value for name, value in SHAPES[arguments.shape].items()},
@@ -251,8 +259,9 @@ def main() -> None:
             continue
         entry = run_configuration(context, configuration, settings, arguments)
         predict(entry, configuration, settings, parts)
-        entry["plan"] = plan(configuration, settings, parts["layer"], lossctl)
-        if "step_seconds" in entry and "least_step_seconds" in entry["plan"]:
+        entry["plan"] = plan(configuration, settings, parts, lossctl)
+        if "step_seconds" in entry and "step_seconds" in entry["plan"]:
+            entry["plan"]["measured_over_predicted"] = entry["step_seconds"] / entry["plan"]["step_seconds"]
             entry["plan"]["measured_over_least"] = entry["step_seconds"] / entry["plan"]["least_step_seconds"]
         result["configurations"].append(entry)
         result["agreement"] = compare(result["configurations"], tolerance)

@@ -6,13 +6,16 @@ Pure functions. Times are seconds of one microbatch, forward and backward.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lossd.torch import balance
 
 ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
 KINDS = ("local", "colocated", "server", "server replicas", "local replicas")
+MEASURED = Path(__file__).parents[1] / "client" / "plan" / "measured.json"
 BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
 
 
@@ -196,17 +199,24 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
     """What fits so many GPUs. Every configuration takes all of them. The fastest ones are expected first, as a budget of
     time may end the list.
 
+    Local splits are predicted with what layers and head take in a pipeline more than alone, by earlier runs (MEASURED).
+
     `head_seconds` are those of the local heads. The fastest is tried with neighbouring splits and in replicas; the
     others with their best split. `server_seconds`: of a server's whole head on one GPU, of each of `gradients`.
     """
     fastest = min(head_seconds, key=lambda head: head_seconds[head]) if head_seconds else None
-    heads = {head: seconds for head, seconds in head_seconds.items() if head == fastest or not wanted.fastest_local}
+    heads = [head for head in head_seconds if head == fastest or not wanted.fastest_local]
     found: list[Configuration] = []
     neighbouring: list[Configuration] = []
+    factors = json.loads(MEASURED.read_text(encoding="utf-8"))["step_factors"]
+
+    def predicted(stages: int, head: str, neighbours: int) -> list[tuple[int, ...]]:
+        return local_splits(wanted.layers, stages, factors["layer"] * layer_seconds, factors["local_head"] * head_seconds[head],
+                            neighbours)
+
     if "local" in wanted.kinds:
-        for head, seconds in heads.items():
-            splits = wanted.splits or local_splits(wanted.layers, wanted.gpus, layer_seconds, seconds,
-                                                   wanted.neighbours if head == fastest else 0)
+        for head in heads:
+            splits = wanted.splits or predicted(wanted.gpus, head, wanted.neighbours if head == fastest else 0)
             layouts = [Configuration("local", head, split) for split in splits[:wanted.most_splits]]
             found += layouts[:1]
             neighbouring += layouts[1:]
@@ -223,9 +233,7 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
                                 schedule, gradients, slack=slack)
                   for count in replica_counts(wanted.gpus - 1) for gradients, schedule, slack in on_server)
     if "local replicas" in wanted.kinds and fastest is not None:
-        found += (Configuration("local replicas", fastest,
-                                local_splits(wanted.layers, wanted.gpus // count, layer_seconds, head_seconds[fastest], 0)[0],
-                                count)
+        found += (Configuration("local replicas", fastest, predicted(wanted.gpus // count, fastest, 0)[0], count)
                   for count in replica_counts(wanted.gpus))
     return found + neighbouring
 

@@ -240,6 +240,12 @@ class Rank:
                 found["head"] = each.gradient_norm()**2
         return found
 
+    def devices(self) -> list[dict[str, float]]:
+        """What the server says of each device of a head that several divide by vocabulary."""
+        assert self.client is not None
+        return [{"classes": each.classes, "busy_seconds": each.busy_seconds, "exchange_seconds": each.exchange_seconds}
+                for each in self.client.describe_head(HEAD).devices]
+
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
@@ -281,14 +287,14 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
         world_size=configuration.trainers, timeout=timedelta(seconds=limit_seconds))
     mine = Rank(rank, configuration, settings, target)
     watches = bool(http) and rank == configuration.stages - 1
-    losses, seconds, before, after = [], [], {}, {}
+    losses, seconds = [], []
     for step, batch in enumerate(mine.batches()):
         if step == settings.warm_up:
             if settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats(mine.device)
             if mine.client is not None:
                 mine.client.seconds.clear()
-            before = read_metrics(http) if watches else {}
+            before, devices_before = (read_metrics(http), mine.devices()) if watches else ({}, [])
         synchronize(mine.device)
         torch.distributed.barrier()
         begin = time.perf_counter()
@@ -298,9 +304,9 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
         seconds.append(time.perf_counter() - begin)
         if of_step:
             losses.append(float(np.mean([loss.item() for loss in of_step])))
-    after = read_metrics(http) if watches else {}
+    after, devices_after = (read_metrics(http), mine.devices()) if watches else ({}, [])
     result = {**mine.description(), "losses": losses, "seconds": seconds, "squared_norms": mine.squared_norms,
-              "before": before, "after": after}
+              "before": before, "after": after, "devices_before": devices_before, "devices_after": devices_after}
     mine.close()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -34,8 +34,12 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
                                 "resident_bytes": resident_bytes})
         microbatches = rose["lossd_rows_total"] / settings.rows
         found["server"] = {"transport": watched["transport"], "latency_seconds": watched["latency_seconds"],
-                           "device_busy_shares": {name.removeprefix("busy "): value / float(timed.sum())
-                                                  for name, value in rose.items() if name.startswith("busy ")},
+                           "devices": [{"classes": now["classes"],
+                                        **{key.replace("seconds", "share"): (now[key] - then[key]) / float(timed.sum())
+                                           for key in ("busy_seconds", "exchange_seconds")}}
+                                       for then, now in zip(watched["devices_before"], watched["devices_after"])],
+                           "slice_seconds": {name.removeprefix("count of "): rose[name.replace("count", "sum")] / slices
+                                             for name, slices in rose.items() if name.startswith("count of ") and slices},
                            "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
                            "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
                            "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
@@ -57,8 +61,8 @@ def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
 
 
 def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of each kind and way to compute gradients, with and without MPS, and its tokens a second and GPU over those of
-    the fastest with local heads, whatever its kind; None if none ran."""
+    """The fastest configuration of each kind and way to compute gradients, with and without MPS, and its tokens a second and
+    GPU over those of the fastest with local heads, whatever its kind; None if none ran."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     speed = "tokens_per_second_and_gpu"
     local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
@@ -86,29 +90,33 @@ def last_over_middle(entry: dict[str, Any]) -> float | None:
 
 def server_line(entry: dict[str, Any]) -> str:
     """What a configuration's server did."""
-    server = entry["server"]
+    server, transport = entry["server"], entry["server"]["transport"]
     latency = "not measured" if server["latency_seconds"] is None else f"{server['latency_seconds'] * 1e3:.1f} ms"
-    transport = server["transport"]
     took = ", ".join(f"{name} {calls}" for name, calls in transport["took"].items())
-    busy = " ".join(f"{name}: {share:.2f}" for name, share in server["device_busy_shares"].items())
-    return (f"  microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on the "
-            f"device; {server['cores']:.2f} cores, devices busy {server['busy_share']:.2f}{f' ({busy})' if busy else ''} of the "
-            f"time; computations by {took} (rows on the host: {': '.join(transport['host'])}; on a GPU: "
-            f"{': '.join(transport['gpu'])})")
+    devices = ", ".join(f"{each['classes']} classes {each['busy_share']:.2f}" for each in server["devices"])
+    return (f"  a microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on "
+            f"the device; {server['cores']:.2f} cores; busy {server['busy_share']:.2f} of the time"
+            f"{f' (devices: {devices})' if devices else ''}; a slice "
+            f"{', '.join(f'{phase} {seconds * 1e3:.1f}' for phase, seconds in server['slice_seconds'].items())} ms; "
+            f"computations by {took} "
+            f"(rows on the host: {': '.join(transport['host'])}; on a GPU: {': '.join(transport['gpu'])})")
 
 
 def table(entries: list[dict[str, Any]]) -> list[str]:
-    """Of all configurations that ran: milliseconds of a step, tokens a second over those of the fastest with a local head,
-    and the step over one of evenly divided work."""
+    """Of all configurations that ran: milliseconds of a step; tokens a second over those of the fastest with a local head; the
+    step over one of evenly divided work, and over what `lossctl plan` predicts."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     local = max((entry["tokens_per_second"] for entry in ran if entry["head"] != "lossd"), default=None)
-    lines = ["step ms  over local  over bound  cores  latency ms  configuration"] if ran else []
+
+    def text(value: float | None, width: int, digits: int) -> str:
+        return " " * width if value is None else f"{value:{width}.{digits}f}"
+
+    lines = ["step ms  over local  over bound  over plan  cores  latency ms  configuration"] if ran else []
     for entry in ran:
         server = entry.get("server", {})
         latency = server.get("latency_seconds")
         lines.append("  ".join((
-            f"{entry['step_seconds'] * 1e3:7.1f}", f"{entry['tokens_per_second'] / local:10.3f}" if local else " " * 10,
-            f"{entry['over_evenly_divided']:10.3f}" if "over_evenly_divided" in entry else " " * 10,
-            f"{server['cores']:5.2f}" if server else " " * 5,
-            f"{latency * 1e3:10.1f}" if latency is not None else " " * 10, entry["name"])))
+            text(entry["step_seconds"] * 1e3, 7, 1), text(entry["tokens_per_second"] / local if local else None, 10, 3),
+            text(entry.get("over_evenly_divided"), 10, 3), text(entry.get("plan", {}).get("measured_over_predicted"), 9, 3),
+            text(server.get("cores"), 5, 2), text(latency * 1e3 if latency is not None else None, 10, 1), entry["name"])))
     return lines

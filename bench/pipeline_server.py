@@ -16,7 +16,7 @@ from typing import Any
 START_SECONDS = 120.0
 FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
             "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
-OF_ONE_DEVICE = re.compile(r'(lossd_\w*busy_seconds_total)\{.*?\b(?:device|rank|part|gpu)="([^"]*)"')  # of several
+PHASE = re.compile(r'lossd_phase_seconds_(sum|count)\{.*?\bphase="(\w+)"')
 
 
 class Server:
@@ -68,8 +68,8 @@ class Server:
 
 
 def read_metrics(http: str) -> dict[str, float]:
-    """FAMILIES by name, those of a family added up; a family that the server does not have is missing. Besides, the time in
-    which each device was busy, as "busy DEVICE", if the server says it for each."""
+    """FAMILIES by name, those of a family added up; a family that the server does not have is missing.
+    Besides, of the phases of slices: "sum of PHASE", in seconds, and "count of PHASE"."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as answer:
         return parse_metrics(answer.read().decode())
 
@@ -80,6 +80,6 @@ def parse_metrics(text: str) -> dict[str, float]:
         name = line.partition(" ")[0].partition("{")[0]
         if name in FAMILIES:
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-        if of_one := OF_ONE_DEVICE.match(line):
-            found[f"busy {of_one[2]}"] = float(line.rsplit(" ", 1)[1])
+        if phase := PHASE.match(line):
+            found[f"{phase[1]} of {phase[2]}"] = float(line.rsplit(" ", 1)[1])
     return found

@@ -21,9 +21,14 @@ SMALL = ["--device=cpu", "--vocab_size=4096", "--hidden_size=32", "--heads=4", "
          "--microbatches=6", "--warm_up=1", "--local_heads=torch,no-such-head", "--lr=5e-3"]
 ALL = {  # kind, head and gradients, replicas, stages, schedule
     ("local", "torch", 1, 3, "1F1B"), ("local replicas", "torch", 3, 1, "1F1B"),
-    *((kind, f"lossd {gradients}", replicas, 2 // replicas, schedule)
-      for kind, replicas in (("server", 1), ("server replicas", 2)) for gradients in ("exact", "sampled")
-      for schedule in ("1F1B", "overlapped 1F1B"))}
+    *((kind, f"lossd {gradients}", replicas, stages, schedule)
+      for kind, replicas, stages in (("colocated", 1, 3), ("server", 1, 2), ("server replicas", 2, 1))
+      for gradients in ("exact", "sampled") for schedule in ("1F1B", "overlapped 1F1B"))}
+CONTROL = """#!/bin/sh
+# Stands for nvidia-cuda-mps-control: writes down how it is called.
+echo "$* $(basename "$CUDA_MPS_PIPE_DIRECTORY") $([ "$1" = -d ] || cat)" >> {calls}
+[ -d "$CUDA_MPS_PIPE_DIRECTORY" ] && [ -d "$CUDA_MPS_LOG_DIRECTORY" ] && exit {status}
+"""
 
 
 @pytest.fixture
@@ -65,14 +70,98 @@ def test_pipelines_of_three_processes_learn_alike(tmp_path):
         assert entry["tokens_per_second_and_gpu"] == pytest.approx(entry["tokens_per_second"] / 3)
         assert len(entry["all_step_seconds"]) == 3 and len(entry["losses"]) == 4
         assert entry["losses"][0] == pytest.approx(8.35, abs=0.1) and entry["losses"][-1] < entry["losses"][0] - 0.02
+        server = entry["head"] == "lossd"
         assert [each["role"] for each in entry["memory"]] == (
-            ["trainer", "trainer", "server"] if entry["head"] == "lossd" else ["trainer"] * 3)
+            ["trainer"] * (2 if server and entry["kind"] != "colocated" else 3) + ["server"] * server)
         assert all(each["peak_bytes"] > 0 for each in entry["memory"])
-        assert entry["seconds_without_gaps"] > 0 and "not measured" in entry["plan"]["reason"]  # so small a head
+        assert entry["seconds_without_gaps"] > 0 and entry["plan"]["measured_over_predicted"] > 0
         apart = result["agreement"]["apart"][entry["name"]]
         assert max(apart.values()) <= 1e-4 if entry["exact"] else 0 < apart["losses"] < 0.1, output
-    assert all(0 < entry["server"]["busy_share"] < 1.5 and entry["server"]["microbatch_seconds"] > 0
-               for entry in entries if entry["head"] == "lossd")
+    servers = {entry["name"]: entry["server"] for entry in entries if entry["head"] == "lossd"}
+    for server in servers.values():
+        assert 0 < server["busy_share"] < 1.5 and server["microbatch_seconds"] > 0 and server["cores"] > 0
+        assert server["latency_seconds"] >= 0.5 * server["microbatch_seconds"]
+        assert set(server["slice_seconds"]) == {"receive", "queue", "compute", "send"}
+        assert 0 < server["slice_seconds"]["compute"] < sum(server["slice_seconds"].values()) < 2 * server["latency_seconds"]
+        (transport, calls), = server["transport"]["took"].items()  # of the last stage; 4 steps, in all replicas 6 microbatches
+        assert transport == "shared_memory" == server["transport"]["host"][0] and calls in (24, 12), server
+    for entry in entries:
+        if entry["kind"] == "colocated":
+            whole = result["measured_seconds"]["server"][entry["gradients"]]
+            layers = 4 * result["measured_seconds"]["layer"]
+            evenly = 6 * (layers + whole) / 3 + 2 * layers / 3
+            assert entry["evenly_divided_seconds"] == pytest.approx(evenly) and len(entry["shares"]) == 3
+            assert entry["over_evenly_divided"] == pytest.approx(entry["step_seconds"] / evenly)
+            devices = entry["server"]["devices"]
+            assert len(devices) == 3 and sum(each["classes"] for each in devices) == 4096
+            assert all(0 < each["busy_share"] < 1.5 and each["exchange_share"] <= each["busy_share"] for each in devices)
+            assert entry["name"] in output and not entry["mps"] and entry["slack"] == 1
+
+
+def mps_control(folder, status=0):
+    program = folder / "control"
+    program.write_text(CONTROL.format(calls=folder / "calls", status=status))
+    program.chmod(0o755)
+    return program
+
+
+def test_a_colocated_head_with_given_parts(tmp_path):
+    options = ["pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=2", "--layers=2", "--steps=1",
+               "--kinds=colocated", "--gradients=exact", "--schedules=overlapped 1F1B", *SMALL]
+    run(*options, "--shares=even", f"--json={tmp_path / 'first.json'}", f"--mps_control={tmp_path / 'none'}")
+    output = run(*options, "--shares=3-1,balanced", "--slack=2", "--mps=on", f"--mps_control={mps_control(tmp_path)}",
+                 f"--parts={tmp_path / 'first.json'}", "--colocated_splits=2-0", f"--json={tmp_path / 'second.json'}",
+                 "--server_flags=--workspace_bytes=4MiB --log_level=warning")
+    even, given = (json.loads((tmp_path / name).read_text()) for name in ("first.json", "second.json"))
+    assert given["measured_seconds"] == even["measured_seconds"]
+    assert [(each["layers"], each["shares"], each["slack"], each["mps"]) for each in even["configurations"]] == [
+        ([1, 1], [], 1, False)]
+    three, balanced = given["configurations"]
+    assert (three["layers"], three["shares"], three["slack"], three["mps"]) == ([2, 0], [3, 1], 2, True)
+    assert three["losses"] == pytest.approx(even["configurations"][0]["losses"], abs=1e-4)
+    assert balanced["shares"][0] < balanced["shares"][1] and "slack 2, shares 3-1, MPS" in output
+    calls = (tmp_path / "calls").read_text().splitlines()  # for each of the two: MPS begins, and it ends
+    assert calls == ["-d pipe ", " pipe quit -t 5"] * 2
+    other = [*options, f"--parts={tmp_path / 'first.json'}", "--gradients=sampled"]
+    for arguments, message in ((other, "no time of a head with sampled gradients"),
+                               ([*other, "--hidden_size=16"], "hidden_size 32")):
+        done = subprocess.run([sys.executable, BENCH / arguments[0], *arguments[1:]], capture_output=True, text=True,
+                              check=False)
+        assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_host_without_mps(tmp_path):
+    output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=2", "--layers=2", "--steps=1",
+                 "--kinds=colocated", "--gradients=exact", "--schedules=1F1B", "--mps=on", f"--mps_control={tmp_path / 'none'}",
+                 f"--json={tmp_path / 'out.json'}", *SMALL, status=1)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "the head is measured without MPS: MPS did not start" in output and result["measured_seconds"]["server"]["exact"] > 0
+    assert "MPS did not start" in result["configurations"][0]["error"]
+
+
+def test_mps_that_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import pipeline_mps
+    with pytest.raises(RuntimeError, match="MPS did not start: .*none"), pipeline_mps.Mps(str(tmp_path / "none")):
+        pass
+    with pytest.raises(RuntimeError, match="MPS did not start: .*exit status 3"):
+        pipeline_mps.Mps(str(mps_control(tmp_path, 3))).__enter__()
+    with pipeline_mps.Mps(str(mps_control(tmp_path))) as mps:
+        trainer = pipeline_mps.of_trainer(mps.environment, 1)
+        assert trainer["CUDA_MPS_CLIENT_PRIORITY"] == "1" and trainer.items() > mps.environment.items()
+        assert pipeline_mps.of_trainer({}, 1) == {}  # without MPS
+        folder = Path(mps.environment["CUDA_MPS_PIPE_DIRECTORY"])
+    assert not folder.exists()
+
+
+def test_what_metrics_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import pipeline_server
+    assert pipeline_server.parse_metrics(
+        "# HELP lossd_rows_total rows\nlossd_rows_total{head=\"a\"} 3\nlossd_rows_total{head=\"b\"} 4\n"
+        "lossd_phase_seconds_bucket{phase=\"queue\",le=\"1\"} 9\nlossd_phase_seconds_sum{phase=\"queue\"} 1.5\n"
+        "lossd_phase_seconds_count{phase=\"queue\"} 9\nlossd_other_total 3\n") == {
+            "lossd_rows_total": 7.0, "sum of queue": 1.5, "count of queue": 9.0}
 
 
 def test_a_configuration_that_fails_is_told(tmp_path):
@@ -94,6 +183,18 @@ def test_what_configurations_say_together(pipeline_bench):
     assert found == {("local", ""): ("local 100.0", 1.0), ("local replicas", ""): ("local replicas 50.0", 0.5),
                      ("server", "exact"): ("server 110.0", 1.1), ("server", "sampled"): ("server 120.0", 1.2)}
     assert pipeline_bench.fastest(entries[-1:])[0]["over_local"] is None and pipeline_bench.fastest([]) == []
+    with_mps = [{**entries[-1], "mps": True, "tokens_per_second_and_gpu": 150.0}, entries[-1]]
+    assert [(each["mps"], each["tokens_per_second_and_gpu"]) for each in pipeline_bench.fastest(with_mps)] == [
+        (True, 150.0), (False, 120.0)]
+    assert pipeline_bench.table([]) == [] == pipeline_bench.table([{"name": "failed"}])
+    rows = pipeline_bench.table([
+        {"name": "a", "head": "torch", "step_seconds": 2.0, "tokens_per_second": 100.0},
+        {"name": "b", "head": "lossd", "step_seconds": 1.6, "tokens_per_second": 125.0, "over_evenly_divided": 1.1,
+         "plan": {"measured_over_predicted": 1.02}, "server": {"cores": 0.5, "latency_seconds": 0.021}}, {"name": "failed", "head": "lossd"}])
+    assert rows[1].split() == ["2000.0", "1.000", "a"] and rows[2].split() == [
+        "1600.0", "1.250", "1.100", "1.020", "0.50", "21.0", "b"]
+    assert len(rows) == 3 and pipeline_bench.table([{"name": "b", "head": "lossd", "step_seconds": 1.6,
+                                                     "tokens_per_second": 1.0}])[1].split() == ["1600.0", "b"]
     memory = [{"role": "trainer", "replica": replica, "stage": stage, "peak_bytes": peak}
               for replica, peaks in enumerate(((9, 4, 6, 10), (9, 5, 5, 5))) for stage, peak in enumerate(peaks)]
     memory.append({"role": "server", "peak_bytes": 1000})
@@ -123,7 +224,13 @@ def test_processes_that_fail_or_hang_are_ended(pipeline_bench):
 def test_bad_arguments_of_the_pipelines(pipeline_bench, capsys):
     for arguments, message in ((["--layers=0"], "layers is 0"), (["--kinds=all"], "kinds has 'all'"),
                                (["--splits=2-2"], "'2-2' of 4 layers"), (["--splits=6-6"], "must have 4 stages"),
-                               (["--layers=2", "--gpus=4"], "layers is 2"), (["--splits=a"], "a split is like")):
+                               (["--layers=2", "--gpus=4"], "layers is 2"), (["--splits=a"], "a split is like"),
+                               (["--layers=3", "--gpus=4"], "--colocated_splits, or other --kinds"),
+                               (["--mps=yes"], "mps has 'yes'"), (["--slack=1,0"], "slack is '1,0'"),
+                               (["--slack="], "slack is ''"), (["--shares=3-1"], "'3-1' of 2 numbers; it must have 4"),
+                               (["--shares=all"], "shares has 'all'"), (["--shares=0-0-0-0"], "must be positive"),
+                               (["--shares=2--1-1-1"], "shares has '2--1-1-1'"), (["--most_splits=0"], "most_splits is 0"),
+                               (["--colocated_splits=6-6"], "must have 4 stages")):
         with pytest.raises(SystemExit):
             pipeline_bench.parse_arguments(["--device=cpu", *arguments])
         assert message in capsys.readouterr().err
@@ -144,17 +251,49 @@ def test_splits_of_layers(layouts):
     assert layouts.seconds_without_gaps(shared, 24, 0.008, 1.0, 0.020) == pytest.approx(0.032 + 7 * 0.060)
 
 
+def test_colocated_configurations(layouts):
+    wanted = layouts.Wanted(4, 26, ["local", "colocated", "local replicas"], ["exact", "sampled"], ["overlapped 1F1B"],
+                            most_splits=2, fastest_local=True, shares=["balanced", "even", "3-2-2-3"], mps=[True, False],
+                            slacks=[1, 2])
+    found = layouts.configurations(wanted, 0.00698, {"torch.compile": 0.049, "liger": 0.06},
+                                   {"exact": 0.0455, "sampled": 0.0178})
+    assert all(each.gpus == 4 and sum(each.layers) == 26 for each in found) and len({each.name for each in found}) == len(found)
+    assert [each.layers for each in found if each.kind == "local"] == [(8, 8, 8, 2), (8, 9, 8, 1)]  # as measured
+    assert found[0].kind == "local" and found[-1].layers == (8, 9, 8, 1)  # after all others
+    assert {each.head for each in found if not each.on_server} == {"torch.compile"}
+    colocated = [each for each in found if each.kind == "colocated"]
+    assert len(colocated) == 3 * 2 * 2 * 2 and [each.mps for each in colocated] == [True] * 12 + [False] * 12
+    first, even, given = colocated[0], colocated[1], colocated[2]
+    assert sorted(first.layers) == [6, 6, 7, 7] and even.layers == layouts.even_split(26, 4) and even.shares == ()
+    assert given.shares == (3, 2, 2, 3) and given.layers == first.layers and "shares even, MPS" in even.name
+    # All GPUs end together: the step is that of evenly divided work.
+    evenly = layouts.evenly_divided_seconds(4, 24, 26 * 0.00698, 0.0455)
+    assert evenly == pytest.approx(1.498, abs=1e-3)
+    assert layouts.seconds_without_gaps(first, 24, 0.00698, 1.0, 0.0455) == pytest.approx(evenly, rel=0.01)
+    assert layouts.seconds_without_gaps(even, 24, 0.00698, 1.0, 0.0455) == pytest.approx(
+        26 * 0.00698 + 0.0455 / 4 + 23 * (7 * 0.00698 + 0.0455 / 4))
+
+
 def test_the_plan_of_a_head_that_was_measured(layouts, pipeline_bench):
     settings = pipeline_bench.Settings(pipeline_bench.Shape(256000, 2304, 20, 18, 2048), "cuda", 4, 24, 1, 1, 1e-4, 1, None, 1)
-    for configuration, gpus in ((layouts.Configuration("local", "liger", (6, 7, 6, 1)), 4),
-                                (layouts.Configuration("server", "lossd", (6, 7, 7), gradients="exact"), 4),
-                                (layouts.Configuration("server replicas", "lossd", (20,), 3, gradients="sampled"), 4)):
-        planned = pipeline_bench.plan(configuration, settings, 0.008, str(LOSSCTL))
-        assert configuration.gpus == gpus and planned["card"] == "NVIDIA H200", planned
+    parts = {"layer": 0.008, "heads": {"liger": 0.048}, "server": {"exact": 0.045, "sampled": 0.018}}
+    steps = {}
+    for configuration, head in ((layouts.Configuration("local", "liger", (6, 7, 6, 1)), 0.0),
+                                (layouts.Configuration("server", "lossd", (6, 7, 7), gradients="exact"), 0.0),
+                                (layouts.Configuration("server replicas", "lossd", (20,), 3, gradients="sampled"), 0.0),
+                                *((layouts.Configuration("colocated", "lossd", (5, 5, 5, 5), gradients="exact", mps=mps), 0.045)
+                                  for mps in (True, False))):
+        planned = pipeline_bench.plan(configuration, settings, parts, str(LOSSCTL))
+        assert configuration.gpus == 4 and planned["card"] == "NVIDIA H200", planned
         assert len(planned["layers"]) == configuration.stages and sum(planned["layers"]) == 20
-        local = 0.0 if configuration.on_server else 0.048
-        expected = layouts.seconds_without_gaps(configuration, 24, 0.008, local, 0.0)
+        expected = layouts.seconds_without_gaps(configuration, 24, 0.008, 0.048, head)
         assert planned["least_step_seconds"] == pytest.approx(expected, rel=0.1)
+        assert planned["step_seconds"] > planned["least_step_seconds"]
+        assert ("shares" in planned) is configuration.colocated
+        steps[configuration.name] = planned["step_seconds"]
+    with_mps, without = (steps[name] for name in steps if "colocated" in name)
+    assert with_mps < without
+    assert "No such file" in pipeline_bench.plan(configuration, settings, parts, "/no/lossctl")["reason"]
 
 
 def test_losses_and_norms_that_disagree_are_found(pipeline_bench):

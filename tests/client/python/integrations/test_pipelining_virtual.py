@@ -14,6 +14,9 @@ SCHEDULES = {  # the stages of either rank
     "ScheduleInterleaved1F1B": ((0, 2), (1, 3)), "ScheduleLoopedBFS": ((0, 2), (1, 3)),
     "ScheduleInterleavedZeroBubble": ((0, 2), (1, 3)), "ScheduleZBVZeroBubble": ((0, 3), (1, 2)),
     "ScheduleDualPipeV": ((0, 3), (1, 2))}
+OVERLAPPED = "overlapped "  # with a slack of 2
+SCHEDULES |= {OVERLAPPED + name: SCHEDULES[name]
+              for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")}
 
 
 def layers():
@@ -33,6 +36,8 @@ def train_rank(rank, target, names):
 
 def train_stages(rank, client, name, head_name):
     from torch.distributed import pipelining
+
+    from lossd.torch.schedules import overlapped
     mine = SCHEDULES[name][rank]
     modules = layers()
     stages = [pipelining.PipelineStage(modules[each], each, STAGES, torch.device("cpu")) for each in mine]
@@ -44,7 +49,8 @@ def train_stages(rank, client, name, head_name):
         head = LossHead(client, head_name, process_group=None)
         head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
         loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES)
-    schedule = getattr(pipelining, name)(stages, MICROBATCHES, loss_fn=loss_fn)
+    kind = getattr(pipelining, name.removeprefix(OVERLAPPED))
+    schedule = (overlapped(kind, slack=2) if name.startswith(OVERLAPPED) else kind)(stages, MICROBATCHES, loss_fn=loss_fn)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import pipelining
 from torch.distributed.pipelining import Schedule1F1B
+
+_REORDERED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
 
 class Overlapped1F1B(Schedule1F1B):
@@ -13,14 +19,85 @@ class Overlapped1F1B(Schedule1F1B):
 
     Schedule1F1B's last stage needs a loss's gradient as soon as it has the loss, and would wait for the server. Here
     every stage runs `slack` forwards more before its first backward, so that the server computes a microbatch's loss while
-    the last stage works on `slack` other ones: its answer may take that many times a stage's time for a microbatch before
-    the last stage waits. Each stage keeps activations of `slack` microbatches more; losses and gradients are the same.
+    the last stage does a forward and a backward of each of `slack` other ones. An answer that takes longer than these
+    makes the last stage wait for the rest.
+
+    Stage i of n keeps activations of n - i + slack microbatches, `slack` more than in 1F1B, and at most those of a step.
+    Losses and gradients are the same.
     """
 
     def __init__(self, *args: Any, slack: int = 1, **options: Any) -> None:
         """ValueError if `slack` is not a positive integer."""
-        if isinstance(slack, bool) or not isinstance(slack, int) or slack < 1:
-            raise ValueError(f"slack is {slack!r}; it must be a positive integer, the microbatches that hide the server")
+        _check_slack(slack)
         super().__init__(*args, **options)
         # What Schedule1F1B counts forwards before the first backward by; torch has no public name for it.
         self._num_stages: int = self._num_stages + slack
+
+
+def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
+    """What makes schedules of `kind`, with its arguments, that leave the server time for the head.
+
+        schedule = overlapped(ScheduleInterleaved1F1B, slack=2)(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    Each rank runs its forwards and its backwards in the order of `kind`, and every backward after `slack` forwards more.
+    With several stages on a rank a forward is one of a stage: a rank keeps activations of `slack` forwards of a stage
+    more, and the server has the time of as many forwards and backwards of a stage. Losses and gradients are the same.
+
+    Args:
+      kind: Schedule1F1B (then this makes an Overlapped1F1B), ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble or
+        ScheduleZBVZeroBubble.
+      slack: positive.
+
+    Raises:
+      ValueError: `slack` is not positive, or `kind` cannot have it: ScheduleGPipe and ScheduleLoopedBFS run all forwards
+        before they need a gradient, and ScheduleDualPipeV joins a forward and a backward to one action.
+      RuntimeError: this version of torch runs several stages of a rank in steps that all ranks do together.
+    """
+    _check_slack(slack)
+    if kind is Schedule1F1B or kind is Overlapped1F1B:
+        return functools.partial(Overlapped1F1B, slack=slack)
+    name = getattr(kind, "__name__", str(kind))
+    known = tuple(getattr(pipelining, each) for each in _REORDERED if hasattr(pipelining, each))
+    if not (isinstance(kind, type) and issubclass(kind, known)):
+        raise ValueError(f"kind is {name}, which cannot leave the server more time; it must be Schedule1F1B, "
+                         f"{', '.join(_REORDERED[:-1])} or {_REORDERED[-1]}")
+    if not hasattr(kind, "_prepare_schedule_with_comms"):
+        raise RuntimeError(f"{name} of this version of torch has no table of actions that could be put into another order; "
+                           "take a newer torch, or Overlapped1F1B")
+
+    def prepare(schedule: Any, actions: dict[int, list[Any]], format: str = "compute_only") -> None:
+        """Adds communication to the table of each rank, unless it is in it."""
+        if format == "compute_only":
+            schedule.pipeline_order = actions = {rank: delayed(of_rank, slack) for rank, of_rank in actions.items()}
+        try:
+            kind._prepare_schedule_with_comms(schedule, actions, format)
+        except AssertionError as error:  # of two ranks each would wait for the other
+            raise ValueError(f"slack is {slack}, with which {name} cannot run these stages and microbatches: "
+                             f"{error}") from error
+
+    members = {"_prepare_schedule_with_comms": prepare, "__doc__": kind.__doc__}
+    return type(f"Overlapped{name.removeprefix('Schedule')}", (kind,), members)
+
+
+def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
+    """The computations of a rank with every one that is no forward after `slack` forwards more, as far as there are any.
+    None, a place where `actions` has nothing to do, is left out."""
+    found: list[Any] = []
+    waiting: deque[tuple[int, Any]] = deque()  # after how many forwards, in the order of `actions`
+    forwards = 0
+    for action in actions:
+        if action is None:
+            continue
+        if action.computation_type.name != "FORWARD":
+            waiting.append((forwards + slack, action))
+            continue
+        found.append(action)
+        forwards += 1
+        while waiting and waiting[0][0] <= forwards:
+            found.append(waiting.popleft()[1])
+    return [*found, *(action for _, action in waiting)]
+
+
+def _check_slack(slack: int) -> None:
+    if isinstance(slack, bool) or not isinstance(slack, int) or slack < 1:
+        raise ValueError(f"slack is {slack!r}; it must be a positive integer, the forwards by which backwards come later")
