@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
+#include "server/engine/update_bounds.h"
+#include "server/head/shards.h"
 
 namespace lossd::engine {
 namespace {
@@ -78,6 +81,36 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
   return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
 }
 
+// Looks at all values and moments after an update that unusual options have made possible to be anything. If
+// one is not finite, the head is not to be used any more: what was there is gone.
+absl::Status CheckFinite(HeadSession& session, const StepRequest& request) {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  const kernels::HeadConfig& config = session.config();
+  std::vector<float> values;
+  for (const kernels::TensorId id : head::CheckpointTensors(config)) {
+    const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
+    const int64_t most = std::max<int64_t>(1, kBytes / (shape.cols * static_cast<int64_t>(sizeof(float))));
+    for (int64_t row = 0; row < shape.rows; row += most) {
+      const int64_t rows = std::min(most, shape.rows - row);
+      values.resize(static_cast<size_t>(rows * shape.cols));
+      const auto bytes =
+          absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
+      const absl::Status read = session.head().ReadRows(id, row, rows, kernels::DType::kFloat32, bytes);
+      if (!read.ok()) return TensorsFailed(session, "reading the weights of", read);
+      if (std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); }))
+        continue;
+      absl::MutexLock lock(&session.context().mutex);
+      absl::Status why = absl::FailedPreconditionError(absl::StrCat(
+          "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
+          request.optimizer.learning_rate, " and a multiplier of ", request.optimizer.grad_multiplier,
+          ", and ", head::TensorName(id), " is not finite any more (load a checkpoint, or reset the head)"));
+      session.MarkWeightsInvalid(why);
+      return why;
+    }
+  }
+  return absl::OkStatus();
+}
+
 // With the lock: a head is not reset while a client is sending rows into its gradients.
 absl::Status CheckNothingOpen(HeadSession& session) {
   const int64_t streams = session.streams().accumulating();
@@ -116,7 +149,7 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
     const NamedStep named{.step = step.value_or(open.number()), .run = run};
-    if (auto meant = open.CheckNumber("step", named, session.context().runtime->Now()); !meant.ok())
+    if (auto meant = open.CheckNumber("step", named, session.context().runtime->WallNow()); !meant.ok())
       return meant;
     if (auto valid = open.CheckValid(); !valid.ok()) return valid;
     result.state = open.state();
@@ -139,29 +172,35 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
       result.repeated = true;
       return result;
     }
-    auto complete =
-        step.CheckComplete(request, session.schedule().backlog().waits_for, session.context().runtime->Now());
+    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for,
+                                       session.context().runtime->WallNow());
     if (!complete.ok()) return complete;
     update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
   auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
   if (!valid.ok()) return valid;
+  if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
   const absl::StatusOr<double> norm = NormOnDevice(session);
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
   if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
+  UpdateReach reach = UpdateReach::kBounded;
+  if (!skip) {
+    if (auto bounded = CheckReach(request.optimizer, update, *norm, &reach); !bounded.ok()) return bounded;
+  }
   {
     absl::MutexLock lock(&mutex);
     step.BeginClose();
   }
-  const absl::Status updated = Update(session, request, update, skip);
+  absl::Status updated = Update(session, request, update, skip);
+  if (updated.ok() && reach == UpdateReach::kUnknown) updated = CheckFinite(session, request);
   absl::MutexLock lock(&mutex);
   if (!updated.ok()) {
     step.CancelClose();
     return updated;
   }
   session.EnterStep(
-      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->Now()); });
+      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->WallNow()); });
   return step.last().Result(step.state());
 }
 
@@ -170,7 +209,7 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, abs
   {
     absl::MutexLock lock(&session.context().mutex);
     const NamedStep named{.step = step, .run = run};
-    auto open = session.step().CheckNumber("step", named, session.context().runtime->Now());
+    auto open = session.step().CheckNumber("step", named, session.context().runtime->WallNow());
     if (!open.ok()) return open;
   }
   if (auto status = ClearGradients(session); !status.ok()) return status;
@@ -196,7 +235,7 @@ absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
       absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
   session.EnterStep([&](OpenStep& open) {
     if (!all) return open.Restart(/*new_optimizer=*/true);
-    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->Now());
+    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->WallNow());
   });
   return session.step().state();
 }

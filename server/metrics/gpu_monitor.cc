@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/waits.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -86,7 +87,7 @@ void GpuMonitor::Loop() {
 void GpuMonitor::AwaitEvent() {
   if (events_ == nullptr || lost_) {
     absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.interval);
+    clocks::AwaitFor(mutex_, absl::Condition(&stopping_), options_.interval);
     return;
   }
   NvmlEvent event = {};

@@ -33,6 +33,11 @@ absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
       environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
   if (!admitted.ok()) return admitted.status();
   admitted_ = *std::move(admitted);
+  if (admitted_.role < access::Role::kAdmin) {
+    absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
+    if (!keeps.ok())
+      return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
+  }
   absl::Status added = environment_->registry->Add(this, PeerKey(*context(), admitted_.identity));
   if (!added.ok()) return added;
   environment_->count(1);
@@ -55,6 +60,7 @@ void SaveCall::Run() {
                  .cancelled = [this] { return request_.cancel_with_call() && gone_; }});
   const absl::Status status = saved.status();
   if (saved.ok()) {
+    pruned_.assign(saved->pruned().begin(), saved->pruned().end());
     v1::SaveCheckpointUpdate last;
     *last.mutable_saved() = *std::move(saved);
     Post(std::move(last));
@@ -70,8 +76,8 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 }
 
 void SaveCall::End(absl::Status status) {
-  grpc::Status end = environment_->ended(std::move(status));
-  environment_->access->Ended(admitted_, request_.head(), CodeName(end));
+  grpc::Status end = environment_->ended(*context(), admitted_.identity, std::move(status));
+  environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);
   Continue();

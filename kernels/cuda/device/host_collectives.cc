@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/waits.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/driver_function.h"
@@ -88,7 +89,7 @@ absl::Status HostCollectives::AwaitRoom(cudaStream_t stream) {
   for (;;) {
     {
       absl::MutexLock lock(&mutex_);
-      if (mutex_.AwaitWithTimeout(absl::Condition(&has_room), kLook)) return absl::OkStatus();
+      if (clocks::AwaitFor(mutex_, absl::Condition(&has_room), kLook)) return absl::OkStatus();
     }
     const cudaError_t state = cudaStreamQuery(stream);
     if (state != cudaSuccess && state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/waits.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/shared_library.h"
 #include "kernels/nccl_environment.h"
@@ -219,7 +220,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, co
     joining->done = true;
   }).detach();
   absl::MutexLock lock(&joining->mutex);
-  if (!joining->mutex.AwaitWithTimeout(absl::Condition(&joining->done), timeout)) {
+  if (!clocks::AwaitFor(joining->mutex, absl::Condition(&joining->done), timeout)) {
     joining->given_up = true;
     return absl::UnavailableError(absl::StrCat("NCCL has not connected rank ", replica.index, " of ",
                                                replica.count, " within ", absl::FormatDuration(timeout)));
@@ -357,14 +358,14 @@ absl::Status Nccl::AsynchronousError() const {
 
 // After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   for (const Part& part : parts) {
     for (;;) {
       LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[static_cast<size_t>(part.local)]), "cudaSetDevice");
       const cudaError_t state = cudaStreamQuery(part.stream);
       if (state == cudaSuccess) break;
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
-      const absl::Duration waited = absl::Now() - start;
+      const absl::Duration waited = clocks::SteadyNow() - start;
       if (waited < kBusyFor) continue;
       if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
       if (waited > timeout) {
@@ -379,12 +380,12 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
 }
 
 absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   for (;;) {
     const cudaError_t state = cudaEventQuery(event);
     if (state == cudaSuccess) return failure();
     if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaEventQuery"));
-    const absl::Duration waited = absl::Now() - start;
+    const absl::Duration waited = clocks::SteadyNow() - start;
     if (waited >= kBusyFor) {
       if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
     }

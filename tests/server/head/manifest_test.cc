@@ -31,7 +31,7 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .workspace_bytes = int64_t{1} << 40,
                                  .split = kernels::Split::kVocabulary,
                                  .shares = {3, 0, 4}},
-                      .step = random() | 1,
+                      .step = random() % (uint64_t{1} << 53) | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
   step.incarnation = random();
