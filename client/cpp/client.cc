@@ -191,8 +191,9 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   request.set_role(role);
   request.mutable_rows()->set_end(shape->rows);
   request.set_dtype(v1::DTYPE_FP32);
-  absl::StatusOr<TensorShape> read =
-      ReadTensor(request, AsBytes(&tensor.values), deadline - clocks::SteadyNow());
+  const absl::StatusOr<TensorShape> read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted, [&] {
+    return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape->rows);
+  });
   if (!read.ok()) return IfMadeAgain(read.status(), head, param, *shape, deadline);
   return tensor;
 }

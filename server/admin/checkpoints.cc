@@ -147,9 +147,9 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
                          absl::StrCat("saved ", saved->checkpoint()));
   if (saved->not_finite() > 0) {
     metrics_->events().Add(
-        metrics::EventLevel::kError, "checkpoint_not_finite", request.head(),
+        metrics::EventLevel::kWarning, "checkpoint_not_finite", request.head(),
         absl::StrCat(saved->checkpoint(), " has ", saved->not_finite(), " values that are infinite or NaN"));
-    log::Log(LogLevel::kError, "a checkpoint has values that are infinite or NaN",
+    log::Log(LogLevel::kWarning, "a checkpoint has values that are infinite or NaN",
              {{"checkpoint", saved->checkpoint()}, {"values", saved->not_finite()}});
   }
   // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets

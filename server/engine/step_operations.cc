@@ -81,34 +81,43 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
   return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
 }
 
-// Looks at all values and moments after an update that unusual options have made possible to be anything. If
-// one is not finite, the head is not to be used any more: what was there is gone.
-absl::Status CheckFinite(HeadSession& session, const StepRequest& request) {
+// How many values and moments are not finite. A bias may be: -infinity keeps a class out.
+absl::StatusOr<int64_t> CountNotFinite(HeadSession& session) {
   constexpr int64_t kBytes = int64_t{1} << 20;
   const kernels::HeadConfig& config = session.config();
   std::vector<float> values;
+  int64_t count = 0;
   for (const kernels::TensorId id : head::CheckpointTensors(config)) {
     const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
-    const int64_t most = std::max<int64_t>(1, kBytes / (shape.cols * static_cast<int64_t>(sizeof(float))));
+    const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
+    const int64_t most = std::max<int64_t>(1, kBytes / row_bytes);
     for (int64_t row = 0; row < shape.rows; row += most) {
       const int64_t rows = std::min(most, shape.rows - row);
       values.resize(static_cast<size_t>(rows * shape.cols));
       const auto bytes =
           absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
       const absl::Status read = session.head().ReadRows(id, row, rows, kernels::DType::kFloat32, bytes);
-      if (!read.ok()) return TensorsFailed(session, "reading the weights of", read);
-      if (std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); }))
-        continue;
-      absl::MutexLock lock(&session.context().mutex);
-      absl::Status why = absl::FailedPreconditionError(absl::StrCat(
-          "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
-          request.optimizer.learning_rate, " and a multiplier of ", request.optimizer.grad_multiplier,
-          ", and ", head::TensorName(id), " is not finite any more (load a checkpoint, or reset the head)"));
-      session.MarkWeightsInvalid(why);
-      return why;
+      if (!read.ok()) return session.context().NoteIfLost(read);
+      count += std::count_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
     }
   }
-  return absl::OkStatus();
+  return count;
+}
+
+// After an update that unusual options have made possible to be anything. If it has made values infinite or NaN,
+// the head is not to be used any more: what was there is gone.
+absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
+  const absl::StatusOr<int64_t> now = CountNotFinite(session);
+  if (!now.ok()) return TensorsFailed(session, "reading the weights of", now.status());
+  if (*now <= not_finite_before) return absl::OkStatus();
+  absl::MutexLock lock(&session.context().mutex);
+  absl::Status why = absl::FailedPreconditionError(absl::StrCat(
+      "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
+      request.optimizer.learning_rate, ", a weight decay of ", request.optimizer.weight_decay,
+      " and a multiplier of ", request.optimizer.grad_multiplier, ", and ", *now - not_finite_before,
+      " values are not finite any more (load a checkpoint, or reset the head)"));
+  session.MarkWeightsInvalid(why);
+  return why;
 }
 
 // With the lock: a head is not reset while a client is sending rows into its gradients.
@@ -188,12 +197,15 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   if (!skip) {
     if (auto bounded = CheckReach(request.optimizer, update, *norm, &reach); !bounded.ok()) return bounded;
   }
+  absl::StatusOr<int64_t> not_finite = 0;
+  if (reach == UpdateReach::kUnknown) not_finite = CountNotFinite(session);
+  if (!not_finite.ok()) return not_finite.status();
   {
     absl::MutexLock lock(&mutex);
     step.BeginClose();
   }
   absl::Status updated = Update(session, request, update, skip);
-  if (updated.ok() && reach == UpdateReach::kUnknown) updated = CheckFinite(session, request);
+  if (updated.ok() && reach == UpdateReach::kUnknown) updated = CheckFinite(session, request, *not_finite);
   absl::MutexLock lock(&mutex);
   if (!updated.ok()) {
     step.CancelClose();

@@ -126,7 +126,7 @@ TEST_F(CheckpointTroublesTest, WeightsThatDivergeEndTheHead) {
     status = server_.operations().ApplyStep(request).status();
   }
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("is not finite any more"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("values are not finite any more"));
   EXPECT_FALSE(server_.Save().ok()) << "they are not saved";
 }
 

@@ -159,8 +159,8 @@ class HeadCalls:
         row_bytes = out.itemsize * math.prod(shape[1:])
         with self._of_one_shape(head, param, shape, deadline):
             self._connections.repeated(
-                lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline),
-                deadline, restartable=True)
+                lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline,
+                                             shape[0]), deadline, restartable=True)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
@@ -369,13 +369,13 @@ class HeadCalls:
         return begin, end, shape
 
     def _rows_for(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[types_pb2.RowRange, tuple[int, ...], int]:
-        """The rows that `data` is for, the tensor's shape, and the bytes of a row. InvalidArgument if `data` has another."""
+                  deadline: Deadline) -> tuple[types_pb2.RowRange | None, tuple[int, ...], int]:
+        """The rows that `data` is for (None: all), the tensor's shape, the bytes of a row. InvalidArgument for other data."""
         begin, end, shape = self._range_of(head, param, rows, deadline)
         wanted = (end - begin, *shape[1:])
         if data.shape != wanted:
             raise errors.InvalidArgument(f'values has shape {data.shape}; {param} of head "{head}" takes {wanted}')
-        return types_pb2.RowRange(begin=begin, end=end), shape, data.itemsize * math.prod(shape[1:])
+        return types_pb2.RowRange(begin=begin, end=end) if rows else None, shape, data.itemsize * math.prod(shape[1:])
 
     @contextlib.contextmanager
     def _of_one_shape(self, head: str, param: Param, shape: tuple[int, ...], deadline: Deadline) -> Iterator[None]:
