@@ -172,9 +172,12 @@ class Save {
     if (!own.ok()) return own.status();
     if (!site_error_.ok()) return site_error_;
     for (size_t i = 0; i < own_places_.size(); ++i) lines[own_places_[i]] = std::move((*own)[i]);
+    const absl::StatusOr<uint64_t> number = TakeSaveNumber(options_.disk, directory_, subject_.head);
+    if (!number.ok()) return number.status();
     *manifest = {.subject = subject_,
                  .saved_at = clocks::WallNow(),
                  .automatic = automatic_,
+                 .save_number = *number,
                  .shards = std::move(lines)};
     const std::string text = EncodeManifest(*manifest);
     const absl::Status written = WriteSmallFile(options_.disk, folder_->File(kManifestFile), text);

@@ -19,7 +19,8 @@ class CheckpointTroublesTest : public CheckpointsTest {
   CheckpointTroublesTest() { server_.CreateHead(); }
 
   bool HasEvent(const std::string& kind, const std::string& text) {
-    for (const metrics::Event& event : server_.metrics().events().After(0).events) {
+    const metrics::EventLog::Reading reading = server_.metrics().events().After(0);
+  for (const metrics::Event& event : reading.events) {
       if (event.kind == kind && event.text.find(text) != std::string::npos) return true;
     }
     return false;
@@ -154,7 +155,8 @@ TEST_F(CheckpointTroublesTest, NamesThatAreTakenAreOneEvent) {
     EXPECT_EQ(server_.Save(absl::StrCat("n", i % 20)).status().code(), absl::StatusCode::kAlreadyExists);
   }
   int64_t failed = 0;
-  for (const metrics::Event& event : server_.metrics().events().After(0).events) {
+  const metrics::EventLog::Reading reading = server_.metrics().events().After(0);
+  for (const metrics::Event& event : reading.events) {
     failed += event.kind == "checkpoint_failed" ? 1 : 0;
   }
   EXPECT_EQ(failed, 1);

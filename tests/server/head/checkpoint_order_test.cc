@@ -34,7 +34,8 @@ class CheckpointOrderTest : public CheckpointTest {
   }
   std::vector<std::string> Names() {
     std::vector<std::string> names;
-    for (const CheckpointInfo& info : *ListCheckpoints(root_, "lm")) names.push_back(info.name.substr(3));
+    const auto list = *ListCheckpoints(root_, "lm");
+    for (const CheckpointInfo& info : list) names.push_back(info.name.substr(3));
     return names;
   }
   // Has a manifest say something else, with a checksum that fits.
