@@ -20,7 +20,7 @@ class CheckpointTroublesTest : public CheckpointsTest {
 
   bool HasEvent(const std::string& kind, const std::string& text) {
     const metrics::EventLog::Reading reading = server_.metrics().events().After(0);
-  for (const metrics::Event& event : reading.events) {
+    for (const metrics::Event& event : reading.events) {
       if (event.kind == kind && event.text.find(text) != std::string::npos) return true;
     }
     return false;
@@ -52,12 +52,14 @@ TEST_F(CheckpointTroublesTest, ADirectoryThatCannotBeMadeIsNoMissingHead) {
   const absl::Status status = server_.Save("b").status();
   EXPECT_FALSE(status.ok());
   EXPECT_NE(status.code(), absl::StatusCode::kNotFound) << status;
-  EXPECT_THAT(server_.metrics().RenderText(), HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
   EXPECT_TRUE(HasEvent("checkpoint_failed", "not saved"));
   v1::SaveCheckpointRequest unknown;
   unknown.set_head("nobody");
   fs::remove(directory_);
-  EXPECT_EQ(server_.operations().checkpoints().Save(unknown, {}).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(server_.operations().checkpoints().Save(unknown, {}).status().code(),
+            absl::StatusCode::kNotFound);
 }
 
 // While a save is under way.
@@ -80,7 +82,8 @@ TEST_F(CheckpointTroublesTest, ADirectoryThatVanishesDuringASave) {
   saver.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("the checkpoint directory cannot be used: "));
-  EXPECT_THAT(server_.metrics().RenderText(), HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
   EXPECT_TRUE(server_.Save("c").ok());
 }
 
@@ -90,8 +93,10 @@ TEST_F(CheckpointTroublesTest, OptionsBeyondFloatsAreRefused) {
     const char* field;
   };
   const Case cases[] = {
-      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(1e308); }, "optimizer.adamw.learning_rate"},
-      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(3e37); }, "optimizer.adamw.learning_rate"},
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(1e308); },
+       "optimizer.adamw.learning_rate"},
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(3e37); },
+       "optimizer.adamw.learning_rate"},
       {[](v1::Optimizer* o) { o->mutable_adamw()->set_weight_decay(1e300); }, "optimizer.adamw.weight_decay"},
       {[](v1::Optimizer* o) { o->mutable_adamw()->set_epsilon(1e39); }, "optimizer.adamw.epsilon"},
       {[](v1::Optimizer* o) { o->set_grad_multiplier(1e300); }, "optimizer.grad_multiplier"},
