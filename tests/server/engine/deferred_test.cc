@@ -249,7 +249,7 @@ TEST(StreamRowsTest, StaysABackwardWhenItsValuesAreGone) {
 
 // As row memory and streams: who has something may have its share, and who has nothing what is free.
 TEST_F(DeferredTest, RetainedMemoryIsSharedByPeer) {
-  Start({.retained_bytes = 2048, .peer_share = 0.5});
+  Start({.peer_share = 0.5, .retained_bytes = 2048});
   const auto open = [&](const std::string& peer, uint64_t id) {
     StreamSpec spec = Retaining(id, 40, {0, 40});  // 512 bytes
     spec.peer = peer;
