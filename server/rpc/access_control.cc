@@ -84,9 +84,9 @@ absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerCont
   return call;
 }
 
-void AccessControl::Failed(const grpc::CallbackServerContext& context, absl::string_view identity,
-                           absl::string_view method, absl::string_view code, absl::string_view error) const {
-  audit_->Failed(identity.empty() ? PeerOf(context.peer(), 0) : std::string(identity), method, code, error);
+void AccessControl::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
+                           absl::string_view error) const {
+  audit_->Failed(peer, method, code, error);
 }
 
 absl::Status AccessControl::Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,

@@ -49,8 +49,9 @@ class AccessControl {
                       absl::string_view head, absl::Status status) const;
 
   // Writes the log line of a call that has failed. A peer has a budget of them (AuditLog::Failed).
-  void Failed(const grpc::CallbackServerContext& context, absl::string_view identity,
-              absl::string_view method, absl::string_view code, absl::string_view error) const;
+  // `peer`: PeerKey.
+  void Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
+              absl::string_view error) const;
 
   // Writes the audit line of a call that has ended, if its method has one. Does nothing for a call not
   // admitted. `removed`: what was removed besides what the call names.

@@ -138,8 +138,7 @@ void ComputeLossCall::FinishLocked() {
     environment_->metrics->CountError(kComputeLoss, CodeName(status));
   }
   if (!status.ok() && !IsRefusal(status)) {
-    environment_->access->Failed(*context_, identity_, kComputeLoss, CodeName(status),
-                                 status.error_message());
+    environment_->access->Failed(peer_, kComputeLoss, CodeName(status), status.error_message());
   }
   Finish(status);
 }

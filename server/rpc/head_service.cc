@@ -105,9 +105,8 @@ class HeadServiceImpl final : public HeadService, public Base {
     save_environment_.registry = &saves_;
     save_environment_.workers = &savers_;
     save_environment_.access = access;
-    save_environment_.ended = [this](const CallbackServerContext& context, absl::string_view identity,
-                                     absl::Status status) {
-      return Ended(context, identity, "SaveCheckpoint", std::move(status));
+    save_environment_.ended = [this](absl::string_view peer, absl::Status status) {
+      return Ended(peer, "SaveCheckpoint", std::move(status));
     };
     save_environment_.count = [this](int change) { CountUnfinished(change); };
     operations_.checkpoints().RemoveLeftovers();
@@ -175,14 +174,14 @@ class HeadServiceImpl final : public HeadService, public Base {
            const grpc::ByteBuffer& bytes) {
     const auto request = std::make_shared<Request>();
     const auto decoded = wire::Decode(bytes, request.get());
-    if (!decoded.ok()) return call->Finish(Ended(*call->context(), "", method, decoded.status()));
+    if (!decoded.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, decoded.status()));
     absl::StatusOr<AdmittedCall> admitted = access_->Admit(*call->context(), method, SubjectOf(*request));
-    if (!admitted.ok()) return call->Finish(Ended(*call->context(), "", method, admitted.status()));
+    if (!admitted.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, admitted.status()));
     const AdminTask task{
         .peer = PeerKey(*call->context(), admitted->identity), .head = HeadOf(*request), .kind = kind};
-    const auto end = [this, method, call, request,
+    const auto end = [this, method, call, request, peer = task.peer,
                       admitted = *std::move(admitted)](const absl::StatusOr<Response>& result) {
-      const grpc::Status status = Ended(*call->context(), admitted.identity, method, result.status());
+      const grpc::Status status = Ended(peer, method, result.status());
       access_->Ended(admitted, SubjectOf(*request), CodeName(status));
       result.ok() ? call->Answer(wire::Encode(*result)) : call->Finish(status);
     };
@@ -196,13 +195,12 @@ class HeadServiceImpl final : public HeadService, public Base {
     if (!scheduled.ok()) end(scheduled);
   }
 
-  grpc::Status Ended(const CallbackServerContext& context, absl::string_view identity,
-                     absl::string_view method, absl::Status status) {
+  grpc::Status Ended(absl::string_view peer, absl::string_view method, absl::Status status) {
     const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
     if (result.ok()) return result;
     metrics_->CountError(method, CodeName(result));
     if (IsRefusal(result)) return result;
-    access_->Failed(context, identity, method, CodeName(result), result.error_message());
+    access_->Failed(peer, method, CodeName(result), result.error_message());
     return result;
   }
 

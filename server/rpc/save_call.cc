@@ -29,6 +29,7 @@ void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
 absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
   const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
   if (!decoded.ok()) return decoded.status();
+  peer_ = PeerKey(*context(), "");
   absl::StatusOr<AdmittedCall> admitted =
       environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
   if (!admitted.ok()) return admitted.status();
@@ -38,7 +39,8 @@ absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
     if (!keeps.ok())
       return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
   }
-  absl::Status added = environment_->registry->Add(this, PeerKey(*context(), admitted_.identity));
+  peer_ = PeerKey(*context(), admitted_.identity);
+  absl::Status added = environment_->registry->Add(this, peer_);
   if (!added.ok()) return added;
   environment_->count(1);
   if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
@@ -76,7 +78,7 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 }
 
 void SaveCall::End(absl::Status status) {
-  grpc::Status end = environment_->ended(*context(), admitted_.identity, std::move(status));
+  grpc::Status end = environment_->ended(peer_, std::move(status));
   environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);

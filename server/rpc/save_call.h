@@ -37,8 +37,7 @@ struct SaveCallEnvironment {
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
   // What a call ends with; counts and logs errors.
-  std::function<grpc::Status(const grpc::CallbackServerContext&, absl::string_view identity, absl::Status)>
-      ended;
+  std::function<grpc::Status(absl::string_view peer, absl::Status)> ended;
   std::function<void(int change)> count;  // of saves waiting or running
 };
 
@@ -69,6 +68,7 @@ class SaveCall final : public RequestCall, public WatchedCall {
 
   SaveCallEnvironment* const environment_;
   v1::SaveCheckpointRequest request_;
+  std::string peer_;                 // PeerKey; set before it is admitted
   AdmittedCall admitted_;            // set before it runs
   std::vector<std::string> pruned_;  // by the save, before it ends
   std::shared_ptr<SaveCall> self_;   // gRPC's share of it, until OnDone
