@@ -27,8 +27,7 @@ std::string AuditText(absl::string_view text) {
 }
 
 void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
-  const std::optional<int64_t> left_out =
-      outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.identity);
+  const std::optional<int64_t> left_out = outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.identity);
   if (!left_out.has_value()) return;
   const std::string identity = IdentityText(call.identity);
   const std::string address = AuditText(call.address);

@@ -97,7 +97,8 @@ absl::Status Checkpoints::PrepareDirectory() {
   const bool is_there = std::filesystem::is_directory(options_.directory, error);
   if (directory_ready_ && is_there) return absl::OkStatus();
   absl::Status status = head::PrepareCheckpointDirectory(options_.directory, options_.disk);
-  if (absl::IsAlreadyExists(status)) status = absl::NotFoundError(status.message());  // something else is there
+  if (absl::IsAlreadyExists(status))
+    status = absl::NotFoundError(status.message());  // something else is there
   status = OfTheDisk(std::move(status));
   if (directory_ready_ && status.ok()) {
     metrics_->events().Add(metrics::EventLevel::kWarning, "checkpoint_directory_made", "",

@@ -104,8 +104,8 @@ absl::StatusOr<int64_t> CountNotFinite(HeadSession& session) {
   return count;
 }
 
-// After an update that unusual options have made possible to be anything. If it has made values infinite or NaN,
-// the head is not to be used any more: what was there is gone.
+// After an update that unusual options have made possible to be anything. If it has made values infinite or
+// NaN, the head is not to be used any more: what was there is gone.
 absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
   const absl::StatusOr<int64_t> now = CountNotFinite(session);
   if (!now.ok()) return TensorsFailed(session, "reading the weights of", now.status());

@@ -275,12 +275,13 @@ TEST_F(SecurityTest, ATrainerKeepsWhatTheOperatorKeeps) {
   EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 1);
   server->Signal(SIGTERM);
   ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  EXPECT_THAT(server->log(), ::testing::ContainsRegex(
+                                 "identity=token:ops address=127.0.0.1:[0-9]+ method=SaveCheckpoint head=h "
+                                 "outcome=OK removed=3 removed_names=\"h/step-0000000004 "
+                                 "h/step-0000000003 h/step-0000000002\""));
   EXPECT_THAT(server->log(),
-              ::testing::ContainsRegex("identity=token:ops address=127.0.0.1:[0-9]+ method=SaveCheckpoint head=h "
-                                       "outcome=OK removed=3 removed_names=\"h/step-0000000004 "
-                                       "h/step-0000000003 h/step-0000000002\""));
-  EXPECT_THAT(server->log(), ::testing::ContainsRegex("identity=token:p1 address=127.0.0.1:[0-9]+ "
-                                                      "method=SaveCheckpoint head=h outcome=PERMISSION_DENIED"));
+              ::testing::ContainsRegex("identity=token:p1 address=127.0.0.1:[0-9]+ "
+                                       "method=SaveCheckpoint head=h outcome=PERMISSION_DENIED"));
 }
 
 TEST_F(SecurityTest, FailedHandshakesCannotFillADisk) {

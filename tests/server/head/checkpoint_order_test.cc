@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which checkpoint of a head is the newest: the one that was saved last, whatever the clock said, whatever its
-// step is, and whatever has been removed meanwhile.
+// Which checkpoint of a head is the newest: the one that was saved last, whatever the clock said, whatever
+// its step is, and whatever has been removed meanwhile.
 #include <sys/stat.h>
 #include <time.h>
 
@@ -67,7 +67,8 @@ TEST_F(CheckpointOrderTest, AClockThatIsSetBackChangesNothing) {
   clocks::SetWallClockForTesting(-absl::Hours(1));
   SaveStep(5);
   SaveStep(6);
-  EXPECT_THAT(Names(), ElementsAre("step-0000000006", "step-0000000005", "step-0000000004", "step-0000000003"));
+  EXPECT_THAT(Names(),
+              ElementsAre("step-0000000006", "step-0000000005", "step-0000000004", "step-0000000003"));
   EXPECT_EQ(ListNewest(root_, "lm", 1, 100)->checkpoints[0].subject.step, 6u);
   EXPECT_THAT(*PruneCheckpoints(root_, "lm/step-0000000006", 2),
               ElementsAre("lm/step-0000000004", "lm/step-0000000003"));
@@ -79,7 +80,8 @@ TEST_F(CheckpointOrderTest, AnAbandonedBranchIsNotTheNewest) {
   SaveStep(9);
   SaveStep(2);
   SaveStep(3);
-  EXPECT_THAT(Names(), ElementsAre("step-0000000003", "step-0000000002", "step-0000000009", "step-0000000007"));
+  EXPECT_THAT(Names(),
+              ElementsAre("step-0000000003", "step-0000000002", "step-0000000009", "step-0000000007"));
 }
 
 TEST_F(CheckpointOrderTest, TheNumberSurvivesTheRemovalOfAll) {
@@ -190,7 +192,8 @@ TEST_F(CheckpointInfosTest, ADamagedOneIsReadOnceToo) {
 TEST_F(CheckpointOrderTest, SaysHowManyValuesAreNotFinite) {
   subject_.step = 1;
   Head head = RandomHead(subject_);
-  auto& weight = static_cast<MemoryKernels&>(head.kernels()).tensor({kernels::Param::kWeight, kernels::Role::kValue});
+  auto& weight =
+      static_cast<MemoryKernels&>(head.kernels()).tensor({kernels::Param::kWeight, kernels::Role::kValue});
   for (const auto& [id, values] : static_cast<MemoryKernels&>(head.kernels()).tensors()) {
     auto& all = static_cast<MemoryKernels&>(head.kernels()).tensor({id.first, id.second});
     std::fill(all.begin(), all.end(), 1.0f);
