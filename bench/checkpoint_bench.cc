@@ -20,8 +20,8 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "server/head/checkpoint.h"
 
 ABSL_FLAG(std::string, directory, "/var/tmp", "where checkpoints are written, in a folder that is removed");
@@ -81,8 +81,8 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
                                const std::vector<uint8_t>& noise) {
   Round round;
   head::SaveOptions options = Options();
-  const absl::Time begin = absl::Now();
-  options.on_read = [&] { round.read = absl::ToDoubleSeconds(absl::Now() - begin); };
+  const absl::Time begin = clocks::SteadyNow();
+  options.on_read = [&] { round.read = absl::ToDoubleSeconds(clocks::SteadyNow() - begin); };
   const auto saved = head::SaveCheckpoint(
       directory, "x", subject,
       [&](kernels::TensorId, int64_t row, int64_t, absl::Span<uint8_t> out) {
@@ -92,10 +92,10 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
       },
       options);
   if (!saved.ok()) return saved.status();
-  round.save = absl::ToDoubleSeconds(absl::Now() - begin);
+  round.save = absl::ToDoubleSeconds(clocks::SteadyNow() - begin);
   if (absl::GetFlag(FLAGS_cold)) LeavePageCache(directory);
   std::vector<uint8_t> device(options.slice_bytes);
-  const absl::Time load_begin = absl::Now();
+  const absl::Time load_begin = clocks::SteadyNow();
   const auto reader = head::CheckpointReader::Open(directory, subject.head + "/x");
   if (!reader.ok()) return reader.status();
   const absl::Status loaded = (*reader)->Load(
@@ -105,7 +105,7 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
       },
       {.threads = absl::GetFlag(FLAGS_threads), .verify_first = absl::GetFlag(FLAGS_verify_first)});
   if (!loaded.ok()) return loaded;
-  round.load = absl::ToDoubleSeconds(absl::Now() - load_begin);
+  round.load = absl::ToDoubleSeconds(clocks::SteadyNow() - load_begin);
   return round;
 }
 

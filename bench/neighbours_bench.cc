@@ -27,6 +27,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
 #include "tests/support/raw_http2.h"
 #include "tests/support/server_process.h"
@@ -238,13 +239,13 @@ int64_t Resident(pid_t pid) {
 
 // Seconds of one microbatch, and a DescribeHead as trainers do it beside; negative if it failed.
 double Microbatch(TestClient& client, uint64_t id, const std::string& payload) {
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   const auto stream = client.OpenLoss(absl::Seconds(5));
   stream->SendOpen(Open(id, kRows, /*accumulate=*/true));
   stream->SendSlice(0, kRows, payload);
   const LossAnswers answers = stream->Finish();
   const bool ok = answers.status.ok() && client.DescribeHead("head").ok();
-  const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
+  const double seconds = absl::ToDoubleSeconds(clocks::SteadyNow() - start);
   return ok ? seconds : -seconds;
 }
 
@@ -274,8 +275,8 @@ nlohmann::json Measure(const Case& one) {
   {
     const Neighbour neighbour([&](const std::atomic<bool>& stop) { one.attack(server.target(), stop); });
     absl::SleepFor(absl::Milliseconds(500));
-    const absl::Time end = absl::Now() + absl::Seconds(absl::GetFlag(FLAGS_seconds));
-    while (absl::Now() < end) {
+    const absl::Time end = clocks::SteadyNow() + absl::Seconds(absl::GetFlag(FLAGS_seconds));
+    while (clocks::SteadyNow() < end) {
       const double seconds = Microbatch(*client, id++ % 2000 + 20, payload);
       times.push_back(std::abs(seconds));
       failed += seconds < 0 ? 1 : 0;

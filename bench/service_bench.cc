@@ -26,10 +26,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "kernels/backend.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/create_backend.h"
 #include "nlohmann/json.hpp"
 #include "server/app/server.h"
@@ -111,12 +111,12 @@ template <typename Fn>
 Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
   const auto run = [&](double limit) {
     int64_t calls = 0;
-    const absl::Time start = absl::Now();
+    const absl::Time start = clocks::SteadyNow();
     double elapsed = 0.0;
     do {
       once();
       ++calls;
-      elapsed = absl::ToDoubleSeconds(absl::Now() - start);
+      elapsed = absl::ToDoubleSeconds(clocks::SteadyNow() - start);
     } while (elapsed < limit);
     return elapsed / static_cast<double>(calls);
   };

@@ -10,7 +10,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "client/cli/bench_report.h"
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
@@ -21,6 +20,8 @@
 #include "client/cli/real_rows.h"
 #include "client/cli/row_buffer.h"
 #include "client/cli/value_checks.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
@@ -90,7 +91,7 @@ class Bench {
       const absl::StatusOr<client::LossResult> result = ComputeOne(*dx);
       if (!result.ok()) return result.status();
     }
-    start_ = absl::Now();
+    start_ = clocks::SteadyNow();
     started_ = 0;
     std::vector<std::thread> threads;
     threads.reserve(static_cast<size_t>(flags_.in_flight));
@@ -132,7 +133,7 @@ class Bench {
       if (!error_.ok()) return true;
     }
     if (flags_.microbatches > 0) return started_++ >= flags_.microbatches;
-    return absl::Now() - start_ >= absl::Seconds(flags_.seconds);
+    return clocks::SteadyNow() - start_ >= absl::Seconds(flags_.seconds);
   }
 
   void Work() {
@@ -149,7 +150,7 @@ class Bench {
       error_.Update(result.status());
       return;
     }
-    last_end_ = absl::Now();
+    last_end_ = clocks::SteadyNow();
     totals_.rows += rows_.rows;
     totals_.sent_bytes += result->sent_bytes;
     totals_.received_bytes += result->received_bytes;
@@ -167,8 +168,8 @@ class Bench {
     if (!ShowsProgress()) return;
     auto all_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return ended_ == flags_.in_flight; };
     absl::MutexLock lock(&mu_);
-    while (!mu_.AwaitWithTimeout(absl::Condition(&all_ended), absl::Milliseconds(500))) {
-      const double seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+    while (!clocks::AwaitFor(mu_, absl::Condition(&all_ended), absl::Milliseconds(500))) {
+      const double seconds = absl::ToDoubleSeconds(clocks::SteadyNow() - start_);
       std::fprintf(stderr, "\r\033[K%5.1f s  %s microbatches  %s rows/s", seconds,
                    HumanCount(totals_.latencies.size()).c_str(),
                    HumanRate(static_cast<double>(totals_.rows) / seconds).c_str());
@@ -190,7 +191,7 @@ class Bench {
 
   absl::Mutex mu_;
   BenchTotals totals_ ABSL_GUARDED_BY(mu_);
-  absl::Time last_end_ ABSL_GUARDED_BY(mu_) = absl::Now();
+  absl::Time last_end_ ABSL_GUARDED_BY(mu_) = clocks::SteadyNow();
   absl::Status error_ ABSL_GUARDED_BY(mu_);
   int ended_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -39,9 +40,9 @@ Interrupt::~Interrupt() {
 bool Interrupt::received() const { return g_received; }
 
 void Interrupt::Sleep(absl::Duration duration) const {
-  const absl::Time end = absl::Now() + duration;
-  while (!received() && absl::Now() < end)
-    absl::SleepFor(std::min(end - absl::Now(), absl::Milliseconds(50)));
+  const absl::Time end = clocks::SteadyNow() + duration;
+  while (!received() && clocks::SteadyNow() < end)
+    absl::SleepFor(std::min(end - clocks::SteadyNow(), absl::Milliseconds(50)));
 }
 
 }  // namespace lossd::cli

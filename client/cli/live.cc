@@ -5,9 +5,9 @@
 #include <future>
 #include <memory>
 
-#include "absl/time/clock.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/terminal.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -68,7 +68,7 @@ class Screen {
   void Look() {
     looking_ = true;
     found_ = false;
-    next_ = absl::Now() + absl::Seconds(flags_.interval_seconds);
+    next_ = clocks::SteadyNow() + absl::Seconds(flags_.interval_seconds);
     look_ = std::async(std::launch::async, [this] {
       view_->Look();
       found_ = true;
@@ -87,7 +87,7 @@ class Screen {
   LiveView* const view_;
   bool looking_ = false;
   std::atomic<bool> found_{false};
-  absl::Time next_ = absl::Now() + absl::Seconds(flags_.interval_seconds);
+  absl::Time next_ = clocks::SteadyNow() + absl::Seconds(flags_.interval_seconds);
   std::future<void> look_;  // waited for when the terminal is as it was
   const std::unique_ptr<Terminal> terminal_;
 };

@@ -18,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/bytes.h"
 
 namespace lossd::cli {
@@ -107,10 +108,10 @@ absl::StatusOr<FolderLock> FolderLock::Of(const std::string& path) {
   const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return SystemError(folder, "opened", errno);
   FolderLock lock(descriptor);
-  const absl::Time end = absl::Now() + absl::Seconds(5);
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(5);
   while (flock(descriptor, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK && errno != EINTR) return SystemError(folder, "locked", errno);
-    if (absl::Now() > end) {
+    if (clocks::SteadyNow() > end) {
       return absl::UnavailableError(absl::StrCat(folder, " is locked by another program that changes it"));
     }
     absl::SleepFor(absl::Milliseconds(20));

@@ -16,8 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "client/cli/environment.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -205,7 +205,8 @@ Terminal::Event Terminal::Wait(absl::Time until, char* key) {
       keys_.erase(keys_.begin());
       return Event::kKey;
     }
-    const int64_t left = absl::ToInt64Milliseconds(absl::Ceil(until - absl::Now(), absl::Milliseconds(1)));
+    const int64_t left =
+        absl::ToInt64Milliseconds(absl::Ceil(until - clocks::SteadyNow(), absl::Milliseconds(1)));
     if (left <= 0) return Event::kTime;
     pollfd from[2] = {{.fd = g.wakes[0], .events = POLLIN, .revents = 0},
                       {.fd = g.has_keys ? STDIN_FILENO : -1, .events = POLLIN, .revents = 0}};

@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cli/commands.h"
 #include "client/cli/http_fetch.h"
 #include "client/cli/live.h"
 #include "client/cli/options.h"
 #include "client/cli/watch_view.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -25,9 +25,9 @@ class Watch final : public LiveView {
     const absl::Duration timeout = context_.timeout_seconds > 0 ? context_.timeout() : absl::Seconds(3);
     found_ = WatchSample();
     const absl::StatusOr<v1::ServerDescription> server = client_.GetServer(timeout);
-    const absl::Time start = absl::Now();
+    const absl::Time start = clocks::SteadyNow();
     const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client_.ListHeads(timeout);
-    found_.time = absl::Now();
+    found_.time = clocks::SteadyNow();
     found_.round_trip_seconds = absl::ToDoubleSeconds(found_.time - start);
     found_.status = server.status();
     found_.status.Update(heads.status());

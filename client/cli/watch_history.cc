@@ -7,6 +7,7 @@
 #include "client/cli/describe.h"
 #include "client/cli/watch_samples.h"
 #include "client/cli/watch_view.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -120,7 +121,8 @@ std::optional<double> WatchHistory::DeviceShare() const {
 
 nlohmann::ordered_json WatchHistory::Json() const {
   nlohmann::ordered_json json;
-  json["time"] = absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", last_->time, absl::UTCTimeZone());
+  json["time"] =
+      absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", clocks::OnTheWall(last_->time), absl::UTCTimeZone());
   if (!last_->status.ok()) {
     json["error"] = last_->status.message();
     return json;

@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/describe.h"
 #include "client/cli/watch_samples.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -246,7 +247,8 @@ std::string WatchHistory::Render(const std::string& server, const Frame& frame) 
 }
 
 std::string WatchHistory::Line() const {
-  const std::string time = absl::FormatTime("%H:%M:%S", last_->time, absl::LocalTimeZone());
+  const std::string time =
+      absl::FormatTime("%H:%M:%S", clocks::OnTheWall(last_->time), absl::LocalTimeZone());
   if (!last_->status.ok()) return absl::StrCat(time, "  no answer: ", last_->status.message(), "\n");
   const std::string latency = LatencyText();
   const std::optional<double> share = DeviceShare();

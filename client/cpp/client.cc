@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
@@ -13,6 +12,7 @@
 #include "client/cpp/step_errors.h"
 #include "client/cpp/tensor_transfer.h"
 #include "client/cpp/unary_call.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client {
 namespace {
@@ -134,6 +134,7 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
   v1::ReleaseMicrobatchRequest request;
   request.set_head(std::string(head));
   request.set_microbatch_id(id);
+  request.set_run(options().run);
   auto result = Call(*core_, core_->connections().loss(), &v1::LossService::Stub::ReleaseMicrobatch, request,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok()) return result.status();
@@ -179,7 +180,7 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
 absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param param, v1::Role role,
                                           absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  absl::StatusOr<v1::HeadDescription> description = DescribeHead(head, deadline - absl::Now());
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(head, deadline - clocks::SteadyNow());
   if (!description.ok()) return description.status();
   absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), param);
   if (!shape.ok()) return shape.status();
@@ -190,8 +191,10 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   request.set_role(role);
   request.mutable_rows()->set_end(shape->rows);
   request.set_dtype(v1::DTYPE_FP32);
-  absl::StatusOr<TensorShape> read = ReadTensor(request, AsBytes(&tensor.values), deadline - absl::Now());
-  if (!read.ok()) return read.status();
+  const absl::StatusOr<TensorShape> read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted, [&] {
+    return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape->rows);
+  });
+  if (!read.ok()) return IfMadeAgain(read.status(), head, param, *shape, deadline);
   return tensor;
 }
 
@@ -218,11 +221,13 @@ absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor
                                                             absl::Span<const char> payload,
                                                             absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - absl::Now());
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - clocks::SteadyNow());
   if (!description.ok()) return description.status();
   absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
   if (!shape.ok()) return shape.status();
-  return internal::WriteTensor(*core_, open, *shape, payload, deadline);
+  auto written = internal::WriteTensor(*core_, open, *shape, payload, deadline);
+  if (!written.ok()) return IfMadeAgain(written.status(), open.head(), open.param(), *shape, deadline);
+  return written;
 }
 
 absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradient& open,
@@ -231,7 +236,7 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(open.head(), open.step());
-  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - absl::Now());
+  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - clocks::SteadyNow());
   if (!description.ok()) return cache.Interpret(at, description.status());
   absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
   if (!shape.ok()) return shape.status();
@@ -243,10 +248,27 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
     return internal::AddGradient(*core_, meant, *shape, payload, deadline);
   };
   auto result = Repeated(*core_, deadline, Repeat::kIfTransient, attempt);
-  if (!result.ok()) return cache.Interpret(at, result.status());
+  if (!result.ok()) {
+    const absl::Status error = cache.Interpret(at, result.status());
+    return IfMadeAgain(error, open.head(), open.param(), *shape, deadline);
+  }
   absl::Status noted = cache.NoteAccumulation(at, GradientsId::Of(result->state()));
   if (!noted.ok()) return noted;
   return result;
+}
+
+absl::Status Client::IfMadeAgain(const absl::Status& error, absl::string_view head, v1::Param param,
+                                 const TensorShape& shape, absl::Time deadline) {
+  if (!absl::IsInternal(error) && !absl::IsInvalidArgument(error) && !absl::IsFailedPrecondition(error)) {
+    return error;
+  }
+  const auto description = DescribeHead(head, deadline - clocks::SteadyNow());
+  if (!description.ok()) return error;
+  const auto now = internal::ParamShape(description->spec(), param);
+  if (!now.ok() || (now->rows == shape.rows && now->cols == shape.cols)) return error;
+  return absl::AbortedError(
+      absl::StrCat("head \"", head, "\" was made again during the call: its tensor has ", now->rows, " x ",
+                   now->cols, " values, and had ", shape.rows, " x ", shape.cols));
 }
 
 absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, std::optional<uint64_t> step,

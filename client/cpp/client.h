@@ -372,6 +372,10 @@ class Client : public CheckpointCalls {
 
  private:
   explicit Client(std::unique_ptr<internal::Core> core);
+  // `error`, or ABORTED if it comes from a head that was made again, so that the tensor has not `shape` any
+  // more.
+  absl::Status IfMadeAgain(const absl::Status& error, absl::string_view head, v1::Param param,
+                           const TensorShape& shape, absl::Time deadline);
 
   const std::unique_ptr<internal::Core> core_;
 };

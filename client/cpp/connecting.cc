@@ -9,8 +9,10 @@
 #include "client/cpp/peer.h"
 #include "client/cpp/probe.h"
 #include "client/cpp/retry.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/payload.h"
 #include "lossd/v1/server.grpc.pb.h"
+#include "proto/wire/deadlines.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {
@@ -24,7 +26,7 @@ constexpr absl::Duration kPause = absl::Milliseconds(200);  // before the next c
 absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& channel, absl::Time deadline,
                                           bool wait_for_ready) {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(deadline));
+  context.set_deadline(wire::GrpcTime(deadline));
   context.set_wait_for_ready(wait_for_ready);
   v1::ServerDescription description;
   const grpc::Status status =
@@ -78,7 +80,7 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
                                                   const ChannelCredentials& credentials,
                                                   const ClientOptions& options, absl::Time deadline) {
   for (bool first = true;; first = false) {
-    const absl::Time end = std::min(deadline, absl::Now() + (first ? kSilencePatience : kRound));
+    const absl::Time end = std::min(deadline, clocks::SteadyNow() + (first ? kSilencePatience : kRound));
     absl::StatusOr<v1::ServerDescription> server = Ask(channel, end, /*wait_for_ready=*/!first);
     if (server.ok()) return server;
     // A server that tells nothing to this client may still say whether it serves; other calls will say why.
@@ -87,8 +89,8 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
     const absl::Status reason = Reason(server.status(), first, credentials, options.target);
     const bool waits = reason.ok() || (absl::IsUnavailable(reason) && options.wait_for_server);
     if (!waits) return reason;
-    if (absl::Now() >= deadline) return GaveUp(reason, options);
-    absl::SleepFor(std::min(kPause, deadline - absl::Now()));
+    if (clocks::SteadyNow() >= deadline) return GaveUp(reason, options);
+    absl::SleepFor(std::min(kPause, deadline - clocks::SteadyNow()));
   }
 }
 

@@ -7,13 +7,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/channel_credentials.h"
 #include "client/cpp/connecting.h"
 #include "client/cpp/run_name.h"
 #include "client/cpp/target.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "proto/wire/deadlines.h"
 
 namespace lossd::client {
 namespace internal {
@@ -85,7 +86,7 @@ absl::Status Validate(const ClientOptions& options) {
 // `device`: the GPU whose memory is wanted, since the server may be another process by now; empty: the host.
 absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, const std::string& device) {
   grpc::ClientContext context;
-  SetDeadline(absl::Now() + absl::Seconds(2), &context);
+  SetDeadline(clocks::SteadyNow() + absl::Seconds(2), &context);
   v1::ServerDescription description;
   const grpc::Status status = server->GetServer(&context, v1::GetServerRequest(), &description);
   if (!status.ok()) return absl::UnavailableError(absl::StrCat("no shared memory: ", status.error_message()));
@@ -134,7 +135,7 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
     channels.push_back(maker->Open(options.target, Arguments(options)));
     channels.back()->GetState(/*try_to_connect=*/true);
   }
-  const absl::Time deadline = absl::Now() + options.connect_timeout;
+  const absl::Time deadline = clocks::SteadyNow() + options.connect_timeout;
   absl::StatusOr<v1::ServerDescription> server;
   for (const auto& channel : channels) {
     server = AwaitServer(channel, *maker, options, deadline);
@@ -207,14 +208,14 @@ void Connections::Begin() {
   if (options_.channels.has_value()) return;
   absl::MutexLock lock(&mu_);
   LookAtNext();
-  chooser_.Begin(absl::Now());
+  chooser_.Begin(clocks::SteadyNow());
 }
 
 void Connections::End() {
   if (options_.channels.has_value()) return;
   absl::MutexLock lock(&mu_);
   LookAtNext();
-  switch (chooser_.End(*moved_, absl::Now())) {
+  switch (chooser_.End(*moved_, clocks::SteadyNow())) {
     case ConnectionChooser::Advice::kStay:
       return;
     case ConnectionChooser::Advice::kDrop:
@@ -224,7 +225,7 @@ void Connections::End() {
       next_ =
           dynamic_cast<const ChannelCredentials&>(*credentials_).Open(options_.target, Arguments(options_));
       next_->GetState(/*try_to_connect=*/true);
-      next_deadline_ = absl::Now() + options_.connect_timeout;
+      next_deadline_ = clocks::SteadyNow() + options_.connect_timeout;
       return;
   }
 }
@@ -234,7 +235,7 @@ void Connections::LookAtNext() {
   if (next_->GetState(/*try_to_connect=*/true) == GRPC_CHANNEL_READY) {
     channels_.push_back(std::exchange(next_, nullptr));
     chooser_.Added(*moved_);
-  } else if (absl::Now() > next_deadline_) {
+  } else if (clocks::SteadyNow() > next_deadline_) {
     next_ = nullptr;
     chooser_.Refused(
         absl::StrCat("the server did not take one within ", absl::FormatDuration(options_.connect_timeout)),
@@ -243,7 +244,7 @@ void Connections::LookAtNext() {
 }
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
-  if (deadline < absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
+  if (deadline < absl::InfiniteFuture()) context->set_deadline(wire::GrpcTime(deadline));
 }
 
 }  // namespace internal

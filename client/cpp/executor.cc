@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/executor.h"
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::client::internal {
 
@@ -37,7 +38,7 @@ void Executor::RunOrPost(Task task) {
 
 bool Executor::Ready() const {
   if (stopping_) return true;
-  return !tasks_.empty() && tasks_.begin()->first.first <= absl::Now();
+  return !tasks_.empty() && tasks_.begin()->first.first <= clocks::SteadyNow();
 }
 
 void Executor::Run() {
@@ -52,14 +53,15 @@ void Executor::Run() {
         // Wakes for a task that is due earlier than the first one so far, at the latest when that is due.
         const uint64_t posted = posted_;
         auto changed = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || posted_ != posted; };
-        mu_.AwaitWithDeadline(absl::Condition(&changed), due);
+        clocks::AwaitUntil(mu_, absl::Condition(&changed), due);
         continue;
       }
       if (elsewhere_) {
         mu_.Await(absl::Condition(&alone));
         continue;
       }
-      if (tasks_.empty() || tasks_.begin()->first.first > absl::Now()) return;  // stopping, nothing due
+      if (tasks_.empty() || tasks_.begin()->first.first > clocks::SteadyNow())
+        return;  // stopping, nothing due
       running_ = true;
       task = std::move(tasks_.begin()->second);
       tasks_.erase(tasks_.begin());

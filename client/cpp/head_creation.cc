@@ -10,13 +10,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/run_name.h"
 #include "client/cpp/step_errors.h"
 #include "client/cpp/unary_call.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::client {
@@ -98,13 +98,14 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
     core_->head_cache().ForgetAccumulation(request.spec().name());
   }
   if (!absl::IsAlreadyExists(result.status()) || if_exists == IfExists::kError) return result;
-  absl::StatusOr<v1::HeadDescription> found = DescribeHead(request.spec().name(), deadline - absl::Now());
+  absl::StatusOr<v1::HeadDescription> found =
+      DescribeHead(request.spec().name(), deadline - clocks::SteadyNow());
   if (!found.ok()) return found.status();
   if (absl::Status same = CheckSame(found->spec(), request.spec()); !same.ok()) return same;
   if (if_exists == IfExists::kKeep) return found;
   v1::ResetHeadRequest reset = ResetTo(request);
   reset.set_incarnation(found->state().incarnation());
-  absl::StatusOr<v1::ResetHeadResponse> done = ResetHead(reset, deadline - absl::Now());
+  absl::StatusOr<v1::ResetHeadResponse> done = ResetHead(reset, deadline - clocks::SteadyNow());
   if (!done.ok()) return done.status();
   return std::move(*done->mutable_head());
 }
@@ -131,7 +132,8 @@ absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadReque
   if (meant.reset_id().empty()) meant.set_reset_id(internal::RandomDigits(32));
   if (!meant.has_incarnation()) {
     // A repeat that finds another process must not reset what that has restored.
-    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - absl::Now());
+    const absl::StatusOr<v1::HeadDescription> head =
+        DescribeHead(request.head(), deadline - clocks::SteadyNow());
     if (!head.ok()) return head.status();
     meant.set_incarnation(head->state().incarnation());
   }
@@ -151,7 +153,7 @@ absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesReque
   v1::SetSharesRequest meant = request;
   if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
   if (!meant.has_incarnation()) {
-    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - absl::Now());
+    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - clocks::SteadyNow());
     if (!head.ok()) return head.status();
     meant.set_incarnation(head->state().incarnation());
   }

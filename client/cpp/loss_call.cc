@@ -6,9 +6,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cpp/argument_error.h"
 #include "client/cpp/connections.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -37,7 +38,7 @@ LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallO
     : core_(core),
       work_(std::move(work)),
       options_(options),
-      start_(absl::Now()),
+      start_(clocks::SteadyNow()),
       deadline_(start_ +
                 (options.timeout > absl::ZeroDuration() ? options.timeout : core->options().loss_timeout)),
       answers_(&core->head_cache(), work_->head(), work_->step(), work_->accumulates(), work_->in_step()),
@@ -71,7 +72,7 @@ absl::StatusOr<LossResult> LossCall::Wait() {
 
 bool LossCall::WaitFor(absl::Duration timeout) {
   absl::MutexLock lock(&mu_);
-  return mu_.AwaitWithTimeout(absl::Condition(&called_back_), timeout);
+  return clocks::AwaitFor(mu_, absl::Condition(&called_back_), timeout);
 }
 
 void LossCall::Begin() {
@@ -195,7 +196,7 @@ std::optional<absl::Time> LossCall::NextAttempt(const absl::Status& status, int 
                                                 Repeat repeat) const {
   RetryOptions retry = core_->options().retry;
   if (options_.max_attempts > 0) retry.max_attempts = options_.max_attempts;
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   const auto wait = WaitBeforeRepeat(retry, status, attempts, deadline_ - now, Jitter(), repeat);
   if (!wait.has_value()) return std::nullopt;
   return now + *wait;
@@ -346,7 +347,7 @@ void LossCall::MaybeFinish() {
 absl::StatusOr<LossResult> LossCall::MakeResult() {
   if (!error_.ok()) return error_;
   if (absl::Status status = work_->Conclude(&total_); !status.ok()) return status;
-  total_.wall_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+  total_.wall_seconds = absl::ToDoubleSeconds(clocks::SteadyNow() - start_);
   return total_;
 }
 

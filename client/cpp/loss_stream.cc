@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "client/cpp/connections.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
@@ -112,7 +112,7 @@ absl::Status LossStream::SendSlice() {
 
 void LossStream::WaitForOthers() {
   if (wait_end_ != absl::InfiniteFuture()) return;
-  wait_end_ = absl::Now() + job_.patience;
+  wait_end_ = clocks::SteadyNow() + job_.patience;
   job_.executor->PostAt(wait_end_, [weak = weak_from_this(), end = wait_end_] {
     if (const auto stream = weak.lock()) stream->Resume(end);
   });

@@ -14,13 +14,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::client::internal {
 namespace {
 
 // What the thread of a look-up and its caller share.
 struct Looking {
-  absl::Notification done;
+  clocks::Event done;
   addrinfo* found = nullptr;
   int error = 0;
 
@@ -44,7 +45,7 @@ LookUp LookUpHost(const std::string& host, uint16_t port) {
     looking->error = getaddrinfo(host.c_str(), port.c_str(), &hints, &looking->found);
     looking->done.Notify();
   }).detach();
-  if (!looking->done.WaitForNotificationWithTimeout(kProbePatience)) {
+  if (!looking->done.AwaitFor(kProbePatience)) {
     return {nullptr, absl::StrCat("the name of the host was not found within ",
                                   absl::ToInt64Seconds(kProbePatience), " s")};
   }

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client {
 namespace internal {
@@ -48,7 +48,7 @@ std::shared_ptr<SharedRegion> RegionSource::Get(uint64_t call_bytes) {
     if (!usable) old = Drop();
     bytes = Wanted(call_bytes);
     if (opening_ || (usable && bytes <= region_->size()) ||
-        absl::Now() < (usable ? next_growth_ : next_try_)) {
+        clocks::SteadyNow() < (usable ? next_growth_ : next_try_)) {
       return region_;
     }
     opening_ = true;
@@ -79,7 +79,7 @@ std::shared_ptr<SharedRegion> RegionSource::Take(absl::StatusOr<std::shared_ptr<
   // A server that gives less than it was asked for is not asked again with each call.
   const bool is_enough = opened.ok() && (*opened)->size() >= bytes;
   if (!is_enough) {
-    next_growth_ = absl::Now() + growth_pause_;
+    next_growth_ = clocks::SteadyNow() + growth_pause_;
     growth_pause_ = std::min(2 * growth_pause_, pauses_.most_growth);
   } else {
     growth_pause_ = pauses_.most;
@@ -119,7 +119,7 @@ std::shared_ptr<SharedRegion> RegionSource::Drop() {
 }
 
 void RegionSource::Pause() {
-  next_try_ = absl::Now() + pause_;
+  next_try_ = clocks::SteadyNow() + pause_;
   pause_ = std::min(2 * pause_, pauses_.most);
 }
 

@@ -17,9 +17,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/cuda_driver.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -34,11 +34,11 @@ uint64_t Aligned(uint64_t bytes) {
 }
 
 absl::StatusOr<wire::RegionPacket> AwaitPacket(int socket, absl::Duration timeout) {
-  const absl::Time end = absl::Now() + timeout;
+  const absl::Time end = clocks::SteadyNow() + timeout;
   pollfd ready = {.fd = socket, .events = POLLIN};
   int result = 0;
   do {
-    const absl::Duration left = std::max(end - absl::Now(), absl::ZeroDuration());
+    const absl::Duration left = std::max(end - clocks::SteadyNow(), absl::ZeroDuration());
     result = poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(left)));
   } while (result < 0 && errno == EINTR);
   if (result == 0) return NoRegion("the server does not answer on its socket");

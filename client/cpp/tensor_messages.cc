@@ -24,8 +24,12 @@ uint64_t TensorMessageBytes(uint64_t row_bytes) {
   return std::max<uint64_t>(1, kWriteBytes / row_bytes) * row_bytes;
 }
 
-TensorReader::TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out)
-    : request_(request), element_size_(WireElementSize(request.dtype())), out_(out) {}
+TensorReader::TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out,
+                           std::optional<uint64_t> tensor_rows)
+    : request_(request),
+      element_size_(WireElementSize(request.dtype())),
+      out_(out),
+      tensor_rows_(tensor_rows) {}
 
 absl::Status TensorReader::Handle(const grpc::ByteBuffer& message, absl::Span<const uint8_t> in_region,
                                   uint64_t first_row) {
@@ -83,6 +87,9 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
   next_row_ = first_row_;
   cols_ = slice.tensor_cols();
   const uint64_t rows = end_row_ - first_row_;
+  if (tensor_rows_.has_value() && *tensor_rows_ != slice.tensor_rows()) {
+    return ServerSent("a tensor of ", slice.tensor_rows(), " rows; one of ", *tensor_rows_, " was expected");
+  }
   if (end_row_ < first_row_ || end_row_ > slice.tensor_rows() || cols_ == 0) {
     return ServerSent("a tensor of ", slice.tensor_rows(), " x ", cols_, " for rows up to ", end_row_);
   }

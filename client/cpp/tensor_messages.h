@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -64,8 +65,10 @@ absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers)
 // the contents of `out` are unspecified.
 class TensorReader {
  public:
-  // `request` and `out` must outlive this. request.dtype is one of the known ones.
-  TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out);
+  // `request` and `out` must outlive this. request.dtype is one of the known ones. `tensor_rows`: how many
+  // the tensor has, if that is known.
+  TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out,
+               std::optional<uint64_t> tensor_rows = std::nullopt);
 
   // `in_region`: the rows of the call that begin with `first_row` lie there if the message says so; empty: it
   // may not say so.
@@ -86,6 +89,7 @@ class TensorReader {
   const v1::ReadTensorRequest& request_;
   const uint64_t element_size_;
   const absl::Span<char> out_;
+  const std::optional<uint64_t> tensor_rows_;
   bool begun_ = false;
   v1::HeadState state_;  // of the first slice
   uint64_t first_row_ = 0;

@@ -100,13 +100,13 @@ absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
 // Reads the rows piece by piece, each by a call of its own, for which there is room in the region; what finds
 // none comes in messages.
 absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTensorRequest& request,
-                                              absl::Span<char> out, SharedRegion* region,
-                                              absl::Time deadline) {
+                                              absl::Span<char> out, SharedRegion* region, absl::Time deadline,
+                                              std::optional<uint64_t> tensor_rows) {
   const Rows all{request.rows().begin(), request.rows().end()};
   if (all.end <= all.begin || out.size() % all.size() != 0) return absl::InvalidArgumentError("");
   const uint64_t row_bytes = out.size() / all.size();
   const uint64_t most = std::max<uint64_t>(1, region->size() / kPiecesPerRegion / row_bytes);
-  TensorReader reader(request, out);
+  TensorReader reader(request, out, tensor_rows);
   v1::ReadTensorRequest piece = request;
   for (uint64_t row = all.begin; row < all.end; row = piece.rows().end()) {
     const uint64_t rows = std::min(most, all.end - row);
@@ -149,20 +149,22 @@ absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param
 }
 
 absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorRequest& request,
-                                       absl::Span<char> out, absl::Time deadline) {
+                                       absl::Span<char> out, absl::Time deadline,
+                                       std::optional<uint64_t> tensor_rows) {
   if (WireElementSize(request.dtype()) == 0) {
     return NoDType(request.dtype());
   }
   if (out.size() >= kLeastShared && request.has_rows()) {
     const std::shared_ptr<SharedRegion> region =
         core.connections().regions().Get(std::min<uint64_t>(out.size(), kPieceBytes));
-    auto read = region == nullptr ? absl::InvalidArgumentError("")
-                                  : ReadThroughRegion(core, request, out, region.get(), deadline);
+    auto read = region == nullptr
+                    ? absl::InvalidArgumentError("")
+                    : ReadThroughRegion(core, request, out, region.get(), deadline, tensor_rows);
     core.connections().regions().DropUnusable();
     // Whatever is wrong with the arguments, it is told without the region's.
     if (!absl::IsInvalidArgument(read.status())) return read;
   }
-  TensorReader reader(request, out);
+  TensorReader reader(request, out, tensor_rows);
   if (absl::Status status = ReadRows(core, request, {}, deadline, &reader); !status.ok()) return status;
   return reader.End();
 }

@@ -15,6 +15,7 @@
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/retry.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client::internal {
 
@@ -23,7 +24,7 @@ inline constexpr std::optional<Repeat> kNever;
 
 // A `timeout` of zero means `fallback`.
 inline absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
-  return absl::Now() + (timeout > absl::ZeroDuration() ? timeout : fallback);
+  return clocks::SteadyNow() + (timeout > absl::ZeroDuration() ? timeout : fallback);
 }
 
 // Runs `attempt`, which returns a StatusOr, until it succeeds or may not be repeated, waiting in between.
@@ -32,8 +33,8 @@ auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt atte
   for (int number = 1;; ++number) {
     auto result = attempt();
     if (result.ok()) return result;
-    const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number, deadline - absl::Now(),
-                                       Jitter(), repeat);
+    const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number,
+                                       deadline - clocks::SteadyNow(), Jitter(), repeat);
     if (!wait.has_value()) return WithAttempts(result.status(), number);
     absl::SleepFor(*wait);
   }

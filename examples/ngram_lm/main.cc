@@ -21,7 +21,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "examples/ngram_lm/corpus.h"
 #include "examples/ngram_lm/persistence.h"
@@ -29,6 +28,7 @@
 #include "examples/ngram_lm/tokenizer.h"
 #include "examples/ngram_lm/trainer_state.h"
 #include "examples/ngram_lm/training_run.h"
+#include "kernels/clocks/clock.h"
 
 ABSL_FLAG(std::string, server, "127.0.0.1:7070", "lossd to train with, host:port");
 ABSL_FLAG(std::string, head, "demo", "name of the head to create there");
@@ -107,7 +107,7 @@ absl::StatusOr<Data> PrepareData() {
     return absl::InvalidArgumentError(
         "--text: too short to hold out a part of it; it needs 20 lines and better a megabyte");
   }
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   absl::StatusOr<Tokenizer> tokenizer = Tokenizer::Train(split.train, absl::GetFlag(FLAGS_vocab));
   if (!tokenizer.ok()) return tokenizer.status();
   Data data{*std::move(tokenizer), {}, {}};
@@ -116,7 +116,7 @@ absl::StatusOr<Data> PrepareData() {
   absl::PrintF("text: %.2f MB in %d documents; %d tokens to train on, %d held out; %d classes (%.1f s)\n",
                static_cast<double>(split.train.size() + split.held_out.size()) / 1e6, documents->size(),
                data.train.size(), data.held_out.size(), data.tokenizer.vocab_size(),
-               absl::ToDoubleSeconds(absl::Now() - start));
+               absl::ToDoubleSeconds(clocks::SteadyNow() - start));
   return data;
 }
 

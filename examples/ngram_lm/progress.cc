@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::ngram_lm {
 
@@ -21,7 +21,7 @@ ProgressLine::ProgressLine(FILE* out)
     : out_(out), in_place_(isatty(fileno(out)) != 0), next_(absl::InfinitePast()) {}
 
 void ProgressLine::Update(const ProgressState& state) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   if (now < next_) return;
   next_ = now + (in_place_ ? absl::Milliseconds(200) : absl::Seconds(10));
   const std::string line = FormatProgress(state);

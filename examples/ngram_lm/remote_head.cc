@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::ngram_lm {
 
@@ -68,10 +69,10 @@ absl::StatusOr<std::string> RemoteHead::Save() {
 }
 
 absl::Status RemoteHead::GoBack(const std::string& checkpoint, absl::Duration patience) {
-  const absl::Time deadline = absl::Now() + patience;
+  const absl::Time deadline = clocks::SteadyNow() + patience;
   while (true) {
     absl::Status status = Load(checkpoint);
-    if (!absl::IsUnavailable(status) || absl::Now() >= deadline) return status;
+    if (!absl::IsUnavailable(status) || clocks::SteadyNow() >= deadline) return status;
     absl::SleepFor(absl::Milliseconds(200));
   }
 }

@@ -6,8 +6,8 @@
 #include <numbers>
 
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "examples/ngram_lm/progress.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::ngram_lm {
 namespace {
@@ -16,9 +16,9 @@ namespace {
 class Clock {
  public:
   Clock(const RunOptions& options, int64_t first_step)
-      : options_(options), first_step_(first_step), start_(absl::Now()) {}
+      : options_(options), first_step_(first_step), start_(clocks::SteadyNow()) {}
 
-  absl::Duration Elapsed() const { return absl::Now() - start_; }
+  absl::Duration Elapsed() const { return clocks::SteadyNow() - start_; }
 
   // In [0, 1].
   double Done(int64_t step) const {

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::wire {
@@ -107,7 +108,7 @@ absl::StatusOr<AcceptedRegionSocket> AcceptRegionSocket(int listener) {
 
 int PollMilliseconds(absl::Time deadline) {
   if (deadline == absl::InfiniteFuture()) return -1;
-  const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now()) + 1;  // not before it
+  const int64_t left = absl::ToInt64Milliseconds(deadline - clocks::SteadyNow()) + 1;  // not before it
   return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
 }
 

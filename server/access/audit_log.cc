@@ -2,8 +2,10 @@
 #include "server/access/audit_log.h"
 
 #include <optional>
+#include <string>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/str_join.h"
 #include "kernels/errors/text.h"
 #include "server/log/log.h"
 
@@ -25,12 +27,54 @@ std::string AuditText(absl::string_view text) {
 }
 
 void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
-  log::Log(log::LogLevel::kInfo, "audit",
-           {{"identity", IdentityText(call.identity)},
-            {"address", AuditText(call.address)},
-            {"method", call.method},
-            {"head", AuditText(call.head)},
-            {"outcome", outcome}});
+  const std::optional<int64_t> left_out = outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.identity);
+  if (!left_out.has_value()) return;
+  const std::string identity = IdentityText(call.identity);
+  const std::string address = AuditText(call.address);
+  const std::string head = AuditText(call.head);
+  if (!call.removed.empty()) {
+    log::Log(log::LogLevel::kInfo, "audit",
+             {{"identity", identity},
+              {"address", address},
+              {"method", call.method},
+              {"head", head},
+              {"outcome", outcome},
+              {"removed", call.removed.size()},
+              {"removed_names", AuditText(absl::StrJoin(call.removed, " "))}});
+  } else if (*left_out > 0) {
+    log::Log(log::LogLevel::kInfo, "audit",
+             {{"identity", identity},
+              {"address", address},
+              {"method", call.method},
+              {"head", head},
+              {"outcome", outcome},
+              {"failures_left_out", *left_out}});
+  } else {
+    log::Log(log::LogLevel::kInfo, "audit",
+             {{"identity", identity},
+              {"address", address},
+              {"method", call.method},
+              {"head", head},
+              {"outcome", outcome}});
+  }
+}
+
+void AuditLog::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
+                      absl::string_view error) {
+  const std::optional<int64_t> left_out = failed_.Take(peer);
+  if (!left_out.has_value()) return;
+  const std::string who = AuditText(peer);
+  if (*left_out > 0) {
+    log::Log(log::LogLevel::kInfo, "call failed",
+             {{"method", method},
+              {"code", code},
+              {"error", error},
+              {"peer", who},
+              {"failures_left_out", *left_out}});
+  } else {
+    log::Log(log::LogLevel::kInfo, "call failed",
+             {{"method", method}, {"code", code}, {"error", error}, {"peer", who}});
+  }
 }
 
 void AuditLog::Refused(const AuditedCall& call, const absl::Status& why) {

@@ -16,8 +16,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "server/access/file_stamps.h"
 #include "server/log/log.h"
 
@@ -41,9 +41,9 @@ class Reloaded {
   }
 
   std::shared_ptr<const T> Get() ABSL_LOCKS_EXCLUDED(mutex_) {
-    const absl::Time now = absl::Now();
+    const absl::Time now = clocks::SteadyNow();
     absl::MutexLock lock(&mutex_);
-    if (now - looked_ >= kLookAtFilesEvery || now < looked_) {
+    if (now - looked_ >= kLookAtFilesEvery) {
       looked_ = now;
       Look();
     }
@@ -57,7 +57,7 @@ class Reloaded {
         paths_(std::move(paths)),
         load_(std::move(load)),
         stamps_(std::move(stamps)),
-        looked_(absl::Now()),
+        looked_(clocks::SteadyNow()),
         value_(std::move(value)) {}
 
   void Look() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {

@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/errors/text.h"
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/direct_file.h"
@@ -41,6 +43,14 @@ int64_t BufferBytes(const CheckpointOptions& options) {
   return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes - writing, 0, options.buffer_bytes);
 }
 
+// An error of the disk, where NOT_FOUND and PERMISSION_DENIED would be read as words about the head and about
+// the caller's role.
+absl::Status OfTheDisk(absl::Status status) {
+  if (!absl::IsNotFound(status) && !absl::IsPermissionDenied(status)) return status;
+  return absl::FailedPreconditionError(
+      absl::StrCat("the checkpoint directory cannot be used: ", status.message()));
+}
+
 v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
   v1::CheckpointInfo message;
   message.set_checkpoint(info.name);
@@ -55,6 +65,7 @@ v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
   message.set_saved_unix_seconds(absl::ToUnixSeconds(info.saved_at));
   message.set_automatic(info.automatic);
   message.set_run(info.subject.run);
+  message.set_save_number(info.save_number);
   return message;
 }
 
@@ -82,10 +93,33 @@ void Checkpoints::RemoveLeftovers() {
 
 absl::Status Checkpoints::PrepareDirectory() {
   absl::MutexLock lock(&directory_mutex_);
-  if (directory_ready_) return absl::OkStatus();
+  std::error_code error;
+  const bool is_there = std::filesystem::is_directory(options_.directory, error);
+  if (directory_ready_ && is_there) return absl::OkStatus();
   absl::Status status = head::PrepareCheckpointDirectory(options_.directory, options_.disk);
+  if (absl::IsAlreadyExists(status))
+    status = absl::NotFoundError(status.message());  // something else is there
+  status = OfTheDisk(std::move(status));
+  if (directory_ready_ && status.ok()) {
+    metrics_->events().Add(metrics::EventLevel::kWarning, "checkpoint_directory_made", "",
+                           absl::StrCat("the checkpoint directory ", options_.directory,
+                                        " had vanished and was made again; what was in it is gone"));
+    log::Log(LogLevel::kWarning, "the checkpoint directory had vanished and was made again",
+             {{"directory", options_.directory}});
+  }
   directory_ready_ = status.ok();
   return status;
+}
+
+absl::Status Checkpoints::CheckKeep(const v1::SaveCheckpointRequest& request) const {
+  const bool keeps_all = request.keep() == 0;
+  if (!request.name().empty() || !request.has_keep() || keeps_all || request.keep() >= options_.keep) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError("keep",
+                            absl::StrCat("be 0 or at least ", options_.keep,
+                                         " (--keep_checkpoints of the server), unless an admin asks"),
+                            request.keep(), absl::StatusCode::kPermissionDenied);
 }
 
 absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheckpointRequest& request,
@@ -93,20 +127,17 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   if (!request.name().empty()) {
     if (absl::Status status = messages::CheckName("name", request.name()); !status.ok()) return status;
   }
-  if (absl::Status status = PrepareDirectory(); !status.ok()) return status;
+  if (absl::Status status = PrepareDirectory(); !status.ok()) {
+    OnFailed(request, status);
+    return status;
+  }
   absl::MutexLock turn(&save_mutex_);
   absl::StatusOr<v1::SaveCheckpointResponse> saved = SaveInTurn(request, callbacks);
   metrics_->saves().SetBuffered(0);
   deletions_.RemoveUnused();
   if (absl::IsNotFound(saved.status())) return saved;  // there is no such head
   if (!saved.ok()) {
-    metrics_->saves().OnFailed(saved.status());
-    const bool intended = absl::IsCancelled(saved.status()) || absl::IsAlreadyExists(saved.status());
-    metrics_->events().Add(intended ? metrics::EventLevel::kWarning : metrics::EventLevel::kError,
-                           "checkpoint_failed", request.head(),
-                           absl::StrCat("checkpoint not saved: ", saved.status().message()));
-    log::Log(LogLevel::kError, "checkpoint not saved",
-             {{"head", request.head()}, {"error", saved.status().message()}});
+    OnFailed(request, saved.status());
     return saved;
   }
   metrics_->saves().OnSaved(request.head(), {.checkpoint = saved->checkpoint(),
@@ -115,6 +146,13 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
                                              .seconds = saved->seconds()});
   metrics_->events().Add(metrics::EventLevel::kInfo, "checkpoint_saved", request.head(),
                          absl::StrCat("saved ", saved->checkpoint()));
+  if (saved->not_finite() > 0) {
+    metrics_->events().Add(
+        metrics::EventLevel::kWarning, "checkpoint_not_finite", request.head(),
+        absl::StrCat(saved->checkpoint(), " has ", saved->not_finite(), " values that are infinite or NaN"));
+    log::Log(LogLevel::kWarning, "a checkpoint has values that are infinite or NaN",
+             {{"checkpoint", saved->checkpoint()}, {"values", saved->not_finite()}});
+  }
   // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
   // it.
   if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
@@ -127,6 +165,20 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
   return saved;
 }
 
+void Checkpoints::OnFailed(const v1::SaveCheckpointRequest& request, const absl::Status& status) {
+  metrics_->saves().OnFailed(status);
+  const bool intended = absl::IsCancelled(status) || absl::IsAlreadyExists(status);
+  metrics_->events().Count(intended ? metrics::EventLevel::kWarning : metrics::EventLevel::kError,
+                           "checkpoint_failed", request.head(),
+                           absl::IsAlreadyExists(status)  // whose message has a name that the client chose
+                               ? "checkpoint not saved: its name is taken, or the same is saved already"
+                               : absl::StrCat("checkpoint not saved: ", status.message()));
+  const std::optional<int64_t> left_out = failed_lines_.Take();
+  if (!left_out.has_value()) return;
+  log::Log(LogLevel::kError, "checkpoint not saved",
+           {{"head", request.head()}, {"error", status.message()}, {"failures_left_out", *left_out}});
+}
+
 absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::SaveCheckpointRequest& request,
                                                                    const SaveCallbacks& callbacks) {
   // Held while the tensors are read.
@@ -136,7 +188,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   if (!head->tensors_status.ok()) return head->tensors_status;
   const auto reader = engine_->OpenReader(request.head());
   if (!reader.ok()) return reader.status();
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = clocks::SteadyNow();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
   head::SaveOptions save{.slice_bytes = options_.transfer_bytes,
@@ -146,7 +198,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
                          .disk = options_.disk};
   save.on_read = [&] {
     guard.Unlock();
-    read_end = absl::Now();
+    read_end = clocks::SteadyNow();
     phase = v1::SAVE_PHASE_WRITING;
   };
   save.on_progress = [&](const head::SaveProgress& progress) {
@@ -154,6 +206,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
+  absl::Status read_error;  // of the head, unlike those of the disk
   const absl::StatusOr<head::SavedCheckpoint> saved = head::SaveCheckpoint(
       options_.directory, request.name(),
       {.head = head->name,
@@ -165,18 +218,23 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
        .run = head->history.run,
        .applied_unix_seconds = head->history.applied_unix_seconds},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
-        return (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
+        absl::Status read =
+            (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
+        if (!read.ok()) read_error = read;
+        return read;
       },
       save,
       options_.sites == nullptr ? std::vector<std::unique_ptr<head::SaveSite>>()
                                 : options_.sites->ForSave(RemotePartsOf(head->name)));
-  if (!saved.ok()) return saved.status();
+  if (!read_error.ok()) return read_error;
+  if (!saved.ok()) return OfTheDisk(saved.status());
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
   response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
   (*reader)->NoteSaved(*head, response.checkpoint(), saved->saved_at);
   response.set_bytes(static_cast<uint64_t>(saved->bytes));
-  response.set_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
+  response.set_not_finite(static_cast<uint64_t>(saved->not_finite));
+  response.set_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - begin));
   response.set_read_seconds(absl::ToDoubleSeconds(read_end - begin));
   return response;
 }

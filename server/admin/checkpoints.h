@@ -26,6 +26,7 @@
 #include "server/head/checkpoint.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
+#include "server/log/line_budget.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::admin {
@@ -55,6 +56,10 @@ class Checkpoints {
   // Makes the directory if need be.
   absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);
 
+  // PERMISSION_DENIED naming the field if a save would keep fewer checkpoints than --keep_checkpoints says,
+  // which is for admins to ask for. A server whose flag is 0 leaves the number to each save.
+  absl::Status CheckKeep(const v1::SaveCheckpointRequest& request) const;
+
   // Both callbacks run on this thread; `cancelled` is asked a few times a second, true ends the save.
   struct SaveCallbacks {
     std::function<void(const v1::SaveProgress&)> on_progress = [](const v1::SaveProgress&) {};
@@ -83,6 +88,8 @@ class Checkpoints {
   absl::StatusOr<v1::SaveCheckpointResponse> SaveInTurn(const v1::SaveCheckpointRequest& request,
                                                         const SaveCallbacks& callbacks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(save_mutex_);
+  // Counts a save that failed, and tells of it.
+  void OnFailed(const v1::SaveCheckpointRequest& request, const absl::Status& status);
   std::vector<kernels::RemotePart> RemotePartsOf(const std::string& head) const;
   // Removes what `request` lets go; a failure is logged.
   void Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response);
@@ -93,6 +100,7 @@ class Checkpoints {
   NamedLocks* const head_locks_;
   CheckpointDeletions deletions_;
   std::atomic<bool> saves_cancelled_{false};
+  log::LineBudget failed_lines_{20};
 
   absl::Mutex save_mutex_;  // one save at a time
   absl::Mutex directory_mutex_;

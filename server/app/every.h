@@ -3,8 +3,8 @@
 #ifndef LOSSD_SERVER_APP_EVERY_H_
 #define LOSSD_SERVER_APP_EVERY_H_
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::app {
 
@@ -13,7 +13,7 @@ class Every {
  public:
   explicit Every(absl::Duration pause) : pause_(pause) {}
   bool Ready() {
-    const absl::Time now = absl::Now();
+    const absl::Time now = clocks::SteadyNow();
     if (now < next_) return false;
     next_ = now + pause_;
     return true;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/waits.h"
 #include "server/app/gpu_watch.h"
 #include "server/app/rank_families.h"
 #include "server/app/rank_parts.h"
@@ -43,7 +44,7 @@ struct LocalRanks::Rank {
   // Whether it is, after a while.
   bool AwaitClosed() {
     absl::MutexLock lock(&mutex);
-    return mutex.AwaitWithTimeout(absl::Condition(&closed), kPatience);
+    return clocks::AwaitFor(mutex, absl::Condition(&closed), kPatience);
   }
 
   const int rank;

@@ -25,6 +25,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "server/app/byte_size.h"
 #include "server/app/heap.h"
 #include "server/app/listen_flags.h"
@@ -329,7 +330,7 @@ void Drain(Server& server, ServiceManager& manager, StopEvents& events, const St
        {"timeout", absl::FormatDuration(timeout)},
        {"open_streams", server.stats().open_streams}});
   WatchTheDrain(events, event);
-  const bool clean = server.Drain(absl::Now() + timeout);
+  const bool clean = server.Drain(lossd::clocks::SteadyNow() + timeout);
   Log(clean ? LogLevel::kInfo : LogLevel::kWarning,
       clean ? "drained" : "drained; calls still open were cancelled");
 }

@@ -13,8 +13,8 @@
 
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
+#include "proto/wire/deadlines.h"
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
 #include "server/app/compute.h"
@@ -82,7 +82,7 @@ class ServerImpl final : public Server {
   void WaitForStaging();
 
   const ServerOptions options_;
-  const absl::Time started_ = absl::Now();
+  const absl::Time started_ = clocks::SteadyNow();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
   LateText http_url_;  // ServerDescription.http
@@ -346,11 +346,11 @@ bool ServerImpl::Drain(absl::Time deadline) {
     // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
     // clients have time to stop.
     constexpr absl::Duration kLastWords = absl::Milliseconds(200);
-    absl::SleepFor(std::min(kLastWords, deadline - absl::Now()));
+    absl::SleepFor(std::min(kLastWords, deadline - clocks::SteadyNow()));
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     acceptor_->Stop();
-    grpc_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
+    grpc_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());
   });
@@ -360,13 +360,13 @@ bool ServerImpl::Drain(absl::Time deadline) {
 // The transport may hold slices of staging buffers a little longer than the server; they must be back
 // before the pool goes.
 void ServerImpl::WaitForStaging() {
-  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  const absl::Time limit = clocks::SteadyNow() + absl::Seconds(10);
   const auto in_use = [this] {
     const engine::EngineStats stats = engine_->stats();
     return stats.staging_used_bytes > 0 || stats.area_buffers_lent > 0;
   };
   while (in_use()) {
-    if (absl::Now() > limit) {
+    if (clocks::SteadyNow() > limit) {
       log::Log(log::LogLevel::kError, "staging buffers are still in use; leaving their memory to the system");
       (void)engine_.release();
       (void)metrics_.release();
@@ -378,7 +378,7 @@ void ServerImpl::WaitForStaging() {
 }
 
 ServerImpl::~ServerImpl() {
-  if (grpc_ != nullptr) Drain(absl::Now());
+  if (grpc_ != nullptr) Drain(clocks::SteadyNow());
   http_.reset();
   pages_.reset();
   grpc_.reset();

@@ -26,11 +26,11 @@ StartWatch::~StartWatch() {
 void StartWatch::Watch() {
   int signal = 0;
   while (signal == 0) {
-    if (started_.HasBeenNotified()) return;
+    if (started_.happened()) return;
     signal = events_->AwaitPending(kSignalPoll);
   }
   log::Log(log::LogLevel::kInfo, "asked to stop before serving", {{"reason", strsignal(signal)}});
-  if (started_.WaitForNotificationWithTimeout(kStartGrace)) return;
+  if (started_.AwaitFor(kStartGrace)) return;
   log::Log(log::LogLevel::kError, "the start does not end: leaving at once",
            {{"waited", absl::FormatDuration(kStartGrace)}});
   _exit(kExitFailure);

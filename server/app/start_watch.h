@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "absl/synchronization/notification.h"
+#include "kernels/clocks/waits.h"
 #include "server/app/stop_events.h"
 
 namespace lossd::app {
@@ -24,7 +25,7 @@ class StartWatch {
   void Watch();
 
   const StopEvents* const events_;
-  absl::Notification started_;
+  clocks::Event started_;
   std::thread thread_;
 };
 

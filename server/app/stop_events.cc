@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "kernels/clocks/waits.h"
+
 namespace lossd::app {
 namespace {
 
@@ -105,7 +107,7 @@ int StopEvents::AwaitPending(absl::Duration limit) const {
     mutex_.AssertReaderHeld();
     return FirstSignal() != 0;
   };
-  mutex_.AwaitWithTimeout(absl::Condition(&pending), limit);
+  clocks::AwaitFor(mutex_, absl::Condition(&pending), limit);
   return FirstSignal();
 }
 

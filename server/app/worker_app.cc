@@ -9,7 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 #include "server/app/check_options.h"
 #include "server/app/compute.h"
 #include "server/app/health.h"
@@ -117,15 +118,15 @@ absl::Status WorkerApp::StartHttp() {
 }
 
 absl::Status WorkerApp::AwaitEnd(absl::Duration limit) {
-  const absl::Time deadline = absl::Now() + limit;
+  const absl::Time deadline = clocks::SteadyNow() + limit;
   absl::MutexLock lock(&mutex_);
   const auto ended = [this] {
     mutex_.AssertHeld();
     return end_.has_value();
   };
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&ended), kSignalPoll)) {
+  while (!clocks::AwaitFor(mutex_, absl::Condition(&ended), kSignalPoll)) {
     if (events_->Pending() != 0) return absl::CancelledError("second signal: leaving at once");
-    if (absl::Now() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
+    if (clocks::SteadyNow() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
   }
   return absl::OkStatus();
 }

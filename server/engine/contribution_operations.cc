@@ -85,7 +85,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
   if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
   if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
   const NamedStep named{.step = spec.step, .run = spec.run};
-  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->Now()); !open.ok())
+  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->WallNow()); !open.ok())
     return open;
   if (auto valid = step.CheckValid(); !valid.ok()) return valid;
   if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;

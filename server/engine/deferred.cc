@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/engine/deferred.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,14 +24,41 @@ absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const Retaine
                     Text(b));
 }
 
-absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const {
+absl::Status DeferredMicrobatches::CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
+                                            absl::string_view identity) const {
   const auto it = microbatches_.find(id);
   if (it == microbatches_.end()) return absl::OkStatus();
   for (const auto& [begin, part] : it->second.parts) {
     auto agrees = CheckRetained(id, {it->second.terms, part.retained.rows}, {terms, rows}, "retained");
     if (!agrees.ok()) return agrees;
+    if (part.retained.rows == rows && part.identity != identity) {
+      return FieldError(absl::StatusCode::kPermissionDenied, "open.rows",
+                        absl::StrCat("of microbatch ", id, " are retained by ", part.identity), Text(rows));
+    }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> DeferredMicrobatches::Release(uint64_t id, const Asker& asker) {
+  const auto found = microbatches_.find(id);
+  if (found == microbatches_.end()) return false;
+  const auto owns = [&asker](const auto& entry) {
+    const Part& part = entry.second;
+    if (!asker.identity.empty()) return part.identity == asker.identity;
+    return asker.run.empty() || part.run.empty() || part.run == asker.run;
+  };
+  const auto& parts = found->second.parts;
+  if (!asker.may_all && std::none_of(parts.begin(), parts.end(), owns)) {
+    const Part& part = parts.begin()->second;
+    return FieldError(
+        asker.identity.empty() ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kPermissionDenied,
+        "microbatch_id",
+        absl::StrCat("is retained by ", part.identity, part.identity.empty() ? "run " : " (run ", part.run,
+                     part.identity.empty() ? "" : ")", ", which may release it, as may an admin"),
+        absl::StrCat(id));
+  }
+  microbatches_.erase(found);
+  return true;
 }
 
 void DeferredMicrobatches::Add(uint64_t id, const MicrobatchTerms& terms, const Binding& binding, Part part,

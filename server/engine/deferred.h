@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -46,6 +47,9 @@ class DeferredMicrobatches {
     RetainedRows retained;
     std::vector<int32_t> targets;    // [rows], classes or kernels::kIgnoredTarget
     std::vector<float> row_weights;  // empty or [rows]
+    // Who retained it: StreamSpec::identity and run.
+    std::string identity;
+    std::string run;
   };
   struct Microbatch {
     MicrobatchTerms terms;
@@ -56,15 +60,18 @@ class DeferredMicrobatches {
 
   // FAILED_PRECONDITION if the id is kept with other terms, ALREADY_EXISTS if it has rows that overlap
   // `rows` other than exactly those.
-  absl::Status CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
+  // PERMISSION_DENIED if somebody else, whom the server knows, retains exactly those.
+  absl::Status CheckAdd(uint64_t id, const MicrobatchTerms& terms, RowRange rows,
+                        absl::string_view identity) const;
   // Keeps a part that CheckAdd allowed, unless it has no rows; replaces one with the same rows.
   void Add(uint64_t id, const MicrobatchTerms& terms, const Binding& binding, Part part, absl::Time now);
 
   // A microbatch whose parts cover `rows`, marked as used. NOT_FOUND names the first row that is not there.
   absl::StatusOr<const Microbatch*> Find(uint64_t id, RowRange rows, absl::Time now);
 
-  // True if there was one.
-  bool Release(uint64_t id) { return microbatches_.erase(id) > 0; }
+  // True if there was one. It belongs to the identities that retained rows of it, where the server asks, and
+  // else to their runs. PERMISSION_DENIED for another identity, FAILED_PRECONDITION for another run.
+  absl::StatusOr<bool> Release(uint64_t id, const Asker& asker);
   // Releases those whose binding is past.
   void ReleaseIf(absl::FunctionRef<bool(const Binding&)> past);
   // Releases what was last used before `limit`; returns how many microbatches.

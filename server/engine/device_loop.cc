@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/synchronization/notification.h"
+#include "kernels/clocks/waits.h"
 #include "server/engine/engine_options.h"
 #include "server/engine/mutex_unlock.h"
 
@@ -106,7 +107,7 @@ void DeviceLoop::Run() {
   while (true) {
     const Progress progress = RunNext();
     if (progress == Progress::kEnded) return;
-    if (progress == Progress::kIdle) wake_.WaitWithTimeout(mutex_, kDeviceBeat);
+    if (progress == Progress::kIdle) clocks::WaitFor(wake_, *mutex_, kDeviceBeat);
   }
 }
 

@@ -154,7 +154,9 @@ class Engine {
                                                                std::shared_ptr<StreamObserver> observer) = 0;
   // Lets go of a retained microbatch; its memory is free once streams that use it are done. As
   // lossd.v1.LossService.ReleaseMicrobatch.
-  virtual absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id) = 0;
+  // PERMISSION_DENIED or FAILED_PRECONDITION if it belongs to somebody else (DeferredMicrobatches::Release).
+  virtual absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id,
+                                                const Asker& asker = {}) = 0;
   // Releases microbatches not used since `limit`; returns how many.
   virtual int64_t ExpireRetained(absl::Time limit) = 0;
 };

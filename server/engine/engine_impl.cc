@@ -373,12 +373,14 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
   return std::make_unique<StreamHandle>(*session, *std::move(stream));
 }
 
-absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id) {
+absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id,
+                                                  const Asker& asker) {
   absl::MutexLock lock(&context_->mutex);
   const auto session = heads_.FindPublished(name);
   if (!session.ok()) return session.status();
-  return ReleaseResult{.state = (*session)->step().state(),
-                       .released = (*session)->deferred().Release(microbatch_id)};
+  const absl::StatusOr<bool> released = (*session)->deferred().Release(microbatch_id, asker);
+  if (!released.ok()) return released.status();
+  return ReleaseResult{.state = (*session)->step().state(), .released = *released};
 }
 
 int64_t EngineImpl::ExpireRetained(absl::Time limit) {

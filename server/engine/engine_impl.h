@@ -63,7 +63,8 @@ class EngineImpl final : public Engine {
                                                std::shared_ptr<StreamObserver> observer) override;
   absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
                                                        std::shared_ptr<StreamObserver> observer) override;
-  absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id) override;
+  absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id,
+                                        const Asker& asker) override;
   int64_t ExpireRetained(absl::Time limit) override;
 
  private:

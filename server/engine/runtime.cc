@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::engine {
 namespace {
@@ -15,7 +15,8 @@ class ThreadsAndClock final : public Runtime {
     return [thread = std::thread([loop] { loop->Run(); })]() mutable { thread.join(); };
   }
   void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
-  absl::Time Now() override { return absl::Now(); }
+  absl::Time Now() override { return clocks::SteadyNow(); }
+  absl::Time WallNow() override { return clocks::WallNow(); }
 };
 
 }  // namespace

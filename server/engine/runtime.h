@@ -37,7 +37,9 @@ class Runtime {
   virtual absl::AnyInvocable<void()> Start(Loop* loop) = 0;
   // Blocks until `done` has been notified.
   virtual void Wait(const absl::Notification& done) = 0;
+  // Of the steady clock, and of the wall clock: kernels/clocks/clock.h.
   virtual absl::Time Now() = 0;
+  virtual absl::Time WallNow() = 0;
 };
 
 // A thread for each loop, and the system's clock. Lives as long as the process.

@@ -5,12 +5,15 @@
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/divided_classes.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
+#include "server/engine/update_bounds.h"
+#include "server/head/shards.h"
 
 namespace lossd::engine {
 namespace {
@@ -81,6 +84,45 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
   return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
 }
 
+// How many values and moments are not finite. A bias may be: -infinity keeps a class out.
+absl::StatusOr<int64_t> CountNotFinite(HeadSession& session) {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  const kernels::HeadConfig& config = session.config();
+  std::vector<float> values;
+  int64_t count = 0;
+  for (const kernels::TensorId id : head::CheckpointTensors(config)) {
+    const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
+    const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
+    const int64_t most = std::max<int64_t>(1, kBytes / row_bytes);
+    for (int64_t row = 0; row < shape.rows; row += most) {
+      const int64_t rows = std::min(most, shape.rows - row);
+      values.resize(static_cast<size_t>(rows * shape.cols));
+      const auto bytes =
+          absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
+      const absl::Status read = session.head().ReadRows(id, row, rows, kernels::DType::kFloat32, bytes);
+      if (!read.ok()) return session.context().NoteIfLost(read);
+      count += std::count_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
+    }
+  }
+  return count;
+}
+
+// After an update that unusual options have made possible to be anything. If it has made values infinite or
+// NaN, the head is not to be used any more: what was there is gone.
+absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
+  const absl::StatusOr<int64_t> now = CountNotFinite(session);
+  if (!now.ok()) return TensorsFailed(session, "reading the weights of", now.status());
+  if (*now <= not_finite_before) return absl::OkStatus();
+  absl::MutexLock lock(&session.context().mutex);
+  absl::Status why = absl::FailedPreconditionError(absl::StrCat(
+      "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
+      request.optimizer.learning_rate, ", a weight decay of ", request.optimizer.weight_decay,
+      " and a multiplier of ", request.optimizer.grad_multiplier, ", and ", *now - not_finite_before,
+      " values are not finite any more (load a checkpoint, or reset the head)"));
+  session.MarkWeightsInvalid(why);
+  return why;
+}
+
 // With the lock: a head is not reset while a client is sending rows into its gradients.
 absl::Status CheckNothingOpen(HeadSession& session) {
   const int64_t streams = session.streams().accumulating();
@@ -119,7 +161,7 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
     const NamedStep named{.step = step.value_or(open.number()), .run = run};
-    if (auto meant = open.CheckNumber("step", named, session.context().runtime->Now()); !meant.ok())
+    if (auto meant = open.CheckNumber("step", named, session.context().runtime->WallNow()); !meant.ok())
       return meant;
     if (auto valid = open.CheckValid(); !valid.ok()) return valid;
     result.state = open.state();
@@ -142,29 +184,38 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
       result.repeated = true;
       return result;
     }
-    auto complete =
-        step.CheckComplete(request, session.schedule().backlog().waits_for, session.context().runtime->Now());
+    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for,
+                                       session.context().runtime->WallNow());
     if (!complete.ok()) return complete;
     update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
   auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
   if (!valid.ok()) return valid;
+  if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
   const absl::StatusOr<double> norm = NormOnDevice(session);
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
   if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
+  UpdateReach reach = UpdateReach::kBounded;
+  if (!skip) {
+    if (auto bounded = CheckReach(request.optimizer, update, *norm, &reach); !bounded.ok()) return bounded;
+  }
+  absl::StatusOr<int64_t> not_finite = 0;
+  if (reach == UpdateReach::kUnknown) not_finite = CountNotFinite(session);
+  if (!not_finite.ok()) return not_finite.status();
   {
     absl::MutexLock lock(&mutex);
     step.BeginClose();
   }
-  const absl::Status updated = Update(session, request, update, skip);
+  absl::Status updated = Update(session, request, update, skip);
+  if (updated.ok() && reach == UpdateReach::kUnknown) updated = CheckFinite(session, request, *not_finite);
   absl::MutexLock lock(&mutex);
   if (!updated.ok()) {
     step.CancelClose();
     return updated;
   }
   session.EnterStep(
-      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->Now()); });
+      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->WallNow()); });
   return step.last().Result(step.state());
 }
 
@@ -173,7 +224,7 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, abs
   {
     absl::MutexLock lock(&session.context().mutex);
     const NamedStep named{.step = step, .run = run};
-    auto open = session.step().CheckNumber("step", named, session.context().runtime->Now());
+    auto open = session.step().CheckNumber("step", named, session.context().runtime->WallNow());
     if (!open.ok()) return open;
   }
   if (auto status = ClearGradients(session); !status.ok()) return status;
@@ -234,7 +285,7 @@ absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
       absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
   session.EnterStep([&](OpenStep& open) {
     if (!all) return open.Restart(/*new_optimizer=*/true);
-    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->Now());
+    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->WallNow());
   });
   return session.step().state();
 }

@@ -56,6 +56,7 @@ struct StreamSpec {
   std::optional<uint64_t> step;        // required with accumulate_gradients
   std::optional<uint64_t> generation;  // HeadState::generation that it is meant for; ABORTED for another
   std::string run;                     // of the program that trains, for people
+  std::string identity;                // that was asked for; "": the server does not ask
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch
   RowRange rows;                // carried by this stream
@@ -137,6 +138,13 @@ struct HeadState {
   uint64_t generation = 0;
   uint64_t weights_version = 0;
   friend bool operator==(const HeadState&, const HeadState&) = default;
+};
+
+// Who asks for something that belongs to somebody.
+struct Asker {
+  std::string identity;  // as in StreamSpec
+  std::string run;       // as in StreamSpec
+  bool may_all = false;  // an admin, on a server that asks
 };
 
 // What became of the release of a deferred microbatch.

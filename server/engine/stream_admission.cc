@@ -33,7 +33,7 @@ absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
 absl::Status StreamAdmission::CheckStep(absl::string_view field, std::optional<uint64_t> named,
                                         absl::string_view run) const {
   if (!named.has_value()) return absl::OkStatus();
-  return parts_.step->CheckNumber(field, {.step = *named, .run = run}, parts_.context->runtime->Now());
+  return parts_.step->CheckNumber(field, {.step = *named, .run = run}, parts_.context->runtime->WallNow());
 }
 
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
@@ -83,14 +83,24 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
 
 absl::Status StreamAdmission::ReserveRetained(StreamState& stream) {
   const StreamSpec& spec = stream.spec();
-  if (auto status = parts_.deferred->CheckAdd(spec.microbatch_id, stream.terms(), spec.rows); !status.ok())
+  if (auto status = parts_.deferred->CheckAdd(spec.microbatch_id, stream.terms(), spec.rows, spec.identity);
+      !status.ok())
     return status;
   if (auto status = parts_.streams->CheckRetaining(spec.microbatch_id, stream.terms(), spec.rows);
       !status.ok())
     return status;
   const int64_t bytes = stream.RowBytes(spec.rows.size());
   RangeAllocator& ranges = parts_.context->retained_ranges;
-  auto block = ranges.Allocate(bytes);
+  auto block = ranges.Allocate(bytes, spec.peer);
+  if (block == nullptr && ranges.used() + bytes <= ranges.size() && ranges.held(spec.peer) > 0) {
+    return FieldError(
+        absl::StatusCode::kResourceExhausted, "open.retain",
+        absl::StrCat("needs ", errors::ExactBytes(bytes), "; peer ", spec.peer, " has ",
+                     errors::ExactBytes(ranges.held(spec.peer)), " of ", errors::ExactBytes(ranges.size()),
+                     ", and more would be beyond its share, or does not fit between what is in use (release "
+                     "microbatches; --retained_bytes, --peer_share)"),
+        "true");
+  }
   if (block == nullptr) {
     return FieldError(
         absl::StatusCode::kResourceExhausted, "open.retain",

@@ -218,7 +218,9 @@ RowValues StreamRows::TakeValues() {
 DeferredMicrobatches::Part StreamRows::TakePart() {
   return {.retained = std::move(retained_.front()),
           .targets = std::move(spec_.targets),
-          .row_weights = std::move(spec_.row_weights)};
+          .row_weights = std::move(spec_.row_weights),
+          .identity = spec_.identity,
+          .run = spec_.run};
 }
 
 std::vector<RowRange> StreamRows::RetainedSlices() const {

@@ -15,6 +15,7 @@
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_H_
 #define LOSSD_SERVER_HEAD_CHECKPOINT_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -72,6 +73,7 @@ std::string AutomaticName(uint64_t step);
 struct SavedCheckpoint {
   std::string name;  // without the head's
   int64_t bytes = 0;
+  int64_t not_finite = 0;                   // values that are infinite or NaN
   absl::Time saved_at = absl::UnixEpoch();  // to the second
 };
 
@@ -122,10 +124,11 @@ class CheckpointReader {
   const std::string& content_digest() const { return content_digest_; }  // ContentDigest
 
   // Reads files that are not a checkpoint yet: whether `folder` below the directory has what `shards` say, of
-  // a head like `config`, bit for bit. DATA_LOSS naming the file if not.
+  // a head like `config`, bit for bit. DATA_LOSS naming the file if not. Adds to `not_finite` how many of
+  // their values are infinite or NaN.
   static absl::Status VerifyShards(const std::string& directory, const std::string& folder,
                                    const kernels::HeadConfig& config, std::vector<ManifestShard> shards,
-                                   const LoadOptions& options);
+                                   const LoadOptions& options, int64_t* not_finite);
 
   // First reads everything and compares all checksums, then hands all tensors to `sink`, which this thread
   // calls; rows come in any order. If this fails before the sink was called, nothing was changed; DATA_LOSS
@@ -146,7 +149,7 @@ class CheckpointReader {
 
   CheckpointReader() = default;
   absl::Status OpenShard(const std::string& directory, const ManifestShard& shard);
-  absl::Status Verify(const LoadOptions& options) const;
+  absl::Status Verify(const LoadOptions& options, std::atomic<int64_t>* not_finite = nullptr) const;
   absl::Status Deliver(TensorSink sink, const LoadOptions& options) const;
   // Reads a part in slices into blocks of `ahead`, hands them to `take` and compares the checksum.
   absl::Status ReadPart(const StoredPart& stored, int64_t slice_bytes, ReadAhead& ahead,

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "kernels/head_config.h"
 #include "proto/tensorfile/direct_file.h"
 
@@ -36,6 +38,18 @@ inline int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes)
 
 inline int64_t Bytes(const kernels::TensorShape& shape) {
   return shape.elements() * static_cast<int64_t>(sizeof(float));
+}
+
+// How many of these fp32 values are infinite or NaN.
+inline int64_t CountNotFinite(absl::Span<const uint8_t> values) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  int64_t count = 0;
+  for (size_t at = 0; at + sizeof(uint32_t) <= values.size(); at += sizeof(uint32_t)) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, values.data() + at, sizeof(bits));
+    count += (bits & kExponent) == kExponent ? 1 : 0;
+  }
+  return count;
 }
 
 }  // namespace lossd::head

@@ -112,7 +112,8 @@ absl::Status CheckpointReader::OpenShard(const std::string& directory, const Man
 
 absl::Status CheckpointReader::VerifyShards(const std::string& directory, const std::string& folder,
                                             const kernels::HeadConfig& config,
-                                            std::vector<ManifestShard> shards, const LoadOptions& options) {
+                                            std::vector<ManifestShard> shards, const LoadOptions& options,
+                                            int64_t* not_finite) {
   CheckpointReader reader;
   reader.name_ = folder;
   reader.subject_.config = config;
@@ -124,7 +125,10 @@ absl::Status CheckpointReader::VerifyShards(const std::string& directory, const 
     if (std::filesystem::is_symlink(there)) return reader.DataLoss(shard, "the tensor file is a link");
     if (absl::Status opened = reader.OpenShard(directory, shard); !opened.ok()) return opened;
   }
-  return reader.Verify(options);
+  std::atomic<int64_t> count{0};
+  const absl::Status status = reader.Verify(options, &count);
+  *not_finite += count;
+  return status;
 }
 
 absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options) const {
@@ -134,12 +138,13 @@ absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options)
   return Deliver(sink, options);
 }
 
-absl::Status CheckpointReader::Verify(const LoadOptions& options) const {
+absl::Status CheckpointReader::Verify(const LoadOptions& options, std::atomic<int64_t>* not_finite) const {
   const int64_t slice_bytes = MostSliceBytes(subject_.config, options.slice_bytes);
   const int threads = Threads(options, slice_bytes);
   ReadAhead buffers(slice_bytes, threads);
   return RunInThreads(threads, parts_.size(), [&](size_t part) {
     return ReadPart(parts_[part], options.slice_bytes, buffers, [&](ReadAhead::Block& block) {
+      if (not_finite != nullptr) *not_finite += CountNotFinite(block.span());
       buffers.GiveBack(std::move(block));
       return absl::OkStatus();
     });

@@ -10,12 +10,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "server/head/checkpoint.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/disk_limit.h"
 #include "server/head/paths.h"
+#include "server/head/save_numbers.h"
 #include "server/head/shard_files.h"
 #include "server/head/site_writing.h"
 #include "server/head/small_files.h"
@@ -133,6 +134,8 @@ class Save {
     const absl::StatusOr<int64_t> bytes = WriteFiles(&manifest);
     if (!bytes.ok()) return bytes.status();
     saved.bytes = *bytes;
+    saved.not_finite = not_finite_;
+    for (const ManifestShard& shard : manifest.shards) saved.not_finite += shard.not_finite;
     absl::StatusOr<std::string> name = Publish(manifest);
     if (!name.ok()) return name.status();
     saved.name = *std::move(name);
@@ -169,8 +172,13 @@ class Save {
     if (!own.ok()) return own.status();
     if (!site_error_.ok()) return site_error_;
     for (size_t i = 0; i < own_places_.size(); ++i) lines[own_places_[i]] = std::move((*own)[i]);
-    *manifest = {
-        .subject = subject_, .saved_at = absl::Now(), .automatic = automatic_, .shards = std::move(lines)};
+    const absl::StatusOr<uint64_t> number = TakeSaveNumber(options_.disk, directory_, subject_.head);
+    if (!number.ok()) return number.status();
+    *manifest = {.subject = subject_,
+                 .saved_at = clocks::WallNow(),
+                 .automatic = automatic_,
+                 .save_number = *number,
+                 .shards = std::move(lines)};
     const std::string text = EncodeManifest(*manifest);
     const absl::Status written = WriteSmallFile(options_.disk, folder_->File(kManifestFile), text);
     if (!written.ok()) return written;
@@ -189,7 +197,7 @@ class Save {
     const std::string folder = std::filesystem::path(folder_->path()).filename();
     return CheckpointReader::VerifyShards(
         directory_, absl::StrCat(subject_.head, "/", folder), subject_.config, std::move(theirs),
-        {.buffer_bytes = options_.buffer_bytes, .threads = options_.shards.threads});
+        {.buffer_bytes = options_.buffer_bytes, .threads = options_.shards.threads}, &not_finite_);
   }
 
   const std::string& directory_;
@@ -205,6 +213,7 @@ class Save {
   std::string head_folder_;
   std::optional<TemporaryFolder> folder_;
   absl::Status site_error_;  // written by the disk's thread
+  int64_t not_finite_ = 0;   // likewise: values in files of other processes
 };
 
 absl::Status CheckFree(const std::string& path) {

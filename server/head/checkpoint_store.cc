@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <functional>
+#include <iterator>
 #include <system_error>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -13,6 +12,7 @@
 #include "absl/strings/strip.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/paths.h"
+#include "server/head/save_numbers.h"
 #include "server/head/temporary_folder.h"
 
 namespace lossd::head {
@@ -34,28 +34,10 @@ absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
   return names;
 }
 
-CheckpointInfo Describe(const std::string& directory, std::string name) {
-  CheckpointInfo info;
-  absl::StatusOr<Manifest> manifest = ReadManifest(directory, name);
-  const std::string manifest_file = absl::StrCat(directory, "/", name, "/", kManifestFile);
-  info.name = std::move(name);
-  info.status = manifest.status();
-  if (!manifest.ok()) return info;
-  std::error_code gone;
-  const auto manifest_bytes = fs::file_size(manifest_file, gone);
-  info.bytes = ShardBytes(*manifest) + (gone ? 0 : static_cast<int64_t>(manifest_bytes));
-  info.subject = std::move(manifest->subject);
-  info.saved_at = manifest->saved_at;
-  info.automatic = manifest->automatic;
-  return info;
-}
-
-bool NewestFirst(const CheckpointInfo& a, const CheckpointInfo& b) {
-  const auto order = [](const CheckpointInfo& info) {
-    return std::tuple(!info.status.ok(), -absl::ToUnixSeconds(info.saved_at), ~info.subject.step,
-                      absl::string_view(info.name));
-  };
-  return order(a) < order(b);
+// Whether a folder of a head's folder is a checkpoint.
+bool HasManifest(const std::string& head_folder, const std::string& name) {
+  std::error_code error;
+  return fs::exists(fs::symlink_status(absl::StrCat(head_folder, "/", name, "/", kManifestFile), error));
 }
 
 absl::Status AppendHead(const std::string& directory, const std::string& head,
@@ -63,14 +45,12 @@ absl::Status AppendHead(const std::string& directory, const std::string& head,
   const std::string head_folder = absl::StrCat(directory, "/", head);
   const absl::StatusOr<std::vector<std::string>> names = NamedFolders(head_folder);
   if (!names.ok()) return names.status();
-  const auto begin = static_cast<std::ptrdiff_t>(list->size());
+  std::vector<CheckpointInfo> of_head;
   for (const std::string& name : *names) {
-    std::error_code error;
-    const auto manifest = fs::symlink_status(absl::StrCat(head_folder, "/", name, "/", kManifestFile), error);
-    if (!fs::exists(manifest)) continue;  // something else
-    list->push_back(Describe(directory, absl::StrCat(head, "/", name)));
+    if (HasManifest(head_folder, name)) of_head.push_back(InfoOf(directory, absl::StrCat(head, "/", name)));
   }
-  std::sort(list->begin() + begin, list->end(), NewestFirst);
+  SortNewestFirst(&of_head);
+  std::move(of_head.begin(), of_head.end(), std::back_inserter(*list));
   return absl::OkStatus();
 }
 
@@ -109,7 +89,6 @@ absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl:
   if (absl::Status status = ValidateName("head", head); !status.ok()) return status;
   const std::string head_folder = absl::StrCat(directory, "/", head);
   NewestCheckpoints newest;
-  std::vector<std::pair<fs::file_time_type, std::string>> found;
   size_t looked_at = 0;
   std::error_code error;
   for (fs::directory_iterator entry(head_folder, error), end; !error && entry != end;
@@ -121,20 +100,17 @@ absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl:
     std::error_code gone;
     const std::string name = entry->path().filename();
     if (!fs::is_directory(entry->symlink_status(gone)) || !ValidateName("", name).ok()) continue;
-    const auto written = fs::last_write_time(absl::StrCat(head_folder, "/", name, "/", kManifestFile), gone);
-    if (!gone) found.emplace_back(written, name);
+    if (!HasManifest(head_folder, name)) continue;
+    newest.checkpoints.push_back(InfoOf(directory, absl::StrCat(head, "/", name)));
   }
   if (error && error != std::errc::no_such_file_or_directory) {
     return formats::FileError(head, "list", error.value());
   }
-  const size_t shown = std::min(most, found.size());
-  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(shown), found.end(),
-                    std::greater<>());
-  for (size_t i = 0; i < shown; ++i) {
-    newest.checkpoints.push_back(Describe(directory, absl::StrCat(head, "/", found[i].second)));
+  SortNewestFirst(&newest.checkpoints);
+  if (newest.checkpoints.size() > most) {
+    newest.left_out = newest.checkpoints.size() - most;
+    newest.checkpoints.resize(most);
   }
-  std::sort(newest.checkpoints.begin(), newest.checkpoints.end(), NewestFirst);
-  newest.left_out = found.size() - shown;
   return newest;
 }
 

@@ -14,9 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
+#include "server/head/checkpoint_infos.h"
 #include "server/head/disk.h"
-#include "server/head/manifest.h"
 
 namespace lossd::head {
 
@@ -24,27 +23,19 @@ namespace lossd::head {
 // start; leaves alone what other processes are just writing.
 absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk = Disk::Real());
 
-struct CheckpointInfo {
-  std::string name;     // "<head>/<name>"
-  absl::Status status;  // why it cannot be loaded, as far as its manifest tells; then the rest is unset
-  CheckpointSubject subject;
-  absl::Time saved_at = absl::UnixEpoch();  // the epoch if it is not known
-  bool automatic = false;
-  int64_t bytes = 0;
-};
-
-// The checkpoints of a head, or of all (`head` empty), by head and then from the newest to the oldest; those
-// whose manifest cannot be read come last. Only manifests are read. Empty if there is no such folder.
+// The checkpoints of a head, or of all (`head` empty), by head and then from the newest to the oldest as
+// SortNewestFirst (save_numbers.h) says. Only manifests are read, and those that were read before not again.
+// Empty if there is no such folder.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
                                                             absl::string_view head);
 
-// The `most` checkpoints of a head whose manifests were written last, sorted as ListCheckpoints does.
+// The `most` newest checkpoints of a head, sorted as ListCheckpoints does.
 struct NewestCheckpoints {
   std::vector<CheckpointInfo> checkpoints;
   size_t left_out = 0;    // that are there besides
   bool and_more = false;  // there are even more: only `most_folders` folders were looked at
 };
-// Reads names and times of at most `most_folders` folders, and the manifests of the `most` newest.
+// Looks at no more than `most_folders` folders.
 absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl::string_view head,
                                              size_t most, size_t most_folders);
 

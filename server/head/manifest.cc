@@ -2,7 +2,6 @@
 #include "server/head/manifest.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -17,12 +16,11 @@
 #include "proto/tensorfile/strict_json.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/checksum.h"
+#include "server/head/manifest_records.h"
 #include "server/head/paths.h"
 
 namespace lossd::head {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "lossd checkpoint";
 constexpr int kOneFile = 3;  // versions: all tensors are in one file,
@@ -31,12 +29,8 @@ constexpr int kSharded = 4;  // or in several
 // tensors has 26,000 values in less than 700 KiB, and a depth of 4.
 constexpr formats::JsonLimits kLimits = {.values = 40'000};
 constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that kMostShards together are a number
-constexpr size_t kMostShown = 40;                     // characters of a value in an error message
-constexpr size_t kMostRunBytes = 512;                 // 128 characters
 constexpr char kChecksumKey[] = "checksum";
 
-constexpr char kAdamW[] = "adamw";
-constexpr char kSgd[] = "sgd";
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
@@ -112,7 +106,6 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
     if (value < 1 || value > kernels::kMostReplicas) return false;
     config.replicas = static_cast<int32_t>(value);
   }
-  subject->step = json.at("step").get_ref<const uint64_t&>();
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),
@@ -125,97 +118,6 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
          FromName<kernels::Gradients>(kGradients, head.at("gradients").get<std::string>(),
                                       &config.gradients) &&
          kernels::Validate(config).ok();
-}
-
-// JSON has no numbers for infinity and NaN.
-Json EncodeNumber(double value) { return std::isfinite(value) ? Json(value) : Json(absl::StrCat(value)); }
-
-bool DecodeNumber(const Json& json, double* value) {
-  if (json.is_string()) return absl::SimpleAtod(json.get<std::string>(), value) && !std::isfinite(*value);
-  *value = json.get<double>();
-  return true;
-}
-
-std::string EncodeIncarnation(uint64_t incarnation) {
-  return absl::StrCat(absl::Hex(incarnation, absl::kZeroPad16));
-}
-
-Json EncodeLastStep(const std::optional<AppliedStep>& step) {
-  if (!step.has_value()) return Json();
-  const kernels::OptimizerOptions& optimizer = step->optimizer;
-  const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
-  Json json = {{"incarnation", EncodeIncarnation(step->incarnation)},
-               {"generation", step->generation},
-               {"optimizer",
-                {{"kind", adamw ? kAdamW : kSgd},
-                 {"learning_rate", optimizer.learning_rate},
-                 {"weight_decay", optimizer.weight_decay},
-                 {"decay_vectors", optimizer.decay_vectors},
-                 {"grad_multiplier", optimizer.grad_multiplier},
-                 {"beta1", optimizer.beta1},
-                 {"beta2", optimizer.beta2},
-                 {"epsilon", optimizer.epsilon},
-                 {"momentum", optimizer.momentum},
-                 {"dampening", optimizer.dampening},
-                 {"nesterov", optimizer.nesterov}}},
-               {"grad_norm", EncodeNumber(step->grad_norm)},
-               {"microbatches", step->microbatches},
-               {"contributions", step->contributions},
-               {"rows", step->rows},
-               {"skipped", step->skipped}};
-  if (step->begin_optimizer) json["begin_optimizer"] = true;
-  return json;
-}
-
-// As DecodeSubject.
-bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
-  if (json.is_null()) return true;
-  AppliedStep& applied = step->emplace();
-  kernels::OptimizerOptions& optimizer = applied.optimizer;
-  const Json& saved = json.at("optimizer");
-  const std::string kind = saved.at("kind").get<std::string>();
-  optimizer.kind =
-      kind == kAdamW ? kernels::OptimizerOptions::Kind::kAdamW : kernels::OptimizerOptions::Kind::kSgd;
-  optimizer.learning_rate = saved.at("learning_rate").get<double>();
-  optimizer.weight_decay = saved.at("weight_decay").get<double>();
-  optimizer.decay_vectors = saved.at("decay_vectors").get<bool>();
-  optimizer.grad_multiplier = saved.at("grad_multiplier").get<double>();
-  optimizer.beta1 = saved.at("beta1").get<double>();
-  optimizer.beta2 = saved.at("beta2").get<double>();
-  optimizer.epsilon = saved.at("epsilon").get<double>();
-  optimizer.momentum = saved.at("momentum").get<double>();
-  optimizer.dampening = saved.at("dampening").get<double>();
-  optimizer.nesterov = saved.at("nesterov").get<bool>();
-  applied.microbatches = json.at("microbatches").get_ref<const int64_t&>();
-  applied.contributions = json.at("contributions").get_ref<const int64_t&>();
-  applied.rows = json.at("rows").get_ref<const int64_t&>();
-  applied.skipped = json.at("skipped").get<bool>();
-  applied.generation = json.value("generation", uint64_t{0});  // manifests of older servers have neither
-  applied.begin_optimizer = json.value("begin_optimizer", false);
-  return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
-         absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
-         DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
-}
-
-Json EncodeHistory(const CheckpointSubject& subject) {
-  Json json = Json::object();
-  if (!subject.run.empty()) json["run"] = subject.run;
-  if (subject.applied_unix_seconds != 0) json["applied_unix_seconds"] = subject.applied_unix_seconds;
-  return json;
-}
-
-// As DecodeSubject. Manifests of older servers have none.
-bool DecodeHistory(const Json& json, CheckpointSubject* subject) {
-  if (!json.contains("history")) return true;
-  const Json& history = json.at("history");
-  if (!history.is_object()) return false;
-  if (history.contains("run")) subject->run = history.at("run").get<std::string>();
-  if (history.contains("applied_unix_seconds")) {
-    subject->applied_unix_seconds = history.at("applied_unix_seconds").get_ref<const int64_t&>();
-  }
-  const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
-  return subject->run.size() <= kMostRunBytes &&
-         std::none_of(subject->run.begin(), subject->run.end(), is_control);
 }
 
 Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
@@ -290,16 +192,17 @@ absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<Man
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
   CheckpointSubject& subject = manifest->subject;
-  subject.updates = json.at("updates").get_ref<const uint64_t&>();
   manifest->automatic = json.at("automatic").get<bool>();
   return DecodeHistory(json, &subject) && subject.updates <= subject.step &&
          absl::ParseTime(absl::RFC3339_full, json.at("saved_at").get<std::string>(), &manifest->saved_at,
                          &error) &&
+         absl::UnixEpoch() <= manifest->saved_at && manifest->saved_at <= kLatestSave &&
          DecodeLastStep(json.at("last_step"), &subject.last_step);
 }
 
 // Throws as DecodeSubject. DATA_LOSS for what is no manifest of this version.
 absl::Status DecodeContent(const Json& json, int version, Manifest* manifest) {
+  if (absl::Status counts = DecodeCounts(json, manifest); !counts.ok()) return counts;
   if (!DecodeSubject(json, &manifest->subject) || !DecodeRecord(json, manifest)) {
     return absl::DataLossError("the manifest has a value out of range");
   }
@@ -327,6 +230,7 @@ std::string EncodeManifest(const Manifest& manifest) {
                {"last_step", EncodeLastStep(subject.last_step)},
                {"saved_at", absl::FormatTime(absl::RFC3339_sec, manifest.saved_at, absl::UTCTimeZone())},
                {"automatic", manifest.automatic}};
+  if (manifest.save_number != 0) json["save_number"] = manifest.save_number;
   if (Json history = EncodeHistory(subject); !history.empty()) json["history"] = std::move(history);
   if (manifest.shards.size() == 1) {
     const ManifestShard& shard = manifest.shards[0];

@@ -46,13 +46,21 @@ struct ManifestShard {
   int64_t file_bytes = 0;  // all of it
   ClassRange classes;
   std::vector<ManifestTensor> tensors;  // the rows of these classes, in file order
+  int64_t not_finite = 0;  // values that are infinite or NaN, as far as it was counted; not written
 };
+
+// The most that a counter in a manifest may say, so that it can be counted on for ever: steps, updates,
+// saves, rows.
+inline constexpr uint64_t kMostCounted = uint64_t{1} << 53;
 
 struct Manifest {
   CheckpointSubject subject;
   absl::Time saved_at = absl::UnixEpoch();  // to the second; the epoch if it is not known
   bool automatic = false;                   // named by the server, which may remove it
-  std::vector<ManifestShard> shards;        // together all classes, in order
+  // Of this save among all of the head in the directory: larger than those of all before it, whatever the
+  // clock said. 0: a server saved it that did not count.
+  uint64_t save_number = 0;
+  std::vector<ManifestShard> shards;  // together all classes, in order
 };
 
 // Of all files of tensors.
@@ -61,8 +69,9 @@ int64_t ShardBytes(const Manifest& manifest);
 // Ends with a checksum of the rest. A manifest with one shard has the older of the two versions.
 std::string EncodeManifest(const Manifest& manifest);
 
-// DATA_LOSS if the text is not what EncodeManifest wrote, FAILED_PRECONDITION for another version. The head's
-// config and the optimizer's options are valid, and the shards have all of its classes, each once.
+// DATA_LOSS if the text is not what EncodeManifest wrote (a counter above kMostCounted is named),
+// FAILED_PRECONDITION for another version. The head's config and the optimizer's options are valid, and the
+// shards have all of its classes, each once.
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 
 // Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.

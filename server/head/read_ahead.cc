@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "kernels/clocks/waits.h"
+
 namespace lossd::head {
 
 ReadAhead::ReadAhead(int64_t buffer_bytes, int64_t most_buffers, size_t lanes)
@@ -12,7 +14,7 @@ std::optional<ReadAhead::Block> ReadAhead::Take(absl::Time deadline) {
   Block block;
   {
     absl::MutexLock lock(&mutex_);
-    if (!mutex_.AwaitWithDeadline(absl::Condition(this, &ReadAhead::CanTake), deadline) || Over()) {
+    if (!clocks::AwaitUntil(mutex_, absl::Condition(this, &ReadAhead::CanTake), deadline) || Over()) {
       return std::nullopt;
     }
     if (free_.empty()) {
@@ -51,7 +53,7 @@ void ReadAhead::Close(absl::Status why) {
 
 bool ReadAhead::WaitUntilEnded(absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
-  return mutex_.AwaitWithDeadline(absl::Condition(this, &ReadAhead::Ended), deadline);
+  return clocks::AwaitUntil(mutex_, absl::Condition(this, &ReadAhead::Ended), deadline);
 }
 
 absl::Status ReadAhead::result() const {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/head/checkpoint_layout.h"
 #include "server/head/parallel.h"
 #include "server/head/shard_writer.h"
@@ -81,7 +81,7 @@ SliceCursor ShardFiles::CursorOf(size_t lane) const {
 
 absl::StatusOr<ReadAhead::Block> ShardFiles::AwaitBlock() {
   while (!options_.cancelled()) {
-    std::optional<ReadAhead::Block> block = ahead_.Take(absl::Now() + kProgressInterval);
+    std::optional<ReadAhead::Block> block = ahead_.Take(clocks::SteadyNow() + kProgressInterval);
     if (block.has_value()) return *std::move(block);
     if (absl::Status status = ahead_.result(); !status.ok()) return status;
     ReportIfDue();
@@ -90,7 +90,7 @@ absl::StatusOr<ReadAhead::Block> ShardFiles::AwaitBlock() {
 }
 
 absl::Status ShardFiles::AwaitEnd() {
-  while (!ahead_.WaitUntilEnded(absl::Now() + kProgressInterval)) {
+  while (!ahead_.WaitUntilEnded(clocks::SteadyNow() + kProgressInterval)) {
     if (options_.cancelled()) ahead_.Close(absl::CancelledError("the save was cancelled"));
     ReportIfDue();
   }
@@ -98,8 +98,8 @@ absl::Status ShardFiles::AwaitEnd() {
 }
 
 void ShardFiles::ReportIfDue() {
-  if (absl::Now() < next_report_) return;
-  next_report_ = absl::Now() + kProgressInterval;
+  if (clocks::SteadyNow() < next_report_) return;
+  next_report_ = clocks::SteadyNow() + kProgressInterval;
   progress_.written_bytes = written_bytes_;
   options_.on_progress(progress_);
 }

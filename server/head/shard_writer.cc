@@ -38,6 +38,7 @@ absl::Status ShardWriter::Append(const ReadAhead::Block& block) {
         absl::StrCat(path_, ": rows of ", TensorName(block.part.id), " came too late"));
   }
   checksum_.Update(block.span());
+  line_.not_finite += CountNotFinite(block.span());
   if (absl::Status status = writer_->Append(block.span()); !status.ok()) return status;
   const TensorPart& part = parts_[part_];
   bytes_ += static_cast<int64_t>(block.bytes);

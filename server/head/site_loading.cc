@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::head {
 
@@ -15,7 +15,7 @@ SiteLoading::SiteLoading(const kernels::HeadConfig& config, std::vector<std::uni
 
 void SiteLoading::Open(const std::string& checkpoint, const std::string& content_digest) {
   for (const auto& site : sites_) site->StartOpening(checkpoint, content_digest);
-  const absl::Time deadline = absl::Now() + kProofTimeout;
+  const absl::Time deadline = clocks::SteadyNow() + kProofTimeout;
   const int count = sites_.empty() ? 1 : sites_.front()->part().replica.count;
   for (int index = 0; index < count; ++index) own_.push_back({index, count});
   std::vector<std::unique_ptr<LoadSite>> seeing;

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/head/small_files.h"
 
 namespace lossd::head {
@@ -51,7 +51,7 @@ absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& 
 
 absl::Status SiteWriting::CheckProof(SaveSite& site, const TemporaryFolder& folder,
                                      const std::string& nonce) {
-  const absl::StatusOr<FolderProof> proof = site.AwaitProof(absl::Now() + kProofTimeout);
+  const absl::StatusOr<FolderProof> proof = site.AwaitProof(clocks::SteadyNow() + kProofTimeout);
   if (!proof.ok()) return proof.status();
   if (proof->nonce != nonce) return absl::FailedPreconditionError("it reads another file of that name");
   const absl::StatusOr<std::string> token =
@@ -119,7 +119,7 @@ void SiteWriting::Start() {
 
 void SiteWriting::AwaitRead(const std::function<bool()>& stopped) const {
   for (const auto& site : sites_) {
-    while (!site->AwaitRead(absl::Now() + kLook) && !stopped()) {
+    while (!site->AwaitRead(clocks::SteadyNow() + kLook) && !stopped()) {
     }
   }
 }

@@ -10,8 +10,8 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::log {
 namespace {
@@ -74,7 +74,7 @@ struct TextVisitor {
   std::string operator()(uint64_t number) const { return absl::StrCat(number); }
 };
 
-std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
+std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", clocks::WallNow(), absl::UTCTimeZone()); }
 
 template <typename Enum, size_t kCount>
 bool ParseName(absl::string_view text, const absl::string_view (&names)[kCount], Enum* value,

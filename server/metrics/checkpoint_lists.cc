@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::metrics {
 
@@ -24,7 +25,7 @@ std::optional<absl::StatusOr<head::NewestCheckpoints>> CheckpointLists::Of(absl:
   const std::string name(head);
   absl::MutexLock lock(&mutex_);
   Entry& entry = by_head_[name];
-  entry.asked_at = absl::Now();
+  entry.asked_at = clocks::SteadyNow();
   if (!entry.waits && entry.asked_at - entry.read_at > kFresh) {
     entry.waits = true;
     queue_.push_back(name);
@@ -34,7 +35,7 @@ std::optional<absl::StatusOr<head::NewestCheckpoints>> CheckpointLists::Of(absl:
     const auto found = by_head_.find(name);
     return stopped_ || found == by_head_.end() || found->second.list.has_value();
   };
-  mutex_.AwaitWithTimeout(absl::Condition(&has_list), kPatience);
+  clocks::AwaitFor(mutex_, absl::Condition(&has_list), kPatience);
   const auto found = by_head_.find(name);
   return found == by_head_.end() ? std::nullopt : found->second.list;
 }
@@ -53,7 +54,7 @@ void CheckpointLists::Run() {
     absl::MutexLock lock(&mutex_);
     Entry& entry = by_head_[head];
     entry.list = std::move(list);
-    entry.read_at = absl::Now();
+    entry.read_at = clocks::SteadyNow();
     entry.waits = false;
     if (by_head_.size() > kMostHeads) ForgetOldest();
   }

@@ -26,8 +26,8 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::metrics {
 
@@ -52,7 +52,7 @@ class EventLog {
   // Repeats are counted with an event that began at most so long ago.
   static constexpr absl::Duration kRun = absl::Minutes(10);
 
-  explicit EventLog(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+  explicit EventLog(absl::AnyInvocable<absl::Time() const> now = &clocks::WallNow) : now_(std::move(now)) {}
 
   void Add(EventLevel level, absl::string_view kind, absl::string_view head, absl::string_view text)
       ABSL_LOCKS_EXCLUDED(mutex_);

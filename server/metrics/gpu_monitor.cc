@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/waits.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -86,12 +86,12 @@ void GpuMonitor::Loop() {
 
 void GpuMonitor::Pause(absl::Duration duration) {
   absl::MutexLock lock(&mutex_);
-  mutex_.AwaitWithTimeout(absl::Condition(&stopping_), duration);
+  clocks::AwaitFor(mutex_, absl::Condition(&stopping_), duration);
 }
 
 void GpuMonitor::AwaitEvent() {
   if (events_ == nullptr || lost_) return Pause(options_.interval);
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = clocks::SteadyNow();
   NvmlEvent event = {};
   const auto timeout = static_cast<unsigned>(absl::ToInt64Milliseconds(options_.interval));
   const int result = nvml_->event_set_wait(events_, &event, timeout);
@@ -101,7 +101,7 @@ void GpuMonitor::AwaitEvent() {
     return;
   }
   // A driver that says at once that nothing has happened would keep this thread busy.
-  if ((event.type & kNvmlEventXid) == 0) return Pause(begin + options_.interval - absl::Now());
+  if ((event.type & kNvmlEventXid) == 0) return Pause(begin + options_.interval - clocks::SteadyNow());
   {
     absl::MutexLock lock(&mutex_);
     ++xids_;

@@ -22,8 +22,8 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "server/engine/engine_observer.h"
 
 namespace lossd::metrics {
@@ -53,7 +53,8 @@ class HeadMetrics {
     std::optional<Step> last;
   };
 
-  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = &clocks::SteadyNow)
+      : now_(std::move(now)) {}
 
   void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
   void OnChunkLeft(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);

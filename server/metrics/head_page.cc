@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/metrics/html.h"
 #include "server/metrics/status_page.h"
 
@@ -34,14 +34,14 @@ std::string GradientError(const engine::HeadSnapshot& head, const std::vector<He
 
 std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
   if (steps.empty()) return "<p>None since the server started.</p>\n";
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::WallNow();
   std::string rows;
   for (const HeadMetrics::Step& step : steps) {
-    rows += TableRow({Grouped(static_cast<int64_t>(step.number)), FormatTime(step.closed, now),
-                      LossText(step), FormatNumber(step.grad_norm), ErrorText(step),
-                      FormatNumber(step.learning_rate), Grouped(step.rows),
-                      step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
-                      step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
+    rows += TableRow(
+        {Grouped(static_cast<int64_t>(step.number)), FormatTime(clocks::OnTheWall(step.closed), now),
+         LossText(step), FormatNumber(step.grad_norm), ErrorText(step), FormatNumber(step.learning_rate),
+         Grouped(step.rows), step.seconds.has_value() ? FormatSeconds(*step.seconds) : std::string("-"),
+         step.skipped ? "<span class=\"state warning\">skipped</span>" : "applied"});
   }
   return Table({"Step", "Time (UTC)", "Loss", "Gradient norm", "Error", "Learning rate", "Rows",
                 "Since the last", "Result"},
@@ -50,7 +50,7 @@ std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
 
 std::string SavesTable(const std::vector<SaveMetrics::Save>& saves) {
   if (saves.empty()) return "<p>None saved since the server started.</p>\n";
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::WallNow();
   std::string rows;
   for (const SaveMetrics::Save& save : saves) {
     rows += TableRow({EscapeHtml(save.checkpoint), Grouped(static_cast<int64_t>(save.step)),
@@ -84,7 +84,7 @@ std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestChec
   }
   const head::NewestCheckpoints& list = **newest;
   if (list.checkpoints.empty()) return "<p>There are none.</p>\n";
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::WallNow();
   std::string rows;
   for (const head::CheckpointInfo& info : list.checkpoints) rows += CheckpointRow(info, now);
   std::string more;

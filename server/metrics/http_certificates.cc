@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/log/log.h"
 
 namespace lossd::metrics {
@@ -63,7 +63,7 @@ absl::Status HttpCertificates::Parse(const std::shared_ptr<const access::TlsMate
   if (error == 0) error = gnutls_privkey_import_x509_raw(parsed->key, &key, GNUTLS_X509_FMT_PEM, nullptr, 0);
   if (error < 0)
     return absl::InvalidArgumentError(absl::StrCat("tls_key: GnuTLS says: ", gnutls_strerror(error)));
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   if (!parsed_.empty()) parsed_.back()->replaced = now;
   parsed_.push_back(std::move(parsed));
   while (parsed_.front()->replaced + kKept < now) parsed_.pop_front();

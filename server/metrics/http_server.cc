@@ -14,7 +14,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/metrics/http_certificates.h"
 #include "server/metrics/http_connections.h"
 #include "server/metrics/http_listener.h"
@@ -160,7 +160,7 @@ class MicroHttpServer final : public HttpServer {
     const int descriptor = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
     std::vector<int> drop;
     const HttpConnections::Handle handle =
-        connections.Add(descriptor, PeerOf(connection), absl::Now(), &drop);
+        connections.Add(descriptor, PeerOf(connection), clocks::SteadyNow(), &drop);
     // The library sees the end of such a connection, and closes it.
     for (const int dropped : drop) shutdown(dropped, SHUT_RDWR);
     return handle;

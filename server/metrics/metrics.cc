@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "server/metrics/families.h"
 #include "server/metrics/process.h"
 
@@ -54,7 +55,7 @@ EventLevel LevelOf(absl::string_view code) {
 // The spans of a chunk that leaves the device now, and of its slices.
 void TraceChunk(const engine::ChunkReport& report, TraceRecorder* trace) {
   static std::atomic<uint64_t> number{0};  // tells chunks of all heads apart
-  const absl::Time left = absl::Now();
+  const absl::Time left = clocks::SteadyNow();
   const absl::Time formed = left - absl::Seconds(report.device_seconds);
   const absl::Time ready = formed + absl::Seconds(report.compute_seconds);
   for (size_t i = 0; i < report.slices.size(); ++i) {
@@ -273,7 +274,7 @@ void Metrics::OnStep(const engine::StepReport& report) {
                      "a step was closed without an update: its gradients were not finite");
   }
   heads_.OnStep(report);
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   trace_.Add(report.head,
              {.kind = SpanKind::kStep, .id = report.step, .rows = report.rows, .begin = now, .end = now});
 }

@@ -6,7 +6,8 @@
 #include <limits>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 #include "server/metrics/process.h"
 
 namespace lossd::metrics {
@@ -61,18 +62,18 @@ Sampler::~Sampler() {
 }
 
 void Sampler::Start() {
-  Sample(absl::Now());
+  Sample(clocks::SteadyNow());
   thread_ = std::thread([this] { Run(); });
 }
 
 void Sampler::Run() {
-  absl::Time next = absl::Now() + History::kInterval;
+  absl::Time next = clocks::SteadyNow() + History::kInterval;
   while (true) {
     {
       absl::MutexLock lock(&stop_mutex_);
-      if (stop_mutex_.AwaitWithDeadline(absl::Condition(&stop_), next)) return;
+      if (clocks::AwaitUntil(stop_mutex_, absl::Condition(&stop_), next)) return;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = clocks::SteadyNow();
     Sample(now);
     next = std::max(next + History::kInterval, now);  // no crowd of samples after a pause
   }
@@ -104,7 +105,7 @@ void Sampler::Sample(absl::Time now) {
   metrics_->trace().Expire();
   latencies_.push_back({now, metrics_->latencies()});
   Shorten(&latencies_, now, kQuantileWindow);
-  history_->Add(now, ServerValues(reading, stats), heads);
+  history_->Add(clocks::OnTheWall(now), ServerValues(reading, stats), heads);
   readings_.push_back(std::move(reading));
   Shorten(&readings_, now + History::kInterval, kRateWindow);
 }

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -46,7 +46,7 @@ void SaveMetrics::OnSaved(absl::string_view head, Save save) {
   saved_.Increment();
   saved_bytes_.Increment(static_cast<double>(save.bytes));
   seconds_.Observe(save.seconds);
-  save.time = absl::Now();
+  save.time = clocks::WallNow();
   absl::MutexLock lock(&mutex_);
   std::deque<Save>& saves = last_[std::string(head)];
   saves.push_front(std::move(save));

@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/metrics/html.h"
 
 namespace lossd::metrics {
@@ -60,7 +60,7 @@ std::string StatusPage::Summary(absl::string_view trouble) const {
       " &middot; ", EscapeHtml(info.name), " backend, ", EscapeHtml(info.device),
       options_.collectives.empty() ? "" : " &middot; collectives " + EscapeHtml(options_.collectives),
       " &middot; gRPC on ", EscapeHtml(options_.grpc_address), " &middot; up ",
-      FormatUptime(absl::Now() - options_.started), " &middot; incarnation ",
+      FormatUptime(clocks::SteadyNow() - options_.started), " &middot; incarnation ",
       absl::Hex(engine_->incarnation(), absl::kZeroPad16), "</p>\n<div class=\"facts\">\n",
       Fact("rows/s", Rate(rate(Series::kRows))),
       Fact("device busy", absl::StrFormat("%.0f %%", 100 * rate(Series::kDeviceBusy))),
@@ -147,7 +147,7 @@ std::string StatusPage::EventsTable() const {
 }
 
 std::string EventRows(const EventLog& events, absl::string_view head, size_t most) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::WallNow();
   EventLog::Reading reading = events.After(0);
   std::reverse(reading.events.begin(), reading.events.end());
   std::string rows;

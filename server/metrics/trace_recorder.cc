@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::metrics {
@@ -133,7 +134,7 @@ std::string TraceRecorder::Json() const {
       "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"begin\":\"%s\",\"seconds\":%g,\"ended_early\":%s},"
       "\n\"traceEvents\":[\n"
       "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"tid\":0,\"args\":{\"name\":\"lossd\"}}",
-      absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", begin_, absl::UTCTimeZone()),
+      absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", clocks::OnTheWall(begin_), absl::UTCTimeZone()),
       absl::ToDoubleSeconds(end_ - begin_), full_ ? "true" : "false");
   for (size_t i = 0; i < heads_.size(); ++i) {
     const std::string name = nlohmann::json(absl::StrCat("head ", heads_[i])).dump();

@@ -23,8 +23,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::metrics {
 
@@ -49,7 +49,8 @@ class TraceRecorder {
   static constexpr absl::Duration kMostTime = absl::Seconds(30);
   static constexpr absl::Duration kKept = absl::Seconds(60);
 
-  explicit TraceRecorder(absl::AnyInvocable<absl::Time() const> now = absl::Now) : now_(std::move(now)) {}
+  explicit TraceRecorder(absl::AnyInvocable<absl::Time() const> now = &clocks::SteadyNow)
+      : now_(std::move(now)) {}
 
   // Begins a recording of so much time, and returns its number. INVALID_ARGUMENT if it is not in (0,
   // kMostTime], FAILED_PRECONDITION while another one is under way or waits to be taken.

@@ -9,8 +9,10 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
+#include "proto/wire/deadlines.h"
 #include "server/log/log.h"
 #include "server/ranks/collectives.h"
 #include "server/ranks/first_news.h"
@@ -142,7 +144,7 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
     if (silent_.size() > static_cast<size_t>(options_.ranks)) {
       return absl::UnavailableError("too many at once say that they are ranks");
     }
-    silent_[context] = absl::Now();
+    silent_[context] = clocks::SteadyNow();
   }
   v1::FromWorker message;
   const bool read = transport->Read(&message);
@@ -200,7 +202,7 @@ absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
     mutex_.AssertHeld();
     return !lost_.ok();
   };
-  if (mutex_.AwaitWithTimeout(absl::Condition(&is_lost), kLastWords)) return lost_;
+  if (clocks::AwaitFor(mutex_, absl::Condition(&is_lost), kLastWords)) return lost_;
   const absl::Status status = absl::UnavailableError(absl::StrCat(
       "a rank is lost, or has not done its part of a chunk within ",
       absl::FormatDuration(options_.collective_timeout), " (--collective_timeout): ", failure.message()));
@@ -229,12 +231,12 @@ absl::Status LeaderImpl::CheckAll() const {
 
 void LeaderImpl::CancelSilent() {
   for (const auto& [context, since] : silent_) {
-    if (absl::Now() - since > kHelloTimeout) context->TryCancel();
+    if (clocks::SteadyNow() - since > kHelloTimeout) context->TryCancel();
   }
 }
 
 absl::Status LeaderImpl::AwaitAll() {
-  const absl::Time deadline = absl::Now() + options_.timeout;
+  const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   absl::MutexLock lock(&mutex_);
   forming_ = true;
   size_t seen = 0;
@@ -243,12 +245,12 @@ absl::Status LeaderImpl::AwaitAll() {
     return workers_.size() != seen || !disagreement_.ok();
   };
   while (true) {
-    mutex_.AwaitWithTimeout(absl::Condition(&news), kLook);
+    clocks::AwaitFor(mutex_, absl::Condition(&news), kLook);
     seen = workers_.size();
     if (absl::Status status = CheckAll(); !status.ok()) return status;
     if (seen == static_cast<size_t>(options_.ranks) - 1) return absl::OkStatus();
     if (options_.stop()) return absl::CancelledError("waiting for the other ranks");
-    if (absl::Now() > deadline) return Late();
+    if (clocks::SteadyNow() > deadline) return Late();
     CancelSilent();
   }
 }
@@ -288,7 +290,7 @@ absl::Status LeaderImpl::Connect() {
   absl::StatusOr<std::string> own = link_->Address();
   if (!own.ok()) return own.status();
   std::vector<std::string> addresses = {*std::move(own)};
-  const absl::Time deadline = absl::Now() + options_.timeout;
+  const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   for (const auto& [rank, worker] : workers) {
     const absl::StatusOr<v1::Prepared> prepared = worker->AwaitPrepared(deadline);
     if (!prepared.ok()) return prepared.status();
@@ -373,7 +375,7 @@ LeaderImpl::~LeaderImpl() {
   for (const auto& [rank, worker] : workers) worker->End();
   // Workers close their streams; what is left is cancelled.
   constexpr absl::Duration kGoodbye = absl::Seconds(5);
-  if (server_ != nullptr) server_->Shutdown(absl::ToChronoTime(absl::Now() + kGoodbye));
+  if (server_ != nullptr) server_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/waits.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -22,7 +23,7 @@ absl::StatusOr<v1::Answer> PendingRequests::Await(uint64_t request, absl::Time d
     mutex_.AssertHeld();
     return pending.done || !failed_.ok();
   };
-  if (!mutex_.AwaitWithDeadline(absl::Condition(&over), deadline)) {
+  if (!clocks::AwaitUntil(mutex_, absl::Condition(&over), deadline)) {
     return absl::DeadlineExceededError(absl::StrCat("rank ", rank_, " does not answer"));
   }
   v1::Answer answer = std::move(pending.answer);
@@ -56,7 +57,7 @@ bool PendingRequests::AwaitProgress(uint64_t request,
     const auto found = pending_.find(request);
     return !failed_.ok() || found == pending_.end() || found->second.done || enough(found->second.progress);
   };
-  return mutex_.AwaitWithDeadline(absl::Condition(&over), deadline);
+  return clocks::AwaitUntil(mutex_, absl::Condition(&over), deadline);
 }
 
 bool PendingRequests::HasFailed(uint64_t request) const {

@@ -8,7 +8,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "server/ranks/remote_backend.h"
 
@@ -35,7 +35,7 @@ class RankReplicas final : public kernels::Replicas {
     absl::Status status = own();
     // Who waits longer for a rank than a collective may take, waits in vain; so after a failure.
     const absl::Time deadline =
-        absl::Now() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
+        clocks::SteadyNow() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
     absl::Status of_others, silent;
     for (size_t i = 0; i < others_.size(); ++i) {
       absl::Status answer = AnswerOf(*others_[i], requests[i], deadline, status);

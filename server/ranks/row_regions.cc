@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/clocks/waits.h"
+
 namespace lossd::ranks {
 
 RowRegions::RowRegions(int ranks, std::function<void()> on_news)
@@ -71,7 +73,7 @@ void RowRegions::AwaitAnswers(uint64_t region, absl::Duration limit) const {
     mutex_.AssertReaderHeld();
     return Answered(region);
   };
-  mutex_.AwaitWithTimeout(absl::Condition(&answered), limit);
+  clocks::AwaitFor(mutex_, absl::Condition(&answered), limit);
 }
 
 std::optional<v1::RowsPlace> RowRegions::Find(int rank, const void* begin, size_t bytes) const {

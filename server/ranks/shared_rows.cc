@@ -17,7 +17,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/log/log.h"
 #include "server/memory/shared_memory.h"
 
@@ -174,7 +174,7 @@ void SharedRows::Run() {
     if (ready[0].revents != 0) return;
     eventfd_t ignored = 0;
     if (ready[1].revents != 0) eventfd_read(wake_.get(), &ignored);
-    const absl::Time now = absl::Now();
+    const absl::Time now = clocks::SteadyNow();
     size_t index = 3;
     for (auto session = sessions_.begin(); session != sessions_.end(); ++index) {
       const auto current = session++;
@@ -207,7 +207,7 @@ void SharedRows::Accept() {
   if (sessions_.size() >= tokens_.size() + kStrangers) return;
   Session session;
   session.socket = std::move(accepted->socket);
-  session.deadline = absl::Now() + kTokenTimeout;
+  session.deadline = clocks::SteadyNow() + kTokenTimeout;
   sessions_.push_back(std::move(session));
 }
 

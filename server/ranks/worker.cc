@@ -16,6 +16,8 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "kernels/busy_clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
 #include "server/ranks/local_address.h"
@@ -127,7 +129,7 @@ class WorkerImpl final : public Worker {
   std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
   std::atomic<bool> leaving_{false};
   std::atomic<bool> metrics_wait_{false};  // to be written
-  absl::Notification stopping_;
+  clocks::Event stopping_;
   absl::Mutex attempt_mutex_;
   std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
   std::thread driver_;
@@ -184,14 +186,14 @@ absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
 }
 
 absl::Status WorkerImpl::Join() {
-  const absl::Time deadline = absl::Now() + options_.timeout;
+  const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   v1::ToWorker first;
   while (true) {
     absl::Status status = TryToJoin(&first);
     if (status.ok()) return Serve(std::move(first));
     if (leaving_) return absl::OkStatus();
     if (!absl::IsUnavailable(status)) return status;
-    if (absl::Now() > deadline) {
+    if (clocks::SteadyNow() > deadline) {
       return absl::DeadlineExceededError(absl::StrCat(
           "rank ", options_.rank, " was not taken within ", absl::FormatDuration(options_.timeout),
           " (--rank_timeout) by ", refusal_.empty() ? status.message() : refusal_));
@@ -242,7 +244,7 @@ void WorkerImpl::Write() {
 
 // Where writing takes long, metrics do not pile up.
 void WorkerImpl::ReportMetrics() {
-  while (!stopping_.WaitForNotificationWithTimeout(options_.metrics_interval)) {
+  while (!stopping_.AwaitFor(options_.metrics_interval)) {
     if (!joined_ || metrics_wait_.exchange(true)) continue;
     v1::FromWorker message;
     *message.mutable_metrics() = options_.metrics();
@@ -328,7 +330,7 @@ absl::Status WorkerImpl::SubmitIfComplete() {
 // The leader has mostly noticed what this rank has waited for in vain, and says so; else it hears it from
 // here.
 absl::Status WorkerImpl::OnChunkFailure(const absl::Status& failure) {
-  if (!stopping_.WaitForNotificationWithTimeout(kLastWords)) ReportLoss(failure);
+  if (!stopping_.AwaitFor(kLastWords)) ReportLoss(failure);
   return failure;
 }
 
@@ -353,7 +355,7 @@ void WorkerImpl::ReportLoss(const absl::Status& status) {
 }
 
 void WorkerImpl::Close() {
-  if (stopping_.HasBeenNotified()) return;
+  if (stopping_.happened()) return;
   stopping_.Notify();
   requests_.Close();
   answers_.Close();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/waits.h"
 #include "server/ranks/chunk_messages.h"
 #include "server/ranks/messages.h"
 
@@ -79,7 +80,7 @@ absl::StatusOr<v1::Prepared> WorkerStream::AwaitPrepared(absl::Time deadline) {
     mutex_.AssertHeld();
     return prepared_ || !lost_.ok();
   };
-  if (!mutex_.AwaitWithDeadline(absl::Condition(&over), deadline)) {
+  if (!clocks::AwaitUntil(mutex_, absl::Condition(&over), deadline)) {
     return absl::UnavailableError(absl::StrCat("rank ", rank(), " does not get ready"));
   }
   if (!lost_.ok()) return lost_;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "server/log/log.h"
 
 namespace lossd::regions {
@@ -59,7 +59,7 @@ void SessionServer::Run() {
     }
     if (poll(ready.data(), ready.size(), Patience()) < 0 && errno != EINTR) return;
     if (ready[0].revents != 0) return;
-    const absl::Time now = absl::Now();
+    const absl::Time now = clocks::SteadyNow();
     size_t index = 2;
     for (auto session = sessions_.begin(); session != sessions_.end(); index += 2) {
       const auto current = session++;
@@ -99,7 +99,7 @@ void SessionServer::Accept() {
   session.user = who.user;
   session.process = wire::OwnedDescriptor(OpenProcess(who.process));
   session.holder = absl::StrCat("uid ", who.user, " pid ", who.process);
-  session.deadline = absl::Now() + limits_.request_timeout;
+  session.deadline = clocks::SteadyNow() + limits_.request_timeout;
   sessions_.push_back(std::move(session));
   ++sessions_open_;
 }

@@ -67,6 +67,7 @@ absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerCont
     status = identity.status();
     if (identity.ok()) {
       call.identity = identity->name;
+      call.role = identity->role.value_or(access::Role::kReader);
       status = line != nullptr ? access::CheckRole(*identity, line->role, method)
                                : absl::PermissionDeniedError(absl::StrCat("no role may call ", method));
     }
@@ -83,12 +84,29 @@ absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerCont
   return call;
 }
 
-void AccessControl::Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome) const {
+void AccessControl::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
+                           absl::string_view error) const {
+  audit_->Failed(peer, method, code, error);
+}
+
+absl::Status AccessControl::Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,
+                                   absl::string_view head, absl::Status status) const {
+  audit_->Refused({.identity = call.identity,
+                   .address = PeerAddress(context),
+                   .method = call.method->method,
+                   .head = std::string(head)},
+                  status);
+  return status;
+}
+
+void AccessControl::Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome,
+                          const std::vector<std::string>& removed) const {
   if (call.method == nullptr || !call.method->audited) return;
   audit_->Ended({.identity = call.identity,
                  .address = call.address,
                  .method = call.method->method,
-                 .head = std::string(head)},
+                 .head = std::string(head),
+                 .removed = removed},
                 outcome);
 }
 

@@ -9,6 +9,7 @@
 #include <grpcpp/server_context.h>
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -21,9 +22,10 @@ namespace lossd::rpc {
 
 // A call that was admitted, as its audit line needs it when it ends.
 struct AdmittedCall {
-  const MethodAccess* method = nullptr;  // null: not admitted
-  std::string identity;                  // empty: the server does not ask
-  std::string address;                   // "10.0.0.5:40112"; empty unless the method is audited
+  const MethodAccess* method = nullptr;      // null: not admitted
+  std::string identity;                      // empty: the server does not ask
+  access::Role role = access::Role::kAdmin;  // of the caller; admin if the server does not ask
+  std::string address;                       // "10.0.0.5:40112"; empty unless the method is audited
 };
 
 class AccessControl {
@@ -42,9 +44,19 @@ class AccessControl {
   absl::StatusOr<AdmittedCall> Admit(const grpc::CallbackServerContext& context, absl::string_view method,
                                      absl::string_view head = "") const;
 
+  // Refuses a call that was admitted for what it asks for: `status`, which this returns, is an audit line.
+  absl::Status Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,
+                      absl::string_view head, absl::Status status) const;
+
+  // Writes the log line of a call that has failed. A peer has a budget of them (AuditLog::Failed).
+  // `peer`: PeerKey.
+  void Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
+              absl::string_view error) const;
+
   // Writes the audit line of a call that has ended, if its method has one. Does nothing for a call not
-  // admitted.
-  void Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome) const;
+  // admitted. `removed`: what was removed besides what the call names.
+  void Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome,
+             const std::vector<std::string>& removed = {}) const;
 
  private:
   const access::Authority* const authority_;

@@ -14,6 +14,9 @@ using engine::FairShare;
 
 constexpr int kLookThreads = 2;
 constexpr absl::string_view kLongTasks = "long";
+constexpr absl::string_view kLists = "lists";
+
+bool IsLook(AdminKind kind) { return kind == AdminKind::kLook || kind == AdminKind::kList; }
 
 std::string KeyOfPeer(const AdminTask& task) { return absl::StrCat("peer ", task.peer); }
 
@@ -89,7 +92,8 @@ void AdminWorkers::Count(const AdminTask& task, int change) {
     it->second += change;
     if (it->second == 0) running_.erase(it);
   };
-  if (task.kind == AdminKind::kLook) return;
+  if (task.kind == AdminKind::kList) add(std::string(kLists));
+  if (IsLook(task.kind)) return;
   if (!task.peer.empty()) add(KeyOfPeer(task));
   if (!task.head.empty()) add(KeyOfHead(task));
   if (task.kind == AdminKind::kLong) add(std::string(kLongTasks));
@@ -102,12 +106,39 @@ bool AdminWorkers::MayRun(const AdminTask& task) const {
   return task.head.empty() || Running(KeyOfHead(task)) < MostOfHead(task.kind);
 }
 
+AdminWorkers::Queue::iterator AdminWorkers::NextLook() {
+  const bool is_listing = Running(std::string(kLists)) > 0;
+  auto best = queue_.end();
+  uint64_t earliest = std::numeric_limits<uint64_t>::max();
+  for (auto it = queue_.begin(); it != queue_.end(); ++it) {
+    if (!IsLook(it->task.kind) || (it->task.kind == AdminKind::kList && is_listing)) continue;
+    const auto turn = turns_.find(it->task.peer);
+    const uint64_t last = turn == turns_.end() ? 0 : turn->second;
+    if (last >= earliest) continue;
+    best = it;
+    earliest = last;
+    if (last == 0) break;
+  }
+  return best;
+}
+
+void AdminWorkers::TookTurn(const std::string& peer) {
+  const bool has_more = std::any_of(queue_.begin(), queue_.end(), [&peer](const Queued& queued) {
+    return IsLook(queued.task.kind) && queued.task.peer == peer;
+  });
+  if (has_more) {
+    turns_[peer] = ++last_turn_;
+  } else {
+    turns_.erase(peer);
+  }
+}
+
 AdminWorkers::Queue::iterator AdminWorkers::Next(bool looks) {
+  if (looks) return NextLook();
   auto best = queue_.end();
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (auto it = queue_.begin(); it != queue_.end(); ++it) {
-    if ((it->task.kind == AdminKind::kLook) != looks) continue;
-    if (looks) return it;
+    if (IsLook(it->task.kind)) continue;
     const int64_t running = it->task.peer.empty() ? 0 : Running(KeyOfPeer(it->task));
     if (running < fewest && MayRun(it->task)) {
       best = it;
@@ -120,7 +151,7 @@ AdminWorkers::Queue::iterator AdminWorkers::Next(bool looks) {
 bool AdminWorkers::HasWork(bool looks) {
   if (Next(looks) != queue_.end()) return true;
   return stopped_ && std::none_of(queue_.begin(), queue_.end(), [looks](const Queued& queued) {
-           return (queued.task.kind == AdminKind::kLook) == looks;
+           return IsLook(queued.task.kind) == looks;
          });
 }
 
@@ -136,6 +167,7 @@ void AdminWorkers::Run(bool looks) {
       task = std::move(next->task);
       work = std::move(next->work);
       queue_.erase(next);
+      if (looks) TookTurn(task.peer);
       waiting_.Give(task.peer, 1);
       Count(task, 1);
     }

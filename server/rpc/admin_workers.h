@@ -2,7 +2,9 @@
 // The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
 // of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
 //
-//   - tasks that only look (kLook) have two threads of their own, which nothing long runs on;
+//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
+//   one
+//     of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
 //   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
 //     read it, and at most kRowsOfHead that move rows of tensors;
 //   - heads being created or loaded (kLong) together have at most half of the threads;
@@ -33,7 +35,8 @@
 namespace lossd::rpc {
 
 enum class AdminKind : uint8_t {
-  kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads, ListCheckpoints
+  kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads
+  kList,    // looks at what is on the disk: ListCheckpoints
   kRead,    // reads a head on the device, or takes the disk's time: GradNorm, DeleteCheckpoint
   kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
   kLong,    // the same, for long: CreateHead, ResetHead, SetShares, LoadCheckpoint
@@ -79,6 +82,9 @@ class AdminWorkers {
   void Run(bool looks) ABSL_LOCKS_EXCLUDED(mutex_);
   // The task that a thread for looking, or another one, takes next; end() if there is none.
   Queue::iterator Next(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Queue::iterator NextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A look of the peer begins: others go before its next one.
+  void TookTurn(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayRun(const AdminTask& task) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(true); }
   bool HasOther() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(false); }
@@ -91,6 +97,9 @@ class AdminWorkers {
   Queue queue_ ABSL_GUARDED_BY(mutex_);
   engine::FairShare waiting_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // not 0; by what a limit is for
+  // When a peer's last look began, counted in looks; of peers with looks waiting.
+  std::map<std::string, uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_turn_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
 };

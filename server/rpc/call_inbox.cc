@@ -3,14 +3,14 @@
 
 #include <optional>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::rpc {
 
 void CallInbox::OnMemory(absl::AnyInvocable<void()> receive) { Post(std::move(receive)); }
 
 void CallInbox::OnSlice(engine::SliceOutput output) {
-  Post(Slice{.output = std::move(output), .ready = absl::Now()});
+  Post(Slice{.output = std::move(output), .ready = clocks::SteadyNow()});
 }
 
 void CallInbox::OnFinished(absl::Status status, const engine::StreamSummary& summary) {

@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::rpc {
 
@@ -85,7 +86,7 @@ void CallRegistry::ForEach(
 
 bool CallRegistry::WaitUntilEmpty(absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
-  return mutex_.AwaitWithDeadline(absl::Condition(this, &CallRegistry::Empty), deadline);
+  return clocks::AwaitUntil(mutex_, absl::Condition(this, &CallRegistry::Empty), deadline);
 }
 
 void CallRegistry::Watch() {
@@ -93,8 +94,8 @@ void CallRegistry::Watch() {
   const absl::Duration shortest = std::min({timeouts.open, timeouts.idle, timeouts.turn, timeouts.send});
   const absl::Duration pause = std::clamp(shortest / 8, absl::Milliseconds(10), absl::Seconds(1));
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), pause)) {
-    const absl::Time now = absl::Now();
+  while (!clocks::AwaitFor(mutex_, absl::Condition(&stopping_), pause)) {
+    const absl::Time now = clocks::SteadyNow();
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);

@@ -6,8 +6,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::rpc {
 
@@ -26,7 +26,7 @@ class CallClock {
   enum class Waits { kNothing, kOpen, kMessage, kTurn, kSend };
 
   // From now on the call waits for `what`; that is progress.
-  void Set(Waits what, absl::Time now = absl::Now()) {
+  void Set(Waits what, absl::Time now = clocks::SteadyNow()) {
     what_ = what;
     since_ = now;
   }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
 #include "server/messages/convert.h"
@@ -68,7 +68,7 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
 }
 
 ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context)
-    : environment_(environment), context_(context), came_(absl::Now()) {}
+    : environment_(environment), context_(context), came_(clocks::SteadyNow()) {}
 
 // ---- Reading ----
 
@@ -83,7 +83,7 @@ void ComputeLossCall::OnReadDone(bool ok) {
 }
 
 absl::Status ComputeLossCall::HandleMessage() {
-  const absl::Time arrived = absl::Now();
+  const absl::Time arrived = clocks::SteadyNow();
   v1::ComputeLossRequest request;
   absl::StatusOr<wire::PayloadView> payload = wire::Decode(received_, &request);
   received_.Clear();
@@ -102,7 +102,7 @@ absl::Status ComputeLossCall::HandleMessage() {
 }
 
 absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   if (stream() != nullptr) return errors::FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
     return errors::FieldError("payload", "be empty with open", errors::ExactBytes(payload_bytes));
@@ -114,6 +114,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
   if (!spec.ok()) return spec.status();
   spec->peer = peer_;
+  spec->identity = identity_;
   const Traffic traffic{.head = spec->head,
                         .microbatch_id = spec->microbatch_id,
                         .shared_memory = !open.region().empty(),
@@ -133,7 +134,7 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
 }
 
 absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, size_t payload_bytes) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   if (stream() != nullptr)
     return errors::FieldError("backward", "be the first message", "one after open or backward");
   if (payload_bytes > 0) {
@@ -203,14 +204,14 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
                  metrics = environment_->metrics](uint8_t* to) mutable {
     copy(to);
     metrics->AddPayloadIn(bytes);
-    metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(absl::Now() - arrived));
+    metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(clocks::SteadyNow() - arrived));
     if (head.empty()) return;
     metrics->trace().Add(head, {.kind = metrics::SpanKind::kReceive,
                                 .id = id,
                                 .first_row = rows.begin,
                                 .rows = rows.size(),
                                 .begin = arrived,
-                                .end = absl::Now()});
+                                .end = clocks::SteadyNow()});
   };
   slice->on_queued = [self = shared_from_this(), rows = rows->size(), bytes = slice->bytes](int64_t used) {
     self->OnQueued(rows, bytes, used);
@@ -240,7 +241,7 @@ void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
 }
 
 void ComputeLossCall::OnQueued(int64_t rows, int64_t bytes, int64_t staging_bytes) {
-  totals_->Queued(bytes, absl::Now());
+  totals_->Queued(bytes, clocks::SteadyNow());
   std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
@@ -309,8 +310,8 @@ void ComputeLossCall::Handle(CallInbox::End end) {
   if (end.status.ok()) {
     v1::ComputeLossResponse response;
     *response.mutable_summary() = messages::ToProto(end.summary);
-    environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(absl::Now() - opened_));
-    writes_.push_back({.message = wire::Encode(response), .ready = absl::Now()});
+    environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(clocks::SteadyNow() - opened_));
+    writes_.push_back({.message = wire::Encode(response), .ready = clocks::SteadyNow()});
   }
   ending_ = std::move(end.status);
   Pump();

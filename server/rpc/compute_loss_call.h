@@ -68,7 +68,7 @@ struct ComputeLossEnvironment {
 };
 
 // Why a call was cancelled: DEADLINE_EXCEEDED or CANCELLED.
-absl::Status CancellationStatus(const grpc::ServerContextBase& context);
+absl::Status CancellationStatus(const grpc::CallbackServerContext& context);
 
 class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                               public CallInbox::Handler,

@@ -5,7 +5,8 @@
 #include <string>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "proto/wire/deadlines.h"
 #include "server/log/log.h"
 #include "server/rpc/compute_loss_call.h"
 #include "server/rpc/status.h"
@@ -21,7 +22,7 @@ void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl:
                              .first_row = rows.begin,
                              .rows = rows.size(),
                              .begin = ready,
-                             .end = absl::Now()});
+                             .end = clocks::SteadyNow()});
 }
 
 v1::StreamWait ToProto(CallClock::Waits waits) {
@@ -42,8 +43,8 @@ v1::StreamWait ToProto(CallClock::Waits waits) {
 
 }  // namespace
 
-absl::Status CancellationStatus(const grpc::ServerContextBase& context) {
-  if (absl::FromChrono(context.deadline()) <= absl::Now()) {
+absl::Status CancellationStatus(const grpc::CallbackServerContext& context) {
+  if (wire::HasPassed(context.raw_deadline())) {
     return absl::DeadlineExceededError("the call's deadline has passed");
   }
   return absl::CancelledError("the client cancelled the call or went away");
@@ -88,10 +89,10 @@ std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
     if (ok) {
       traffic_.sent_rows += writing_.rows;
       traffic_.sent_bytes += writing_.payload_bytes;
-      totals_->Sent(writing_.rows, writing_.payload_bytes, absl::Now());
+      totals_->Sent(writing_.rows, writing_.payload_bytes, clocks::SteadyNow());
     }
     environment_->metrics->ObservePhase(metrics::Phase::kSend,
-                                        absl::ToDoubleSeconds(absl::Now() - writing_.ready));
+                                        absl::ToDoubleSeconds(clocks::SteadyNow() - writing_.ready));
     if (stream_ != nullptr && environment_->metrics->trace().recording()) {
       TraceSend(*stream_, writing_.range, writing_.ready, &environment_->metrics->trace());
     }
@@ -137,11 +138,7 @@ void ComputeLossCall::FinishLocked() {
     environment_->metrics->CountError(kComputeLoss, CodeName(status));
   }
   if (!status.ok() && !IsRefusal(status)) {
-    log::Log(log::LogLevel::kInfo, "call failed",
-             {{"method", kComputeLoss},
-              {"code", CodeName(status)},
-              {"error", status.error_message()},
-              {"peer", context_->peer()}});
+    environment_->access->Failed(peer_, kComputeLoss, CodeName(status), status.error_message());
   }
   Finish(status);
 }

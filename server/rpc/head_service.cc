@@ -5,10 +5,10 @@
 
 #include <utility>
 
+#include "kernels/clocks/waits.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/admin/restore.h"
-#include "server/log/log.h"
 #include "server/messages/errors.h"
 #include "server/rpc/admin_workers.h"
 #include "server/rpc/call_registry.h"
@@ -38,6 +38,7 @@ std::string HeadOf(const Request& request) {
 }
 std::string HeadOf(const v1::CreateHeadRequest& request) { return request.spec().name(); }
 std::string HeadOf(const v1::ListHeadsRequest&) { return ""; }
+std::string HeadOf(const v1::ListCheckpointsRequest&) { return ""; }
 std::string HeadOf(const v1::DeleteCheckpointRequest&) { return ""; }
 
 bool Changes(AdminKind kind) { return kind == AdminKind::kChange || kind == AdminKind::kLong; }
@@ -104,8 +105,8 @@ class HeadServiceImpl final : public HeadService, public Base {
     save_environment_.registry = &saves_;
     save_environment_.workers = &savers_;
     save_environment_.access = access;
-    save_environment_.ended = [this](absl::Status status) {
-      return Ended("SaveCheckpoint", std::move(status));
+    save_environment_.ended = [this](absl::string_view peer, absl::Status status) {
+      return Ended(peer, "SaveCheckpoint", std::move(status));
     };
     save_environment_.count = [this](int change) { CountUnfinished(change); };
     operations_.checkpoints().RemoveLeftovers();
@@ -121,7 +122,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     const bool tensors_done = registry_.WaitUntilEmpty(deadline);
     const bool streams_done = saves_.WaitUntilEmpty(deadline) && tensors_done;
     absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithDeadline(absl::Condition(this, &HeadServiceImpl::NothingUnfinished), deadline) &&
+    return clocks::AwaitUntil(mutex_, absl::Condition(this, &HeadServiceImpl::NothingUnfinished), deadline) &&
            streams_done;
   }
 
@@ -147,7 +148,7 @@ class HeadServiceImpl final : public HeadService, public Base {
     Unary("GradNorm", AdminKind::kRead, &admin::HeadOperations::GradNorm);
     Unary("DescribeHead", AdminKind::kLook, &admin::HeadOperations::DescribeHead);
     Unary("ListHeads", AdminKind::kLook, &admin::HeadOperations::ListHeads);
-    Unary("ListCheckpoints", AdminKind::kLook, &admin::HeadOperations::ListCheckpoints);
+    Unary("ListCheckpoints", AdminKind::kList, &admin::HeadOperations::ListCheckpoints);
     // Of the disk alone: changes no head, so it goes on while the server drains, as saves do.
     Unary("DeleteCheckpoint", AdminKind::kRead, &admin::HeadOperations::DeleteCheckpoint);
     Serve("SaveCheckpoint", [this](auto* context) { return SaveCall::Start(&save_environment_, context); });
@@ -174,14 +175,14 @@ class HeadServiceImpl final : public HeadService, public Base {
            const grpc::ByteBuffer& bytes) {
     const auto request = std::make_shared<Request>();
     const auto decoded = wire::Decode(bytes, request.get());
-    if (!decoded.ok()) return call->Finish(Ended(method, decoded.status()));
+    if (!decoded.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, decoded.status()));
     absl::StatusOr<AdmittedCall> admitted = access_->Admit(*call->context(), method, SubjectOf(*request));
-    if (!admitted.ok()) return call->Finish(Ended(method, admitted.status()));
+    if (!admitted.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, admitted.status()));
     const AdminTask task{
         .peer = PeerKey(*call->context(), admitted->identity), .head = HeadOf(*request), .kind = kind};
-    const auto end = [this, method, call, request,
+    const auto end = [this, method, call, request, peer = task.peer,
                       admitted = *std::move(admitted)](const absl::StatusOr<Response>& result) {
-      const grpc::Status status = Ended(method, result.status());
+      const grpc::Status status = Ended(peer, method, result.status());
       access_->Ended(admitted, SubjectOf(*request), CodeName(status));
       result.ok() ? call->Answer(wire::Encode(*result)) : call->Finish(status);
     };
@@ -195,13 +196,12 @@ class HeadServiceImpl final : public HeadService, public Base {
     if (!scheduled.ok()) end(scheduled);
   }
 
-  grpc::Status Ended(absl::string_view method, absl::Status status) {
+  grpc::Status Ended(absl::string_view peer, absl::string_view method, absl::Status status) {
     const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
     if (result.ok()) return result;
     metrics_->CountError(method, CodeName(result));
     if (IsRefusal(result)) return result;
-    log::Log(log::LogLevel::kInfo, "call failed",
-             {{"method", method}, {"code", CodeName(result)}, {"error", result.error_message()}});
+    access_->Failed(peer, method, CodeName(result), result.error_message());
     return result;
   }
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "proto/wire/payload_codec.h"
 #include "server/log/log.h"
@@ -47,7 +47,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
                  .on_limit = [metrics](absl::string_view limit) { metrics->CountLimit(limit); }}),
       senders_(options.sender_threads, static_cast<size_t>(4 * options.max_streams)),
       expiry_(options.retained_timeout / 10, [engine, timeout = options.retained_timeout] {
-        const int64_t expired = engine->ExpireRetained(absl::Now() - timeout);
+        const int64_t expired = engine->ExpireRetained(clocks::SteadyNow() - timeout);
         if (expired > 0)
           log::Log(log::LogLevel::kInfo, "retained microbatches expired", {{"count", expired}});
       }) {
@@ -78,7 +78,7 @@ absl::StatusOr<v1::ListStreamsResponse> LossService::ListStreams(const v1::ListS
                               request.max_streams());
   }
   const uint32_t most = request.max_streams() == 0 ? kDefaultStreams : request.max_streams();
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   v1::ListStreamsResponse response;
   std::map<std::string, uint64_t> staging_bytes;
   registry_.ForEach([&](WatchedCall& call, const std::string& peer, uint64_t number) {
@@ -108,8 +108,14 @@ absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* ca
   if (!decoded.ok()) return decoded.status();
   const auto admitted = environment_.access->Admit(*call->context(), kReleaseMicrobatch, request.head());
   if (!admitted.ok()) return admitted.status();
-  const absl::StatusOr<engine::ReleaseResult> released =
-      environment_.engine->Release(request.head(), request.microbatch_id());
+  const absl::StatusOr<engine::ReleaseResult> released = environment_.engine->Release(
+      request.head(), request.microbatch_id(),
+      {.identity = admitted->identity,
+       .run = request.run(),
+       .may_all = !admitted->identity.empty() && admitted->role == access::Role::kAdmin});
+  if (absl::IsPermissionDenied(released.status())) {
+    return environment_.access->Refuse(*call->context(), *admitted, request.head(), released.status());
+  }
   if (!released.ok()) return released.status();
   v1::ReleaseMicrobatchResponse response;
   *response.mutable_state() = messages::ToProto(released->state);

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "absl/functional/any_invocable.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::rpc {
 
@@ -17,7 +17,7 @@ class Periodic {
   // The first run is after one `pause`. `run` must be quick: the destructor waits for it.
   Periodic(absl::Duration pause, absl::AnyInvocable<void()> run)
       : thread_([this, pause, run = std::move(run)]() mutable {
-          while (!stopping_.WaitForNotificationWithTimeout(pause)) run();
+          while (!stopping_.AwaitFor(pause)) run();
         }) {}
   ~Periodic() {
     stopping_.Notify();
@@ -25,7 +25,7 @@ class Periodic {
   }
 
  private:
-  absl::Notification stopping_;
+  clocks::Event stopping_;
   std::thread thread_;
 };
 

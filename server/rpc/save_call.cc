@@ -29,11 +29,18 @@ void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
 absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
   const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
   if (!decoded.ok()) return decoded.status();
+  peer_ = PeerKey(*context(), "");
   absl::StatusOr<AdmittedCall> admitted =
       environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
   if (!admitted.ok()) return admitted.status();
   admitted_ = *std::move(admitted);
-  absl::Status added = environment_->registry->Add(this, PeerKey(*context(), admitted_.identity));
+  if (admitted_.role < access::Role::kAdmin) {
+    absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
+    if (!keeps.ok())
+      return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
+  }
+  peer_ = PeerKey(*context(), admitted_.identity);
+  absl::Status added = environment_->registry->Add(this, peer_);
   if (!added.ok()) return added;
   environment_->count(1);
   if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
@@ -55,6 +62,7 @@ void SaveCall::Run() {
                  .cancelled = [this] { return request_.cancel_with_call() && gone_; }});
   const absl::Status status = saved.status();
   if (saved.ok()) {
+    pruned_.assign(saved->pruned().begin(), saved->pruned().end());
     v1::SaveCheckpointUpdate last;
     *last.mutable_saved() = *std::move(saved);
     Post(std::move(last));
@@ -70,8 +78,8 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 }
 
 void SaveCall::End(absl::Status status) {
-  grpc::Status end = environment_->ended(std::move(status));
-  environment_->access->Ended(admitted_, request_.head(), CodeName(end));
+  grpc::Status end = environment_->ended(peer_, std::move(status));
+  environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);
   Continue();

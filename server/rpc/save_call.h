@@ -13,6 +13,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -34,8 +36,9 @@ struct SaveCallEnvironment {
   const AccessControl* access = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
-  std::function<grpc::Status(absl::Status)> ended;  // what a call ends with; counts and logs errors
-  std::function<void(int change)> count;            // of saves waiting or running
+  // What a call ends with; counts and logs errors.
+  std::function<grpc::Status(absl::string_view peer, absl::Status)> ended;
+  std::function<void(int change)> count;  // of saves waiting or running
 };
 
 // Lives until both gRPC and the save are done with it.
@@ -65,9 +68,11 @@ class SaveCall final : public RequestCall, public WatchedCall {
 
   SaveCallEnvironment* const environment_;
   v1::SaveCheckpointRequest request_;
-  AdmittedCall admitted_;           // set before it runs
-  std::shared_ptr<SaveCall> self_;  // gRPC's share of it, until OnDone
-  std::atomic<bool> gone_{false};   // the client is
+  std::string peer_;                 // PeerKey; set before it is admitted
+  AdmittedCall admitted_;            // set before it runs
+  std::vector<std::string> pruned_;  // by the save, before it ends
+  std::shared_ptr<SaveCall> self_;   // gRPC's share of it, until OnDone
+  std::atomic<bool> gone_{false};    // the client is
 
   absl::Mutex mutex_;
   bool received_ ABSL_GUARDED_BY(mutex_) = false;     // the request was; before, RequestCall ends the call

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/server_service.h"
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/payload_codec.h"
 #include "server/messages/convert.h"
 
@@ -54,7 +54,7 @@ absl::StatusOr<v1::ServerDescription> ServerService::Describe(UnaryCall* call) c
   description.set_incarnation(engine_->incarnation());
   description.set_backend(info.name);
   description.set_device(info.device);
-  description.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.started));
+  description.set_uptime_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - options_.started));
   description.set_draining(draining_);
   *description.mutable_memory() = messages::ToProto(memory.current);
   *description.mutable_memory_peak() = messages::ToProto(memory.peak);
@@ -83,7 +83,7 @@ absl::StatusOr<v1::ListStreamsResponse> ServerService::DescribeStreams(UnaryCall
   absl::StatusOr<v1::ListStreamsResponse> response = losses_->ListStreams(request);
   if (!response.ok()) return response.status();
   response->set_incarnation(engine_->incarnation());
-  response->set_time_seconds(absl::ToDoubleSeconds(absl::Now() - options_.started));
+  response->set_time_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - options_.started));
   return response;
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
@@ -219,10 +220,10 @@ absl::Status Device::Synchronize() {
 }
 
 absl::Status Device::Drain(absl::Status failure) const {
-  const absl::Time end = absl::Now() + kDrainLimit;
+  const absl::Time end = clocks::SteadyNow() + kDrainLimit;
   for (cudaStream_t stream : {upload_, compute_, download_}) {
     while (cudaStreamQuery(stream) == cudaErrorNotReady) {
-      if (absl::Now() >= end) {
+      if (clocks::SteadyNow() >= end) {
         return absl::Status(failure.code(), absl::StrCat(failure.message(), "; and ", description_,
                                                          " has not ended its work ",
                                                          absl::FormatDuration(kDrainLimit), " later"));

@@ -3,7 +3,8 @@
 
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::kernels::cuda {
 
@@ -22,7 +23,7 @@ EnqueueWatch::~EnqueueWatch() {
 
 int64_t EnqueueWatch::Begin() {
   absl::MutexLock lock(&mutex_);
-  begun_.emplace(next_, absl::Now());
+  begun_.emplace(next_, clocks::SteadyNow());
   return next_++;
 }
 
@@ -40,7 +41,7 @@ bool EnqueueWatch::AwaitLate() {
     // Until the first of them has ended, or it is late.
     const auto over = [this, key = key]()
                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ending_ || !begun_.contains(key); };
-    if (!mutex_.AwaitWithDeadline(absl::Condition(&over), begun + limit_)) return true;
+    if (!clocks::AwaitUntil(mutex_, absl::Condition(&over), begun + limit_)) return true;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/waits.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -49,7 +50,7 @@ EventWaiter::~EventWaiter() {
 
 bool EventWaiter::Settle() {
   absl::MutexLock lock(&state_->mutex);
-  return state_->mutex.AwaitWithTimeout(absl::Condition(state_.get(), &State::IsIdle), kPatience);
+  return clocks::AwaitFor(state_->mutex, absl::Condition(state_.get(), &State::IsIdle), kPatience);
 }
 
 void EventWaiter::Run(const std::shared_ptr<State>& state) {
@@ -74,7 +75,7 @@ absl::StatusOr<cudaError_t> EventWaiter::Wait(cudaEvent_t event, absl::Duration 
   absl::MutexLock turn(&turn_);
   absl::MutexLock lock(&state_->mutex);
   const auto until_idle = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_->mutex) -> absl::Status {
-    while (!state_->mutex.AwaitWithTimeout(absl::Condition(state_.get(), &State::IsIdle), period)) {
+    while (!clocks::AwaitFor(state_->mutex, absl::Condition(state_.get(), &State::IsIdle), period)) {
       state_->mutex.Unlock();
       absl::Status status = look();
       state_->mutex.Lock();

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/waits.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/driver_function.h"
@@ -88,7 +89,7 @@ absl::Status HostCollectives::AwaitRoom(cudaStream_t stream) {
   for (;;) {
     {
       absl::MutexLock lock(&mutex_);
-      if (mutex_.AwaitWithTimeout(absl::Condition(&has_room), kLook)) return absl::OkStatus();
+      if (clocks::AwaitFor(mutex_, absl::Condition(&has_room), kLook)) return absl::OkStatus();
     }
     const cudaError_t state = cudaStreamQuery(stream);
     if (state != cudaSuccess && state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
@@ -111,9 +112,9 @@ absl::Status HostCollectives::Launch(Exchange exchange, cudaStream_t stream) {
 
 // The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
 bool HostCollectives::AwaitArrival(uint32_t number) const {
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   while (!HasCome(arrived(), number)) {
-    absl::SleepFor(PauseAfter(absl::Now() - start));
+    absl::SleepFor(PauseAfter(clocks::SteadyNow() - start));
     absl::MutexLock lock(&mutex_);
     if (stopping_ || !failure_.ok()) return false;
   }

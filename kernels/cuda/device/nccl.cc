@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/waits.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/shared_library.h"
 #include "kernels/nccl_environment.h"
@@ -238,7 +239,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, co
     joining->done = true;
   }).detach();
   absl::MutexLock lock(&joining->mutex);
-  if (!joining->mutex.AwaitWithTimeout(absl::Condition(&joining->done), timeout)) {
+  if (!clocks::AwaitFor(joining->mutex, absl::Condition(&joining->done), timeout)) {
     joining->given_up = true;
     return absl::UnavailableError(absl::StrCat("NCCL has not connected rank ", replica.index, " of ",
                                                replica.count, " within ", absl::FormatDuration(timeout)));
@@ -376,14 +377,14 @@ absl::Status Nccl::AsynchronousError() const {
 
 // After an abort the kernels of NCCL end, and with them what is behind them on the stream.
 absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   for (const Part& part : parts) {
     for (;;) {
       LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_[static_cast<size_t>(part.local)]), "cudaSetDevice");
       const cudaError_t state = cudaStreamQuery(part.stream);
       if (state == cudaSuccess) break;
       if (state != cudaErrorNotReady) return Abort(ToStatus(state, "cudaStreamQuery"));
-      const absl::Duration waited = absl::Now() - start;
+      const absl::Duration waited = clocks::SteadyNow() - start;
       if (absl::Status status = AsynchronousError(); !status.ok()) return Abort(std::move(status));
       if (waited > timeout) {
         return Abort(Late(timeout, devices_[static_cast<size_t>(part.local)], " has not done its part"));
@@ -395,10 +396,10 @@ absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) 
 }
 
 absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
-  const absl::Time end = absl::Now() + timeout;
+  const absl::Time end = clocks::SteadyNow() + timeout;
   const auto look = [&]() -> absl::Status {
     LOSSD_RETURN_IF_ERROR(AsynchronousError());
-    if (absl::Now() < end) return absl::OkStatus();
+    if (clocks::SteadyNow() < end) return absl::OkStatus();
     return Late(timeout, devices_[static_cast<size_t>(local)], " waits for the others");
   };
   EventWaiter& waiter = *waiters_[static_cast<size_t>(local)];

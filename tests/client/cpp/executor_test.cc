@@ -12,6 +12,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client::internal::executor_test {
 namespace {
@@ -22,7 +23,7 @@ TEST(ExecutorTest, RunsTasksInTheOrderOfTheirTimesAndOfPosting) {
   std::vector<int> order;
   absl::Notification done;
   Executor executor;
-  const absl::Time soon = absl::Now() + absl::Milliseconds(30);
+  const absl::Time soon = clocks::SteadyNow() + absl::Milliseconds(30);
   executor.PostAt(soon + absl::Milliseconds(10), [&] {
     order.push_back(4);
     done.Notify();
@@ -44,7 +45,7 @@ TEST(ExecutorTest, AnIdleOneRunsATaskOnTheCallersThread) {
 TEST(ExecutorTest, ATaskOnTheCallersThreadWaitsForNoneThatIsNotDue) {
   Executor executor;
   bool late = false;
-  executor.PostAt(absl::Now() + absl::Hours(1), [&] { late = true; });
+  executor.PostAt(clocks::SteadyNow() + absl::Hours(1), [&] { late = true; });
   std::thread::id ran;
   executor.RunOrPost([&] { ran = std::this_thread::get_id(); });
   EXPECT_EQ(ran, std::this_thread::get_id());

@@ -4,9 +4,6 @@
 #include "kernels/clocks/waits.h"
 
 #include <gtest/gtest.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -16,26 +13,12 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-
-namespace {
-
-std::atomic<int64_t> system_ahead{0};  // seconds
-
-}  // namespace
-
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-extern "C" int clock_gettime(clockid_t clock, struct timespec* time) noexcept {
-  const long result = syscall(SYS_clock_gettime, clock, time);
-  if (result == 0 && clock == CLOCK_REALTIME) time->tv_sec += system_ahead;
-  return static_cast<int>(result);
-}
-constexpr bool kMovesTheSystemsClock = true;
-#else
-constexpr bool kMovesTheSystemsClock = false;
-#endif
+#include "tests/support/system_clock.h"
 
 namespace lossd::clocks::waits_test {
 namespace {
+
+using test::system_ahead;
 
 constexpr absl::Duration kShort = absl::Milliseconds(60);
 constexpr absl::Duration kPatience = absl::Seconds(30);
@@ -65,8 +48,7 @@ class WaitsTest : public testing::TestWithParam<int64_t> {
 TEST_P(WaitsTest, EndsInTime) {
   bool never = false;
   absl::MutexLock lock(&mutex_);
-  const absl::Duration took =
-      Took([&] { EXPECT_FALSE(AwaitFor(mutex_, absl::Condition(&never), kShort)); });
+  const absl::Duration took = Took([&] { EXPECT_FALSE(AwaitFor(mutex_, absl::Condition(&never), kShort)); });
   EXPECT_GE(took, kShort);
   EXPECT_LT(took, kPatience);
   EXPECT_FALSE(AwaitUntil(mutex_, absl::Condition(&never), SteadyNow() + kShort));

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "kernels/clocks/clock.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::access::reloaded_test {
@@ -26,7 +27,7 @@ class ReloadedTest : public testing::Test {
     return std::make_shared<const std::string>(std::move(text));
   }
   static bool Becomes(Reloaded<std::string>& value, const std::string& text) {
-    for (const absl::Time limit = absl::Now() + absl::Minutes(2); absl::Now() < limit;) {
+    for (const absl::Time limit = clocks::SteadyNow() + absl::Minutes(2); clocks::SteadyNow() < limit;) {
       if (*value.Get() == text) return true;
       absl::SleepFor(absl::Milliseconds(20));
     }

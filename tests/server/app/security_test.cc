@@ -237,6 +237,53 @@ TEST_F(SecurityTest, AuditLines) {
   EXPECT_LT(refused, 300u);  // of 1,001: 20, and one a second
 }
 
+// A save with a keep below the operator's would remove the operator's checkpoints.
+TEST_F(SecurityTest, ATrainerKeepsWhatTheOperatorKeeps) {
+  const auto server = Serve(With(TlsFlags(), {TokenFlag(), "--keep_checkpoints=3"}));
+  const auto admin = Connect(server->target(), Token(kAdminToken));
+  const auto trainer = Connect(server->target(), Token(kTrainerToken));
+  ASSERT_TRUE(admin.ok() && trainer.ok());
+  ASSERT_TRUE((*admin)->CreateHead(SmallHead("h")).ok());
+  const auto step = [&](uint64_t number) {
+    v1::ApplyStepRequest request;
+    request.set_head("h");
+    request.set_step(number);
+    request.mutable_optimizer()->mutable_adamw();
+    EXPECT_TRUE((*trainer)->ApplyStep(request).ok());
+  };
+  const auto save = [](client::Client& client, std::optional<uint32_t> keep) {
+    v1::SaveCheckpointRequest request;
+    request.set_head("h");
+    if (keep.has_value()) request.set_keep(*keep);
+    return client.SaveCheckpoint(request, nullptr).status();
+  };
+  for (uint64_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(save(**trainer, std::nullopt).ok());
+    step(i);
+  }
+  const absl::Status refused = save(**trainer, 1);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kPermissionDenied) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("keep must be 0 or at least 3"));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("got 1"));
+  EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 3);
+  EXPECT_TRUE(save(**trainer, 0).ok());
+  step(3);
+  EXPECT_TRUE(save(**trainer, 3).ok());
+  step(4);
+  EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 3);
+  EXPECT_TRUE(save(**admin, 1).ok());
+  EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 1);
+  server->Signal(SIGTERM);
+  ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  EXPECT_THAT(server->log(), ::testing::ContainsRegex(
+                                 "identity=token:ops address=127.0.0.1:[0-9]+ method=SaveCheckpoint head=h "
+                                 "outcome=OK removed=3 removed_names=\"h/step-0000000004 "
+                                 "h/step-0000000003 h/step-0000000002\""));
+  EXPECT_THAT(server->log(),
+              ::testing::ContainsRegex("identity=token:p1 address=127.0.0.1:[0-9]+ "
+                                       "method=SaveCheckpoint head=h outcome=PERMISSION_DENIED"));
+}
+
 TEST_F(SecurityTest, FailedHandshakesCannotFillADisk) {
   const auto server = Serve(MutualTlsFlags());
   const absl::Time start = absl::Now();

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/clocks/clock.h"
 #include "server/engine/engine.h"
 #include "server/engine/stream_rows.h"
 #include "tests/server/engine/engine_fixture.h"
@@ -135,8 +136,8 @@ TEST_F(DeferredTest, RetainedRowsAreBoundedReleasedAndExpired) {
   EXPECT_EQ(engine_->stats().retained_bytes_used, 512);
   EXPECT_EQ(engine_->OpenBackward(Backward(1, {0, 1}), std::make_shared<RowCollector>()).status().code(),
             absl::StatusCode::kNotFound);
-  EXPECT_EQ(engine_->ExpireRetained(absl::Now() - absl::Hours(1)), 0);
-  EXPECT_EQ(engine_->ExpireRetained(absl::Now() + absl::Hours(1)), 1);
+  EXPECT_EQ(engine_->ExpireRetained(clocks::SteadyNow() - absl::Hours(1)), 0);
+  EXPECT_EQ(engine_->ExpireRetained(clocks::SteadyNow() + absl::Hours(1)), 1);
   EXPECT_EQ(engine_->stats().retained_bytes_used, 0);
 }
 
@@ -244,6 +245,70 @@ TEST(StreamRowsTest, StaysABackwardWhenItsValuesAreGone) {
   EXPECT_TRUE(created->is_backward());
   (void)created->TakeValues();
   EXPECT_TRUE(created->is_backward());
+}
+
+// As row memory and streams: who has something may have its share, and who has nothing what is free.
+TEST_F(DeferredTest, RetainedMemoryIsSharedByPeer) {
+  Start({.peer_share = 0.5, .retained_bytes = 2048});
+  const auto open = [&](const std::string& peer, uint64_t id) {
+    StreamSpec spec = Retaining(id, 40, {0, 40});  // 512 bytes
+    spec.peer = peer;
+    return engine_->Open(spec, std::make_shared<RowCollector>());
+  };
+  const auto a1 = open("a", 1);
+  const auto a2 = open("a", 2);
+  ASSERT_TRUE(a1.ok() && a2.ok());
+  const absl::Status third = open("a", 3).status();
+  EXPECT_EQ(third.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(third.message()), HasSubstr("peer a has 1024 bytes of 2048 bytes"));
+  EXPECT_THAT(std::string(third.message()), HasSubstr("--peer_share"));
+  EXPECT_TRUE(open("b", 4).ok());
+}
+
+TEST_F(DeferredTest, OnlyTheirOwnersReleaseMicrobatches) {
+  Start({.retained_bytes = 4096});
+  const auto retain = [&](uint64_t id, const std::string& identity, const std::string& run) {
+    StreamSpec spec = Retaining(id, 4, {0, 4});
+    spec.identity = identity;
+    spec.run = run;
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 4});
+    ASSERT_TRUE(collector->Wait().ok()) << collector->Wait();
+  };
+  retain(1, "token:a", "run-a");
+  const absl::Status other = engine_->Release("head", 1, {.identity = "token:b", .run = "run-a"}).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_THAT(std::string(other.message()), HasSubstr("microbatch_id is retained by token:a"));
+  EXPECT_EQ(engine_->Describe("head")->retained_microbatches, 1);
+  EXPECT_TRUE(engine_->Release("head", 1, {.identity = "token:a", .run = "another run of it"})->released);
+  retain(1, "token:a", "run-a");
+  EXPECT_TRUE(engine_->Release("head", 1, {.identity = "token:ops", .may_all = true})->released);
+  EXPECT_FALSE(engine_->Release("head", 1, {.identity = "token:b"})->released) << "there is nothing";
+
+  // A server that does not ask knows runs alone.
+  retain(2, "", "run-a");
+  EXPECT_EQ(engine_->Release("head", 2, {.run = "run-b"}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(engine_->Release("head", 2, {.run = "run-a"})->released);
+  retain(2, "", "run-a");
+  EXPECT_TRUE(engine_->Release("head", 2)->released) << "an older client says no run";
+}
+
+// The rows would be exchanged under their owner.
+TEST_F(DeferredTest, NobodyElseRetainsTheSameRows) {
+  Start({.retained_bytes = 4096});
+  StreamSpec spec = Retaining(1, 4, {0, 4});
+  spec.identity = "token:a";
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(spec, collector);
+  Send(*stream, 1, {0, 4});
+  ASSERT_TRUE(collector->Wait().ok());
+  spec.identity = "token:b";
+  EXPECT_EQ(engine_->Open(spec, std::make_shared<RowCollector>()).status().code(),
+            absl::StatusCode::kPermissionDenied);
+  spec.identity = "token:a";
+  EXPECT_TRUE(engine_->Open(spec, std::make_shared<RowCollector>()).ok());
 }
 
 }  // namespace

@@ -204,6 +204,7 @@ class BusyTimeTest : public ::testing::Test {
     }
     void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
     absl::Time Now() override { return now; }
+    absl::Time WallNow() override { return Now(); }
     absl::Time now = absl::UnixEpoch();
   };
   struct OneWork final : DeviceLoop::Source {

@@ -7,6 +7,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/engine/engine_fixture.h"
 
 namespace lossd::engine::device_silence_test {
@@ -31,9 +32,9 @@ class DeviceSilenceTest : public EngineTest {
 
  private:
   static bool Becomes(absl::FunctionRef<bool()> condition) {
-    const absl::Time limit = absl::Now() + absl::Minutes(1);
+    const absl::Time limit = clocks::SteadyNow() + absl::Minutes(1);
     while (!condition()) {
-      if (absl::Now() > limit) return false;
+      if (clocks::SteadyNow() > limit) return false;
       absl::SleepFor(absl::Milliseconds(5));
     }
     return true;

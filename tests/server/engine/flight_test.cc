@@ -9,6 +9,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/engine/session_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 
@@ -55,7 +56,7 @@ class FlightTest : public SessionTest {
     slice->stream = call.state;
     slice->rows = rows;
     slice->index = static_cast<size_t>(rows.begin);
-    slice->queued = absl::Now();
+    slice->queued = clocks::SteadyNow();
     slice->buffer = context_->staging->Acquire(64, [](StagingBuffer) {}).buffer;
     absl::MutexLock lock(&context_->mutex);
     EXPECT_TRUE(call.state->AddSlice(rows, rows.size() * kRowBytes).ok());

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/head/checkpoint.h"
 #include "server/head/head.h"
@@ -38,7 +39,8 @@ class CheckpointTest : public testing::Test {
                                      .has_class_weights = true,
                                      .norm = kernels::Norm::kLayerNorm,
                                      .norm_epsilon = 1e-6f};
-    return {.head = "lm", .config = config, .step = random_(), .incarnation = random_()};
+    return {
+        .head = "lm", .config = config, .step = random_() % (uint64_t{1} << 53), .incarnation = random_()};
   }
 
   // A head whose every tensor is random bits.
@@ -79,7 +81,10 @@ class CheckpointTest : public testing::Test {
   std::vector<std::string> FilesIn(const std::string& path) {
     std::vector<std::string> names;
     if (!fs::exists(path)) return names;
-    for (const auto& entry : fs::directory_iterator(path)) names.push_back(entry.path().filename());
+    for (const auto& entry : fs::directory_iterator(path)) {
+      if (!absl::StartsWith(entry.path().filename().string(), ".save-number-"))
+        names.push_back(entry.path().filename());
+    }
     std::sort(names.begin(), names.end());
     return names;
   }

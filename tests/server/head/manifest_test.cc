@@ -32,7 +32,7 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .split = kernels::Split::kVocabulary,
                                  .shares = {3, 0, 4},
                                  .replicas = 2},
-                      .step = random() | 1,
+                      .step = random() % (uint64_t{1} << 53) | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
   step.incarnation = random();

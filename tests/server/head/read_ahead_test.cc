@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::head::read_ahead_test {
 namespace {
@@ -64,10 +65,10 @@ TEST(ReadAheadTest, TheProducerIsHeldBack) {
   ReadAhead ahead(1, 2);
   ahead.Put(Filled(ahead, 1, 1));
   ahead.Put(Filled(ahead, 2, 1));
-  EXPECT_FALSE(ahead.Take(absl::Now() + kShort).has_value());
+  EXPECT_FALSE(ahead.Take(clocks::SteadyNow() + kShort).has_value());
   ahead.GiveBack(*ahead.Next());
-  EXPECT_TRUE(ahead.Take(absl::Now() + kShort).has_value());
-  EXPECT_FALSE(ahead.WaitUntilEnded(absl::Now() + kShort));
+  EXPECT_TRUE(ahead.Take(clocks::SteadyNow() + kShort).has_value());
+  EXPECT_FALSE(ahead.WaitUntilEnded(clocks::SteadyNow() + kShort));
 }
 
 TEST(ReadAheadTest, AFailedConsumerEndsTheProducer) {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/head/checkpoint.h"
 #include "server/metrics/html.h"
@@ -84,7 +85,7 @@ class StatusPageTest : public testing::Test {
       *engine::Engine::Create({.slice_bytes = 1024, .staging_bytes = 8192}, backend_.get(), 42, {&metrics_});
   History history_;
   Sampler sampler_{engine_.get(), backend_.get(), &metrics_, &history_};
-  StatusPage page_{{.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = absl::Now()},
+  StatusPage page_{{.version = "9.9 <x>", .grpc_address = "127.0.0.1:1", .started = clocks::SteadyNow()},
                    engine_.get(),
                    backend_.get(),
                    &metrics_,
@@ -124,7 +125,7 @@ TEST_F(StatusPageTest, LoadsNothingFromElsewhereAndHasNothingInline) {
 }
 
 TEST_F(StatusPageTest, RatesAreOfTheServerAndNotOfTheViewer) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = clocks::SteadyNow();
   sampler_.Sample(now);
   metrics_.OnChunk({.head = "<b>main</b>", .rows = 24690});
   sampler_.Sample(now + absl::Seconds(2));
@@ -220,7 +221,7 @@ TEST_F(StatusPageTest, AnswersOfThePaths) {
   EXPECT_THAT(Get("/page/page.js").body, HasSubstr("\"use strict\""));
   EXPECT_THAT(Get("/page/page.css").body, HasSubstr("prefers-color-scheme: dark"));
   EXPECT_THAT(Get("/page/icon.svg").body, HasSubstr("<svg"));
-  sampler_.Sample(absl::Now());
+  sampler_.Sample(clocks::SteadyNow());
   metrics_.events().Add(EventLevel::kInfo, "k", "", "text");
   EXPECT_EQ(nlohmann::json::parse(Get("/history.json").body)["last"], 1);
   EXPECT_EQ(nlohmann::json::parse(Get("/history.json", {{"after", "1"}, {"head", "x"}}).body)["times"].size(),

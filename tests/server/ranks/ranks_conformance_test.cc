@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "kernels/clocks/clock.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/group/member_group.h"
 #include "tests/server/ranks/rank_group.h"
@@ -247,8 +248,8 @@ TEST(RanksMemory, IsSharedWhileItLasts) {
   EXPECT_LT(counted, 4 << 20) << "it is counted once";
   memory->reset();
   EXPECT_EQ(group.backend().memory().current[MemoryKind::kStaging], before);
-  const absl::Time limit = absl::Now() + absl::Minutes(1);
-  while (group.Mappings(1) > shared && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  const absl::Time limit = clocks::SteadyNow() + absl::Minutes(1);
+  while (group.Mappings(1) > shared && clocks::SteadyNow() < limit) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(group.Mappings(1), shared);
 }
 

@@ -13,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
@@ -120,10 +121,10 @@ TEST(RanksDevicesEndTest, ProcessesThatWaitEndWhenAskedTo) {
     };
     options.await = false;
     RankServer ranks(LOSSD_BINARY, options);
-    const absl::Time deadline = absl::Now() + kLimit;
+    const absl::Time deadline = clocks::SteadyNow() + kLimit;
     for (const int rank : {1, 2, 3}) {
       while (!absl::StrContains(ranks.log(0), absl::StrCat("rank is there rank=", rank))) {
-        ASSERT_LT(absl::Now(), deadline) << ranks.log(0);
+        ASSERT_LT(clocks::SteadyNow(), deadline) << ranks.log(0);
         absl::SleepFor(absl::Milliseconds(5));
       }
     }
@@ -202,10 +203,10 @@ TEST(RanksDevicesStateTest, MetricsProbesAndGetServerShowEveryDevice) {
   for (const int rank : {1, 2, 3}) {  // the first is in the leader's process
     const std::string series = absl::StrCat("\nlossd_rank_collective_seconds_total{rank=\"", rank,
                                             "\",operation=\"sum_gradients\"} ");
-    const absl::Time deadline = absl::Now() + kLimit;
+    const absl::Time deadline = clocks::SteadyNow() + kLimit;
     std::string metrics = test::HttpGet(ranks.http(), "/metrics");
     while (!absl::StrContains(metrics, series) || absl::StrContains(metrics, series + "0\n")) {
-      ASSERT_LT(absl::Now(), deadline) << metrics;
+      ASSERT_LT(clocks::SteadyNow(), deadline) << metrics;
       absl::SleepFor(absl::Milliseconds(20));
       metrics = test::HttpGet(ranks.http(), "/metrics");
     }

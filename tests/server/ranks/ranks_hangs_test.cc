@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
@@ -87,7 +88,7 @@ TEST_P(RanksHangTest, InAChunk) {
 }
 
 bool BecomesLive(const std::string& probes, bool live) {
-  for (const absl::Time limit = absl::Now() + kLimit; absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit; clocks::SteadyNow() < limit;) {
     if (test::HttpStatus(test::HttpGet(probes, "/livez")) == (live ? 200 : 503)) return true;
     absl::SleepFor(absl::Milliseconds(20));
   }

@@ -15,6 +15,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
 
@@ -125,8 +126,8 @@ class TorchrunServer {
 
   // Of the server once it serves, other than `before`; empty if that does not come.
   std::string AwaitTarget(const std::string& before = "") {
-    const absl::Time deadline = absl::Now() + kLimit;
-    while (absl::Now() < deadline && process_->Running()) {
+    const absl::Time deadline = clocks::SteadyNow() + kLimit;
+    while (clocks::SteadyNow() < deadline && process_->Running()) {
       std::ifstream file(PortFile());
       const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
       if (json.is_object() && json["grpc"] != before) return json["grpc"];

@@ -15,6 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/rank_server.h"
@@ -67,7 +68,8 @@ TEST(RanksRowsTest, StagingAndRegionsOfClientsAreMapped) {
   const SmallRows rows = MakeSmallRows(1400, rng);
   const Computed first = Compute(*client, rows, 0);
   ASSERT_TRUE(first.status.ok()) << first.status;
-  for (const absl::Time limit = absl::Now() + kLimit; Mappings(ranks.rank(1)) < 2 && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       Mappings(ranks.rank(1)) < 2 && clocks::SteadyNow() < limit;) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_EQ(Mappings(ranks.rank(1)), 2) << "and the client's region";
@@ -76,7 +78,8 @@ TEST(RanksRowsTest, StagingAndRegionsOfClientsAreMapped) {
   EXPECT_NEAR(second.loss, first.loss, 1e-5 * std::abs(first.loss));
   for (size_t i = 0; i < first.grads.size(); ++i) ASSERT_NEAR(second.grads[i], first.grads[i], 1e-5) << i;
   client.reset();
-  for (const absl::Time limit = absl::Now() + kLimit; Mappings(ranks.rank(1)) > 1 && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       Mappings(ranks.rank(1)) > 1 && clocks::SteadyNow() < limit;) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_EQ(Mappings(ranks.rank(1)), 1);
@@ -129,8 +132,8 @@ void LoseWhileComputing(bool kill, const std::string& split, uint64_t seed) {
     ranks.rank(1).Signal(SIGKILL);
   } else {
     ranks.rank(1).Stop();
-    for (const absl::Time limit = absl::Now() + kLimit;
-         !absl::StrContains(ranks.log(0), "rank is lost") && absl::Now() < limit;) {
+    for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+         !absl::StrContains(ranks.log(0), "rank is lost") && clocks::SteadyNow() < limit;) {
       absl::SleepFor(absl::Milliseconds(1));
     }
     ranks.rank(1).Signal(SIGCONT);

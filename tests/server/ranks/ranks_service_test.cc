@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/metrics_page.h"
 #include "tests/support/rank_server.h"
@@ -260,8 +261,8 @@ TEST(RanksServiceTest, ASecondProcessWithTheSameRankIsRefused) {
   };
   options.await = false;
   RankServer ranks(LOSSD_BINARY, options);
-  const absl::Time deadline = absl::Now() + kLimit;
-  while (ranks.rank(1).Running() && ranks.rank(2).Running() && absl::Now() < deadline) {
+  const absl::Time deadline = clocks::SteadyNow() + kLimit;
+  while (ranks.rank(1).Running() && ranks.rank(2).Running() && clocks::SteadyNow() < deadline) {
     absl::SleepFor(absl::Milliseconds(20));
   }
   EXPECT_NE(ranks.rank(1).Running(), ranks.rank(2).Running());
@@ -281,9 +282,9 @@ TEST(RanksServiceTest, MemoryOfARankIsKnownAfterAChunk) {
   std::mt19937_64 rng(1);
   const SmallRows data = MakeSmallRows(100, rng);  // goes to one rank, each time to the next
   std::vector<float> grads(data.hidden.size());
-  const absl::Time deadline = absl::Now() + kLimit;
+  const absl::Time deadline = clocks::SteadyNow() + kLimit;
   while (client->GetServer()->ranks(1).memory().staging() == 0) {
-    ASSERT_LT(absl::Now(), deadline);
+    ASSERT_LT(clocks::SteadyNow(), deadline);
     ASSERT_TRUE(client->ComputeLoss(SmallMicrobatch(data, 0, 0), {.grad_hidden = grads.data()}).ok());
   }
 }
@@ -295,9 +296,9 @@ TEST(RanksServiceTest, MetricsCountTheExchangesOfChunksByVocabulary) {
   std::mt19937_64 rng(1);
   Trained trained;
   Train(*client, {MakeSmallRows(400, rng)}, 0, 1, rng, trained);
-  const absl::Time deadline = absl::Now() + kLimit;
+  const absl::Time deadline = clocks::SteadyNow() + kLimit;
   while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "hidden_gradients")) <= 0) {
-    ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
+    ASSERT_LT(clocks::SteadyNow(), deadline) << test::HttpGet(ranks.http(), "/metrics");
     absl::SleepFor(absl::Milliseconds(20));
   }
   const std::string metrics = test::HttpGet(ranks.http(), "/metrics");
@@ -332,9 +333,9 @@ TEST(RanksServiceTest, MetricsProbesAndGetServerShowAllRanks) {
   std::mt19937_64 rng(1);
   Trained trained;
   Train(*client, {MakeSmallRows(1400, rng)}, 0, 1, rng, trained);
-  const absl::Time deadline = absl::Now() + kLimit;
+  const absl::Time deadline = clocks::SteadyNow() + kLimit;
   while (ValueOf(test::HttpGet(ranks.http(), "/metrics"), CollectiveSeconds(1, "spread_values")) <= 0) {
-    ASSERT_LT(absl::Now(), deadline) << test::HttpGet(ranks.http(), "/metrics");
+    ASSERT_LT(clocks::SteadyNow(), deadline) << test::HttpGet(ranks.http(), "/metrics");
     absl::SleepFor(absl::Milliseconds(20));
   }
   const std::string trained_metrics = test::HttpGet(ranks.http(), "/metrics");

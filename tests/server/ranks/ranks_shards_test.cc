@@ -19,6 +19,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/support/rank_server.h"
@@ -304,9 +305,9 @@ TEST(RanksShardsTest, KilledAtAnyMomentOfASaveARankLeavesNoHalfCheckpoint) {
                                  "--memory_limit_bytes=512MiB", absl::StrCat("--split=", split)}});
     ASSERT_TRUE(ConnectOnce(server.target())->CreateHead(large).ok());
     const auto tensors = Tensors(*ConnectOnce(server.target()));
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = clocks::SteadyNow();
     ASSERT_TRUE(ConnectOnce(server.target())->SaveCheckpoint("head", "whole").ok());
-    const absl::Duration usual = absl::Now() - begin;
+    const absl::Duration usual = clocks::SteadyNow() - begin;
     const auto content = ContentOf(fs::path(server.checkpoint_folder()) / "head/whole");
     for (int i = 0; i < Times(4); ++i) {
       const int victim = i % 3;

@@ -22,6 +22,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "kernels/clocks/clock.h"
 #include "tests/faults/fault_proxy.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/support/rank_server.h"
@@ -165,8 +166,8 @@ class Group {
 
   // Whether no rank has ended or is about to: what was lost is noticed within the silence that is allowed.
   bool StaysUp(RankServer& ranks) const {
-    const absl::Time deadline = absl::Now() + 3 * kSilence;
-    while (absl::Now() < deadline) {
+    const absl::Time deadline = clocks::SteadyNow() + 3 * kSilence;
+    while (clocks::SteadyNow() < deadline) {
       for (int rank = 0; rank < ranks_; ++rank) {
         if (!ranks.rank(rank).Running()) return false;
       }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "kernels/clocks/clock.h"
 #include "tests/support/fake_service_manager.h"
 #include "tests/support/rank_server.h"
 
@@ -35,9 +36,9 @@ RankServerOptions WithoutTheLastRank(int ranks) {
 }
 
 void AwaitLog(const RankServer& ranks, int rank, const std::string& text) {
-  const absl::Time deadline = absl::Now() + kLimit;
+  const absl::Time deadline = clocks::SteadyNow() + kLimit;
   while (!absl::StrContains(ranks.log(rank), text)) {
-    ASSERT_LT(absl::Now(), deadline) << ranks.log(rank);
+    ASSERT_LT(clocks::SteadyNow(), deadline) << ranks.log(rank);
     absl::SleepFor(absl::Milliseconds(5));
   }
 }

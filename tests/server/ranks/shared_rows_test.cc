@@ -17,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/staging_adopter.h"
 #include "server/memory/shared_memory.h"
@@ -111,7 +112,8 @@ TEST_F(SharedRowsTest, MemoryOfOthersIsSharedWithItsDescriptor) {
   EXPECT_EQ(adopted->bytes().data(), theirs->bytes().data());
   EXPECT_EQ(Staging(*own_), 2 * kPage);
   std::optional<v1::RowsPlace> place;
-  for (const absl::Time limit = absl::Now() + kLimit; !place.has_value() && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       !place.has_value() && clocks::SteadyNow() < limit;) {
     place = Find(*adopted, theirs->bytes().data() + kPage, kPage);
   }
   ASSERT_TRUE(place.has_value());
@@ -161,7 +163,8 @@ TEST_F(SharedRowsTest, MemoryLeavesNothing) {
     ASSERT_TRUE(Find(*memory, memory->bytes().data(), 1).has_value()) << i;
   }
   // The worker hears of the last of them by and by.
-  for (const absl::Time limit = absl::Now() + kLimit; Mappings() > 2 && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       Mappings() > 2 && clocks::SteadyNow() < limit;) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_EQ(Mappings(), 2);
@@ -177,7 +180,8 @@ TEST_F(SharedRowsTest, RowsThatAreInUseStayMapped) {
   const v1::RowsPlace place = *Find(*memory, memory->bytes().data(), 1);
   auto rows = std::make_unique<MappedRows::Rows>(*mapped->Find(place, kPage));
   memory.reset();
-  for (const absl::Time limit = absl::Now() + kLimit; mapped->Find(place, 1).ok() && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       mapped->Find(place, 1).ok() && clocks::SteadyNow() < limit;) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_EQ(mapped->Find(place, 1).status().code(), absl::StatusCode::kInternal);
@@ -208,7 +212,8 @@ TEST_F(SharedRowsTest, ATokenAdmitsOneWorker) {
   refused(rows_->socket(), rows_->TokenOf(1));
   EXPECT_TRUE(rows_->regions().AnyHere());
   mapped->reset();
-  for (const absl::Time limit = absl::Now() + kLimit; rows_->regions().AnyHere() && absl::Now() < limit;) {
+  for (const absl::Time limit = clocks::SteadyNow() + kLimit;
+       rows_->regions().AnyHere() && clocks::SteadyNow() < limit;) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_FALSE(rows_->regions().AnyHere());

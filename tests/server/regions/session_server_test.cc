@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/shared_region.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/rpc/listening_socket.h"
 
@@ -59,9 +60,9 @@ class SessionServerTest : public ::testing::Test {
   }
   // Waits until nothing is left of any client.
   bool Empty() const {
-    const absl::Time end = absl::Now() + kPatience;
+    const absl::Time end = clocks::SteadyNow() + kPatience;
     while (server_->sessions() > 0 || regions_->used_bytes() > 0) {
-      if (absl::Now() > end) return false;
+      if (clocks::SteadyNow() > end) return false;
       absl::SleepFor(absl::Milliseconds(2));
     }
     return true;
@@ -69,9 +70,9 @@ class SessionServerTest : public ::testing::Test {
   // Empty, and as many descriptors as before. Clients that have ended may still be waiting to be accepted:
   // what they bring comes and goes after they do.
   testing::AssertionResult EmptyWith(size_t descriptors) const {
-    const absl::Time end = absl::Now() + kPatience;
+    const absl::Time end = clocks::SteadyNow() + kPatience;
     while (!Empty() || OpenDescriptors() != descriptors) {
-      if (absl::Now() > end)
+      if (clocks::SteadyNow() > end)
         return testing::AssertionFailure() << OpenDescriptors() << " descriptors, not " << descriptors << "; "
                                            << server_->sessions() << " sessions";
       absl::SleepFor(absl::Milliseconds(2));
@@ -84,8 +85,8 @@ class SessionServerTest : public ::testing::Test {
     if (!socket.ok()) return socket.status();
     if (absl::Status sent = wire::SendRegionPacket(socket->get(), packet, -1); !sent.ok()) return sent;
     absl::StatusOr<wire::RegionPacket> answer = wire::ReceiveRegionPacket(socket->get());
-    const absl::Time end = absl::Now() + kPatience;
-    while (!answer.ok() && absl::Now() < end) {
+    const absl::Time end = clocks::SteadyNow() + kPatience;
+    while (!answer.ok() && clocks::SteadyNow() < end) {
       absl::SleepFor(absl::Milliseconds(1));
       answer = wire::ReceiveRegionPacket(socket->get());
     }
@@ -177,9 +178,9 @@ TEST_F(SessionServerTest, ASessionHasOneRegion) {
   request.set_bytes(4096);
   for (int i = 0; i < 2; ++i)
     ASSERT_TRUE(wire::SendRegionPacket(socket->get(), request.SerializeAsString(), -1).ok());
-  const absl::Time end = absl::Now() + kPatience;
+  const absl::Time end = clocks::SteadyNow() + kPatience;
   auto packet = wire::ReceiveRegionPacket(socket->get());
-  while (!(packet.ok() && packet->closed) && absl::Now() < end) {
+  while (!(packet.ok() && packet->closed) && clocks::SteadyNow() < end) {
     absl::SleepFor(absl::Milliseconds(2));
     packet = wire::ReceiveRegionPacket(socket->get());
   }
@@ -204,8 +205,8 @@ TEST_F(SessionServerTest, ThoseWhoSayNothingGo) {
   const auto silent = wire::ConnectRegionSocket(socket_);
   const auto region = Open();
   ASSERT_TRUE(silent.ok() && region.ok());
-  const absl::Time end = absl::Now() + kPatience;
-  while (server_->sessions() != 1 && absl::Now() < end) absl::SleepFor(absl::Milliseconds(2));
+  const absl::Time end = clocks::SteadyNow() + kPatience;
+  while (server_->sessions() != 1 && clocks::SteadyNow() < end) absl::SleepFor(absl::Milliseconds(2));
   EXPECT_EQ(server_->sessions(), 1);
   EXPECT_TRUE((*region)->usable());
 }

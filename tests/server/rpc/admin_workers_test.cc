@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/admin_workers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -10,6 +11,7 @@
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -114,6 +116,53 @@ TEST_F(AdminWorkersTest, TheEndRunsWhatIsQueued) {
   }
   workers_.reset();
   EXPECT_EQ(done, 30);
+}
+
+// A peer that lists without end: neither looks nor lists of others wait for more than one of its lists.
+TEST_F(AdminWorkersTest, ListsOfOnePeerLeaveTheLooksOfOthers) {
+  for (int i = 0; i < 20; ++i) Block({.peer = "a", .kind = AdminKind::kList});
+  for (int i = 0; i < 20; ++i) Expect({.peer = "b", .head = "head", .kind = AdminKind::kLook});
+  EXPECT_LE(running_, 1);
+}
+
+TEST_F(AdminWorkersTest, PeersTakeTurnsAtLooking) {
+  absl::Notification begin;
+  absl::Mutex mutex;
+  std::vector<std::string> order;
+  std::atomic<int> waiting{0};
+  for (int i = 0; i < 2; ++i) {  // both threads
+    ASSERT_TRUE(workers_
+                    ->Schedule({.peer = absl::StrCat("first", i), .kind = AdminKind::kLook},
+                               [&] {
+                                 ++waiting;
+                                 begin.WaitForNotification();
+                               })
+                    .ok());
+  }
+  while (waiting < 2) absl::SleepFor(absl::Milliseconds(1));
+  absl::BlockingCounter done(32);
+  const auto look = [&](const std::string& peer) {
+    ASSERT_TRUE(workers_
+                    ->Schedule({.peer = peer, .kind = AdminKind::kLook},
+                               [&, peer] {
+                                 {
+                                   absl::MutexLock lock(&mutex);
+                                   order.push_back(peer);
+                                 }
+                                 done.DecrementCount();
+                               })
+                    .ok());
+  };
+  for (int i = 0; i < 30; ++i) look("a");
+  look("b");
+  look("c");
+  begin.Notify();
+  done.Wait();
+  const auto place = [&](const std::string& peer) {
+    return std::find(order.begin(), order.end(), peer) - order.begin();
+  };
+  EXPECT_LT(place("b"), 6);
+  EXPECT_LT(place("c"), 6);
 }
 
 }  // namespace

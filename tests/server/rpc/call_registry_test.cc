@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::rpc::call_registry_test {
 namespace {
@@ -81,11 +82,11 @@ TEST(CallRegistryTest, LooksAtCallsSeveralTimesPerTimeout) {
                          .on_limit = [&](absl::string_view) { ++ended; }});
   FakeCall call;
   ASSERT_TRUE(registry.Add(&call, "x").ok());
-  const absl::Time limit = absl::Now() + absl::Minutes(2);
-  while (call.checks < 3 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  const absl::Time limit = clocks::SteadyNow() + absl::Minutes(2);
+  while (call.checks < 3 && clocks::SteadyNow() < limit) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(ended, 0);
   call.late = true;
-  while (ended == 0 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  while (ended == 0 && clocks::SteadyNow() < limit) absl::SleepFor(absl::Milliseconds(5));
   registry.Remove(&call);
   const int checks = call.checks;
   EXPECT_GE(checks, 3);
@@ -119,15 +120,15 @@ TEST(CallRegistryTest, LooksAtEachOpenCallFromTheOldestToTheYoungest) {
 
 TEST(CallRegistryTest, WaitsUntilEmpty) {
   CallRegistry registry({.max_calls = 2});
-  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now()));
+  EXPECT_TRUE(registry.WaitUntilEmpty(clocks::SteadyNow()));
   FakeCall call;
   ASSERT_TRUE(registry.Add(&call, "x").ok());
-  EXPECT_FALSE(registry.WaitUntilEmpty(absl::Now() + absl::Milliseconds(20)));
+  EXPECT_FALSE(registry.WaitUntilEmpty(clocks::SteadyNow() + absl::Milliseconds(20)));
   std::thread remover([&] {
     absl::SleepFor(absl::Milliseconds(20));
     registry.Remove(&call);
   });
-  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Now() + absl::Minutes(2)));
+  EXPECT_TRUE(registry.WaitUntilEmpty(clocks::SteadyNow() + absl::Minutes(2)));
   remover.join();
 }
 

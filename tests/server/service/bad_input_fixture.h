@@ -17,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/kernels/problem.h"
 #include "tests/server/service/service_client.h"
@@ -56,9 +57,9 @@ class BadInputTest : public ::testing::Test {
 
   // Buffers and streams come back once the calls are over.
   void ExpectIdle() {
-    const absl::Time limit = absl::Now() + absl::Seconds(10);
+    const absl::Time limit = clocks::SteadyNow() + absl::Seconds(10);
     engine::EngineStats stats = server_.server().stats();
-    while (absl::Now() < limit && (stats.open_streams > 0 || stats.staging_used_bytes > 0)) {
+    while (clocks::SteadyNow() < limit && (stats.open_streams > 0 || stats.staging_used_bytes > 0)) {
       absl::SleepFor(absl::Milliseconds(2));
       stats = server_.server().stats();
     }

@@ -35,7 +35,8 @@ inline std::string ToText(const grpc::ByteBuffer& buffer) {
 // The call fails at once if there is no connection. Zero: no deadline.
 inline void SetDeadline(grpc::ClientContext* context, absl::Duration deadline) {
   context->set_wait_for_ready(false);
-  if (deadline > absl::ZeroDuration()) context->set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+  if (deadline > absl::ZeroDuration())
+    context->set_deadline(std::chrono::system_clock::now() + absl::ToChronoMicroseconds(deadline));
 }
 
 // Starts a call of a bidirectional method, such as "/lossd.v1.LossService/ComputeLoss".

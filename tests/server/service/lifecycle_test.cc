@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -60,7 +61,7 @@ LossAnswers RunMicrobatch(TestClient& client, int64_t rows, uint64_t id, int64_t
 }
 
 ::testing::AssertionResult BecomesIdle(TestServer& server) {
-  const absl::Time limit = absl::Now() + absl::Seconds(20);
+  const absl::Time limit = clocks::SteadyNow() + absl::Seconds(20);
   engine::EngineStats stats;
   do {
     stats = server.server().stats();
@@ -68,7 +69,7 @@ LossAnswers RunMicrobatch(TestClient& client, int64_t rows, uint64_t id, int64_t
       return ::testing::AssertionSuccess();
     }
     absl::SleepFor(absl::Milliseconds(5));
-  } while (absl::Now() < limit);
+  } while (clocks::SteadyNow() < limit);
   return ::testing::AssertionFailure()
          << stats.open_streams << " streams, " << stats.queued_slices << " slices, "
          << stats.staging_used_bytes << " of " << stats.staging_bytes << " bytes in use";
@@ -198,7 +199,7 @@ TEST(LifecycleTest, DrainLetsOpenCallsFinish) {
   stream->SendOpen(OpenFor(20, 1));
   ASSERT_TRUE(stream->ReadOne());
   bool clean = false;
-  std::thread drain([&] { clean = server.server().Drain(absl::Now() + absl::Seconds(30)); });
+  std::thread drain([&] { clean = server.server().Drain(clocks::SteadyNow() + absl::Seconds(30)); });
   while (client->GetServer().value_or(v1::ServerDescription()).draining() == false) {
     absl::SleepFor(absl::Milliseconds(2));
   }
@@ -220,7 +221,7 @@ TEST(LifecycleTest, DrainCancelsWhatDoesNotFinish) {
   const auto stream = client->OpenLoss();
   stream->SendOpen(OpenFor(20, 1));
   ASSERT_TRUE(stream->ReadOne());
-  EXPECT_FALSE(server.server().Drain(absl::Now() + absl::Milliseconds(100)));
+  EXPECT_FALSE(server.server().Drain(clocks::SteadyNow() + absl::Milliseconds(100)));
   EXPECT_FALSE(stream->Finish().status.ok());
   server.Stop();
 }

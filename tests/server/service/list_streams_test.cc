@@ -13,6 +13,7 @@
 
 #include "absl/time/clock.h"
 #include "client/cpp/shared_region.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
@@ -59,9 +60,9 @@ class ListStreamsTest : public ::testing::Test {
   }
   // What is listed once `there` is true of it.
   v1::ListStreamsResponse ListWhen(const std::function<bool(const v1::ListStreamsResponse&)>& there) {
-    const absl::Time limit = absl::Now() + absl::Minutes(1);
+    const absl::Time limit = clocks::SteadyNow() + absl::Minutes(1);
     v1::ListStreamsResponse answer = List();
-    while (!there(answer) && absl::Now() < limit) {
+    while (!there(answer) && clocks::SteadyNow() < limit) {
       absl::SleepFor(absl::Milliseconds(2));
       answer = List();
     }
@@ -278,8 +279,8 @@ TEST_F(ListStreamsTest, WhileStreamsComeAndGo) {
     });
   }
   uint64_t rows = 0;
-  const absl::Time limit = absl::Now() + absl::Minutes(2);
-  while (rows < 4000 && absl::Now() < limit) {
+  const absl::Time limit = clocks::SteadyNow() + absl::Minutes(2);
+  while (rows < 4000 && clocks::SteadyNow() < limit) {
     const v1::ListStreamsResponse answer = List();
     uint64_t now = 0, staging = 0, of_streams = 0;
     for (const v1::PeerDescription& peer : answer.peers()) {

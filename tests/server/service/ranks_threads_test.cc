@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "client/cpp/client.h"
+#include "kernels/clocks/clock.h"
 #include "server/app/compute.h"
 #include "server/app/local_ranks.h"
 #include "server/app/rank_parts.h"
@@ -230,7 +231,7 @@ TEST(ServiceRanksThreadsEndTest, ALostDeviceEndsAllProcesses) {
   EXPECT_FALSE(end.status.ok());
   EXPECT_TRUE(end.joined) << "so that the process ends with status 3";
   for (std::thread& thread : threads) thread.join();
-  (*server)->Drain(absl::Now());
+  (*server)->Drain(clocks::SteadyNow());
   server->reset();
 }
 

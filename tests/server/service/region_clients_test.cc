@@ -17,6 +17,7 @@
 
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/support/process_holdings.h"
@@ -114,8 +115,8 @@ class RegionClientsTest : public ::testing::TestWithParam<bool> {
   ::testing::AssertionResult NothingIsLeft() { return test::BackTo(before_, server_.pid(), *observer_); }
   // Waits until the server does not know the region any more.
   bool IsForgotten(const std::string& id) {
-    const absl::Time end = absl::Now() + absl::Seconds(60);
-    while (absl::Now() < end) {
+    const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
+    while (clocks::SteadyNow() < end) {
       const LossAnswers answers = Compute(id);
       if (absl::IsUnavailable(answers.status)) return true;
       EXPECT_TRUE(answers.status.ok()) << answers.status;
@@ -175,9 +176,9 @@ TEST_P(RegionClientsTest, ClosesItsSessionDuringACall) {
   test::RawRegion other(socket(), kRegionBytes, OfDevice());
   std::memset(other.data(), 0, other.size());
   v1::OpenMicrobatch again = Open(region->id());
-  const absl::Time end = absl::Now() + absl::Seconds(60);
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
   absl::Status refused;
-  while (!absl::IsUnavailable(refused) && absl::Now() < end) {
+  while (!absl::IsUnavailable(refused) && clocks::SteadyNow() < end) {
     const auto late = client_->OpenLoss();
     late->SendOpen(again);
     late->HalfClose();

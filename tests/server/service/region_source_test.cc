@@ -20,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/loss_plan.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -44,8 +45,8 @@ TEST(RegionSourceTest, TriesAgainAfterAFailedAttempt) {
   EXPECT_EQ(source.choice().transport, "grpc");
   EXPECT_THAT(source.choice().reason, HasSubstr("/nowhere"));
   EXPECT_THAT(source.choice().reason, HasSubstr("tried again"));
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (source.Get() == nullptr && absl::Now() < end) absl::SleepFor(absl::Milliseconds(1));
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
+  while (source.Get() == nullptr && clocks::SteadyNow() < end) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_EQ(source.choice().transport, "shared_memory") << source.choice().reason;
 }
 
@@ -57,13 +58,13 @@ TEST(RegionSourceTest, PausesGrowBetweenAttempts) {
                         return std::string("/nowhere");
                       },
                       {.first = absl::Milliseconds(1), .most = absl::Hours(1)});
-  const absl::Time start = absl::Now();
+  const absl::Time start = clocks::SteadyNow();
   for (int i = 0; i < 200; ++i) {
     EXPECT_EQ(source.Get(), nullptr);
     absl::SleepFor(absl::Microseconds(200));
   }
   // The pauses before attempt n are 2^n - 1 ms together.
-  const double elapsed = absl::ToDoubleMilliseconds(absl::Now() - start);
+  const double elapsed = absl::ToDoubleMilliseconds(clocks::SteadyNow() - start);
   EXPECT_GE(attempts, 2);
   EXPECT_LE(std::exp2(attempts) - 1, elapsed);
 }
@@ -263,8 +264,9 @@ TEST(RegionSourceTest, ARegionThatWasGivenUpGoesBackAtOnce) {
   EXPECT_FALSE(
       client->ComputeLoss(SmallMicrobatch(rows, 0, 2), {}, {.slice_bytes = 10 * kSmallHidden * sizeof(float)})
           .ok());
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (staging() + (1 << 20) > with_region && absl::Now() < end) absl::SleepFor(absl::Milliseconds(5));
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
+  while (staging() + (1 << 20) > with_region && clocks::SteadyNow() < end)
+    absl::SleepFor(absl::Milliseconds(5));
   EXPECT_LE(staging() + (1 << 20), with_region);
 }
 

@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/shared_region.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
@@ -133,8 +134,9 @@ TEST_F(LiesTest, ARegionIsFoundByItsIdAlone) {
   for (const std::string& message : messages)
     EXPECT_EQ(message, messages[0]) << "it tells something of a region";
   const std::string gone = OpenRegion()->id();  // and closed again
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (Send(gone, Slice(0, kBytes)).status.ok() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(2));
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
+  while (Send(gone, Slice(0, kBytes)).status.ok() && clocks::SteadyNow() < end)
+    absl::SleepFor(absl::Milliseconds(2));
   EXPECT_EQ(std::string(Send(gone, Slice(0, kBytes)).status.message()), messages[0]);
 }
 
@@ -319,13 +321,14 @@ TEST_F(LiesTest, ACallOutlivesItsSession) {
   stream->SendOpen(Open(id));
   ASSERT_TRUE(stream->ReadOne());
   region_.reset();
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (Send(id, Slice(0, kBytes)).status.code() != absl::StatusCode::kUnavailable && absl::Now() < end)
+  const absl::Time end = clocks::SteadyNow() + absl::Seconds(60);
+  while (Send(id, Slice(0, kBytes)).status.code() != absl::StatusCode::kUnavailable &&
+         clocks::SteadyNow() < end)
     absl::SleepFor(absl::Milliseconds(2));
   stream->Send(Slice(0, kBytes));
   stream->HalfClose();
   EXPECT_TRUE(stream->Finish().status.ok());
-  while (server_.server().stats().open_streams > 0 && absl::Now() < end)
+  while (server_.server().stats().open_streams > 0 && clocks::SteadyNow() < end)
     absl::SleepFor(absl::Milliseconds(2));
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "tests/server/service/heads_fixture.h"
 
 namespace lossd::app::testing::versions_test {
@@ -42,9 +43,9 @@ class VersionsTest : public HeadsTest {
   }
   // A write that has ended is forgotten soon.
   static void ExpectReadableSoon(TestClient& client) {
-    const absl::Time limit = absl::Now() + absl::Minutes(2);
+    const absl::Time limit = clocks::SteadyNow() + absl::Minutes(2);
     absl::StatusCode code = ReadCode(client);
-    while (code == kUnavailable && absl::Now() < limit) {
+    while (code == kUnavailable && clocks::SteadyNow() < limit) {
       absl::SleepFor(absl::Milliseconds(5));
       code = ReadCode(client);
     }

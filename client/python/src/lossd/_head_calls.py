@@ -174,33 +174,35 @@ class HeadCalls:
         """A tensor, or rows [begin, end) of it: [V, D] for the weight, else one-dimensional. bf16 as uint16.
 
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
-        if it changes each time.
+        if it changes each time, or if the head was made again with another shape.
         """
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),
             dtype=types.enum_value("dtype", types.DTYPES, dtype))
-        begin, end, row_shape = self._range_of(head, param, rows, deadline)
+        begin, end, shape = self._range_of(head, param, rows, deadline)
         request.rows.begin, request.rows.end = begin, end
-        out = np.empty((end - begin, *row_shape), types.NUMPY_DTYPES[dtype])
-        row_bytes = out.itemsize * math.prod(row_shape)
-        self._connections.repeated(
-            lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline),
-            deadline, restartable=True)
+        out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
+        row_bytes = out.itemsize * math.prod(shape[1:])
+        with self._of_one_shape(head, param, shape, deadline):
+            self._connections.repeated(
+                lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline,
+                                             shape[0]), deadline, restartable=True)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
                      rows: tuple[int, int] | None = None, role: Role = "value",
                      timeout: float | None = None) -> HeadState:
-        """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced."""
+        """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced; Aborted as read_tensor."""
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        range_, row_bytes = self._rows_for(head, param, data, rows, deadline)
+        range_, shape, row_bytes = self._rows_for(head, param, data, rows, deadline)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
-        written = _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline)
+        with self._of_one_shape(head, param, shape, deadline):
+            written = _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline)
         return read(HeadState, written.state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
@@ -216,7 +218,7 @@ class HeadCalls:
         kind, data = _arrays.as_array("values", values, dtype)
         at = self._head_cache.trainer_step(head, step)
         with self._told(at):
-            range_, row_bytes = self._rows_for(head, param, data, rows, deadline)
+            range_, shape, row_bytes = self._rows_for(head, param, data, rows, deadline)
             payload = _arrays.bytes_of(data)
 
             def attempt() -> head_pb2.AddGradientResponse:
@@ -227,7 +229,8 @@ class HeadCalls:
                                               run=self._run, **names(self._head_cache.gradients_of(at)))
                 return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
 
-            answer = self._connections.repeated(attempt, deadline)
+            with self._of_one_shape(head, param, shape, deadline):
+                answer = self._connections.repeated(attempt, deadline)
         self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
         return read(AddedGradient, answer)
 
@@ -386,21 +389,33 @@ class HeadCalls:
 
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,
                   deadline: Deadline) -> tuple[int, int, tuple[int, ...]]:
-        """First row, end, and the shape of a row; `rows` None: all. InvalidArgument if the tensor has no such rows."""
+        """First row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
         shape = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
         begin, end = rows or (0, shape[0])
         if not 0 <= begin <= end <= shape[0]:
             raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
-        return begin, end, shape[1:]
+        return begin, end, shape
 
     def _rows_for(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[types_pb2.RowRange, int]:
-        """The rows that `data` is for, and the bytes of one. InvalidArgument if its shape is not theirs."""
-        begin, end, row_shape = self._range_of(head, param, rows, deadline)
-        if data.shape != (end - begin, *row_shape):
-            raise errors.InvalidArgument(
-                f'values has shape {data.shape}; {param} of head "{head}" takes {(end - begin, *row_shape)}')
-        return types_pb2.RowRange(begin=begin, end=end), data.itemsize * math.prod(row_shape)
+                  deadline: Deadline) -> tuple[types_pb2.RowRange | None, tuple[int, ...], int]:
+        """The rows that `data` is for (None: all), the tensor's shape, the bytes of a row. InvalidArgument for other data."""
+        begin, end, shape = self._range_of(head, param, rows, deadline)
+        wanted = (end - begin, *shape[1:])
+        if data.shape != wanted:
+            raise errors.InvalidArgument(f'values has shape {data.shape}; {param} of head "{head}" takes {wanted}')
+        return types_pb2.RowRange(begin=begin, end=end) if rows else None, shape, data.itemsize * math.prod(shape[1:])
+
+    @contextlib.contextmanager
+    def _of_one_shape(self, head: str, param: Param, shape: tuple[int, ...], deadline: Deadline) -> Iterator[None]:
+        """Raises Aborted instead of an error that comes from a head that was made again with another shape."""
+        try:
+            yield
+        except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition) as error:
+            now = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
+            if now == shape:
+                raise
+            raise errors.Aborted(f'head "{head}" was made again during the call: {param} has shape {now}, and had '
+                                 f'{shape}') from error
 
 
 def _checked_replicas(replicas: int) -> int:

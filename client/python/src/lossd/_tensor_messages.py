@@ -42,8 +42,9 @@ class TensorReader:
     Aborted that the tensor has changed under the calls; then the contents of `out` are unspecified.
     """
 
-    def __init__(self, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview) -> None:
-        """The rows that `request` names are those of `out`."""
+    def __init__(self, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview,
+                 tensor_rows: int | None = None) -> None:
+        """The rows that `request` names are those of `out`; `tensor_rows`: how many the tensor has, if that is known."""
         first_row = request.rows.begin
         self._head = request.head
         self._of_gradient = request.role == head_pb2.ROLE_GRADIENT
@@ -52,6 +53,7 @@ class TensorReader:
         self._end_row = first_row + out.nbytes // row_bytes
         self._row_bytes = row_bytes
         self._out = out
+        self._tensor_rows = tensor_rows
         self._begun = False
 
     def handle(self, data: bytes, in_region: memoryview = memoryview(b""), first_row: int = 0) -> None:
@@ -61,6 +63,8 @@ class TensorReader:
         if not self._begun and (self._end_row > tensor_slice.tensor_rows or tensor_slice.tensor_cols == 0):
             raise errors.server_sent(
                 f"a tensor of {tensor_slice.tensor_rows} x {tensor_slice.tensor_cols} for rows up to {self._end_row}")
+        if self._tensor_rows not in (None, tensor_slice.tensor_rows):
+            raise errors.server_sent(f"a tensor of {tensor_slice.tensor_rows} rows; one of {self._tensor_rows} was expected")
         self._begun = True
         self._check_version(tensor_slice.state)
         if begin != self._next_row or not begin <= end <= self._end_row:

@@ -32,9 +32,12 @@ def tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, .
 
 
 def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int, out: memoryview,
-                deadline: Deadline) -> None:
-    """Reads the rows that `request` names into `out`, bytes of whole rows; in shared memory if they are worth it."""
-    reader = TensorReader(request, row_bytes, out)
+                deadline: Deadline, tensor_rows: int) -> None:
+    """Reads the rows that `request` names into `out`, bytes of whole rows; in shared memory if they are worth it.
+
+    Internal if the tensor has not `tensor_rows` rows.
+    """
+    reader = TensorReader(request, row_bytes, out, tensor_rows)
     region = connections.regions.get(min(out.nbytes, _PIECE_BYTES)) if out.nbytes >= _LEAST_SHARED else None
     if region is None or not region.begin():
         _read_rows(connections, request, reader, deadline)

@@ -295,7 +295,7 @@ class Client(HeadCalls):
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
-        request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
+        request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id, run=self._run)
         return self._connections.unary(_LOSSES + "ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse,
                                        Deadline(timeout or self._call_timeout), repeat=True).released
 

@@ -347,6 +347,7 @@ class SavedCheckpoint(Shown):
     seconds: float = 0.0
     read_seconds: float = 0.0  # of these, how long calls that change the head had to wait
     pruned: tuple[str, ...] = ()  # checkpoints removed because of `keep`
+    not_finite: int = 0  # values in it that are infinite or NaN; in a bias that may be meant
 
 
 @dataclass(frozen=True, repr=False)
@@ -362,6 +363,7 @@ class CheckpointInfo(Shown):
     saved_unix_seconds: int = 0  # 0: not known
     automatic: bool = False  # named by the server; `keep` may remove it
     run: str = ""  # of the trainer that applied its last step (Client's `run`); "": not known
+    save_number: int = field(default=0, repr=False)  # of this save among all of the head; 0: an earlier server saved it
 
 
 @dataclass(frozen=True, repr=False)

@@ -52,6 +52,7 @@ class Scheduler final : public Runtime {
   absl::AnyInvocable<void()> Start(Loop* loop) override;
   void Wait(const absl::Notification& done) override;
   absl::Time Now() override { return absl::UnixEpoch() + absl::Milliseconds(turns_); }
+  absl::Time WallNow() override { return Now(); }
 
  private:
   struct Task {
