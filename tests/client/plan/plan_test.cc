@@ -171,7 +171,7 @@ TEST(Plan, AHeadOfFewClassesIsNotColocated) {
 TEST(Plan, SizesOfPipelinesDoNotWrapAround) {
   Request request = LlamaInEightStages();
   request.model.hidden = 1 << 24;
-  request.rows = request.microbatch = int64_t{1} << 40;
+  request.rows = request.microbatch = int64_t{1} << 32;
   request.pipeline.head_seconds = 1e6;
   for (const Pipeline& pipeline : MakePlan(request, Rates())->pipelines.known) {
     for (const int64_t bytes : pipeline.stage_bytes) EXPECT_GE(bytes, int64_t{1} << 60);
