@@ -11,6 +11,7 @@
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/errors.h"
+#include "server/messages/texts.h"
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
@@ -108,6 +109,7 @@ absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* ca
   if (!decoded.ok()) return decoded.status();
   const auto admitted = environment_.access->Admit(*call->context(), kReleaseMicrobatch, request.head());
   if (!admitted.ok()) return admitted.status();
+  if (absl::Status run = messages::CheckRun("run", request.run()); !run.ok()) return run;
   const absl::StatusOr<engine::ReleaseResult> released = environment_.engine->Release(
       request.head(), request.microbatch_id(),
       {.identity = admitted->identity,
