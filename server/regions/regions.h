@@ -26,15 +26,17 @@ namespace lossd::regions {
 // What the regions of one server may take, and have. Thread-safe.
 class RegionBudget {
  public:
-  RegionBudget(int64_t bytes, double peer_share) : shares_(bytes, peer_share) {}
+  RegionBudget(int64_t bytes, double peer_share)
+      : most_(static_cast<int64_t>(peer_share * static_cast<double>(bytes))), shares_(bytes, peer_share) {}
 
-  // `bytes`, or half of it, and so on, as long as that is at least `least` and `holder` may have it; 0: it
-  // may not.
+  // `bytes`, but at most the share, which holds for the first region as well; or half of it, and so on, as
+  // long as that is at least `least` and `holder` may have it; 0: it may not.
   int64_t Take(absl::string_view holder, int64_t bytes, int64_t least) ABSL_LOCKS_EXCLUDED(mutex_);
   void Give(absl::string_view holder, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t used() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  const int64_t most_;  // of one holder
   mutable absl::Mutex mutex_;
   engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
 };

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/access/authority.h"
 
 namespace lossd::rpc {
 
@@ -98,6 +99,7 @@ void CallRegistry::Watch() {
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
+      if (absl::Now() > call->until()) call->EndWith(access::CertificateHasExpired());  // by the wall clock
     }
   }
 }
