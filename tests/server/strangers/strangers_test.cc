@@ -69,7 +69,7 @@ struct Act {
 };
 
 const Act kActs[] = {{"nothing", 8, 64},      {"half", 150, 400},   {"much", 8, 64},
-                     {"descriptors", 8, 128}, {"lingering", 9, 64}, {"thousands", 300, 1100}};
+                     {"descriptors", 8, 128}, {"lingering", 9, 24}, {"thousands", 300, 1100}};
 
 // The kernel that the server sees.
 enum class Kernel : uint8_t { kThis, kOld };
