@@ -20,8 +20,6 @@
 namespace lossd::wire {
 namespace {
 
-constexpr size_t kMaxDescriptors = 8;  // that a packet may bring, so that each of them is closed
-
 absl::Status Broken(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
@@ -45,7 +43,8 @@ absl::Status CannotConnect(absl::string_view name, int error) {
   return absl::UnavailableError(absl::StrCat(name, ": ", std::strerror(error), hint));
 }
 
-// Takes the descriptors out of a received packet.
+}  // namespace
+
 std::vector<OwnedDescriptor> DescriptorsOf(msghdr* message) {
   std::vector<OwnedDescriptor> descriptors;
   for (cmsghdr* part = CMSG_FIRSTHDR(message); part != nullptr; part = CMSG_NXTHDR(message, part)) {
@@ -59,8 +58,6 @@ std::vector<OwnedDescriptor> DescriptorsOf(msghdr* message) {
   }
   return descriptors;
 }
-
-}  // namespace
 
 OwnedDescriptor& OwnedDescriptor::operator=(OwnedDescriptor&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
@@ -93,19 +90,6 @@ absl::StatusOr<RegionPeer> PeerOf(int socket) {
   return RegionPeer{.user = who.uid, .process = who.pid};
 }
 
-absl::StatusOr<AcceptedRegionSocket> AcceptRegionSocket(int listener) {
-  OwnedDescriptor accepted(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (!accepted) {
-    const bool is_short = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-    absl::Status failed = Broken("accept");
-    if (is_short) absl::SleepFor(absl::Milliseconds(50));  // those that wait stay in the backlog
-    return failed;
-  }
-  const absl::StatusOr<RegionPeer> peer = PeerOf(accepted.get());
-  if (!peer.ok()) return peer.status();
-  return AcceptedRegionSocket{.socket = std::move(accepted), .peer = *peer};
-}
-
 int PollMilliseconds(absl::Time deadline) {
   if (deadline == absl::InfiniteFuture()) return -1;
   const int64_t left = absl::ToInt64Milliseconds(deadline - clocks::SteadyNow()) + 1;  // not before it
@@ -131,7 +115,7 @@ absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descripto
   return absl::OkStatus();
 }
 
-absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket) {
+absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket, std::vector<OwnedDescriptor>* others) {
   std::string bytes(kMaxRegionPacket, '\0');
   iovec data = {.iov_base = bytes.data(), .iov_len = bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))] = {};
@@ -146,14 +130,20 @@ absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket) {
   if (received < 0 && errno == ECONNRESET)
     received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   if (received < 0) return Broken("recvmsg");
-  std::vector<OwnedDescriptor> descriptors = DescriptorsOf(&message);
+  std::vector<OwnedDescriptor> closed_here;
+  std::vector<OwnedDescriptor>& descriptors = others != nullptr ? *others : closed_here;
+  const size_t before = descriptors.size();
+  for (OwnedDescriptor& descriptor : DescriptorsOf(&message)) descriptors.push_back(std::move(descriptor));
   if (received == 0) return RegionPacket{.closed = true};
   if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     return errors::FieldError("packet", absl::StrCat("have at most ", kMaxRegionPacket, " bytes"), "more");
   }
   bytes.resize(static_cast<size_t>(received));
   RegionPacket packet{.bytes = std::move(bytes)};
-  if (descriptors.size() == 1) packet.descriptor = std::move(descriptors.front());
+  if (descriptors.size() == before + 1) {
+    packet.descriptor = std::move(descriptors.back());
+    descriptors.pop_back();
+  }
   return packet;
 }
 

@@ -6,11 +6,13 @@
 #ifndef LOSSD_PROTO_WIRE_REGION_PACKETS_H_
 #define LOSSD_PROTO_WIRE_REGION_PACKETS_H_
 
+#include <sys/socket.h>
 #include <sys/types.h>
 
 #include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,6 +36,7 @@ class OwnedDescriptor {
 
   int get() const { return descriptor_; }  // -1: none
   explicit operator bool() const { return descriptor_ >= 0; }
+  int Release() { return std::exchange(descriptor_, -1); }  // the caller closes it
 
  private:
   int descriptor_ = -1;
@@ -51,15 +54,6 @@ struct RegionPeer {
 // UNAVAILABLE if the kernel does not say.
 absl::StatusOr<RegionPeer> PeerOf(int socket);
 
-struct AcceptedRegionSocket {
-  OwnedDescriptor socket;  // does not wait
-  RegionPeer peer;
-};
-// The next client that waits at `listener`, which does not wait itself. UNAVAILABLE if there is none, or it
-// cannot be accepted; where the process has no descriptor left for it, after a moment, so that a loop does
-// not spin.
-absl::StatusOr<AcceptedRegionSocket> AcceptRegionSocket(int listener);
-
 // How long poll is to wait for `deadline`, in milliseconds: at most a minute, and -1 if it is infinite.
 int PollMilliseconds(absl::Time deadline);
 
@@ -68,13 +62,18 @@ absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descripto
 
 struct RegionPacket {
   std::string bytes;
-  OwnedDescriptor descriptor;  // that came with it, if exactly one did; others are closed
+  OwnedDescriptor descriptor;  // that came with it, if exactly one did
   bool closed = false;         // no packet: the other side has closed the connection
 };
 // Receives one packet without waiting; those that were sent before the other side closed still arrive,
 // whether or not it had read ours. UNAVAILABLE if there is none or the connection is broken; INVALID_ARGUMENT
-// for one that is longer than kMaxRegionPacket.
-absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket);
+// for one that is longer than kMaxRegionPacket. Descriptors that are not in the result are added to `others`,
+// or closed here, which may take as long as their sender likes.
+absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket, std::vector<OwnedDescriptor>* others = nullptr);
+
+inline constexpr size_t kMaxDescriptors = 253;  // that the kernel lets a packet bring
+// Takes the descriptors out of what recvmsg has received.
+std::vector<OwnedDescriptor> DescriptorsOf(msghdr* message);
 
 // INVALID_ARGUMENT, naming field and value, unless the bytes are a request of the protocol.
 absl::StatusOr<v1::RegionRequest> ParseRegionRequest(absl::string_view bytes);

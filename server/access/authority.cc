@@ -6,6 +6,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/text.h"
 
 namespace lossd::access {
@@ -42,13 +43,19 @@ absl::StatusOr<std::unique_ptr<Authority>> Authority::Create(const AccessFile& c
   return authority;
 }
 
+absl::Status CertificateHasExpired() {
+  return absl::UnauthenticatedError("the client certificate has expired (LOSSD_CERT, LOSSD_KEY)");
+}
+
 absl::StatusOr<Identity> Authority::Identify(const Presented& presented) const {
   if (!asks()) return Identity{.name = "", .role = Role::kAdmin};
   if (tokens_ != nullptr && presented.authorization.has_value())
     return IdentifyToken(*presented.authorization);
   if (roles_ != nullptr && presented.certificate) {
+    // TLS has looked at the dates once, when the connection began.
+    if (clocks::WallNow() > presented.end) return CertificateHasExpired();
     CertificateRoles::Match match = roles_->Get()->Find(presented.names);
-    return Identity{.name = std::move(match.name), .role = match.role};
+    return Identity{.name = std::move(match.name), .role = match.role, .until = presented.end};
   }
   return NothingPresented();
 }

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/access/certificate_roles.h"
 #include "server/access/reloaded.h"
 #include "server/access/role.h"
@@ -22,14 +23,16 @@ namespace lossd::access {
 
 // What came with a call. The view outlives the call of Identify.
 struct Presented {
-  bool certificate = false;        // TLS has verified one
-  std::vector<std::string> names;  // of the certificate: "dns:...", "uri:...", "email:...", "ip:..."
+  bool certificate = false;                 // TLS has verified one
+  absl::Time end = absl::InfiniteFuture();  // of the certificate, by the wall clock
+  std::vector<std::string> names;           // of the certificate: "dns:...", "uri:...", "email:...", "ip:..."
   std::optional<absl::string_view> authorization;  // "Bearer <token>"
 };
 
 struct Identity {
   std::string name;          // "dns:trainer-1", "token:pipeline-1"; empty if the server does not ask
   std::optional<Role> role;  // null: known, but without a role
+  absl::Time until = absl::InfiniteFuture();  // what was presented holds so long
 };
 
 class Authority {
@@ -42,7 +45,8 @@ class Authority {
   bool asks() const { return roles_ != nullptr || tokens_ != nullptr; }
 
   // A token counts before a certificate, if the server knows any tokens. UNAUTHENTICATED if a token is
-  // unknown or nothing is presented; the message holds no part of what was presented.
+  // unknown, the certificate has expired or nothing is presented; the message holds no part of what was
+  // presented.
   absl::StatusOr<Identity> Identify(const Presented& presented) const;
 
  private:
@@ -53,6 +57,8 @@ class Authority {
   std::unique_ptr<Reloaded<CertificateRoles>> roles_;  // null: certificates count for nothing
   std::unique_ptr<Reloaded<Tokens>> tokens_;           // null: tokens count for nothing
 };
+
+absl::Status CertificateHasExpired();
 
 // OK if `identity` has `needed` or a higher role; else PERMISSION_DENIED naming `method`, role and identity.
 absl::Status CheckRole(const Identity& identity, Role needed, absl::string_view method);

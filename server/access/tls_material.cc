@@ -103,6 +103,11 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFile
                                                          .expires = expires});
 }
 
+absl::Time FirstEnd(absl::string_view pem) {
+  const auto certificates = ParseCertificates({"", ""}, pem);
+  return certificates.ok() ? FirstExpiry(*certificates) : absl::InfinitePast();
+}
+
 absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& files) {
   std::vector<std::string> paths = {files.certificate.path, files.key.path};
   if (!files.client_authorities.path.empty()) paths.push_back(files.client_authorities.path);

@@ -35,6 +35,9 @@ struct TlsFiles {
 // taken: clients will refuse it, and say why.
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFiles& files);
 
+// Of certificates in PEM form, when the first ends; the infinite past if the text is not in order.
+absl::Time FirstEnd(absl::string_view pem);
+
 using ReloadedTls = Reloaded<TlsMaterial>;
 absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& files);
 

@@ -33,6 +33,7 @@ absl::Status CheckClientLimits(const ServerOptions& options) {
   status.Update(CheckAtLeast("max_waiting_calls", options.max_waiting_calls, 1));
   status.Update(CheckPositive("handshake_timeout", options.transport.handshake_timeout));
   status.Update(CheckPositive("idle_connection_timeout", options.transport.idle_connection_timeout));
+  status.Update(CheckPositive("connection_age", options.transport.connection_age));
   status.Update(CheckPositive("open_timeout", options.timeouts.open));
   status.Update(CheckPositive("idle_timeout", options.timeouts.idle));
   status.Update(CheckPositive("turn_timeout", options.timeouts.turn));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/app/health.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -9,16 +10,23 @@
 namespace lossd::app {
 namespace {
 
+std::string Seconds(absl::Duration time) { return absl::FormatDuration(absl::Trunc(time, absl::Seconds(1))); }
+
 metrics::HttpResponse Unavailable(std::string why) { return {.status = 503, .body = std::move(why)}; }
 
 }  // namespace
 
 absl::Status Live(const Health& health, absl::Duration timeout) {
   if (health.device_lost) return absl::UnavailableError("device lost");
-  if (health.device_silence <= timeout) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("no progress on the device for ",
-                   absl::FormatDuration(absl::Trunc(health.device_silence, absl::Seconds(1)))));
+  if (health.device_silence > timeout)
+    return absl::UnavailableError(
+        absl::StrCat("no progress on the device for ", Seconds(health.device_silence)));
+  for (const Health::Thread& thread : health.threads) {
+    if (thread.silence > std::min(timeout, kThreadTimeout))
+      return absl::UnavailableError(
+          absl::StrCat("no answer of ", thread.name, " for ", Seconds(thread.silence)));
+  }
+  return absl::OkStatus();
 }
 
 metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout) {

@@ -11,14 +11,14 @@
 
 #include "absl/status/statusor.h"
 #include "server/app/addresses.h"
-#include "server/rpc/listening_socket.h"
+#include "server/connections/listening_socket.h"
 
 namespace lossd::app {
 
 // Listens on all addresses, which get the ports that were chosen. `unix_mode`: of the files of Unix sockets.
 // UNAVAILABLE naming the option `listen`.
-absl::StatusOr<std::vector<rpc::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
-                                                              uint32_t unix_mode);
+absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
+                                                                      uint32_t unix_mode);
 
 // The addresses with commas between them.
 std::string TextOf(const std::vector<Address>& addresses);

@@ -26,6 +26,11 @@ ABSL_FLAG(std::string, region_socket, "",
           "empty: "
           "beside a Unix socket of --listen, else a random name");
 
+ABSL_FLAG(absl::Duration, connection_age, ServerOptions().transport.connection_age,
+          "With --tls_client_ca: a gRPC connection takes new calls for so long, and then clients connect "
+          "again by themselves, with "
+          "the certificate that they have then");
+
 namespace lossd::app {
 
 bool AbslParseFlag(absl::string_view text, FileMode* mode, std::string* error) {
@@ -48,6 +53,7 @@ void SetListenOptions(ServerOptions* options) {
   options->shared_memory_bytes = absl::GetFlag(FLAGS_shared_memory_bytes).bytes;
   options->shared_device_memory_bytes = absl::GetFlag(FLAGS_shared_device_memory_bytes).bytes;
   options->region_socket = absl::GetFlag(FLAGS_region_socket);
+  options->transport.connection_age = absl::GetFlag(FLAGS_connection_age);
 }
 
 }  // namespace lossd::app

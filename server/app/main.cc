@@ -27,6 +27,7 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "server/app/byte_size.h"
+#include "server/app/exit_watch.h"
 #include "server/app/heap.h"
 #include "server/app/listen_flags.h"
 #include "server/app/port_file.h"
@@ -42,6 +43,7 @@
 #include "server/rpc/periodic.h"
 
 using lossd::app::ByteSize;
+using lossd::app::kGrace;
 using lossd::app::Server;
 using lossd::app::ServerOptions;
 using lossd::app::ServiceManager;
@@ -300,25 +302,17 @@ int Fail(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? 2 : 1;
 }
 
-// What a drain may take beyond its timeout.
-constexpr absl::Duration kGrace = absl::Seconds(10);
-
-// Ends the process if the drain takes longer than it may: at a second signal, or, with the device lost, when
-// a call to the device hangs for ever.
+// Ends the process at a second signal, and if the drain takes longer than it may.
 void WatchTheDrain(StopEvents& events, const StopEvents::Event& first) {
-  const bool device_lost = first.signal == 0;
-  std::thread([&events, device_lost, of_rank = first.of_rank] {
+  const int status = first.signal == 0 ? kExitDeviceLost : kExitFailure;
+  std::thread([&events, status, of_rank = first.of_rank] {
     if (of_rank) events.WaitForSignal();  // the first one
     events.WaitForSignal();
     Log(LogLevel::kWarning, "second signal: leaving at once");
-    _exit(device_lost ? kExitDeviceLost : kExitFailure);
+    _exit(status);
   }).detach();
-  if (!device_lost) return;
-  std::thread([limit = absl::GetFlag(FLAGS_drain_timeout) + kGrace] {
-    absl::SleepFor(limit);
-    Log(LogLevel::kError, "the drain does not end: leaving at once");
-    _exit(kExitDeviceLost);
-  }).detach();
+  const absl::Duration limit = absl::GetFlag(FLAGS_drain_timeout) + kGrace;
+  lossd::app::EndWithin(first.signal == 0 ? limit : limit + lossd::app::kFarewell, status, "the drain");
 }
 
 void Drain(Server& server, ServiceManager& manager, StopEvents& events, const StopEvents::Event& event) {
@@ -339,6 +333,7 @@ int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvent
   const lossd::app::RanksEnd end = lossd::app::RunWorker(options, &manager, events);
   if (end.status.ok()) {
     Log(LogLevel::kInfo, "stopped");
+    lossd::app::EndWithin(lossd::app::kFarewell, 0, "the process");
     if (end.joined) return 0;
     _exit(0);  // a thread may still be connecting
   }

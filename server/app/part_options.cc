@@ -23,6 +23,14 @@ engine::EngineOptions EngineOptionsOf(const ServerOptions& options) {
   return out;
 }
 
+rpc::TransportOptions TransportOf(const ServerOptions& options) {
+  rpc::TransportOptions transport = options.transport;
+  transport.max_message_bytes = MaxMessageBytes(options);
+  transport.bytes = TransportBytes(options);
+  if (options.security.tls_client_ca.empty()) transport.connection_age = absl::InfiniteDuration();
+  return transport;
+}
+
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
                                              const kernels::BackendInfo& backend, regions::Regions* regions,
                                              head::FileSites* sites) {

@@ -10,6 +10,7 @@
 #include "server/access/access_file.h"
 #include "server/app/addresses.h"
 #include "server/app/check_options.h"
+#include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/ranks/local_address.h"
 
@@ -38,6 +39,13 @@ absl::Status CheckReach(const ServerOptions& options) {
   }
   const absl::StatusOr<Address> listen = RankAddress(options.ranks);
   if (!listen.ok()) return listen.status();
+  if (Asks(options.security) && options.ranks.secret_file.empty()) {
+    return errors::FieldError(
+        "rank_secret_file",
+        "be given where clients are asked who they are (--token_file, --tls_client_ca), for a "
+        "program that joins as a rank gets the weights of every head",
+        "nothing");
+  }
   const bool guarded = !options.ranks.ca.empty() && !options.ranks.secret_file.empty();
   if (guarded || options.security.insecure || (IsLoopback(*leader) && IsLoopback(*listen)))
     return absl::OkStatus();
@@ -139,7 +147,8 @@ absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
   absl::StatusOr<std::unique_ptr<ranks::Leader>> leader =
       ranks::Leader::Start({.ranks = ranks,
                             .devices = devices,
-                            .listen = listen->text(),
+                            .host = listen->host,
+                            .port = listen->port,
                             .credentials = credentials,
                             .secret = *std::move(secret),
                             .limits = LimitsOf(options),

@@ -38,10 +38,6 @@ absl::Status CheckTogether(const SecurityOptions& options) {
 }
 
 bool HasTls(const SecurityOptions& options) { return !options.tls_cert.empty(); }
-bool Asks(const SecurityOptions& options) {
-  return !options.tls_client_ca.empty() || !options.token_file.empty();
-}
-
 absl::Status InTheClear(absl::string_view option, const Address& address) {
   return errors::FieldError(option,
                             "be a loopback address or have TLS, because clients would send their tokens "
@@ -50,6 +46,10 @@ absl::Status InTheClear(absl::string_view option, const Address& address) {
 }
 
 }  // namespace
+
+bool Asks(const SecurityOptions& options) {
+  return !options.tls_client_ca.empty() || !options.token_file.empty();
+}
 
 absl::Status CheckGrpcAddress(const SecurityOptions& options, const Address& address) {
   if (IsLoopback(address)) return absl::OkStatus();

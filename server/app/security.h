@@ -22,6 +22,9 @@
 
 namespace lossd::app {
 
+// Whether callers have to say who they are.
+bool Asks(const SecurityOptions& options);
+
 // Whether the address may be bound with these options: INVALID_ARGUMENT naming `listen` or `http` and what is
 // missing.
 absl::Status CheckGrpcAddress(const SecurityOptions& options, const Address& address);

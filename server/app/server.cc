@@ -29,14 +29,15 @@
 #include "server/app/reflection.h"
 #include "server/app/security.h"
 #include "server/app/shared_memory.h"
+#include "server/connections/grpc_taker.h"
+#include "server/connections/listening_socket.h"
 #include "server/log/log.h"
 #include "server/metrics/http_pages.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
-#include "server/rpc/connection_acceptor.h"
 #include "server/rpc/head_service.h"
-#include "server/rpc/listening_socket.h"
 #include "server/rpc/loss_service.h"
+#include "server/rpc/pulse.h"
 #include "server/rpc/server_service.h"
 
 namespace lossd::app {
@@ -70,8 +71,7 @@ class ServerImpl final : public Server {
   void WatchRanks();
   void CreateServices();
   absl::Status Listen();
-  rpc::ConnectionAcceptor::Take CreateAcceptor(grpc::ServerBuilder* builder,
-                                               std::vector<rpc::ListeningSocket> sockets);
+  void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
   // On the acceptor's thread.
@@ -103,7 +103,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
-  std::unique_ptr<rpc::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<rpc::Pulse> pulse_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::HttpPages> pages_;
@@ -233,14 +234,13 @@ absl::Status ServerImpl::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
-  absl::StatusOr<std::vector<rpc::ListeningSocket>> sockets =
+  absl::StatusOr<std::vector<connections::ListeningSocket>> sockets =
       OpenSockets(&grpc_addresses_, options_.unix_socket_mode);
   if (!sockets.ok()) return sockets.status();
-  rpc::ConnectionAcceptor::Take take = CreateAcceptor(&builder, *std::move(sockets));
-  rpc::TransportOptions transport = options_.transport;
-  transport.max_message_bytes = MaxMessageBytes(options_);
-  transport.bytes = TransportBytes(options_);
-  rpc::Configure(transport, &builder);
+  CreateAcceptor(*std::move(sockets));
+  auto take = connections::GrpcTaker(&builder, security_->credentials());
+  pulse_ = std::make_unique<rpc::Pulse>(&builder);
+  rpc::Configure(TransportOf(options_), &builder);
   builder.RegisterService(loss_service_.get());
   builder.RegisterService(head_service_->service());
   builder.RegisterService(server_service_.get());
@@ -248,25 +248,17 @@ absl::Status ServerImpl::Listen() {
   if (grpc_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
   acceptor_->Start(std::move(take));
+  pulse_->Start();
   return absl::OkStatus();
 }
 
-// Gives the builder a way to take connections that were accepted.
-rpc::ConnectionAcceptor::Take ServerImpl::CreateAcceptor(grpc::ServerBuilder* builder,
-                                                         std::vector<rpc::ListeningSocket> sockets) {
-  rpc::ConnectionLimits limits{.in_all = options_.max_connections,
-                               .per_address = options_.max_connections_per_address};
-  limits.on_refused = [this](absl::string_view flag, absl::string_view address) { OnRefused(flag, address); };
-  acceptor_ = std::make_unique<rpc::ConnectionAcceptor>(std::move(sockets), limits);
-  std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =
-      builder->experimental().AddExternalConnectionAcceptor(
-          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, security_->credentials());
-  return [taker](int listener, int connection) {
-    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters accepted;
-    accepted.listener_fd = listener;
-    accepted.fd = connection;
-    taker->HandleNewConnection(&accepted);
+void ServerImpl::CreateAcceptor(std::vector<connections::ListeningSocket> sockets) {
+  connections::EntranceOptions limits{.in_all = options_.max_connections,
+                                      .per_peer = options_.max_connections_per_address};
+  limits.on_refused = [this](int, absl::string_view flag, const connections::Peer& peer) {
+    OnRefused(flag, peer.name);
   };
+  acceptor_ = std::make_unique<connections::ConnectionAcceptor>(std::move(sockets), std::move(limits));
 }
 
 void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
@@ -313,7 +305,11 @@ metrics::HttpHandlers ServerImpl::Handlers() {
 Health ServerImpl::health() const {
   return {.draining = draining_,
           .device_lost = device_watch_->lost(),
-          .device_silence = engine_->DeviceSilence()};
+          .device_silence = std::max(engine_->DeviceSilence(), SilenceOf(other_devices_)),
+          .threads = {{{"gRPC's threads", pulse_->Silence()},
+                       {"the thread that accepts connections", acceptor_->Silence()},
+                       {"the thread of the region socket", SilenceOf(shared_memory_)},
+                       {"a thread of the ranks' sockets", SilenceOf(leader_)}}}};
 }
 
 // What is on the device cannot be reached any more: have this server replaced.
@@ -350,6 +346,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
     // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     acceptor_->Stop();
+    pulse_->Stop();
     grpc_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());

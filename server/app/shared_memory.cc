@@ -30,9 +30,9 @@ std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::B
 
 bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
 
-absl::StatusOr<rpc::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
-  if (IsAbstract(name)) return rpc::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
-  return rpc::ListeningSocket::OpenUnix(name, mode, SOCK_SEQPACKET);
+absl::StatusOr<connections::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
+  if (IsAbstract(name)) return connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
+  return connections::ListeningSocket::OpenUnix(name, mode, SOCK_SEQPACKET);
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
       dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr && options.shared_memory_bytes > 0;
   if (!of_host && SharingDevices(options, backend).empty()) return nullptr;
   const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
-  absl::StatusOr<rpc::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
+  absl::StatusOr<connections::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
   if (listener.ok())
     return std::unique_ptr<SharedMemory>(new SharedMemory(name, *std::move(listener), options, backend));
   if (!options.region_socket.empty())
@@ -54,16 +54,14 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
   return nullptr;
 }
 
-SharedMemory::SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
-                           kernels::Backend* backend)
+SharedMemory::SharedMemory(std::string name, connections::ListeningSocket listener,
+                           const ServerOptions& options, kernels::Backend* backend)
     : name_(std::move(name)),
       devices_(SharingDevices(options, backend)),
       device_bytes_(options.shared_device_memory_bytes),
-      listener_(std::move(listener)),
       regions_(backend, {options.shared_memory_bytes, options.shared_device_memory_bytes},
                options.peer_share),
-      sessions_(listener_.descriptor(), &regions_,
-                {.own_user_only = IsAbstract(name_), .in_all = options.max_connections}) {}
+      sessions_(std::move(listener), &regions_, {.in_all = options.max_connections}) {}
 
 std::vector<metrics::SharedMemoryUse> SharedMemory::UsesOf(const SharedMemory* shared) {
   std::vector<metrics::SharedMemoryUse> uses;

@@ -12,10 +12,10 @@
 #include "absl/status/statusor.h"
 #include "server/app/addresses.h"
 #include "server/app/server.h"
+#include "server/connections/listening_socket.h"
 #include "server/metrics/shared_memory_metrics.h"
 #include "server/regions/regions.h"
 #include "server/regions/session_server.h"
-#include "server/rpc/listening_socket.h"
 
 namespace lossd::app {
 
@@ -29,6 +29,8 @@ class SharedMemory {
                                                              kernels::Backend* backend);
 
   regions::Regions* regions() { return &regions_; }
+  // Of the thread that answers at the socket.
+  absl::Duration Silence() const { return sessions_.Silence(); }
   // As ServerDescription.region_socket has it.
   const std::string& socket() const { return name_; }
   // As ServerDescription.region_devices has them.
@@ -42,13 +44,12 @@ class SharedMemory {
   static std::vector<metrics::SharedMemoryUse> UsesOf(const SharedMemory* shared);
 
  private:
-  SharedMemory(std::string name, rpc::ListeningSocket listener, const ServerOptions& options,
+  SharedMemory(std::string name, connections::ListeningSocket listener, const ServerOptions& options,
                kernels::Backend* backend);
 
   const std::string name_;
   const std::vector<std::string> devices_;
   const int64_t device_bytes_;
-  const rpc::ListeningSocket listener_;
   regions::Regions regions_;
   regions::SessionServer sessions_;
 };

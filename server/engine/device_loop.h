@@ -22,7 +22,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/engine/heartbeat.h"
+#include "kernels/heartbeat.h"
 #include "server/engine/runtime.h"
 
 namespace lossd::engine {
@@ -92,7 +92,7 @@ class DeviceLoop final : public Runtime::Loop {
 
   absl::Mutex* const mutex_;
   Runtime* const runtime_;
-  Heartbeat heartbeat_;
+  kernels::Heartbeat heartbeat_;
   absl::CondVar wake_;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since there was nothing to do
   std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);

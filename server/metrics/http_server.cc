@@ -107,12 +107,13 @@ class MicroHttpServer final : public HttpServer {
   bool Run(int listening) {
     // gnutls_certificate_retrieve_function2, which has no argument of its own.
     const MHD_OptionItem tls[] = {
+        {MHD_OPTION_HTTPS_PRIORITIES, 0, const_cast<char*>("NORMAL:-VERS-ALL:+VERS-TLS1.2:+VERS-TLS1.3")},
         {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, reinterpret_cast<void*>(&HttpCertificates::Retrieve)},
         {MHD_OPTION_END, 0, nullptr}};
     const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC;
     daemon_ = MHD_start_daemon(certificates_ != nullptr ? flags | MHD_USE_TLS : flags, 0, nullptr, nullptr,
                                &OnRequest, this,                                            //
-                               MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 1,  //
+                               MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 2,  //
                                MHD_OPTION_LISTEN_SOCKET, listening,                         //
                                MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,                   //
                                MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,           //

@@ -49,13 +49,19 @@ std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_
   return absl::StrCat("process ", worker.rank() / count);
 }
 
-absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& worker) {
+// What the value of rank 0 (or process 0) is, for whom it concerns.
+std::string Rule(absl::string_view whose, const std::string& value, Listener listener) {
+  return absl::StrCat("be what ", whose, " 0 has", listener == Listener::kLog ? ", " : "",
+                      listener == Listener::kLog ? value : " (its log says what that is)");
+}
+
+absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& worker, Listener listener) {
   const int64_t more = std::max(leader.device_bytes, worker.device_bytes());
   const int64_t less = std::min(leader.device_bytes, worker.device_bytes());
   if (more - less <= more / kMemoryTolerance) return absl::OkStatus();
   return errors::FieldError(
       absl::StrCat("rank ", worker.rank(), ": memory of the device"),
-      absl::StrCat("be what rank 0 has, ", leader.device_bytes, " bytes (give or take a hundredth)"),
+      Rule("rank", absl::StrCat(leader.device_bytes, " bytes (give or take a hundredth)"), listener),
       worker.device_bytes());
 }
 
@@ -69,10 +75,6 @@ Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
   flags.emplace_back("backend", backend.name);
   flags.emplace_back("kind of device", absl::StripAsciiWhitespace(kind));
   return flags;
-}
-
-bool SameDevices(const Settings& leader, const v1::Hello& worker) {
-  return DevicesOf(leader) == DevicesOf(worker);
 }
 
 absl::Status CheckRank(const v1::Hello& worker, int ranks) {
@@ -91,24 +93,27 @@ std::string ProtocolHash() {
 }
 
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
-                            const v1::Hello& worker) {
+                            const v1::Hello& worker, Listener listener) {
   const std::string its_devices = DevicesOf(worker);
   const bool by_process = DevicesOf(leader) != "1" || its_devices != "1";
   for (const auto& [name, value] : leader) {
     const std::string* const got = Find(worker, name);
     if (got != nullptr && *got == value) continue;
     return errors::FieldError(absl::StrCat(NameOf(its_devices, worker, by_process), ": ", name),
-                              absl::StrCat("be what ", by_process ? "process" : "rank", " 0 has, ", value),
+                              Rule(by_process ? "process" : "rank", value, listener),
                               got == nullptr ? "nothing" : *got);
   }
-  return CheckDevice(traits, worker);
+  return CheckDevice(traits, worker, listener);
 }
 
-absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout) {
+absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout,
+                     const absl::Status& refusal) {
   const bool one = missing.size() == 1;
-  return absl::DeadlineExceededError(absl::StrCat(one ? "rank " : "ranks ", absl::StrJoin(missing, ", "),
-                                                  " of ", ranks, one ? " has" : " have", " not come within ",
-                                                  absl::FormatDuration(timeout), " (--rank_timeout)"));
+  std::string message = absl::StrCat(one ? "rank " : "ranks ", absl::StrJoin(missing, ", "), " of ", ranks,
+                                     one ? " has" : " have", " not come within ",
+                                     absl::FormatDuration(timeout), " (--rank_timeout)");
+  if (!refusal.ok()) absl::StrAppend(&message, "; the last that was refused: ", refusal.message());
+  return absl::DeadlineExceededError(message);
 }
 
 }  // namespace lossd::ranks

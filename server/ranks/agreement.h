@@ -3,6 +3,7 @@
 #ifndef LOSSD_SERVER_RANKS_AGREEMENT_H_
 #define LOSSD_SERVER_RANKS_AGREEMENT_H_
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,10 +26,6 @@ Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend);
 // The name of the setting that says how many devices each process has, which are ranks of their own.
 inline constexpr char kDevices[] = "number of devices";
 
-// Whether a worker's process has as many devices as the leader's. If not, their numbers of ranks do not fit
-// together.
-bool SameDevices(const Settings& leader, const v1::Hello& worker);
-
 // INVALID_ARGUMENT unless a worker's rank is in [1, ranks).
 absl::Status CheckRank(const v1::Hello& worker, int ranks);
 
@@ -39,12 +36,16 @@ std::string ProtocolHash();
 // INVALID_ARGUMENT naming rank (or process, where processes have several devices), setting and both values if
 // a worker's settings are not the leader's, or the memory of its GPU is not that of the leader's: a product
 // may be sold with several sizes, and what is planned for one has to fit the other. Memories may differ by a
-// hundredth, which drivers keep for themselves.
+// hundredth, which drivers keep for themselves. `listener`: whoever says that it is a worker hears its own
+// value alone.
+enum class Listener : uint8_t { kLog, kWorker };
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
-                            const v1::Hello& worker);
+                            const v1::Hello& worker, Listener listener = Listener::kLog);
 
-// DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`.
-absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout);
+// DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`, and the last refusal
+// unless it is OK.
+absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout,
+                     const absl::Status& refusal = absl::OkStatus());
 
 }  // namespace lossd::ranks
 

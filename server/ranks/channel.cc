@@ -26,6 +26,9 @@ constexpr int64_t kLargestRow = 64 * kMebibyte;
 constexpr int kLookaheadBytes = 16 << 20;
 constexpr int kFrameBytes = 1 << 20;
 
+// How long a connection may be without a call; that of a rank always has one.
+constexpr int kStrangerMilliseconds = 20'000;
+
 // gRPC pings an end that is silent; it has half of the time to be so, and half to answer.
 int HalfOf(absl::Duration silence) {
   return static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(silence / 2)));
@@ -49,7 +52,9 @@ void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
-  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Those who have connected and are no rank.
+  builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kStrangerMilliseconds);
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, kStrangerMilliseconds);
 }
 
 grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
@@ -69,10 +74,9 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   return arguments;
 }
 
-std::string NewLocalAddress() {
+std::string NewLocalName() {
   absl::BitGen random;
-  return absl::StrCat("unix-abstract:lossd-ranks-",
-                      absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16),
+  return absl::StrCat("lossd-ranks-", absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16),
                       absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16));
 }
 

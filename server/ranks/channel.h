@@ -30,10 +30,9 @@ int64_t MaxMessageBytes(const ChannelLimits& limits);
 void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder);
 grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits);
 
-// An address for processes of this host, with a random name that nobody has yet: an abstract Unix socket. A
-// leader takes workers of its own process there, since gRPC's channel within a process ends the program when
-// a call begins while the server ends.
-std::string NewLocalAddress();
+// A random name that nobody has yet, for an abstract Unix socket where a leader takes workers of its own
+// process, since gRPC's channel within a process ends the program when a call begins while the server ends.
+std::string NewLocalName();
 
 // The secret travels as metadata. UNAUTHENTICATED if it is not this one; the time does not depend on where
 // they differ. An empty secret admits everybody.

@@ -2,7 +2,9 @@
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -13,10 +15,12 @@
 #include "kernels/clocks/waits.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "proto/wire/deadlines.h"
+#include "server/connections/grpc_taker.h"
 #include "server/log/log.h"
 #include "server/ranks/collectives.h"
 #include "server/ranks/first_news.h"
 #include "server/ranks/grpc_transport.h"
+#include "server/ranks/launch.h"
 #include "server/ranks/leader_rows.h"
 #include "server/ranks/local_address.h"
 #include "server/ranks/rank_files.h"
@@ -32,6 +36,8 @@ constexpr absl::Duration kLook = absl::Milliseconds(200);
 constexpr absl::Duration kHelloTimeout = absl::Seconds(20);
 // Beyond the workers themselves: streams that are refused, and gRPC's own threads.
 constexpr int kSpareThreads = 16;
+// Beyond one for each rank: attempts that end, and strangers, of one peer and in all.
+constexpr int kSpareConnections = 32;
 
 class LeaderImpl final : public Leader, private v1::RankService::Service {
  public:
@@ -51,6 +57,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
     leaving_.Watch(std::move(on_leaving));
   }
   std::vector<RankReport> Reports() const override;
+  absl::Duration Silence() const override { return std::max(acceptor_->Silence(), rows_.Silence()); }
   kernels::RankTimes times() const override { return {own_work().busy, link_->Times()}; }
 
  private:
@@ -68,7 +75,6 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   // ---- On the thread that forms ----
   absl::Status AwaitAll();
   absl::Status Late() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckAll() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CancelSilent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Workers AllWorkers() const;
   absl::Status Connect();
@@ -90,7 +96,7 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status disagreement_ ABSL_GUARDED_BY(mutex_);  // of a process whose numbers of ranks do not fit
+  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last
   Workers workers_ ABSL_GUARDED_BY(mutex_);
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
@@ -98,24 +104,39 @@ class LeaderImpl final : public Leader, private v1::RankService::Service {
   FirstNews<Leaving> leaving_;
 
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
 };
 
 absl::Status LeaderImpl::Listen() {
+  auto listeners = connections::ListeningSocket::OpenTcp(options_.host, options_.port);
+  if (!listeners.ok())
+    return absl::UnavailableError(
+        absl::StrCat("for ranks: ", listeners.status().message(), " (a taken port?)"));
+  port_ = listeners->front().port();
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options_.listen, options_.credentials, &port_);
+  const auto by_port = connections::GrpcTaker(&builder, options_.credentials);
+  connections::ConnectionAcceptor::Take by_local;
+  int local = -1;
   if (options_.devices > 1) {
-    local_address_ = NewLocalAddress();
-    builder.AddListeningPort(local_address_, grpc::InsecureServerCredentials());
+    const std::string name = NewLocalName();
+    auto listener = connections::ListeningSocket::OpenAbstract(name, SOCK_STREAM);
+    if (!listener.ok()) return listener.status();
+    local = listener->descriptor();
+    local_address_ = absl::StrCat("unix-abstract:", name);
+    by_local = connections::GrpcTaker(&builder, grpc::InsecureServerCredentials());
+    listeners->push_back(*std::move(listener));
   }
   Configure(options_.limits, &builder);
-  grpc::ResourceQuota quota("ranks");
-  quota.SetMaxThreads(2 * options_.ranks + kSpareThreads);
-  builder.SetResourceQuota(quota);
+  builder.SetResourceQuota(grpc::ResourceQuota("ranks").SetMaxThreads(2 * options_.ranks + kSpareThreads));
   builder.RegisterService(this);
   server_ = builder.BuildAndStart();
-  if (server_ != nullptr && port_ != 0) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("rank 0 cannot listen for the other ranks on ", options_.listen, " (is the port taken?)"));
+  if (server_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
+  acceptor_ = std::make_unique<connections::ConnectionAcceptor>(
+      *std::move(listeners), connections::EntranceOptions{.own_user_on_loopback = options_.secret.empty(),
+                                                          .in_all = kMostRanks + kSpareConnections,
+                                                          .per_peer = options_.ranks + kSpareConnections});
+  acceptor_->Start([=](int from, int connection) { (from == local ? by_local : by_port)(from, connection); });
+  return absl::OkStatus();
 }
 
 // ---- Streams ----
@@ -151,12 +172,15 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
   absl::MutexLock lock(&mutex_);
   silent_.erase(context);
   if (!read || !message.has_hello()) return absl::InvalidArgumentError("a rank says Hello first");
-  if (!SameDevices(settings_, message.hello())) {
-    disagreement_.Update(CheckAgreement(settings_, traits_, message.hello()));
-    return disagreement_;
+  absl::Status status = CheckAgreement(settings_, traits_, message.hello());
+  if (status.ok()) {
+    status = CheckRank(message.hello(), options_.ranks);
+    return status.ok() ? absl::StatusOr<v1::Hello>(std::move(*message.mutable_hello())) : status;
   }
-  if (absl::Status status = CheckRank(message.hello(), options_.ranks); !status.ok()) return status;
-  return std::move(*message.mutable_hello());
+  log::Log(log::LogLevel::kError, "a rank is refused",
+           {{"peer", context->peer()}, {"error", status.message()}});
+  refusal_ = status;
+  return CheckAgreement(settings_, traits_, message.hello(), Listener::kWorker);
 }
 
 absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
@@ -217,16 +241,7 @@ absl::Status LeaderImpl::Late() const {
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (workers_.count(rank) == 0) missing.push_back(rank);
   }
-  return NotCome(missing, options_.ranks, options_.timeout);
-}
-
-absl::Status LeaderImpl::CheckAll() const {
-  if (!disagreement_.ok()) return disagreement_;
-  for (const auto& [rank, worker] : workers_) {
-    if (absl::Status status = CheckAgreement(settings_, traits_, worker->hello()); !status.ok())
-      return status;
-  }
-  return absl::OkStatus();
+  return NotCome(missing, options_.ranks, options_.timeout, refusal_);
 }
 
 void LeaderImpl::CancelSilent() {
@@ -242,12 +257,11 @@ absl::Status LeaderImpl::AwaitAll() {
   size_t seen = 0;
   const auto news = [&] {
     mutex_.AssertHeld();
-    return workers_.size() != seen || !disagreement_.ok();
+    return workers_.size() != seen;
   };
   while (true) {
     clocks::AwaitFor(mutex_, absl::Condition(&news), kLook);
     seen = workers_.size();
-    if (absl::Status status = CheckAll(); !status.ok()) return status;
     if (seen == static_cast<size_t>(options_.ranks) - 1) return absl::OkStatus();
     if (options_.stop()) return absl::CancelledError("waiting for the other ranks");
     if (clocks::SteadyNow() > deadline) return Late();
@@ -338,6 +352,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
   settings_ = SettingsOf(options_.settings, own_info_);
   if (!own_info_.uuids.empty()) gpu_ = own_info_.uuids.front();
   absl::Status status = AwaitAll();
+  acceptor_->Stop();
   EndForming(status);
   if (!status.ok()) return status;
   if (status = Connect(); !status.ok()) {

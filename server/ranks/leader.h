@@ -27,11 +27,14 @@
 namespace lossd::ranks {
 
 struct LeaderOptions {
-  int ranks = 2;       // of all processes
-  int devices = 1;     // of each process, and so many of the ranks. Also a setting (kDevices)
-  std::string listen;  // "host:port" of the workers' service; port 0: any free one
+  int ranks = 2;     // of all processes
+  int devices = 1;   // of each process, and so many of the ranks. Also a setting (kDevices)
+  std::string host;  // of the workers' service
+  int port = 0;      // 0: any free one
   std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
-  std::string secret;                                    // empty: whoever reaches the address may be a rank
+  // Empty: whoever reaches the address may be a rank; on the loopback only programs of this process's user
+  // and of root, where the kernel says whose they are.
+  std::string secret;
   ChannelLimits limits;
   Settings settings;  // but those of the backend
   kernels::GroupOptions group;
@@ -62,9 +65,11 @@ class Leader {
   // device.
   virtual const std::string& local_address() const = 0;
 
-  // The backend of all ranks, of which `own` is the leader's. The leader outlives it.
-  // INVALID_ARGUMENT, naming rank and values, if ranks do not agree; DEADLINE_EXCEEDED naming those that have
-  // not come; CANCELLED; UNAVAILABLE if they cannot be connected. The workers are told, and end.
+  // The backend of all ranks, of which `own` is the leader's. The leader outlives it. A rank that does not
+  // agree is refused, hears which of its values is wrong, and costs the others nothing; the log has the right
+  // value, too. DEADLINE_EXCEEDED naming those that have not come, and why the last one was refused;
+  // CANCELLED; UNAVAILABLE if they cannot be connected. The workers are told, and end. Nobody can connect any
+  // more once all have come.
   virtual absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) = 0;
 
   // What carries the sums and exchanges of the ranks (kernels/rank_link.h), after Form.
@@ -80,6 +85,8 @@ class Leader {
 
   // Of all ranks, by rank.
   virtual std::vector<RankReport> Reports() const = 0;
+  // How long ago the threads that serve ranks' sockets last looked for something to do: the longest.
+  virtual absl::Duration Silence() const = 0;
   // Of rank 0; workers say theirs in their metrics. After Form, while its backend is there.
   virtual kernels::RankTimes times() const = 0;
 };

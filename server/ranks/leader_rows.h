@@ -28,6 +28,8 @@ class LeaderRows {
   // The group then has its staging memory from here, which outlives it, and computes nothing once a worker is
   // lost: that one may still write gradients of the chunks that it had to where others would lie by then.
   kernels::GroupOptions Complete(kernels::GroupOptions group, const Workers& workers);
+  // SharedRows::Silence, after Prepare.
+  absl::Duration Silence() const { return shared_ == nullptr ? absl::ZeroDuration() : shared_->Silence(); }
 
  private:
   std::unique_ptr<SharedRows> shared_;  // null: nothing is shared

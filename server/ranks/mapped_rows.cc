@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kernels/staging_adopter.h"
+#include "server/connections/closer.h"
 #include "server/ranks/row_regions.h"
 
 namespace lossd::ranks {
@@ -78,7 +79,10 @@ absl::StatusOr<std::unique_ptr<MappedRows>> MappedRows::Connect(const std::strin
                                                                 kernels::Backend* backend) {
   absl::StatusOr<wire::OwnedDescriptor> connected = wire::ConnectRegionSocket(socket);
   if (!connected.ok()) return connected.status();
-  if (absl::Status status = CheckListener(connected->get()); !status.ok()) return status;
+  if (absl::Status status = CheckListener(connected->get()); !status.ok()) {
+    connections::CloseElsewhere(*std::move(connected));  // a stranger may have sent something
+    return status;
+  }
   v1::RowsFromWorker hello;
   hello.set_token(token);
   absl::Status status = wire::SendRegionPacket(connected->get(), hello.SerializeAsString(), -1);

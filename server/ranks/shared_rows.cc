@@ -7,17 +7,16 @@
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
+#include "server/connections/closer.h"
 #include "server/log/log.h"
 #include "server/memory/shared_memory.h"
 
@@ -27,7 +26,8 @@ namespace {
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kNameBytes = 16;
 // Connections beyond the workers', that have not said a token yet.
-constexpr size_t kStrangers = 8;
+constexpr int64_t kStrangers = 8;
+constexpr absl::Duration kBeat = absl::Seconds(1);
 
 absl::StatusOr<std::string> Random(size_t bytes) {
   std::string random(bytes, '\0');
@@ -35,18 +35,6 @@ absl::StatusOr<std::string> Random(size_t bytes) {
     return absl::UnavailableError("the system has no random numbers");
   }
   return random;
-}
-
-absl::StatusOr<wire::OwnedDescriptor> ListenAt(const std::string& name) {
-  sockaddr_un address = {.sun_family = AF_UNIX};
-  std::memcpy(address.sun_path + 1, name.data() + 1, name.size() - 1);  // it is abstract: 0 in place of "@"
-  wire::OwnedDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
-  if (!listener || bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      listen(listener.get(), SOMAXCONN) != 0) {
-    return absl::UnavailableError(absl::StrCat("a Unix socket: ", std::strerror(errno)));
-  }
-  return listener;
 }
 
 // Staging memory that is in the table of regions.
@@ -91,17 +79,19 @@ absl::StatusOr<std::unique_ptr<SharedRows>> SharedRows::Listen(int ranks) {
     tokens.push_back(*std::move(token));
   }
   std::string name = absl::StrCat("@lossd-rows-", absl::BytesToHexString(*random));
-  absl::StatusOr<wire::OwnedDescriptor> listener = ListenAt(name);
+  auto listener = connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
   if (!listener.ok()) return listener.status();
+  std::vector<connections::ListeningSocket> listeners;
+  listeners.push_back(*std::move(listener));
   return std::unique_ptr<SharedRows>(
-      new SharedRows(ranks, std::move(name), std::move(tokens), *std::move(listener)));
+      new SharedRows(ranks, std::move(name), std::move(tokens), std::move(listeners)));
 }
 
 SharedRows::SharedRows(int ranks, std::string name, std::vector<std::string> tokens,
-                       wire::OwnedDescriptor listener)
+                       std::vector<connections::ListeningSocket> listeners)
     : name_(std::move(name)),
       tokens_(std::move(tokens)),
-      listener_(std::move(listener)),
+      entrance_(std::move(listeners), {.in_all = ranks + kStrangers, .per_peer = ranks + kStrangers}),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       regions_(ranks, [this] { eventfd_write(wake_.get(), 1); }),
@@ -163,19 +153,24 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
 void SharedRows::Run() {
   while (true) {
     std::vector<pollfd> ready = {{.fd = stop_.get(), .events = POLLIN},
-                                 {.fd = wake_.get(), .events = POLLIN},
-                                 {.fd = listener_.get(), .events = POLLIN}};
+                                 {.fd = wake_.get(), .events = POLLIN}};
+    entrance_.AddTo(&ready);
+    const size_t first = ready.size();
     for (const Session& session : sessions_) {
       const bool has_news = session.rank > 0 && regions_.NextNews(session.rank).has_value();
       const int events = has_news ? POLLIN | POLLOUT : POLLIN;
       ready.push_back({.fd = session.socket.get(), .events = static_cast<int16_t>(events)});
     }
-    if (poll(ready.data(), ready.size(), Patience()) < 0 && errno != EINTR) return;
+    if (poll(ready.data(), ready.size(), Patience()) < 0) {
+      if (errno != EINTR) return;
+      continue;
+    }
+    beat_.Beat();
     if (ready[0].revents != 0) return;
     eventfd_t ignored = 0;
     if (ready[1].revents != 0) eventfd_read(wake_.get(), &ignored);
     const absl::Time now = clocks::SteadyNow();
-    size_t index = 3;
+    size_t index = first;
     for (auto session = sessions_.begin(); session != sessions_.end(); ++index) {
       const auto current = session++;
       const int events = ready[index].revents;
@@ -187,24 +182,27 @@ void SharedRows::Run() {
         regions_.Leave(current->rank);
         log::Log(log::LogLevel::kDebug, "rank shares no memory any more", {{"rank", current->rank}});
       }
+      connections::CloseElsewhere(std::move(current->socket));
       sessions_.erase(current);
     }
-    if (ready[2].revents != 0) Accept();
+    for (size_t i = 2; i < first; ++i) {
+      if (ready[i].revents != 0) Accept(ready[i].fd);
+    }
   }
 }
 
+// It also looks now and then, as a sign of life.
 int SharedRows::Patience() const {
-  absl::Time next = absl::InfiniteFuture();
+  absl::Time next = clocks::SteadyNow() + kBeat;
   for (const Session& session : sessions_) {
     if (session.rank == 0) next = std::min(next, session.deadline);
   }
   return wire::PollMilliseconds(next);
 }
 
-void SharedRows::Accept() {
-  absl::StatusOr<wire::AcceptedRegionSocket> accepted = wire::AcceptRegionSocket(listener_.get());
-  if (!accepted.ok() || accepted->peer.user != geteuid()) return;
-  if (sessions_.size() >= tokens_.size() + kStrangers) return;
+void SharedRows::Accept(int listener) {
+  std::optional<connections::Connection> accepted = entrance_.Accept(listener);
+  if (!accepted.has_value()) return;
   Session session;
   session.socket = std::move(accepted->socket);
   session.deadline = clocks::SteadyNow() + kTokenTimeout;
@@ -212,7 +210,10 @@ void SharedRows::Accept() {
 }
 
 bool SharedRows::Read(Session* session) {
-  const absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get());
+  std::vector<wire::OwnedDescriptor> unasked;
+  absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get(), &unasked);
+  connections::CloseElsewhere(std::move(unasked));
+  if (packet.ok()) connections::CloseElsewhere(std::move(packet->descriptor));
   v1::RowsFromWorker message;
   if (!packet.ok() || packet->closed || !message.ParseFromString(packet->bytes)) return false;
   if (session->rank == 0) return Enter(session, message);

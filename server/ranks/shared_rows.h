@@ -3,8 +3,8 @@
 // whose descriptor goes to them over a Unix socket, and slices name places in it instead of bringing hidden
 // states. What cannot be shared with a worker travels in messages, as to the workers of other hosts.
 //
-// The socket is an abstract one with a random name. It serves processes of the leader's user (SO_PEERCRED)
-// that know the token of their rank, which goes over the ranks' own connection.
+// The socket is an abstract one with a random name. It serves processes of the leader's user and root
+// (SO_PEERCRED) that know the token of their rank, which goes over the ranks' own connection.
 //
 // Thread-safe. One thread.
 #ifndef LOSSD_SERVER_RANKS_SHARED_ROWS_H_
@@ -21,7 +21,9 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/group/group_backend.h"
+#include "kernels/heartbeat.h"
 #include "proto/wire/region_packets.h"
+#include "server/connections/entrance.h"
 #include "server/ranks/row_regions.h"
 
 namespace lossd::ranks {
@@ -45,6 +47,9 @@ class SharedRows final : public kernels::GroupStaging {
 
   RowRegions& regions() { return regions_; }
 
+  // How long ago the thread last looked for something to do.
+  absl::Duration Silence() const { return beat_.Silence(); }
+
   // Memory of the result is shared with all workers that are here when this returns. It ends before this.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> Allocate(kernels::Backend* first,
                                                                    int64_t bytes) override;
@@ -59,12 +64,13 @@ class SharedRows final : public kernels::GroupStaging {
     absl::Time deadline;
   };
 
-  SharedRows(int ranks, std::string name, std::vector<std::string> tokens, wire::OwnedDescriptor listener);
+  SharedRows(int ranks, std::string name, std::vector<std::string> tokens,
+             std::vector<connections::ListeningSocket> listeners);
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateShared(kernels::Backend* first,
                                                                          int64_t bytes);
   // ---- Of the thread ----
   void Run();
-  void Accept();
+  void Accept(int listener);
   // Whether the session goes on.
   bool Read(Session* session);
   bool Enter(Session* session, const v1::RowsFromWorker& message);
@@ -73,11 +79,12 @@ class SharedRows final : public kernels::GroupStaging {
 
   const std::string name_;
   const std::vector<std::string> tokens_;  // by rank
-  const wire::OwnedDescriptor listener_;
+  connections::Entrance entrance_;
   const wire::OwnedDescriptor wake_;
   const wire::OwnedDescriptor stop_;
   RowRegions regions_;
   std::list<Session> sessions_;  // of the thread
+  kernels::Heartbeat beat_;
   std::thread thread_;
 };
 

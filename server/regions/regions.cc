@@ -43,7 +43,7 @@ class Taken {
 
 int64_t RegionBudget::Take(absl::string_view holder, int64_t bytes, int64_t least) {
   absl::MutexLock lock(&mutex_);
-  for (int64_t amount = std::min(bytes, shares_.capacity()); amount >= least && amount > 0; amount /= 2) {
+  for (int64_t amount = std::min(bytes, most_); amount >= least && amount > 0; amount /= 2) {
     if (shares_.Take(holder, amount) == engine::FairShare::Answer::kYes) return amount;
   }
   return 0;

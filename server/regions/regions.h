@@ -29,10 +29,13 @@ namespace lossd::regions {
 // What the regions of one kind of memory may take, and have: the host's, or one device's. Thread-safe.
 class RegionBudget {
  public:
-  RegionBudget(int64_t bytes, double peer_share) : limit_(bytes), shares_(bytes, peer_share) {}
+  RegionBudget(int64_t bytes, double peer_share)
+      : limit_(bytes),
+        most_(static_cast<int64_t>(peer_share * static_cast<double>(bytes))),
+        shares_(bytes, peer_share) {}
 
-  // `bytes`, or half of it, and so on, as long as that is at least `least` and `holder` may have it; 0: it
-  // may not.
+  // `bytes`, but at most the share, which holds for the first region as well; or half of it, and so on, as
+  // long as that is at least `least` and `holder` may have it; 0: it may not.
   int64_t Take(absl::string_view holder, int64_t bytes, int64_t least) ABSL_LOCKS_EXCLUDED(mutex_);
   void Give(absl::string_view holder, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t used() const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -40,6 +43,7 @@ class RegionBudget {
 
  private:
   const int64_t limit_;
+  const int64_t most_;  // of one holder
   mutable absl::Mutex mutex_;
   engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
 };

@@ -3,7 +3,8 @@
 // forgets it when the connection closes or the process that made it has ended, also if a child of it holds
 // the connection.
 //
-// One thread. Thread-safe, but for the end.
+// One thread, which no client can make wait: what a client has sent is closed elsewhere
+// (server/connections/closer.h). Thread-safe, but for the end.
 #ifndef LOSSD_SERVER_REGIONS_SESSION_SERVER_H_
 #define LOSSD_SERVER_REGIONS_SESSION_SERVER_H_
 
@@ -16,14 +17,14 @@
 #include <thread>
 
 #include "absl/time/time.h"
+#include "kernels/heartbeat.h"
 #include "proto/wire/region_packets.h"
+#include "server/connections/entrance.h"
 #include "server/regions/regions.h"
 
 namespace lossd::regions {
 
 struct SessionLimits {
-  // Whom the socket's file does not keep out, this does: other users than the server's and root.
-  bool own_user_only = false;
   int64_t in_all = 256;
   int64_t per_user = 128;
   absl::Duration request_timeout = absl::Seconds(10);  // for the request, after connecting
@@ -31,38 +32,40 @@ struct SessionLimits {
 
 class SessionServer {
  public:
-  // `listener`: a SOCK_SEQPACKET socket that listens and does not block; both outlive this.
-  SessionServer(int listener, Regions* regions, const SessionLimits& limits);
+  // `listener`: SOCK_SEQPACKET. `regions` outlives this.
+  SessionServer(connections::ListeningSocket listener, Regions* regions, const SessionLimits& limits);
   // Closes all sessions.
   ~SessionServer();
   SessionServer(const SessionServer&) = delete;
   SessionServer& operator=(const SessionServer&) = delete;
 
   int64_t sessions() const { return sessions_open_; }
+  // How long ago the thread last looked for something to do.
+  absl::Duration Silence() const { return beat_.Silence(); }
 
  private:
   struct Session {
     wire::OwnedDescriptor socket;
     wire::OwnedDescriptor process;  // readable once it has ended; none: the kernel does not tell
-    uid_t user = 0;
-    std::string holder;  // for its share of memory
-    std::string region;  // its id; empty: none yet
+    std::string holder;             // for its share of memory
+    std::string region;             // its id; empty: none yet
     absl::Time deadline;
   };
 
   void Run();
-  void Accept();
+  void Accept(int listener);
   // Whether the session goes on.
   bool Serve(Session* session);
   void Close(std::list<Session>::iterator session);
   int Patience() const;  // for poll
 
-  const int listener_;
+  connections::Entrance entrance_;
   Regions* const regions_;
   const SessionLimits limits_;
   const wire::OwnedDescriptor wake_;
   std::list<Session> sessions_;  // of the thread
   std::atomic<int64_t> sessions_open_{0};
+  kernels::Heartbeat beat_;
   std::thread thread_;
 };
 

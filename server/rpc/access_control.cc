@@ -3,6 +3,7 @@
 
 #include <grpc/grpc_security_constants.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -27,12 +28,22 @@ void AddNames(const grpc::AuthContext& context, const char* property, absl::stri
   }
 }
 
-access::Presented PresentedWith(const grpc::CallbackServerContext& context) {
+}  // namespace
+
+access::Presented AccessControl::PresentedWith(const grpc::CallbackServerContext& context) const {
   access::Presented presented;
   const std::shared_ptr<const grpc::AuthContext> auth = context.auth_context();
   // gRPC has a certificate of the peer's only if it has verified it.
-  if (auth != nullptr && !auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME).empty()) {
+  const std::vector<grpc::string_ref> pem = auth == nullptr
+                                                ? std::vector<grpc::string_ref>()
+                                                : auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME);
+  if (!pem.empty()) {
     presented.certificate = true;
+    presented.end = ends_.Find({pem.front().data(), pem.front().size()});
+    // What lies between it and the authority.
+    for (const grpc::string_ref& chain : auth->FindPropertyValues(GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME)) {
+      if (chain.size() > 0) presented.end = std::min(presented.end, ends_.Find({chain.data(), chain.size()}));
+    }
     AddNames(*auth, GRPC_PEER_DNS_PROPERTY_NAME, "dns:", &presented.names);
     AddNames(*auth, GRPC_PEER_URI_PROPERTY_NAME, "uri:", &presented.names);
     AddNames(*auth, GRPC_PEER_EMAIL_PROPERTY_NAME, "email:", &presented.names);
@@ -44,8 +55,6 @@ access::Presented PresentedWith(const grpc::CallbackServerContext& context) {
   }
   return presented;
 }
-
-}  // namespace
 
 absl::StatusOr<std::string> AccessControl::Identify(const grpc::CallbackServerContext& context,
                                                     absl::string_view method) const {
@@ -68,6 +77,7 @@ absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerCont
     if (identity.ok()) {
       call.identity = identity->name;
       call.role = identity->role.value_or(access::Role::kReader);
+      call.until = identity->until;
       status = line != nullptr ? access::CheckRole(*identity, line->role, method)
                                : absl::PermissionDeniedError(absl::StrCat("no role may call ", method));
     }

@@ -14,18 +14,21 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/access/audit_log.h"
 #include "server/access/authority.h"
+#include "server/access/certificate_ends.h"
 #include "server/rpc/method_access.h"
 
 namespace lossd::rpc {
 
 // A call that was admitted, as its audit line needs it when it ends.
 struct AdmittedCall {
-  const MethodAccess* method = nullptr;      // null: not admitted
-  std::string identity;                      // empty: the server does not ask
-  access::Role role = access::Role::kAdmin;  // of the caller; admin if the server does not ask
-  std::string address;                       // "10.0.0.5:40112"; empty unless the method is audited
+  const MethodAccess* method = nullptr;       // null: not admitted
+  std::string identity;                       // empty: the server does not ask
+  absl::Time until = absl::InfiniteFuture();  // when what identifies the caller ends, and the call with it
+  access::Role role = access::Role::kAdmin;   // of the caller; admin if the server does not ask
+  std::string address;                        // "10.0.0.5:40112"; empty unless the method is audited
 };
 
 class AccessControl {
@@ -59,6 +62,9 @@ class AccessControl {
              const std::vector<std::string>& removed = {}) const;
 
  private:
+  access::Presented PresentedWith(const grpc::CallbackServerContext& context) const;
+
+  mutable access::CertificateEnds ends_;
   const access::Authority* const authority_;
   access::AuditLog* const audit_;
 };

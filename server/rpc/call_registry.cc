@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/clocks/waits.h"
+#include "server/access/authority.h"
 
 namespace lossd::rpc {
 
@@ -99,6 +100,7 @@ void CallRegistry::Watch() {
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
+      if (clocks::WallNow() > call->until()) call->EndWith(access::CertificateHasExpired());  // by the wall clock
     }
   }
 }

@@ -42,6 +42,13 @@ class WatchedCall {
   // What the call is doing, but for its number and its peer. Called on any thread; must not call into the
   // registry.
   virtual void Describe(absl::Time now, v1::StreamDescription* description) {}
+
+  // When the caller's certificate ends, and the call with it (EndWith). Set before the registry has the call.
+  void set_until(absl::Time until) { until_ = until; }
+  absl::Time until() const { return until_; }
+
+ private:
+  absl::Time until_ = absl::InfiniteFuture();
 };
 
 struct CallRegistryOptions {

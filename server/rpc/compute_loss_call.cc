@@ -53,6 +53,7 @@ ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
   if (admitted.ok()) {
     call->peer_ = PeerKey(*context, allowed->identity);
     call->identity_ = allowed->identity;
+    call->set_until(allowed->until);
     admitted = environment->registry->Add(call.get(), call->peer_);
     if (admitted.ok()) call->totals_ = environment->peers->Open(call->peer_, call->came_);
   }

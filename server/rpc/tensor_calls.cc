@@ -24,6 +24,7 @@ absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::Cal
   if (!allowed.ok()) return allowed.status();
   *admitted = *std::move(allowed);
   *peer = PeerKey(context, admitted->identity);
+  call->set_until(admitted->until);
   return environment->registry->Add(call, *peer);
 }
 
@@ -78,17 +79,25 @@ absl::Status ReceiveRowsCall::RunOnWorker(std::function<void()> step) {
 absl::string_view ReceiveRowsCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
   absl::string_view limit;
   absl::Status late;
-  bool waits_for_turn = false;
   {
     absl::MutexLock lock(&clock_mutex_);
     late = clock_.Check(now, timeouts, &limit);
-    if (late.ok()) return "";
+  }
+  if (!late.ok()) EndWith(std::move(late));
+  return limit;
+}
+
+// One that has something to do waits for nobody, and is ended the next time.
+void ReceiveRowsCall::EndWith(absl::Status why) {
+  bool waits_for_turn = false;
+  {
+    absl::MutexLock lock(&clock_mutex_);
+    if (clock_.what() == CallClock::Waits::kNothing) return;
     waits_for_turn = clock_.what() == CallClock::Waits::kTurn;
     clock_.Set(CallClock::Waits::kNothing);
     given_up_ = !waits_for_turn;
   }
-  if (!waits_for_turn || GiveUpWaiting()) End(std::move(late));
-  return limit;
+  if (!waits_for_turn || GiveUpWaiting()) End(std::move(why));
 }
 
 void ReceiveRowsCall::HandleMessage() {

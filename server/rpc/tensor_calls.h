@@ -102,6 +102,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   void OnDone() override;
   absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) override
       ABSL_LOCKS_EXCLUDED(clock_mutex_);
+  void EndWith(absl::Status why) override ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
  protected:
   // The rows a call carries, and the bytes of one.

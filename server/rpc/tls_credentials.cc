@@ -5,6 +5,7 @@
 #include <grpc/grpc_security.h>
 
 #include "absl/synchronization/mutex.h"
+#include "server/access/handshake_guard.h"
 
 namespace lossd::rpc {
 namespace {
@@ -69,6 +70,7 @@ class FetchingCredentials final : public grpc::ServerCredentials {
 
 std::shared_ptr<grpc::ServerCredentials> TlsCredentials(access::ReloadedTls* material,
                                                         ClientCertificates clients) {
+  access::GuardHandshakes();
   return std::make_shared<FetchingCredentials>(material, clients);
 }
 

@@ -31,6 +31,8 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   set(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   set(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(options.handshake_timeout));
   set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(options.idle_connection_timeout));
+  if (options.connection_age < absl::InfiniteDuration())
+    set(GRPC_ARG_MAX_CONNECTION_AGE_MS, Milliseconds(options.connection_age));
   // Windows that gRPC adapts by itself grow to many MiB a call when a client sends faster than rows are
   // computed, until the memory is used up and calls are cancelled.
   set(GRPC_ARG_HTTP2_BDP_PROBE, 0);
@@ -40,8 +42,9 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   // Peers that vanished without a word are noticed within a minute.
   set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  // A client that pings more often than this, twice beyond it, loses its connection.
-  set(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  // A client that pings more often than this while nothing is sent to it, twice beyond it, loses its
+  // connection. Keepalives of a few seconds are usual; so many pings cost nothing.
+  set(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   set(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
 }
 

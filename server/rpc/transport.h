@@ -23,6 +23,9 @@ struct TransportOptions {
   int64_t max_calls_per_connection = 320;
   absl::Duration handshake_timeout = absl::Seconds(20);        // of TLS and HTTP/2
   absl::Duration idle_connection_timeout = absl::Minutes(30);  // without a call
+  // After that a connection takes no new calls, for which clients make another one by themselves, and ends
+  // with its last.
+  absl::Duration connection_age = absl::Hours(1);
 };
 
 void Configure(const TransportOptions& options, grpc::ServerBuilder* builder);

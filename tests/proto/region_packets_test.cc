@@ -62,28 +62,6 @@ TEST(RegionPacketsTest, AResetWithoutAnAnswerIsAnEnd) {
   EXPECT_TRUE(end->closed);
 }
 
-TEST(RegionPacketsTest, AClientIsAcceptedWithItsCredentials) {
-  const OwnedDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const std::string name = absl::StrCat("@lossd-test-", getpid(), "-", std::random_device()());
-  sockaddr_un address = {.sun_family = AF_UNIX};
-  name.copy(address.sun_path, name.size());
-  address.sun_path[0] = '\0';
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
-  ASSERT_EQ(bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
-  ASSERT_EQ(listen(listener.get(), 4), 0);
-  EXPECT_EQ(AcceptRegionSocket(listener.get()).status().code(), absl::StatusCode::kUnavailable) << "nobody";
-  const auto client = ConnectRegionSocket(name);
-  ASSERT_TRUE(client.ok()) << client.status();
-  const auto accepted = AcceptRegionSocket(listener.get());
-  ASSERT_TRUE(accepted.ok()) << accepted.status();
-  EXPECT_EQ(accepted->peer.user, geteuid());
-  EXPECT_EQ(accepted->peer.process, getpid());
-  EXPECT_EQ(PeerOf(client->get())->process, getpid());
-  EXPECT_EQ(PeerOf(-1).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(ReceiveRegionPacket(accepted->socket.get()).status().code(), absl::StatusCode::kUnavailable)
-      << "it does not wait";
-}
-
 TEST(RegionPacketsTest, PollWaitsForADeadline) {
   EXPECT_EQ(PollMilliseconds(absl::InfiniteFuture()), -1);
   EXPECT_EQ(PollMilliseconds(clocks::SteadyNow() + absl::Hours(1)), 60'000);

@@ -78,6 +78,9 @@ class RawHttp2 {
     Message(id, static_cast<uint32_t>(bytes.size()), bytes);
   }
 
+  // Asks the server for a sign of life.
+  void Ping() { AddFrame(6, 0, 0, std::string(8, 'p')); }
+
   // Sends and receives for `time`.
   void Pump(absl::Duration time) {
     const absl::Time end = absl::Now() + time;

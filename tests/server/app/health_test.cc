@@ -36,6 +36,16 @@ TEST(HealthTest, ASilentDevice) {
   EXPECT_EQ(Readiness(health).status, 200);
 }
 
+TEST(HealthTest, AThreadThatDoesNotAnswer) {
+  const Health health = {.threads = {{{"one", absl::Seconds(2)}, {"the other", absl::Milliseconds(31'500)}}}};
+  EXPECT_EQ(Liveness(health, absl::Minutes(10)).status, 503);
+  EXPECT_EQ(Liveness(health, absl::Minutes(10)).body, "no answer of the other for 31s\n");
+  EXPECT_EQ(Liveness(health, absl::Seconds(1)).body, "no answer of one for 2s\n")
+      << "a shorter timeout holds, too";
+  EXPECT_EQ(Readiness(health).status, 200);
+  EXPECT_EQ(Liveness({.threads = {{{"one", kThreadTimeout}}}}, absl::Minutes(10)).status, 200);
+}
+
 TEST(HealthTest, TroubleIsWhatAPersonHasToKnowFirst) {
   EXPECT_EQ(Trouble({}, kTimeout), "");
   EXPECT_EQ(Trouble({.draining = true}, kTimeout), "draining");

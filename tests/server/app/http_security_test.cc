@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "client/cli/http_fetch.h"
 #include "tests/server/app/security_fixture.h"
@@ -51,6 +52,21 @@ TEST_F(HttpSecurityTest, Https) {
   }
   EXPECT_TRUE(taken);
   EXPECT_TRUE(server->Running());
+}
+
+TEST_F(HttpSecurityTest, Tls12AndLater) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  const auto connects = [&](const std::string& version) {
+    const std::string command = absl::StrCat(
+        "(sleep 1) | timeout 20 openssl s_client -connect ", server->http(), " -CAfile ",
+        pki_.Certificate("ca"), " -cipher ALL@SECLEVEL=0 ", version, " >", pki_.File("s_client"), " 2>&1");
+    (void)std::system(command.c_str());
+    return absl::StrContains(test::ReadWholeFile(pki_.File("s_client")), "Verify return code: 0 (ok)");
+  };
+  EXPECT_FALSE(connects("-tls1"));
+  EXPECT_FALSE(connects("-tls1_1"));
+  EXPECT_TRUE(connects("-tls1_2"));
+  EXPECT_TRUE(connects("-tls1_3"));
 }
 
 TEST_F(HttpSecurityTest, HalfOpenHandshakesDoNotKeepAScrapeOut) {

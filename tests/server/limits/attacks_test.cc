@@ -169,6 +169,25 @@ TEST_F(AttacksTest, IdleCallsEnd) {
   Train();
 }
 
+// A client that looks after its connection every few seconds, while a call waits, keeps it.
+TEST_F(AttacksTest, PingsOfACallThatWaitsAreTaken) {
+  Start();
+  RawHttp2 connection(server_->target());
+  connection.Call("/lossd.v1.LossService/ComputeLoss");
+  for (int i = 0; i < 8; ++i) {
+    connection.Ping();
+    connection.Pump(absl::Milliseconds(1500));
+  }
+  EXPECT_TRUE(connection.open());
+  EXPECT_EQ(connection.calls(), 1u);
+  for (int i = 0; i < 50 && connection.open(); ++i) {  // too many of them are not
+    connection.Ping();
+    connection.Pump(absl::Milliseconds(10));
+  }
+  EXPECT_FALSE(connection.open());
+  Train();
+}
+
 // Every method whose call begins with one request, and does not send more of it than its length.
 void BeginRequests(RawHttp2* connection) {
   for (const char* method :

@@ -44,22 +44,27 @@ TEST(AgreementTest, EverySettingHasToBeTheSame) {
                 "rank 2: version must be what rank 0 has, 1.2, got nothing");
 }
 
+TEST(AgreementTest, WhoeverSaysThatItIsAWorkerHearsItsOwnValueAlone) {
+  const absl::Status refusal =
+      CheckAgreement({{"split", "any"}}, {.device_bytes = 7}, Worker({{"split", "rows"}}), Listener::kWorker);
+  EXPECT_EQ(refusal.message(), "rank 2: split must be what rank 0 has (its log says what that is), got rows");
+  const absl::Status device = CheckAgreement({}, {.device_bytes = 777}, Worker({}), Listener::kWorker);
+  EXPECT_THAT(std::string(device.message()), ::testing::Not(HasSubstr("777")));
+}
+
 // Whose settings they are: those of rank 2 of processes with two devices are of process 1.
 TEST(AgreementTest, ProcessesOfSeveralDevicesAreNamed) {
   const Settings leader = {{"version", "1.2"}, {kDevices, "2"}, {"split", "any"}};
   const auto worker = [](const std::string& devices, const std::string& split) {
     return Worker({{"version", "1.2"}, {kDevices, devices}, {"split", split}});
   };
-  EXPECT_TRUE(SameDevices(leader, worker("2", "rows")));
   EXPECT_TRUE(CheckAgreement(leader, {}, worker("2", "any")).ok());
   ExpectRefused(CheckAgreement(leader, {}, worker("2", "rows")),
                 "process 1: split must be what process 0 has, any, got rows");
-  EXPECT_FALSE(SameDevices(leader, worker("1", "any")));
   ExpectRefused(CheckAgreement(leader, {}, worker("1", "any")),
                 "process 2: number of devices must be what process 0 has, 2, got 1");
   ExpectRefused(CheckAgreement({{kDevices, "1"}}, {}, worker("2", "any")), "process 1: number of devices");
   // Another version may not know of them, and says what it likes.
-  EXPECT_FALSE(SameDevices(leader, Worker({{"version", "1.1"}})));
   ExpectRefused(CheckAgreement(leader, {}, Worker({{"version", "1.1"}})), "process 2: version must be");
   for (const char* const devices : {"0", "-1", "many", "99999999999"}) {
     ExpectRefused(CheckAgreement(leader, {}, worker(devices, "any")), "process 2: number of devices must be");
@@ -123,6 +128,8 @@ TEST(AgreementTest, ThoseThatHaveNotComeAreNamed) {
             "rank 2 of 4 has not come within 5s (--rank_timeout)");
   EXPECT_EQ(NotCome({1, 3}, 4, absl::Minutes(1)).message(),
             "ranks 1, 3 of 4 have not come within 1m (--rank_timeout)");
+  EXPECT_EQ(NotCome({1}, 2, absl::Minutes(1), absl::InvalidArgumentError("why")).message(),
+            "rank 1 of 2 has not come within 1m (--rank_timeout); the last that was refused: why");
 }
 
 }  // namespace

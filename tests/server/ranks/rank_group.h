@@ -36,7 +36,7 @@ class RankGroup {
     // GPUs may be shared here, which processes with several refuse.
     auto leader = Leader::Start({.ranks = ranks,
                                  .devices = OnThreads() && RankBackend() == "cpu" ? 2 : 1,
-                                 .listen = "127.0.0.1:0",
+                                 .host = "127.0.0.1",
                                  .credentials = grpc::InsecureServerCredentials(),
                                  .limits = kLimits,
                                  .group = {.least_rows = least_rows},

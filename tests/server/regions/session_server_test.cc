@@ -21,7 +21,7 @@
 #include "client/cpp/shared_region.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "server/rpc/listening_socket.h"
+#include "server/connections/listening_socket.h"
 
 namespace lossd::regions::session_server_test {
 namespace {
@@ -51,9 +51,8 @@ class SessionServerTest : public ::testing::Test {
     regions_ = std::make_unique<Regions>(backend_.get(), RegionLimits{.host_bytes = 32 * kMebibyte}, 0.5);
     const std::string name = absl::StrCat("lossd-test-", getpid(), "-", std::random_device()());
     socket_ = absl::StrCat("@", name);
-    listener_ =
-        std::make_unique<rpc::ListeningSocket>(*rpc::ListeningSocket::OpenAbstract(name, SOCK_SEQPACKET));
-    server_ = std::make_unique<SessionServer>(listener_->descriptor(), regions_.get(), limits);
+    server_ = std::make_unique<SessionServer>(
+        *connections::ListeningSocket::OpenAbstract(name, SOCK_SEQPACKET), regions_.get(), limits);
   }
   absl::StatusOr<std::shared_ptr<SharedRegion>> Open(uint64_t bytes = kMebibyte) const {
     return SharedRegion::Open(socket_, bytes, kPatience);
@@ -97,7 +96,6 @@ class SessionServerTest : public ::testing::Test {
   std::unique_ptr<kernels::Backend> backend_;
   std::unique_ptr<Regions> regions_;
   std::string socket_;
-  std::unique_ptr<rpc::ListeningSocket> listener_;
   std::unique_ptr<SessionServer> server_;
 };
 
@@ -130,7 +128,6 @@ TEST_F(SessionServerTest, TellsClientsThatItHasGone) {
   server_.reset();
   EXPECT_FALSE((*region)->usable());
   (*region)->At(0)[0] = 1;  // the mapping stays
-  listener_.reset();
   EXPECT_EQ(Open().status().code(), absl::StatusCode::kUnavailable);
 }
 

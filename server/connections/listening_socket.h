@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A socket that listens, with the file of a Unix socket where it has one.
-#ifndef LOSSD_SERVER_RPC_LISTENING_SOCKET_H_
-#define LOSSD_SERVER_RPC_LISTENING_SOCKET_H_
+#ifndef LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
+#define LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
 
 #include <sys/types.h>
 
@@ -12,7 +12,7 @@
 
 #include "absl/status/statusor.h"
 
-namespace lossd::rpc {
+namespace lossd::connections {
 
 // Move-only, thread-compatible. Its end closes the socket and removes the socket's file.
 class ListeningSocket {
@@ -22,10 +22,11 @@ class ListeningSocket {
   static absl::StatusOr<std::vector<ListeningSocket>> OpenTcp(const std::string& host, int port);
   // At `path`, for those whom `mode` lets write to the file. `type`: SOCK_STREAM or SOCK_SEQPACKET. The file
   // of a server that ended without removing it is replaced; a lock on `path`.lock, a file that stays, keeps
-  // two servers from doing so at the same time. UNAVAILABLE if another server listens there, if something
-  // else is there, or if the file cannot be made.
+  // two servers from doing so at the same time. Connections take no descriptors, if the kernel can keep them
+  // out. UNAVAILABLE if another server listens there, if something else is there, or if the file cannot be
+  // made.
   static absl::StatusOr<ListeningSocket> OpenUnix(const std::string& path, mode_t mode, int type);
-  // In the abstract namespace, which has no files: any program of the network namespace can connect.
+  // The same in the abstract namespace, which has no files: any program of the network namespace can connect.
   // UNAVAILABLE.
   static absl::StatusOr<ListeningSocket> OpenAbstract(const std::string& name, int type);
 
@@ -34,12 +35,14 @@ class ListeningSocket {
         port_(other.port_),
         path_(std::move(other.path_)),
         lock_(std::exchange(other.lock_, -1)),
-        inode_(other.inode_) {}
+        inode_(other.inode_),
+        is_abstract_(other.is_abstract_) {}
   ListeningSocket& operator=(ListeningSocket&&) = delete;
   ~ListeningSocket();
 
   int descriptor() const { return descriptor_; }
   int port() const { return port_; }  // 0: a Unix socket
+  bool is_abstract() const { return is_abstract_; }
 
  private:
   ListeningSocket(int descriptor, int port) : descriptor_(descriptor), port_(port) {}
@@ -49,11 +52,16 @@ class ListeningSocket {
   std::string path_;    // of a Unix socket
   int lock_ = -1;       // of the path
   uint64_t inode_ = 0;  // of the file: another one at the path is not this socket's
+  bool is_abstract_ = false;
 };
+
+// Whether a Unix socket takes descriptors that its peer sends; connections have it from the socket that
+// listens. Linux 6.16; earlier kernels do not know it, and then sockets take them.
+inline constexpr int kPassRights = 83;  // SO_PASSRIGHTS
 
 // Sets an option that is a number. Where the system does not know it, the socket stays as it is.
 void SetSocketOption(int descriptor, int level, int option, int value);
 
-}  // namespace lossd::rpc
+}  // namespace lossd::connections
 
-#endif  // LOSSD_SERVER_RPC_LISTENING_SOCKET_H_
+#endif  // LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_

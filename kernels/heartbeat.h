@@ -2,15 +2,15 @@
 // A sign of life: one side beats whenever it makes progress, the other asks how long ago that was.
 //
 // Thread-safe; neither member blocks.
-#ifndef LOSSD_SERVER_ENGINE_HEARTBEAT_H_
-#define LOSSD_SERVER_ENGINE_HEARTBEAT_H_
+#ifndef LOSSD_KERNELS_HEARTBEAT_H_
+#define LOSSD_KERNELS_HEARTBEAT_H_
 
 #include <atomic>
 #include <chrono>
 
 #include "absl/time/time.h"
 
-namespace lossd::engine {
+namespace lossd::kernels {
 
 class Heartbeat {
  public:
@@ -23,6 +23,6 @@ class Heartbeat {
   std::atomic<Clock::time_point> last_ = Clock::now();
 };
 
-}  // namespace lossd::engine
+}  // namespace lossd::kernels
 
-#endif  // LOSSD_SERVER_ENGINE_HEARTBEAT_H_
+#endif  // LOSSD_KERNELS_HEARTBEAT_H_

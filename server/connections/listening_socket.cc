@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/listening_socket.h"
+#include "server/connections/listening_socket.h"
 
 #include <fcntl.h>
 #include <netdb.h>
@@ -17,8 +17,10 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "proto/wire/region_packets.h"
+#include "server/connections/closer.h"
 
-namespace lossd::rpc {
+namespace lossd::connections {
 namespace {
 
 constexpr int kBacklog = 1024;
@@ -54,6 +56,13 @@ int ListenOn(sockaddr* address, socklen_t size) {
   return -1;
 }
 
+// Takes no descriptors.
+int UnixSocket(int type) {
+  const int descriptor = socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  SetSocketOption(descriptor, SOL_SOCKET, kPassRights, 0);
+  return descriptor;
+}
+
 absl::Status CannotListen(const std::string& path, absl::string_view why) {
   return absl::UnavailableError(absl::StrCat("cannot listen on unix:", path, ": ", why));
 }
@@ -65,11 +74,11 @@ uint64_t InodeAt(const std::string& path) {
 
 // Whether somebody listens at `address`.
 bool SomebodyListens(const sockaddr_un& address, int type) {
-  const int descriptor = socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (descriptor < 0) return true;
-  const int result = connect(descriptor, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  wire::OwnedDescriptor probe(UnixSocket(type));
+  if (!probe) return true;
+  const int result = connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
   const int error = errno;
-  close(descriptor);
+  CloseElsewhere(std::move(probe));  // who listens there may have sent something
   return result == 0 || (error != ECONNREFUSED && error != ENOENT);
 }
 
@@ -132,7 +141,7 @@ absl::StatusOr<ListeningSocket> ListeningSocket::OpenUnix(const std::string& pat
   if (made.lock_ < 0) return CannotListen(path, absl::StrCat(lock_path, ": ", std::strerror(errno)));
   if (flock(made.lock_, LOCK_EX | LOCK_NB) != 0) return CannotListen(path, "another lossd listens there");
   if (absl::Status status = RemoveStale(path, address, type); !status.ok()) return status;
-  made.descriptor_ = socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  made.descriptor_ = UnixSocket(type);
   if (made.descriptor_ < 0) return CannotListen(path, std::strerror(errno));
   if (bind(made.descriptor_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0)
     return CannotListen(path, std::strerror(errno));
@@ -150,7 +159,8 @@ absl::StatusOr<ListeningSocket> ListeningSocket::OpenAbstract(const std::string&
     return CannotListen(name, "the name is empty or too long");
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  ListeningSocket made(socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), 0);
+  ListeningSocket made(UnixSocket(type), 0);
+  made.is_abstract_ = true;
   if (made.descriptor_ < 0 || bind(made.descriptor_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
       listen(made.descriptor_, kBacklog) != 0) {
     return CannotListen(name, std::strerror(errno));
@@ -164,4 +174,4 @@ ListeningSocket::~ListeningSocket() {
   if (lock_ >= 0) close(lock_);
 }
 
-}  // namespace lossd::rpc
+}  // namespace lossd::connections

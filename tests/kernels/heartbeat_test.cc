@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/engine/heartbeat.h"
+#include "kernels/heartbeat.h"
 
 #include <gtest/gtest.h>
 
 #include "absl/time/clock.h"
 
-namespace lossd::engine::heartbeat_test {
+namespace lossd::kernels::heartbeat_test {
 namespace {
 
 TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
@@ -19,4 +19,4 @@ TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
 }
 
 }  // namespace
-}  // namespace lossd::engine::heartbeat_test
+}  // namespace lossd::kernels::heartbeat_test

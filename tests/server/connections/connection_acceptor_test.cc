@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/connection_acceptor.h"
+#include "server/connections/connection_acceptor.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 #include "absl/time/clock.h"
 
-namespace lossd::rpc::connection_acceptor_test {
+namespace lossd::connections::connection_acceptor_test {
 namespace {
 
 // A connection to a port from an address of the loopback network.
@@ -45,8 +45,8 @@ class Client {
 class ConnectionAcceptorTest : public ::testing::Test {
  protected:
   // Sends a byte on each connection it takes.
-  void Start(ConnectionLimits limits) {
-    limits.on_refused = [this](absl::string_view flag, absl::string_view) {
+  void Start(EntranceOptions limits) {
+    limits.on_refused = [this](int, absl::string_view flag, const Peer&) {
       absl::MutexLock lock(&mutex_);
       refused_.emplace_back(flag);
     };
@@ -77,7 +77,7 @@ class ConnectionAcceptorTest : public ::testing::Test {
 };
 
 TEST_F(ConnectionAcceptorTest, RefusesConnectionsBeyondTheLimit) {
-  Start({.in_all = 3, .per_address = 3});
+  Start({.in_all = 3, .per_peer = 3});
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < 3; ++i) {
     clients.push_back(std::make_unique<Client>(port_));
@@ -89,7 +89,7 @@ TEST_F(ConnectionAcceptorTest, RefusesConnectionsBeyondTheLimit) {
 }
 
 TEST_F(ConnectionAcceptorTest, AnAddressLeavesConnectionsToOthers) {
-  Start({.in_all = 8, .per_address = 2});
+  Start({.in_all = 8, .per_peer = 2});
   Client a(port_), b(port_);
   ASSERT_TRUE(a.Accepted() && b.Accepted());
   EXPECT_FALSE(Client(port_).Accepted());
@@ -98,7 +98,7 @@ TEST_F(ConnectionAcceptorTest, AnAddressLeavesConnectionsToOthers) {
 }
 
 TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
-  Start({.in_all = 1, .per_address = 1});
+  Start({.in_all = 1, .per_peer = 1});
   for (int i = 0; i < 20; ++i) {
     Client client(port_);
     ASSERT_TRUE(client.Accepted()) << i;
@@ -110,4 +110,4 @@ TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
 }
 
 }  // namespace
-}  // namespace lossd::rpc::connection_acceptor_test
+}  // namespace lossd::connections::connection_acceptor_test

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/connections/connection_acceptor.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace lossd::connections {
+namespace {
+
+constexpr absl::Duration kBeat = absl::Seconds(1);
+
+}  // namespace
+
+ConnectionAcceptor::~ConnectionAcceptor() { Stop(); }
+
+void ConnectionAcceptor::Start(Take take) {
+  take_ = std::move(take);
+  thread_ = std::thread([this] { Run(); });
+}
+
+void ConnectionAcceptor::Stop() {
+  if (thread_.joinable()) {
+    eventfd_write(wake_.get(), 1);
+    thread_.join();
+  }
+  entrance_.reset();
+}
+
+void ConnectionAcceptor::Run() {
+  while (true) {
+    std::vector<pollfd> ready = {{.fd = wake_.get(), .events = POLLIN}};
+    const absl::Duration wait = entrance_->AddTo(&ready) ? kBeat : Entrance::kBehind;
+    if (poll(ready.data(), ready.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0) {
+      if (errno != EINTR) return;
+      continue;
+    }
+    beat_.Beat();
+    if (ready.front().revents != 0) return;
+    for (size_t i = 1; i < ready.size(); ++i) {
+      if (ready[i].revents != 0) Accept(ready[i].fd);
+    }
+  }
+}
+
+void ConnectionAcceptor::Accept(int listener) {
+  std::optional<Connection> connection = entrance_->Accept(listener);
+  if (!connection.has_value()) return;
+  if (BringsDescriptors(*connection) && !IsOwnUser(connection->peer)) {
+    if (relay_ == nullptr) relay_ = std::make_unique<Relay>();
+    connection->socket = relay_->Stand(std::move(connection->socket));
+    if (!connection->socket) return;
+  }
+  take_(listener, connection->socket.Release());
+}
+
+}  // namespace lossd::connections

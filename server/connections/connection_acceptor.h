@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Accepts the connections of something that reads them by itself (gRPC, the HTTP server), on a thread.
+//
+// Where a reader does not know descriptors and the kernel cannot keep them out, connections of other users
+// over Unix sockets go through a relay (relay.h). Those of the server's own user and of root never do: they
+// could do worse.
+//
+// Thread-safe, but for Start and Stop.
+#ifndef LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
+#define LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
+
+#include <sys/eventfd.h>
+
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "kernels/heartbeat.h"
+#include "server/connections/entrance.h"
+#include "server/connections/relay.h"
+
+namespace lossd::connections {
+
+class ConnectionAcceptor {
+ public:
+  // Gets a connection: the descriptor of the listening socket, and its own, which it closes.
+  using Take = std::function<void(int listener, int connection)>;
+
+  ConnectionAcceptor(std::vector<ListeningSocket> listeners, EntranceOptions options)
+      : entrance_(std::make_unique<Entrance>(std::move(listeners), std::move(options))) {}
+  ~ConnectionAcceptor();
+  ConnectionAcceptor(const ConnectionAcceptor&) = delete;
+  ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
+
+  // Call once.
+  void Start(Take take);
+  // Accepts nothing more, and closes the listening sockets. Later calls do nothing.
+  void Stop();
+  // Connections that are open; none after Stop.
+  int64_t connections() { return entrance_ == nullptr ? 0 : entrance_->connections(); }
+  // How long ago the thread last had nothing to do or ended something.
+  absl::Duration Silence() const { return thread_.joinable() ? beat_.Silence() : absl::ZeroDuration(); }
+
+ private:
+  void Run();
+  void Accept(int listener);
+
+  std::unique_ptr<Entrance> entrance_;  // null once it is stopped
+  const wire::OwnedDescriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  Take take_;
+  std::unique_ptr<Relay> relay_;  // of the thread, made when it is needed
+  kernels::Heartbeat beat_;
+  std::thread thread_;
+};
+
+}  // namespace lossd::connections
+
+#endif  // LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_

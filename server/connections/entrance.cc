@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/connections/entrance.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/connections/closer.h"
+
+namespace lossd::connections {
+namespace {
+
+// The number of a socket; 0 if the descriptor is not open.
+uint64_t InodeOf(int descriptor) {
+  struct stat status = {};
+  if (fstat(descriptor, &status) != 0 || !S_ISSOCK(status.st_mode)) return 0;
+  return status.st_ino;
+}
+
+}  // namespace
+
+Entrance::Entrance(std::vector<ListeningSocket> sockets, EntranceOptions options)
+    : sockets_(std::move(sockets)), options_(std::move(options)) {}
+
+bool Entrance::AddTo(std::vector<pollfd>* wait) const {
+  const bool behind = ClosingIsBehind();
+  for (const ListeningSocket& socket : sockets_) {
+    const bool is_unix = socket.port() == 0;
+    wait->push_back({.fd = behind && is_unix ? -1 : socket.descriptor(), .events = POLLIN});
+  }
+  return !behind;
+}
+
+std::optional<Connection> Entrance::Accept(int listener) {
+  sockaddr_storage from = {};
+  socklen_t size = sizeof(from);
+  Connection connection;
+  connection.socket = wire::OwnedDescriptor(
+      accept4(listener, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!connection.socket) {
+    // Out of descriptors: those that wait stay in the backlog for a while.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+      absl::SleepFor(absl::Milliseconds(50));
+    return std::nullopt;
+  }
+  const int descriptor = connection.socket.get();
+  connection.is_unix = from.ss_family == AF_UNIX;
+  connection.peer = PeerOf(descriptor, from);
+  const absl::string_view refusal =
+      LetsIn(connection.peer, listener) ? Count(descriptor, connection.peer.name) : kStranger;
+  if (!refusal.empty()) {
+    options_.on_refused(descriptor, refusal, connection.peer);
+    CloseElsewhere(std::move(connection.socket));
+    return std::nullopt;
+  }
+  if (!connection.is_unix) {
+    SetSocketOption(descriptor, IPPROTO_TCP, TCP_NODELAY, 1);
+    SetSocketOption(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT,
+                    static_cast<int>(absl::ToInt64Milliseconds(options_.dead_peer_timeout)));
+  }
+  return connection;
+}
+
+// A peer on the loopback that the kernel does not name although it can has closed its end.
+bool Entrance::LetsIn(const Peer& peer, int listener) const {
+  if (IsOwnUser(peer)) return true;
+  if (peer.is_loopback) return !options_.own_user_on_loopback || !KnowsLoopbackUsers();
+  return std::none_of(sockets_.begin(), sockets_.end(), [listener](const ListeningSocket& socket) {
+    return socket.descriptor() == listener && socket.is_abstract();
+  });
+}
+
+absl::string_view Entrance::Count(int descriptor, const std::string& name) {
+  absl::MutexLock lock(&mutex_);
+  connections_.erase(descriptor);  // what had the number before is closed
+  if (!LimitReached(name).empty()) ForgetClosed();
+  const absl::string_view limit = LimitReached(name);
+  if (limit.empty()) connections_[descriptor] = {.inode = InodeOf(descriptor), .name = name};
+  return limit;
+}
+
+absl::string_view Entrance::LimitReached(const std::string& name) const {
+  if (static_cast<int64_t>(connections_.size()) >= options_.in_all) return kMaxConnections;
+  const int64_t same = std::count_if(connections_.begin(), connections_.end(),
+                                     [&](const auto& entry) { return entry.second.name == name; });
+  return same >= options_.per_peer ? kMaxPerPeer : "";
+}
+
+void Entrance::ForgetClosed() {
+  std::erase_if(connections_, [](const auto& entry) { return InodeOf(entry.first) != entry.second.inode; });
+}
+
+int64_t Entrance::connections() {
+  absl::MutexLock lock(&mutex_);
+  ForgetClosed();
+  return static_cast<int64_t>(connections_.size());
+}
+
+bool BringsDescriptors(const Connection& connection) {
+  if (!connection.is_unix) return false;
+  int passes = 1;
+  socklen_t size = sizeof(passes);
+  return getsockopt(connection.socket.get(), SOL_SOCKET, kPassRights, &passes, &size) != 0 || passes != 0;
+}
+
+}  // namespace lossd::connections

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where connections come in: whatever listens takes them here, so that the same holds for all. Their number
+// is bounded, in all and by peer; who may come in at all is asked before anything is read (SO_PEERCRED,
+// sock_diag); and no peer can make the thread wait that takes its connection, closes it or reads from it.
+//
+// Connections over Unix sockets bring no descriptors, where the kernel can keep them out (SO_PASSRIGHTS,
+// Linux 6.16). Where it cannot, BringsDescriptors says that a reader has to expect them.
+//
+// A connection that is not admitted is closed elsewhere (closer.h). Those that are admitted are the caller's,
+// who closes them without a word to this class: it asks the kernel whether a descriptor is still the
+// connection it was.
+//
+// Thread-safe, but Accept belongs to one thread.
+#ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
+#define LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
+
+#include <poll.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "proto/wire/region_packets.h"
+#include "server/connections/listening_socket.h"
+#include "server/connections/peer.h"
+
+namespace lossd::connections {
+
+struct EntranceOptions {
+  // Of the programs at the loopback addresses of this host only those of this process's user and of root,
+  // where the kernel says whose they are. (Over an abstract Unix socket, which no mode of a file protects, no
+  // others come in anyway.)
+  bool own_user_on_loopback = false;
+  int64_t in_all = 512;
+  int64_t per_peer = 128;                                // Peer::name
+  absl::Duration dead_peer_timeout = absl::Seconds(20);  // data sent and not acknowledged for so long ends it
+  // What a connection that is not admitted may still hear, which must not wait. `reason`: the flag of a
+  // limit, or kStranger.
+  std::function<void(int connection, absl::string_view reason, const Peer& peer)> on_refused =
+      [](int, absl::string_view, const Peer&) {};
+};
+
+inline constexpr absl::string_view kStranger = "stranger";
+inline constexpr absl::string_view kMaxConnections = "max_connections";
+inline constexpr absl::string_view kMaxPerPeer = "max_connections_per_address";
+
+struct Connection {
+  wire::OwnedDescriptor socket;  // does not wait
+  Peer peer;
+  bool is_unix = false;
+};
+
+class Entrance {
+ public:
+  Entrance(std::vector<ListeningSocket> sockets, EntranceOptions options);
+  Entrance(const Entrance&) = delete;
+  Entrance& operator=(const Entrance&) = delete;
+
+  // What to wait for, one entry for each listening socket. False while closing is behind: Unix sockets are
+  // left out, and the caller looks again after kBehind.
+  static constexpr absl::Duration kBehind = absl::Milliseconds(20);
+  bool AddTo(std::vector<pollfd>* wait) const;
+  // The next connection at `listener`, where poll has seen one, if it is admitted. Where the process has no
+  // descriptor left, null after a moment, so that a loop does not spin.
+  std::optional<Connection> Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Connections that are open.
+  int64_t connections() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Counted {
+    uint64_t inode = 0;  // of the socket
+    std::string name;
+  };
+
+  bool LetsIn(const Peer& peer, int listener) const;
+  // The flag of the limit that keeps a connection out; "": none does.
+  absl::string_view Count(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::string_view LimitReached(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const std::vector<ListeningSocket> sockets_;
+  const EntranceOptions options_;
+  absl::Mutex mutex_;
+  std::map<int, Counted> connections_ ABSL_GUARDED_BY(mutex_);  // by descriptor, which is the caller's
+};
+
+// Whether a peer can pass descriptors over the connection: the kernel cannot keep them out.
+bool BringsDescriptors(const Connection& connection);
+
+}  // namespace lossd::connections
+
+#endif  // LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether gRPC's threads answer: a connection of the server's to itself, over which gRPC is asked for a sign
+// of life every second. It asks the way that clients do, through the threads that read and write connections.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RPC_PULSE_H_
+#define LOSSD_SERVER_RPC_PULSE_H_
+
+#include <grpcpp/server_builder.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/time/time.h"
+#include "kernels/heartbeat.h"
+#include "proto/wire/region_packets.h"
+#include "server/rpc/periodic.h"
+
+namespace lossd::rpc {
+
+class Pulse {
+ public:
+  // Gives the builder a way to take the connection. Before the server is built.
+  explicit Pulse(grpc::ServerBuilder* builder);
+
+  // Once the server is there.
+  void Start();
+  // Before it shuts down; later calls do nothing. Silence is zero from then on.
+  void Stop();
+
+  // How long gRPC has not answered.
+  absl::Duration Silence() const { return watched_ ? beat_.Silence() : absl::ZeroDuration(); }
+
+ private:
+  bool Connect();
+  void Ask();
+  void ReadAnswers();
+
+  const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> taker_;
+  wire::OwnedDescriptor socket_;
+  std::string unread_;  // of a frame that has not come as a whole
+  int unanswered_ = 0;  // questions
+  std::atomic<bool> watched_{false};
+  kernels::Heartbeat beat_;
+  std::optional<Periodic> thread_;
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_PULSE_H_
