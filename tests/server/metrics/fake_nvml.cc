@@ -67,6 +67,10 @@ void fake_nvml_result(int result) {
   TheState().result = result;
   TheState().changed.notify_all();
 }
+void fake_nvml_no_events() {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().xids.clear();
+}
 void fake_nvml_event(unsigned long long xid) {
   const std::lock_guard<std::mutex> lock(TheState().mutex);
   TheState().xids.push_back(xid);

@@ -29,6 +29,7 @@ class GpuMonitorTest : public ::testing::Test {
   GpuMonitorTest() : library_(dlopen(LOSSD_FAKE_NVML, RTLD_NOW)) {
     EXPECT_NE(library_, nullptr) << dlerror();
     Function<void(int)>("fake_nvml_result")(0);
+    Function<void()>("fake_nvml_no_events")();
   }
   ~GpuMonitorTest() override { dlclose(library_); }
 
