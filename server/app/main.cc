@@ -125,18 +125,14 @@ ABSL_FLAG(
     "GPUs do; to try that out. With --ranks, or a launcher, those of this process");
 ABSL_FLAG(std::string, split, ServerOptions().split,
           "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
-          "any, which is by rows if "
-          "every device has room for all classes, and else by vocabulary");
+          "any, which is by rows if every device has room for all classes, and else by vocabulary");
 ABSL_FLAG(int, replicas, ServerOptions().replicas,
-          "Several devices: how many replicas heads by vocabulary have that do not say, each on as many "
-          "devices, "
-          "which divide the classes; the replicas divide the rows (docs/scaling.md)");
+          "Several devices: how many replicas heads by vocabulary have that do not say (docs/scaling.md)");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
     "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that "
-    "recompute "
-    "their logits take at most 64MiB on a GPU");
+    "recompute their logits take at most 64MiB on a GPU");
 ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
           "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
 ABSL_FLAG(
