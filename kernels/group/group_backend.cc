@@ -39,6 +39,31 @@ int MemberWith(const Members& members, absl::string_view device) {
   return -1;
 }
 
+Split SplitOf(const GroupOptions& options, const HeadConfig& config) {
+  const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
+  if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
+  return config.split == Split::kAny ? options.split : config.split;
+}
+
+// What the members make of a head that is split by vocabulary.
+HeadConfig ByVocabulary(const GroupOptions& options, const HeadConfig& config) {
+  HeadConfig split = config;
+  split.split = Split::kVocabulary;
+  if (config.replicas == 0 && options.replicas > 1) split.replicas = options.replicas;
+  return split;
+}
+
+absl::string_view WhyByVocabulary(const GroupOptions& options, const HeadConfig& config) {
+  const bool asked_for = SplitOf(options, config) == Split::kVocabulary;
+  return asked_for ? "it was asked for" : "a copy on every device does not fit";
+}
+
+ReplicaLayout LayoutOf(const GroupOptions& options, const HeadConfig& config) {
+  return {.least_rows = options.least_rows,
+          .reason = std::string(WhyByVocabulary(options, config)),
+          .member_of = options.member_of};
+}
+
 class GroupBackend final : public Backend,
                            public StagingAdopter,
                            public DeviceMemorySharer,
@@ -82,8 +107,9 @@ class GroupBackend final : public Backend,
 
   // Of a config that names no split, by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    HeadConfig planned = SplitOf(config) == Split::kVocabulary ? ByVocabulary(config) : config;
-    planned.split = SplitOf(config);
+    HeadConfig planned =
+        SplitOf(options_, config) == Split::kVocabulary ? ByVocabulary(options_, config) : config;
+    planned.split = SplitOf(options_, config);
     if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
     MemoryBytes sum;
     for (int i = 0; i < members_.size(); ++i) {
@@ -97,12 +123,13 @@ class GroupBackend final : public Backend,
   absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
                                             const MemoryBytes& beside) const override {
     return EitherWay<PlannedHead>(
-        config, [&] { return PlanByRows(config, beside); }, [&] { return PlanByVocabulary(config, beside); });
+        config, [&] { return PlanReplicas(config, config, beside); },
+        [&] { return PlanByVocabulary(config, beside); });
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     return EitherWay<std::unique_ptr<HeadKernels>>(
-        config, [&] { return CreateByRows(config); }, [&] { return CreateByVocabulary(config); });
+        config, [&] { return CreateReplicas(config, config); }, [&] { return CreateByVocabulary(config); });
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -175,25 +202,11 @@ class GroupBackend final : public Backend,
 
  private:
   Backend& first() const { return members_.backend(0); }
-  Split SplitOf(const HeadConfig& config) const {
-    const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
-    if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
-    return config.split == Split::kAny ? options_.split : config.split;
-  }
-
-  // What the members make of a head that is split by vocabulary.
-  HeadConfig ByVocabulary(const HeadConfig& config) const {
-    HeadConfig split = config;
-    split.split = Split::kVocabulary;
-    if (config.replicas == 0 && options_.replicas > 1) split.replicas = options_.replicas;
-    return split;
-  }
-
   // As the split says; where it leaves that open, by vocabulary if there is no room by rows.
   template <typename Result, typename ByRows, typename ByVocabulary>
   absl::StatusOr<Result> EitherWay(const HeadConfig& config, const ByRows& make_by_rows,
                                    const ByVocabulary& make_by_vocabulary) const {
-    const Split split = SplitOf(config);
+    const Split split = SplitOf(options_, config);
     if (split == Split::kVocabulary) return make_by_vocabulary();
     absl::StatusOr<Result> by_rows = make_by_rows();
     const bool may_split = split == Split::kAny && config.vocab_size >= members_.size();
@@ -228,10 +241,6 @@ class GroupBackend final : public Backend,
     return all;
   }
 
-  absl::StatusOr<PlannedHead> PlanByRows(const HeadConfig& config, const MemoryBytes& beside) const {
-    return PlanReplicas(config, config, beside);
-  }
-
   // As CreateReplicas.
   absl::StatusOr<PlannedHead> PlanReplicas(const HeadConfig& config, const HeadConfig& divided,
                                            const MemoryBytes& beside) const {
@@ -240,30 +249,20 @@ class GroupBackend final : public Backend,
     all->slice_rows = all->chunk_rows;
     all->chunk_rows *= members_.size() / PlacesOf(divided, members_.size());
     all->choices = GroupHead::Describe(std::move(all->choices), divided, members_.size(), all->slice_rows,
-                                       LayoutOf(config));
+                                       LayoutOf(options_, config));
     return all;
   }
 
   absl::StatusOr<PlannedHead> PlanByVocabulary(const HeadConfig& config, const MemoryBytes& beside) const {
-    const HeadConfig split = ByVocabulary(config);
+    const HeadConfig split = ByVocabulary(options_, config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
     if (ReplicasOf(split) > 1) return PlanReplicas(config, split, beside);
     absl::StatusOr<PlannedHead> all = PlanHeads(split, beside, WithMostClasses(split, members_.size()));
     if (!all.ok()) return all;
     all->slice_rows = all->chunk_rows;
-    all->choices =
-        VocabularyHead::Describe(std::move(all->choices), config, members_.size(), WhyByVocabulary(config));
+    all->choices = VocabularyHead::Describe(std::move(all->choices), config, members_.size(),
+                                            WhyByVocabulary(options_, config));
     return all;
-  }
-
-  ReplicaLayout LayoutOf(const HeadConfig& config) const {
-    return {.least_rows = options_.least_rows,
-            .reason = std::string(WhyByVocabulary(config)),
-            .member_of = options_.member_of};
-  }
-
-  absl::string_view WhyByVocabulary(const HeadConfig& config) const {
-    return SplitOf(config) == Split::kVocabulary ? "it was asked for" : "a copy on every device does not fit";
   }
 
   absl::Status CheckSplit(const HeadConfig& config) const {
@@ -278,10 +277,6 @@ class GroupBackend final : public Backend,
                               config.vocab_size);
   }
 
-  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByRows(const HeadConfig& config) {
-    return CreateReplicas(config, config);
-  }
-
   // `divided`: what the members make of a head whose config is `config`.
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateReplicas(const HeadConfig& config,
                                                               const HeadConfig& divided) {
@@ -294,12 +289,12 @@ class GroupBackend final : public Backend,
       DestroyHeads(heads);
       return status;
     }
-    return std::make_unique<GroupHead>(config, LayoutOf(config), &members_, std::move(heads),
+    return std::make_unique<GroupHead>(config, LayoutOf(options_, config), &members_, std::move(heads),
                                        std::move(replicas));
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
-    const HeadConfig split = ByVocabulary(config);
+    const HeadConfig split = ByVocabulary(options_, config);
     if (absl::Status status = CheckSplit(split); !status.ok()) return status;
     if (ReplicasOf(split) > 1) return CreateReplicas(config, split);
     return CreateDivided(config);
@@ -308,16 +303,16 @@ class GroupBackend final : public Backend,
   // One copy, whose config has passed CheckSplit.
   absl::StatusOr<std::unique_ptr<VocabularyHead>> CreateDivided(const HeadConfig& config) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
-    absl::Status status = CreateHeads(ByVocabulary(config), heads);
+    absl::Status status = CreateHeads(ByVocabulary(options_, config), heads);
     if (status.ok()) status = Join(heads);
     if (!status.ok()) {
       DestroyHeads(heads);
       return status;
     }
     return std::make_unique<VocabularyHead>(
-        config, WhyByVocabulary(config), &members_, std::move(heads),
+        config, WhyByVocabulary(options_, config), &members_, std::move(heads),
         [this](const HeadConfig& other) -> absl::StatusOr<std::unique_ptr<VocabularyHead>> {
-          if (absl::Status checked = CheckSplit(ByVocabulary(other)); !checked.ok()) return checked;
+          if (absl::Status checked = CheckSplit(ByVocabulary(options_, other)); !checked.ok()) return checked;
           return CreateDivided(other);
         });
   }

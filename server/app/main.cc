@@ -132,9 +132,7 @@ ABSL_FLAG(std::string, split, ServerOptions().split,
           "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
           "any, which is by rows if every device has room for all classes, and else by vocabulary");
 ABSL_FLAG(int, replicas, ServerOptions().replicas,
-          "Several devices: how many replicas heads by vocabulary have that do not say, each on as many "
-          "devices, "
-          "which divide the classes; the replicas divide the rows (docs/scaling.md)");
+          "Several devices: how many replicas heads by vocabulary have that do not say (docs/scaling.md)");
 ABSL_FLAG(
     ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// It is longer than 400 lines because what is written stands beside what reads it.
 #include "server/head/manifest.h"
 
 #include <algorithm>
@@ -81,6 +82,12 @@ Json EncodeSubject(const CheckpointSubject& subject) {
   return json;
 }
 
+// -1, which nothing takes, for what is out of range.
+int32_t ToInt32(const Json& json) {
+  const int64_t value = json.get_ref<const int64_t&>();
+  return value < 0 || value > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(value);
+}
+
 // Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
 // out of range.
 bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
@@ -96,16 +103,10 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   config.workspace_bytes = head.at("workspace_bytes").get_ref<const int64_t&>();
   if (head.contains("shares")) {
     for (const Json& share : head.at("shares").get_ref<const Json::array_t&>()) {
-      const int64_t value = share.get_ref<const int64_t&>();
-      if (value < 0 || value > std::numeric_limits<int32_t>::max()) return false;
-      config.shares.push_back(static_cast<int32_t>(value));
+      config.shares.push_back(ToInt32(share));
     }
   }
-  if (head.contains("replicas")) {
-    const int64_t value = head.at("replicas").get_ref<const int64_t&>();
-    if (value < 1 || value > kernels::kMostReplicas) return false;
-    config.replicas = static_cast<int32_t>(value);
-  }
+  if (head.contains("replicas")) config.replicas = ToInt32(head.at("replicas"));
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is particular to the CUDA backend: devices, memory, chunks in flight.
+// What is particular to the CUDA backend: devices, memory, chunks in flight. It is longer than 400 lines
+// because all tests are of one device and share its problems.
 #include "kernels/cuda/cuda_backend.h"
 
 #include <algorithm>

@@ -219,7 +219,7 @@ TEST_F(ManifestTest, BadValues) {
     json["head"]["shares"] = shares;
     refused(json, "shares " + shares.dump());
   }
-  for (const Json& replicas : {Json("2"), Json(-1), Json(0), Json(1.5), Json(65537)}) {
+  for (const Json& replicas : {Json("2"), Json(-1), Json(1.5), Json(65537)}) {
     json = whole;
     json["head"]["replicas"] = replicas;
     refused(json, "replicas " + replicas.dump());
