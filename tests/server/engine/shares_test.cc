@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shares of a head that lies on several devices by vocabulary: when they change, and what the engine then says
-// of the head.
+// Shares of a head that lies on several devices by vocabulary: when they change, and what the engine then
+// says of the head.
 #include <memory>
 #include <string>
 #include <vector>
