@@ -76,17 +76,26 @@ SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfi
   return limits;
 }
 
-SliceLimits HeadSession::LimitsOf(int64_t slice_rows) const {
+namespace {
+
+SliceLimits LimitsByArrival(const EngineOptions& options, const kernels::HeadConfig& config,
+                            int64_t slice_rows) {
   return {.max_rows = slice_rows,
-          .max_bytes = context_->options.slice_bytes,
-          .max_bytes_in_place = MostBytes(slice_rows, config_)};
+          .max_bytes = options.slice_bytes,
+          .max_bytes_in_place = MostBytes(slice_rows, config)};
 }
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
-  const SliceLimits limits = LimitsOf(slice_rows_);
+  const SliceLimits limits = LimitsByArrival(options, config_, slice_rows_);
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
-    if (const auto session = weak.lock()) session->OfferMemory(std::move(slice));
+    const auto session = weak.lock();
+    if (session == nullptr) return;
+    StreamObserver& observer = slice->stream->observer();
+    observer.OnMemory(
+        [session, slice = std::move(slice)]() mutable { session->CopyAndQueue(std::move(slice)); });
   };
   if (!options.deterministic || !config_.trainable) {
     return std::make_shared<ArrivalSchedule>(limits, chunk_rows_, context_->staging.get(), &step_->ledger(),
@@ -113,13 +122,6 @@ bool HeadSession::Receive(std::unique_ptr<SliceWork>& slice) {
   return schedule_->For(stream->spec().accumulate_gradients).FindMemory(slice);
 }
 
-void HeadSession::OfferMemory(std::unique_ptr<SliceWork> slice) {
-  StreamObserver& observer = slice->stream->observer();
-  observer.OnMemory([session = shared_from_this(), slice = std::move(slice)]() mutable {
-    session->CopyAndQueue(std::move(slice));
-  });
-}
-
 void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
   StreamState& stream = *slice->stream;
   IncomingSlice caller = std::move(slice->caller);
@@ -139,22 +141,27 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
 
 // ---- Shares ----
 
-absl::Status HeadSession::AcceptShares(const kernels::HeadKernels& divided) {
-  absl::MutexLock lock(&context_->mutex);
-  // Asked without effect: the limits that it has are put back.
-  absl::Status status = schedule_->SetLimits(LimitsOf(divided.slice_rows()), divided.chunk_rows());
-  if (status.ok()) schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();
-  return status;
-}
-
-void HeadSession::TakeShares() {
+absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   kernels::HeadKernels& kernels = head_->kernels();
+  const auto set_limits = [&](int64_t slice_rows, int64_t chunk_rows) {
+    return schedule_->SetLimits(LimitsByArrival(context_->options, config_, slice_rows), chunk_rows);
+  };
+  const auto accept = [&](const kernels::HeadKernels& divided) {
+    absl::MutexLock lock(&context_->mutex);
+    // Asked without effect: the limits that it has are put back.
+    absl::Status status = set_limits(divided.slice_rows(), divided.chunk_rows());
+    if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
+    return status;
+  };
+  if (absl::Status status = kernels::SetShares(kernels, shares, accept); !status.ok()) return status;
+  absl::MutexLock lock(&context_->mutex);
   config_.shares = kernels.config().shares;
   chunk_rows_ = kernels.chunk_rows();
   slice_rows_ = kernels.slice_rows();
   memory_ = kernels.memory();
   choices_ = kernels.Describe();
-  schedule_->SetLimits(LimitsOf(slice_rows_), chunk_rows_).IgnoreError();  // AcceptShares has asked
+  set_limits(slice_rows_, chunk_rows_).IgnoreError();  // it was asked
+  return absl::OkStatus();
 }
 
 // ---- Versions ----
@@ -261,12 +268,14 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
 
 // ---- What is told about it ----
 
-std::vector<HeadDevice> HeadSession::Devices() const {
-  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(context_->backend);
-  if (!divided_ || group == nullptr) return {};
+namespace {
+
+std::vector<HeadDevice> DevicesOf(const kernels::Backend* backend, const kernels::HeadConfig& config) {
+  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(backend);
+  if (group == nullptr) return {};
   const std::vector<kernels::MemberState> members = group->MemberStates();
   const auto count = static_cast<int>(members.size());
-  kernels::HeadConfig split = config_;
+  kernels::HeadConfig split = config;
   split.split = kernels::Split::kVocabulary;
   std::vector<HeadDevice> devices;
   for (int i = 0; i < count; ++i) {
@@ -274,7 +283,7 @@ std::vector<HeadDevice> HeadSession::Devices() const {
     absl::Duration exchanging;
     for (const absl::Duration time : member.exchanges) exchanging += time;
     devices.push_back({.device = member.device,
-                       .share = config_.shares.empty() ? 1 : config_.shares[static_cast<size_t>(i)],
+                       .share = config.shares.empty() ? 1 : config.shares[static_cast<size_t>(i)],
                        .classes = kernels::ClassesOf(split, {i, count}).rows,
                        .rows = member.work.rows,
                        .busy = member.work.busy,
@@ -282,6 +291,8 @@ std::vector<HeadDevice> HeadSession::Devices() const {
   }
   return devices;
 }
+
+}  // namespace
 
 HeadSnapshot HeadSession::Snapshot() {
   const Backlog backlog = schedule_->backlog();
@@ -295,7 +306,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .choices = choices_,
           .last_chunk_choices = last_chunk_choices_,
           .gradient_error = gradient_error_,
-          .devices = Devices(),
+          .devices = divided_ ? DevicesOf(context_->backend, config_) : std::vector<HeadDevice>(),
           .open_streams = streams_->size(),
           .queued_slices = backlog.queued_slices,
           .updates = step_->updates(),

@@ -70,10 +70,8 @@ class HeadSession final : public DeviceLoop::Source,
   // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
   // what is past (OpenStep::CheckBound).
   void EndStale();
-  // Whether the head may become like `divided`, with other shares; and that it has become so. On the device
-  // thread, which alone changes what these are about, without the lock and with it.
-  absl::Status AcceptShares(const kernels::HeadKernels& divided);
-  void TakeShares();
+  // On the device thread, without the lock, while nothing is under way: kernels::SetShares of the head.
+  absl::Status SetShares(const std::vector<int32_t>& shares);
   // The weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
@@ -108,11 +106,6 @@ class HeadSession final : public DeviceLoop::Source,
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
               VersionCounter* counter);
   absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
-  SliceLimits LimitsOf(int64_t slice_rows) const;
-  std::vector<HeadDevice> Devices() const;
-
-  // Without the lock.
-  void OfferMemory(std::unique_ptr<SliceWork> slice);
 
   EngineContext* const context_;
   const std::string name_;

@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/divided_classes.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/update_bounds.h"
@@ -261,11 +260,7 @@ absl::Status SetShares(HeadSession& session, const std::vector<int32_t>& shares)
     absl::MutexLock lock(&session.context().mutex);
     if (auto idle = CheckBetweenSteps(session); !idle.ok()) return idle;
   }
-  const auto accept = [&](const kernels::HeadKernels& divided) { return session.AcceptShares(divided); };
-  if (auto status = kernels::SetShares(session.head().kernels(), shares, accept); !status.ok()) return status;
-  absl::MutexLock lock(&session.context().mutex);
-  session.TakeShares();
-  return absl::OkStatus();
+  return session.SetShares(shares);
 }
 
 absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
