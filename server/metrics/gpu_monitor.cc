@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -16,7 +17,8 @@ namespace {
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
-constexpr uint64_t kFellOffTheBus = 79;  // an Xid
+constexpr uint64_t kFellOffTheBus = 79;                    // an Xid
+constexpr absl::Duration kLook = absl::Milliseconds(100);  // between questions for events
 
 // Bits of NVML's throttle reasons that slow a busy GPU down.
 struct Reason {
@@ -84,31 +86,35 @@ void GpuMonitor::Loop() {
   }
 }
 
-void GpuMonitor::Pause(absl::Duration duration) {
+bool GpuMonitor::Pause(absl::Duration duration) {
   absl::MutexLock lock(&mutex_);
-  clocks::AwaitFor(mutex_, absl::Condition(&stopping_), duration);
+  return clocks::AwaitFor(mutex_, absl::Condition(&stopping_), duration);
 }
 
 void GpuMonitor::AwaitEvent() {
-  if (events_ == nullptr || lost_) return Pause(options_.interval);
-  const absl::Time begin = clocks::SteadyNow();
-  NvmlEvent event = {};
-  const auto timeout = static_cast<unsigned>(absl::ToInt64Milliseconds(options_.interval));
-  const int result = nvml_->event_set_wait(events_, &event, timeout);
-  if (result == kNvmlTimeout) return;
-  if (!Succeeded(result)) {  // no events any more; samples go on
-    if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
+  const absl::Time end = clocks::SteadyNow() + options_.interval;
+  // NVML's own wait keeps a core busy for each GPU with some drivers, so it is only asked.
+  while (events_ != nullptr && !lost_) {
+    const absl::Duration left = end - clocks::SteadyNow();
+    if (left <= absl::ZeroDuration() || Pause(std::min(left, kLook))) return;
+    NvmlEvent event = {};
+    const int result = nvml_->event_set_wait(events_, &event, /*timeout_ms=*/0);
+    if (result == kNvmlTimeout) continue;
+    if (!Succeeded(result)) {  // no events any more; samples go on
+      if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
+      return;
+    }
+    if ((event.type & kNvmlEventXid) == 0) continue;
+    {
+      absl::MutexLock lock(&mutex_);
+      ++xids_;
+      last_xid_ = event.data;
+    }
+    options_.on_xid(event.data);
+    if (event.data == kFellOffTheBus) Succeeded(kNvmlGpuIsLost);
     return;
   }
-  // A driver that says at once that nothing has happened would keep this thread busy.
-  if ((event.type & kNvmlEventXid) == 0) return Pause(begin + options_.interval - clocks::SteadyNow());
-  {
-    absl::MutexLock lock(&mutex_);
-    ++xids_;
-    last_xid_ = event.data;
-  }
-  options_.on_xid(event.data);
-  if (event.data == kFellOffTheBus) Succeeded(kNvmlGpuIsLost);
+  Pause(end - clocks::SteadyNow());
 }
 
 bool GpuMonitor::Succeeded(int result) {

@@ -69,7 +69,8 @@ class GpuMonitor {
   void TakeSample() ABSL_LOCKS_EXCLUDED(mutex_);
   // What NVML lets this process see of the programs on the GPU.
   std::optional<unsigned> CountProcesses();
-  void Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
+  // True: the monitor stops.
+  bool Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
   // Notes what a call ended with; true if it gave a value.
   bool Succeeded(int result);
 

@@ -119,6 +119,7 @@ int nvmlDeviceRegisterEvents(void*, unsigned long long, void*) { return kSuccess
 int nvmlEventSetWait_v2(void*, lossd::metrics::NvmlEvent* event, unsigned timeout_ms) {
   State& state = TheState();
   std::unique_lock<std::mutex> lock(state.mutex);
+  if (timeout_ms > 0) ++state.figures["waits"];
   state.changed.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                          [&] { return !state.xids.empty() || state.result != kSuccess; });
   if (state.result != kSuccess) return state.result;

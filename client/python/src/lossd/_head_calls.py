@@ -8,6 +8,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
