@@ -153,7 +153,8 @@ absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesReque
   v1::SetSharesRequest meant = request;
   if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
   if (!meant.has_incarnation()) {
-    const absl::StatusOr<v1::HeadDescription> head = DescribeHead(request.head(), deadline - clocks::SteadyNow());
+    const absl::StatusOr<v1::HeadDescription> head =
+        DescribeHead(request.head(), deadline - clocks::SteadyNow());
     if (!head.ok()) return head.status();
     meant.set_incarnation(head->state().incarnation());
   }

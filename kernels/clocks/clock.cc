@@ -18,7 +18,9 @@ absl::Time SteadyNow() {
   return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
 }
 
-absl::Time WallNow() { return absl::Now() + absl::Nanoseconds(wall_ahead_ns.load(std::memory_order_relaxed)); }
+absl::Time WallNow() {
+  return absl::Now() + absl::Nanoseconds(wall_ahead_ns.load(std::memory_order_relaxed));
+}
 
 absl::Time OnTheWall(absl::Time steady) {
   if (steady == absl::InfiniteFuture() || steady == absl::InfinitePast()) return steady;

@@ -100,7 +100,8 @@ void CallRegistry::Watch() {
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
-      if (clocks::WallNow() > call->until()) call->EndWith(access::CertificateHasExpired());  // by the wall clock
+      if (clocks::WallNow() > call->until())
+        call->EndWith(access::CertificateHasExpired());  // by the wall clock
     }
   }
 }
