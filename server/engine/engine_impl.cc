@@ -42,6 +42,13 @@ void AwaitIdle(HeadSession& session, EngineContext* context) {
   context->runtime->Wait(last.done);
 }
 
+// The head of a new stream, contribution or tensor call.
+absl::StatusOr<HeadDirectory::SessionPtr> FindOpen(const EngineContext& context, const HeadDirectory& heads,
+                                                   absl::string_view name) {
+  if (context.loop.stopping()) return ShuttingDown();
+  return heads.FindPublished(name);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
@@ -221,14 +228,14 @@ absl::Status EngineImpl::OnDevice(absl::string_view name,
 
 absl::StatusOr<std::unique_ptr<TensorReader>> EngineImpl::OpenReader(absl::string_view name) {
   absl::MutexLock lock(&context_->mutex);
-  auto session = FindOpen(name);
+  auto session = FindOpen(*context_, heads_, name);
   if (!session.ok()) return session.status();
   return std::make_unique<TensorReader>(*std::move(session));
 }
 
 absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::string_view name) {
   absl::MutexLock lock(&context_->mutex);
-  auto session = FindOpen(name);
+  auto session = FindOpen(*context_, heads_, name);
   if (!session.ok()) return session.status();
   return std::make_unique<TensorWriter>(*std::move(session));
 }
@@ -310,7 +317,7 @@ absl::Status EngineImpl::EndLoad(absl::string_view name) {
 
 absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec& spec) {
   absl::MutexLock lock(&context_->mutex);
-  const auto session = FindOpen(spec.head);
+  const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
   return engine::OpenContribution(**session, spec);
 }
@@ -347,15 +354,10 @@ absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, 
 
 // ---- Streams ----
 
-absl::StatusOr<EngineImpl::SessionPtr> EngineImpl::FindOpen(absl::string_view name) const {
-  if (context_->loop.stopping()) return ShuttingDown();
-  return heads_.FindPublished(name);
-}
-
 absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
                                                          std::shared_ptr<StreamObserver> observer) {
   absl::MutexLock lock(&context_->mutex);
-  const auto session = FindOpen(spec.head);
+  const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
   auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
@@ -366,7 +368,7 @@ absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec sp
                                                                  std::shared_ptr<StreamObserver> observer) {
   if (auto status = CheckBackward(spec); !status.ok()) return status;
   absl::MutexLock lock(&context_->mutex);
-  const auto session = FindOpen(spec.head);
+  const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());
   auto stream = (*session)->admission().OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();

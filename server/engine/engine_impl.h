@@ -68,11 +68,8 @@ class EngineImpl final : public Engine {
   int64_t ExpireRetained(absl::Time limit) override;
 
  private:
-  using SessionPtr = std::shared_ptr<HeadSession>;
+  using SessionPtr = HeadDirectory::SessionPtr;
 
-  // The head of a new stream, contribution or tensor call.
-  absl::StatusOr<SessionPtr> FindOpen(absl::string_view name) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mutex);
   // As HeadSession::Run.
   absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
       ABSL_LOCKS_EXCLUDED(context_->mutex);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// It is longer than 400 lines because the start of the ranks and their end are one story.
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>

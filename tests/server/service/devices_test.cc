@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A server whose heads lie on several devices, here parts of the CPU's threads: it trains as one device does,
 // deterministically if it is to, and its checkpoints load into any number of devices.
+// It is longer than 400 lines because the cases share their server, their data and what they expect.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a client that are about heads: their creation, tensors, steps and checkpoints."""
+"""The calls of a client that are about heads: their creation, tensors, steps and checkpoints.
+
+The file is longer than 400 lines because each call says what its arguments are.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +22,7 @@ from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
 from lossd._head_creation import (
-    WAYS_OUT, IfExists, InitialValues, ResetScope, check_same, checked_shares, chosen, scope_number)
+    WAYS_OUT, IfExists, InitialValues, ResetScope, check_same, checked_replicas, checked_shares, chosen, scope_number)
 from lossd.descriptions import (
     AddedGradient,
     CheckpointInfo,
@@ -91,7 +93,7 @@ class HeadCalls:
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
             split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=_checked_replicas(replicas))
+            replicas=checked_replicas(replicas))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)
@@ -417,11 +419,3 @@ class HeadCalls:
                 raise
             raise errors.Aborted(f'head "{head}" was made again during the call: {param} has shape {now}, and had '
                                  f'{shape}') from error
-
-
-def _checked_replicas(replicas: int) -> int:
-    """InvalidArgument if it is no number of replicas."""
-    if not isinstance(replicas, Integral) or not 0 <= int(replicas) <= 1 << 16:
-        raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
-                                     types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
-    return int(replicas)

@@ -87,3 +87,11 @@ def checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
             raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
                                          types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
     return shares
+
+
+def checked_replicas(replicas: int) -> int:
+    """InvalidArgument if it is no number of replicas."""
+    if not isinstance(replicas, Integral) or not 0 <= int(replicas) <= 1 << 16:
+        raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
+                                     types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
+    return int(replicas)
