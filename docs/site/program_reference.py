@@ -109,7 +109,9 @@ def metrics_page(binaries, operations):
     if not {"lossd_rows_total", "lossd_phase_seconds"} <= shown.keys():
         raise RuntimeError("the scrape has no rows")
     rows = [f"| `{name}` | {family['type']} | {', '.join(family['labels'])} | {cell(family['help'])} |" for name, family in sorted(shown.items())]
-    others = [row for row in TABLE_ROW.findall(operations) if not any(name in shown for name in re.findall(r"`(\w+)`", row[0]))]
+    # Links of the table begin in the folder of OPERATIONS_MD.
+    table = re.sub(r"\]\((?=[\w./-]+\.md[#)])", "](../docs/", operations)
+    others = [row for row in TABLE_ROW.findall(table) if not any(name in shown for name in re.findall(r"`(\w+)`", row[0]))]
     return "\n".join(["# Metrics", "", "What `/metrics` of a server on the CPU has after some steps and a save. "
                       "[Running lossd](../docs/operations.md#metrics) says what to look at.", "",
                       "| family | type | labels | meaning |", "|---|---|---|---|", *rows, "",

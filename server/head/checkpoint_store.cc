@@ -2,6 +2,7 @@
 #include "server/head/checkpoint_store.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <filesystem>
 #include <iterator>
 #include <system_error>
@@ -52,6 +53,23 @@ absl::Status AppendHead(const std::string& directory, const std::string& head,
   SortNewestFirst(&of_head);
   std::move(of_head.begin(), of_head.end(), std::back_inserter(*list));
   return absl::OkStatus();
+}
+
+// Sorts as SortNewestFirst does and leaves the `most` newest; of damaged ones, which are last, as many as fit
+// into half of the places or beside those that can be read. Returns how many it took out.
+size_t ShortenTo(size_t most, std::vector<CheckpointInfo>* infos) {
+  SortNewestFirst(infos);
+  if (infos->size() <= most) return 0;
+  const size_t left_out = infos->size() - most;
+  const auto damaged =
+      std::find_if(infos->begin(), infos->end(), [](const auto& i) { return !i.status.ok(); });
+  const auto readable = static_cast<size_t>(damaged - infos->begin());
+  const size_t for_damaged = std::max(most / 2, most - std::min(most, readable));
+  const size_t damaged_shown = std::min(infos->size() - readable, for_damaged);
+  infos->erase(damaged + static_cast<std::ptrdiff_t>(damaged_shown), infos->end());
+  infos->erase(infos->begin() + static_cast<std::ptrdiff_t>(most - damaged_shown),
+               infos->begin() + static_cast<std::ptrdiff_t>(readable));
+  return left_out;
 }
 
 }  // namespace
@@ -106,11 +124,7 @@ absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl:
   if (error && error != std::errc::no_such_file_or_directory) {
     return formats::FileError(head, "list", error.value());
   }
-  SortNewestFirst(&newest.checkpoints);
-  if (newest.checkpoints.size() > most) {
-    newest.left_out = newest.checkpoints.size() - most;
-    newest.checkpoints.resize(most);
-  }
+  newest.left_out = ShortenTo(most, &newest.checkpoints);
   return newest;
 }
 

@@ -29,7 +29,8 @@ absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
                                                             absl::string_view head);
 
-// The `most` newest checkpoints of a head, sorted as ListCheckpoints does.
+// The `most` newest checkpoints of a head, sorted as ListCheckpoints does. Those whose manifest cannot be
+// read have no age; they are not hidden by newer ones, but take no more than half of the places from them.
 struct NewestCheckpoints {
   std::vector<CheckpointInfo> checkpoints;
   size_t left_out = 0;    // that are there besides

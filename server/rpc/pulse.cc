@@ -39,6 +39,7 @@ Pulse::Pulse(grpc::ServerBuilder* builder)
 void Pulse::Start() {
   beat_.Beat();
   watched_ = true;
+  Ask();  // the connection is there from the start
   thread_.emplace(kAsk, [this] { Ask(); });
 }
 

@@ -13,6 +13,8 @@ namespace {
 
 using nlohmann::json;
 
+constexpr uint64_t kClasses = 10;
+
 constexpr const char* kCodes[] = {
     "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
     "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
@@ -85,7 +87,7 @@ ScriptedServer::ScriptedServer(const json& script) : faults_(script.at("faults")
                                                              .max_slice_bytes = limits.at("max_bytes"),
                                                              .numbered_incarnations = true,
                                                              .versions = script.value("versions", true)});
-  server_->AddHead("head", /*hidden_size=*/8, /*vocab_size=*/10);
+  server_->AddHead("head", /*hidden_size=*/8, kClasses);
   Faults faults;
   faults.on_request = [this](const v1::ComputeLossRequest& request) { return OnRequest(request); };
   faults.on_accepted = [this](v1::MicrobatchAccepted* accepted) { OnAccepted(accepted); };
@@ -143,7 +145,11 @@ Fault ScriptedServer::OnDescribe() {
 Fault ScriptedServer::OnAdd(const v1::OpenGradient& open) {
   absl::MutexLock lock(&mu_);
   json entry = Identity(open, open.contribution_id());
-  entry["contribution"] = Range(open.has_rows() ? open.rows() : open.contribution_rows());
+  v1::RowRange rows;
+  rows.set_end(kClasses);  // a call that names no rows means all
+  if (open.has_contribution_rows()) rows = open.contribution_rows();
+  if (open.has_rows()) rows = open.rows();
+  entry["contribution"] = Range(rows);
   log_.push_back(entry);
   return ToFault(FaultOf(faults_, "contributions", contributions_++));
 }

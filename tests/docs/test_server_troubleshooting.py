@@ -34,13 +34,16 @@ PATIENCE = 120.0  # seconds
 HAVE_CUDA = os.environ["LOSSD_HAVE_CUDA"] == "ON"
 NO_DRIVER, NO_BACKEND = "no NVIDIA driver is installed", "this build has no CUDA backend"
 
-# What needs a device that fails, or the other kind of build.
+# What needs a device that fails, the other kind of build, or half a minute and more.
 BY_OTHERS = {
     **({NO_BACKEND: ("kernels/gpu_backend_none.cc", NO_BACKEND)} if HAVE_CUDA else {NO_DRIVER: ("kernels/cuda/device/device.cc", NO_DRIVER)}),
     "other programs use the GPU, and it runs them in turns without MPS": ("server/app/gpu_watch.cc", "without MPS"),
     "cuBLASLt cannot be loaded": ("kernels/cuda/device/gemm.cc", "cuBLASLt cannot be loaded"),  # a machine with a GPU and without cuBLAS
     "device lost": ("tests/server/app/device_loss_test.cc", 'HttpGet(server_->http(), "/livez"), HasSubstr("device lost")'),
     "no progress on the device for …": ("tests/server/app/health_test.cc", "no progress on the device for "),
+    "no answer of gRPC's threads for …": ("server/app/server.cc", '{"gRPC\'s threads", pulse_->Silence()}'),
+    "the drain does not end: leaving at once": ("server/app/main.cc", 'status, "the drain")'),
+    "the client certificate has expired": ("tests/server/limits/certificates_test.cc", 'HasSubstr("the client certificate has expired")'),
 }
 
 
@@ -77,6 +80,26 @@ def refused(*flags: str, hidden: int = 64, vocab: int = 4096, save: bool = False
 def taken(flag: str) -> str:
     with socket.create_server(("127.0.0.1", 0)) as other:
         return start("--backend=cpu", f"{flag}=127.0.0.1:{other.getsockname()[1]}")
+
+
+def disagreeing(folder: Path) -> str:
+    """What two ranks print that are given another --split each."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    logs = [folder / "leader", folder / "worker"]
+    ranks = []
+    try:
+        for rank, split in enumerate(("rows", "vocabulary")):
+            with logs[rank].open("wb") as log:
+                ranks.append(subprocess.Popen(
+                    [os.environ["LOSSD_BINARY"], "--backend=cpu", "--listen=127.0.0.1:0", "--http=", f"--rank={rank}", "--ranks=2", "--leader=127.0.0.1",
+                     f"--rank_port={port}", f"--split={split}", f"--rank_timeout={PATIENCE:.0f}s"], stdout=log, stderr=log))
+        assert ranks[1].wait(PATIENCE) == 2, logs[1].read_text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(PATIENCE)
+    return "".join(log.read_text() for log in logs)
 
 
 def no_gpu(_: Path) -> str:
@@ -186,6 +209,9 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "No space left on device": full_disk,
     "leave room for the … of the checkpoint": lambda _: refused("--checkpoint_limit_bytes=64KiB", save=True),
     "draining": draining,
+    "rank_secret_file must be given where clients are asked who they are": lambda folder: start(
+        "--backend=cpu", "--rank=0", "--ranks=2", "--leader=127.0.0.1", f"--token_file={folder}/tokens"),
+    "a rank is refused": disagreeing,
 }
 
 

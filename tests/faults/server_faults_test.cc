@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
 #include "tests/support/effort.h"
+#include "tests/support/head_folder.h"
 
 namespace lossd::test::server_faults_test {
 namespace {
@@ -155,12 +156,7 @@ class SavingFaultsTest : public ServerFaultsTest {
 
   // Names of the checkpoints on the disk, complete or not.
   std::vector<std::string> Checkpoints() const {
-    std::vector<std::string> names;
-    for (const auto& entry :
-         std::filesystem::directory_iterator(server_.checkpoint_folder() + "/" + shape_.head)) {
-      names.push_back(entry.path().filename());
-    }
-    return names;
+    return NamesInHeadFolder(server_.checkpoint_folder() + "/" + shape_.head);
   }
 };
 

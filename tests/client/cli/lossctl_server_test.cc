@@ -285,7 +285,8 @@ TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {
   EXPECT_THAT(Run("describe head"), AllOf(ContainsRegex("\nreplicas +2\n"), ContainsRegex("\nshares +3, 1\n"),
                                           ContainsRegex("\ndevices +4, 2 replicas of 2 by vocabulary")));
   EXPECT_EQ(nlohmann::json::parse(Run("--json describe head"))["replicas"], 2);
-  EXPECT_THAT(Run("loss head --random 50 --accumulate --step 0"), HasSubstr("\nloss"));
+  EXPECT_THAT(Run("loss head --random 50 --accumulate --step 0"),
+              AllOf(ContainsRegex("^loss +[0-9]"), HasSubstr("\naccumulated  50 rows into step 0")));
 }
 
 TEST_F(LossctlServerTest, CheckpointsSurviveARestart) {

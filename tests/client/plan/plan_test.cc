@@ -173,7 +173,9 @@ TEST(Plan, SizesOfPipelinesDoNotWrapAround) {
   request.model.hidden = 1 << 24;
   request.rows = request.microbatch = int64_t{1} << 32;
   request.pipeline.head_seconds = 1e6;
-  for (const Pipeline& pipeline : MakePlan(request, Rates())->pipelines.known) {
+  const auto plan = MakePlan(request, Rates());
+  ASSERT_TRUE(plan.ok());
+  for (const Pipeline& pipeline : plan->pipelines.known) {
     for (const int64_t bytes : pipeline.stage_bytes) EXPECT_GE(bytes, int64_t{1} << 60);
     EXPECT_FALSE(pipeline.fits);
   }

@@ -37,8 +37,8 @@ def error_classes() -> set[str]:
 def sources() -> str:
     """All text that client and server may print, with string literals that stand in several parts put together."""
     texts = []
-    for folder, pattern in (("client/python/src/lossd", "*.py"), ("server", "*.cc"), ("kernels", "*.cc"),
-                            ("proto", "*.cc")):
+    for folder, pattern in (("client/python/src/lossd", "*.py"), ("client/cli", "*.cc"), ("server", "*.cc"), ("server", "*.h"),
+                            ("kernels", "*.cc"), ("proto", "*.cc")):
         for file in sorted(ROOT.joinpath(folder).rglob(pattern)):
             texts.append(re.sub(r"[\"']\s*\n\s*f?[\"']", "", file.read_text()))
     return "\n".join(texts)

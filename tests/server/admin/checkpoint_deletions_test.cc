@@ -4,6 +4,7 @@
 
 #include "kernels/errors/field_error.h"
 #include "tests/server/admin/checkpoints_fixture.h"
+#include "tests/support/head_folder.h"
 
 namespace lossd::admin::checkpoint_deletions_test {
 namespace {
@@ -32,12 +33,7 @@ class CheckpointDeletionsTest : public CheckpointsTest {
     for (const auto& info : list.checkpoints()) names.push_back(info.checkpoint());
     return names;
   }
-  std::vector<std::string> Files() {
-    std::vector<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/head"))
-      names.push_back(entry.path().filename());
-    return names;
-  }
+  std::vector<std::string> Files() { return test::NamesInHeadFolder(directory_ + "/head"); }
 
   Instance server_{directory_, 7, &disk_, 1 << 20};
 };

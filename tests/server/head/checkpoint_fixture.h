@@ -20,6 +20,7 @@
 #include "server/head/checkpoint.h"
 #include "server/head/head.h"
 #include "tests/server/head/memory_kernels.h"
+#include "tests/support/head_folder.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::head {
@@ -79,14 +80,7 @@ class CheckpointTest : public testing::Test {
   static SaveOptions Sharded() { return {.slice_bytes = 60, .shards = {.most_bytes = 250, .threads = 2}}; }
 
   std::vector<std::string> FilesIn(const std::string& path) {
-    std::vector<std::string> names;
-    if (!fs::exists(path)) return names;
-    for (const auto& entry : fs::directory_iterator(path)) {
-      if (!absl::StartsWith(entry.path().filename().string(), ".save-number-"))
-        names.push_back(entry.path().filename());
-    }
-    std::sort(names.begin(), names.end());
-    return names;
+    return fs::exists(path) ? test::NamesInHeadFolder(path) : std::vector<std::string>();
   }
 
   test::TempFolder folder_;

@@ -81,10 +81,11 @@ TEST_F(CertificatesTest, AConnectionThatStandsEndsWithItsCertificate) {
   open.set_hidden_dtype(v1::DTYPE_FP32);
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_accumulate_gradients(true);
+  open.set_step(0);
   open.mutable_targets()->Resize(2, 1);
   const auto stream = client->OpenLoss();
   stream->SendOpen(open);
-  ASSERT_TRUE(stream->ReadOne());
+  ASSERT_TRUE(stream->ReadOne()) << stream->Finish().status;
   EXPECT_TRUE(client->ListHeads().ok());
   absl::SleepFor(end - absl::Now() + absl::Seconds(2));
   const absl::Status refused = client->ListHeads().status();
@@ -125,7 +126,7 @@ TEST_F(CertificatesTest, NamesThatNoProgramTakesAreRefused) {
   const std::pair<const char*, bool> all[] = {
       {"DER:30:07:87:05:01:02:03:04:05", false},  // an address of 5 bytes
       {"DER:30:02:87:00", false},                 // of none
-      {"DER:30:13:87:11:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1", false},
+      {"DER:30:13:87:11:01:01:01:01:01:01:01:01:01:01:01:01:01:01:01:01:01", false},
       {"DER:30:07:87", false},  // no list of names
       {"RID:1.2.3.4,URI:spiffe://test/trainer", true},
       {"IP:1.2.3.4,IP:1::2,URI:spiffe://test/trainer", true}};

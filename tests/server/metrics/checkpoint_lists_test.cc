@@ -58,6 +58,28 @@ TEST_F(CheckpointListsTest, TheNewestAndHowManyMore) {
   EXPECT_TRUE(Await(lists, "other", 0).checkpoints.empty());
 }
 
+// However many newer ones there are; and however many are damaged, the newest are listed.
+TEST_F(CheckpointListsTest, DamagedOnesAreNotHidden) {
+  for (uint64_t step = 1; step <= 6; ++step) Save(step);
+  const auto names = [this] {
+    std::string text;
+    const auto newest = head::ListNewest(folder_.path(), "lm", 4, 100);
+    for (const head::CheckpointInfo& info : newest->checkpoints) {
+      text += info.status.ok() ? absl::StrCat(info.subject.step, " ") : "damaged ";
+    }
+    return absl::StrCat(text, "and ", newest->left_out);
+  };
+  EXPECT_EQ(names(), "6 5 4 3 and 2");
+  test::WriteWholeFile(folder_.File("lm/step-0000000001/manifest.json"), "{}");  // read before as whole
+  EXPECT_EQ(names(), "6 5 4 damaged and 2");
+  for (const char* step : {"2", "3", "4"}) {
+    test::WriteWholeFile(folder_.File(absl::StrCat("lm/step-000000000", step, "/manifest.json")), "{}");
+  }
+  EXPECT_EQ(names(), "6 5 damaged damaged and 2");
+  test::WriteWholeFile(folder_.File("lm/step-0000000005/manifest.json"), "{}");
+  EXPECT_EQ(names(), "6 damaged damaged damaged and 2");
+}
+
 TEST_F(CheckpointListsTest, FollowsWhatChanges) {
   CheckpointLists lists(folder_.path());
   EXPECT_TRUE(Await(lists, "lm", 0).checkpoints.empty());

@@ -130,17 +130,18 @@ TEST_F(AdminWorkersTest, PeersTakeTurnsAtLooking) {
   absl::Mutex mutex;
   std::vector<std::string> order;
   std::atomic<int> waiting{0};
+  absl::BlockingCounter done(34);
   for (int i = 0; i < 2; ++i) {  // both threads
     ASSERT_TRUE(workers_
                     ->Schedule({.peer = absl::StrCat("first", i), .kind = AdminKind::kLook},
                                [&] {
                                  ++waiting;
                                  begin.WaitForNotification();
+                                 done.DecrementCount();
                                })
                     .ok());
   }
   while (waiting < 2) absl::SleepFor(absl::Milliseconds(1));
-  absl::BlockingCounter done(32);
   const auto look = [&](const std::string& peer) {
     ASSERT_TRUE(workers_
                     ->Schedule({.peer = peer, .kind = AdminKind::kLook},

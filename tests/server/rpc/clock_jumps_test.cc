@@ -37,11 +37,15 @@ class WaitingCall final : public WatchedCall {
 class ClockJumpsTest : public testing::Test {
  protected:
   ~ClockJumpsTest() override { test::system_ahead = 0; }
+  // Does not ask again once the condition held, since asking may use up what there is.
   template <typename Condition>
   static bool Becomes(Condition condition) {
     const absl::Time end = clocks::SteadyNow() + kPatience;
-    while (!condition() && clocks::SteadyNow() < end) absl::SleepFor(absl::Milliseconds(2));
-    return condition();
+    while (!condition()) {
+      if (clocks::SteadyNow() >= end) return false;
+      absl::SleepFor(absl::Milliseconds(2));
+    }
+    return true;
   }
 };
 

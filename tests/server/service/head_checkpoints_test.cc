@@ -7,6 +7,7 @@
 
 #include "proto/wire/status_details.h"
 #include "tests/server/service/heads_fixture.h"
+#include "tests/support/head_folder.h"
 
 namespace lossd::app::testing::head_checkpoints_test {
 namespace {
@@ -180,7 +181,7 @@ TEST_F(HeadsTest, CheckpointsAreDeleted) {
   EXPECT_TRUE(client_->DeleteCheckpoint("head/two", "c").ok());
   EXPECT_EQ(client_->ListCheckpoints("")->checkpoints_size(), 0);
   EXPECT_EQ(client_->DeleteCheckpoint("head/two", "d").status().code(), absl::StatusCode::kNotFound);
-  EXPECT_TRUE(std::filesystem::is_empty(server_.checkpoint_directory() + "/head"));
+  EXPECT_TRUE(test::NamesInHeadFolder(server_.checkpoint_directory() + "/head").empty());
 }
 
 }  // namespace

@@ -222,18 +222,19 @@ class HeadCalls:
         at = self._head_cache.trainer_step(head, step)
         with self._told(at):
             range_, shape, row_bytes = self._rows_for(head, param, data, rows, deadline)
-            payload = _arrays.bytes_of(data)
+        payload = _arrays.bytes_of(data)
 
-            def attempt() -> head_pb2.AddGradientResponse:
-                # What other threads have accumulated meanwhile counts, too.
-                self._head_cache.check_current(at)
-                open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                              dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
-                                              run=self._run, **names(self._head_cache.gradients_of(at)))
-                return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
+        def attempt() -> head_pb2.AddGradientResponse:
+            # What other threads have accumulated meanwhile counts, too.
+            self._head_cache.check_current(at)
+            open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
+                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
+                                          run=self._run, **names(self._head_cache.gradients_of(at)))
+            return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
 
-            with self._of_one_shape(head, param, shape, deadline):
-                answer = self._connections.repeated(attempt, deadline)
+        # Gradients that are lost are told first: they are no sign of another shape.
+        with self._of_one_shape(head, param, shape, deadline), self._told(at):
+            answer = self._connections.repeated(attempt, deadline)
         self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
         return read(AddedGradient, answer)
 
