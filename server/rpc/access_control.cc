@@ -33,7 +33,7 @@ void AddNames(const grpc::AuthContext& context, const char* property, absl::stri
 access::Presented AccessControl::PresentedWith(const grpc::CallbackServerContext& context) const {
   access::Presented presented;
   const std::shared_ptr<const grpc::AuthContext> auth = context.auth_context();
-  // gRPC has a certificate of the peer's only if it has verified it.
+  // gRPC has a certificate only of a peer that it has verified.
   const std::vector<grpc::string_ref> pem = auth == nullptr
                                                 ? std::vector<grpc::string_ref>()
                                                 : auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME);

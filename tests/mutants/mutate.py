@@ -36,7 +36,8 @@ class Mutation:
 def _blank(text: str) -> str:
     """The code with spaces for comments and for what strings hold: same length, same lines."""
     pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.DOTALL)
-    return pattern.sub(lambda found: re.sub(r"[^\n\"']", " ", found.group()), text)
+    # Of literals the quotes stay, of comments nothing.
+    return pattern.sub(lambda found: re.sub(r"[^\n]" if found.group()[0] == "/" else r"[^\n\"']", " ", found.group()), text)
 
 
 def _statements(code: str) -> Iterator[tuple[int, int]]:
