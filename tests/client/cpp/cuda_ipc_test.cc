@@ -145,9 +145,15 @@ TEST_F(CudaIpcTest, AutoTakesItForRowsOfTheServersGpu) {
   const Computed got = OnGpu(*client, problem_);
   ExpectSame(got, wanted);
   EXPECT_EQ(fake_cuda::TakeCopied()["device to device"], got.result.sent_bytes + got.result.received_bytes);
-  EXPECT_EQ(client->transport().device.transport, "cuda_ipc");
-  EXPECT_EQ(client->transport().device.reason,
-            absl::StrCat("the server's GPU is of this host; 4 MiB of ", kUuid));
+  // Of rows of both GPUs, the choice is that of those which go worse.
+  EXPECT_EQ(client->transport().device.transport, "grpc");
+  const std::string reason = absl::StrCat("the server's GPU is of this host; 4 MiB of ", kUuid);
+  EXPECT_THAT(client->transport().device.reason,
+              HasSubstr(absl::StrCat("rows on ", kUuid, ": cuda_ipc, ", reason, "; rows on ")));
+  const auto of_server = ConnectBy(*server_, "auto");
+  ExpectSame(OnGpu(*of_server, problem_), wanted);
+  EXPECT_EQ(of_server->transport().device.transport, "cuda_ipc");
+  EXPECT_EQ(of_server->transport().device.reason, reason);
   const auto failing = ConnectBy(*server_, "auto");
   fake_cuda::Fail("cuMemMap", 1);
   ExpectSame(OnGpu(*failing, problem_), wanted);

@@ -169,18 +169,21 @@ TEST_F(DeviceRegionsTest, AreOfTheDeviceThatIsAskedFor) {
 }
 
 TEST_F(DeviceRegionsTest, LimitsAndSharesHoldForEachDevice) {
-  // The whole of one device, and all that a process may have while another one has some of it.
-  const auto whole = regions_.Create("greedy", "GPU-a", 64 * kMebibyte);
-  ASSERT_TRUE(whole.ok()) << whole.status();
-  EXPECT_EQ((*whole)->bytes().size(), static_cast<size_t>(4 * kMebibyte));
-  EXPECT_THAT(std::string(regions_.Create("modest", "GPU-a", kMebibyte).status().message()),
+  // All that a process may have of a device, with its first region, too.
+  const auto share = regions_.Create("greedy", "GPU-a", 64 * kMebibyte);
+  ASSERT_TRUE(share.ok()) << share.status();
+  EXPECT_EQ((*share)->bytes().size(), static_cast<size_t>(2 * kMebibyte));
+  EXPECT_THAT(std::string(regions_.Create("greedy", "GPU-a", kMebibyte).status().message()),
               HasSubstr("--shared_device_memory_bytes has nothing left for this process on GPU-a"));
+  const auto rest = regions_.Create("modest", "GPU-a", 2 * kMebibyte);
+  ASSERT_TRUE(rest.ok()) << rest.status();
   const auto other = regions_.Create("greedy", "GPU-b", 2 * kMebibyte);
   ASSERT_TRUE(other.ok()) << "its share of the other device is its own: " << other.status();
   EXPECT_THAT(std::string(regions_.Create("greedy", "GPU-b", 2 * kMebibyte).status().message()),
               HasSubstr("has nothing left for this process on GPU-b"));
   EXPECT_TRUE(regions_.Create("modest", "GPU-b", kMebibyte).ok());
-  EXPECT_TRUE(regions_.Create("greedy", "", kMebibyte).ok()) << "nor does memory of the host count there";
+  const auto of_host = regions_.Create("greedy", "", kMebibyte);
+  EXPECT_TRUE(of_host.ok()) << "nor does memory of the host count there: " << of_host.status();
 
   std::vector<std::string> uses;
   for (const RegionUse& use : regions_.Uses()) {

@@ -126,6 +126,11 @@ TEST_F(SessionServerTest, TellsClientsThatItHasGone) {
   const auto region = Open();
   ASSERT_TRUE(region.ok());
   server_.reset();
+  // Another thread closes the connections.
+  for (const absl::Time end = clocks::SteadyNow() + kPatience;
+       (*region)->usable() && clocks::SteadyNow() < end;) {
+    absl::SleepFor(absl::Milliseconds(2));
+  }
   EXPECT_FALSE((*region)->usable());
   (*region)->At(0)[0] = 1;  // the mapping stays
   EXPECT_EQ(Open().status().code(), absl::StatusCode::kUnavailable);

@@ -170,7 +170,9 @@ TEST(DeterministicServiceTest, StopsWhileCallsWait) {
 }
 
 TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
-  TestServer server(Deterministic());
+  ServerOptions server_options = Deterministic();
+  server_options.peer_share = 1;  // both microbatches are one peer's
+  TestServer server(server_options);
   client::ClientOptions options;
   options.target = server.target();
   auto client = client::Client::Connect(options);

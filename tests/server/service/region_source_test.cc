@@ -122,6 +122,7 @@ TEST(RegionSourceTest, GrowsWhenCallsFindNoRoom) {
 TEST(RegionSourceTest, ARegionThatNoCallUsesMakesRoomForALargerOne) {
   ServerOptions options = SmallServer();
   options.shared_memory_bytes = 8 * kMiB;
+  options.peer_share = 1;
   const TestServer server(options);
   RegionSource source("auto", {kMiB, 32 * kMiB}, RegionSocketOf(server), [] { return std::string(); });
   ASSERT_NE(source.Get(), nullptr);
@@ -132,6 +133,7 @@ TEST(RegionSourceTest, ARegionThatNoCallUsesMakesRoomForALargerOne) {
 TEST(RegionSourceTest, AsksAgainForWhatItDidNotGet) {
   ServerOptions options = SmallServer();
   options.shared_memory_bytes = 8 * kMiB;
+  options.peer_share = 1;
   const TestServer server(options);
   RegionSource source("auto", {kMiB, 8 * kMiB}, RegionSocketOf(server), [] { return std::string(); },
                       {.first = absl::Milliseconds(1), .most = absl::Milliseconds(1)});
