@@ -387,7 +387,7 @@ TEST_F(ErrorFieldsTest, SetShares) {
       {[](Request& r) { r.set_head("missing"); }, "head", "missing", kNotFound},
       {[](Request& r) { r.add_shares(1u << 31); }, "shares[0]", "2147483648"},
       {[](Request& r) { r.set_change_id(""); }, "change_id", "nothing"},
-      {[](Request& r) { r.set_incarnation(77); }, "incarnation", "77", kFailedPrecondition},
+      {[](Request& r) { r.set_incarnation(77); }, "incarnation", "000000000000004d", kFailedPrecondition},
   };
   Walk<Request>("", cases, {}, [&](const auto& spoil) {
     Request request;
