@@ -75,6 +75,9 @@ class ForwardingBackend : public Backend {
     return backend_->PlanHostMemory(kind, bytes);
   }
 
+ protected:
+  Backend* backend() const { return backend_.get(); }
+
  private:
   const std::unique_ptr<Backend> backend_;
 };
