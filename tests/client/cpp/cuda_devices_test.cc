@@ -197,9 +197,10 @@ TEST_F(CudaDevicesTest, AServerThatIsRestartedGivesARegionOfTheSameGpu) {
   const Computed wanted = Expected(*server, problem_);
   const auto client = ConnectBy(*server, "auto");
   ExpectSame(OnGpu(*client, problem_, 1), wanted);
+  const std::string address = server->target();
   for (int i = 0; i < 2; ++i) {
     server->Kill();
-    server->Start();
+    server->Start(address);
     CreateHead(*server);
     fake_cuda::TakeCopiedBetween();
     ExpectSame(OnGpu(*client, problem_, 1), wanted);
