@@ -59,7 +59,8 @@ class Bell {
       if (alarms_.empty()) {
         earlier_.wait(lock);
       } else if (alarms_.begin()->first > Steady::now()) {
-        earlier_.wait_until(lock, alarms_.begin()->first);
+        const Steady::time_point due = alarms_.begin()->first;  // the alarm may go meanwhile
+        earlier_.wait_until(lock, due);
       } else if (RingDue()) {
         earlier_.wait_for(lock, kAgain);
       }
