@@ -210,7 +210,8 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = arguments.commit or subprocess.run(
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
         check=False).stdout.strip()
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings = {key: value.name if isinstance(value, Path) else value  # names of files, without the folders of this machine
+                for key, value in vars(arguments).items() if key not in ("lossd", "lossctl")}
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
 
 
