@@ -123,6 +123,26 @@ absl::StatusOr<Response> OrRestarted(absl::StatusOr<Response> result, absl::stri
   return result;
 }
 
+// A change of a head that has an id of its own, so that it is made once. It is meant for the process that the
+// head is in now, unless the request says which: a repeat that finds another one must not change what that
+// has restored.
+template <typename Request, typename Response>
+absl::StatusOr<Response> Change(Client& client, internal::Core& core,
+                                grpc::Status (v1::HeadService::Stub::*method)(grpc::ClientContext*,
+                                                                              const Request&, Response*),
+                                Request request, absl::Time deadline) {
+  if (!request.has_incarnation()) {
+    const absl::StatusOr<v1::HeadDescription> head =
+        client.DescribeHead(request.head(), deadline - clocks::SteadyNow());
+    if (!head.ok()) return head.status();
+    request.set_incarnation(head->state().incarnation());
+  }
+  auto result = internal::Call(core, core.connections().heads(), method, request, deadline,
+                               internal::Repeat::kIfTransient);
+  if (result.ok()) core.head_cache().Learn(result->head());
+  return OrRestarted(std::move(result), request.head(), request.incarnation());
+}
+
 }  // namespace
 
 absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
@@ -130,21 +150,9 @@ absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadReque
   const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
   v1::ResetHeadRequest meant = request;
   if (meant.reset_id().empty()) meant.set_reset_id(internal::RandomDigits(32));
-  if (!meant.has_incarnation()) {
-    // A repeat that finds another process must not reset what that has restored.
-    const absl::StatusOr<v1::HeadDescription> head =
-        DescribeHead(request.head(), deadline - clocks::SteadyNow());
-    if (!head.ok()) return head.status();
-    meant.set_incarnation(head->state().incarnation());
-  }
-  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ResetHead, meant,
-                               deadline, internal::Repeat::kIfTransient);
-  if (result.ok()) {
-    core_->head_cache().Learn(result->head());
-    core_->head_cache().ForgetAccumulation(request.head());
-    return result;
-  }
-  return OrRestarted(std::move(result), request.head(), meant.incarnation());
+  auto result = Change(*this, *core_, &v1::HeadService::Stub::ResetHead, std::move(meant), deadline);
+  if (result.ok()) core_->head_cache().ForgetAccumulation(request.head());
+  return result;
 }
 
 absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesRequest& request,
@@ -152,16 +160,7 @@ absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesReque
   const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
   v1::SetSharesRequest meant = request;
   if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
-  if (!meant.has_incarnation()) {
-    const absl::StatusOr<v1::HeadDescription> head =
-        DescribeHead(request.head(), deadline - clocks::SteadyNow());
-    if (!head.ok()) return head.status();
-    meant.set_incarnation(head->state().incarnation());
-  }
-  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::SetShares, meant,
-                               deadline, internal::Repeat::kIfTransient);
-  if (result.ok()) core_->head_cache().Learn(result->head());
-  return OrRestarted(std::move(result), request.head(), meant.incarnation());
+  return Change(*this, *core_, &v1::HeadService::Stub::SetShares, std::move(meant), deadline);
 }
 
 }  // namespace lossd::client

@@ -141,16 +141,9 @@ class HeadCalls:
         Args:
           shares: as in create_head, one for each device; empty: all have the same.
         """
-        meant = self.describe_head(head, timeout).state.incarnation
-        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"),
-                                            change_id=secrets.token_hex(16), incarnation=meant)
-        try:
-            answer = self._heads("SetShares", request, head_pb2.SetSharesResponse, timeout or self._transfer_timeout,
-                                 repeat=True)
-        except errors.FailedPrecondition as error:
-            if error.field != "incarnation":
-                raise
-            raise errors.restarted(head, meant, error.incarnation, None) from error
+        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"), change_id=secrets.token_hex(16),
+                                            incarnation=self.describe_head(head, timeout).state.incarnation)
+        answer = self._change("SetShares", request, head_pb2.SetSharesResponse, timeout)
         self._head_cache.learn(answer.head)
         return read(HeadDescription, answer.head)
 
@@ -327,20 +320,23 @@ class HeadCalls:
     def _reset(self, found: HeadDescription, scope: ResetScope, values: InitialValues,
                timeout: float | None) -> HeadDescription:
         """Resets a head that was found on this server process."""
-        meant = found.state.incarnation
         request = head_pb2.ResetHeadRequest(head=found.spec.name, scope=scope_number(scope, values),
-                                            reset_id=secrets.token_hex(16), incarnation=meant)
+                                            reset_id=secrets.token_hex(16), incarnation=found.state.incarnation)
         if scope == "all":
             values.put_into(request)
+        answer = self._change("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
+        self._start_over(answer.head)
+        return read(HeadDescription, answer.head)
+
+    def _change(self, method: str, request: head_pb2.ResetHeadRequest | head_pb2.SetSharesRequest, answer: type[M],
+                timeout: float | None) -> M:
+        """A change of a head that has an id of its own, of the process that the request names; Restarted if that has gone."""
         try:
-            answer = self._heads("ResetHead", request, head_pb2.ResetHeadResponse, timeout or self._transfer_timeout,
-                                 repeat=True)
+            return self._heads(method, request, answer, timeout or self._transfer_timeout, repeat=True)
         except errors.FailedPrecondition as error:
             if error.field != "incarnation":
                 raise
-            raise errors.restarted(found.spec.name, meant, error.incarnation, None) from error
-        self._start_over(answer.head)
-        return read(HeadDescription, answer.head)
+            raise errors.restarted(request.head, request.incarnation, error.incarnation, None) from error
 
     def _check_begins(self, head: str, deadline: Deadline) -> None:
         """Unimplemented if the server would apply the step and pass begin_optimizer over. A new head has nothing to begin."""
