@@ -157,9 +157,8 @@ absl::Status DeterministicSchedule::SetLimits(const SliceLimits& limits, int64_t
   if (limits.max_rows < areas_.group_rows) {
     return absl::FailedPreconditionError(
         absl::StrCat("a deterministic server groups rows by ", areas_.group_rows,
-                     ", and with these shares the head "
-                     "computes ",
-                     limits.max_rows, " at a time: load a checkpoint into a new head with these shares"));
+                     ", and with these shares the head computes ", limits.max_rows,
+                     " at a time: load a checkpoint into a new head with these shares"));
   }
   return arrival_.SetLimits(limits, chunk_rows);
 }

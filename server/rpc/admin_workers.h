@@ -3,8 +3,7 @@
 // of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
 //
 //   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
-//   one
-//     of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
+//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
 //   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
 //     read it, and at most kRowsOfHead that move rows of tensors;
 //   - heads being created or loaded (kLong) together have at most half of the threads;

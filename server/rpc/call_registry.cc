@@ -97,11 +97,11 @@ void CallRegistry::Watch() {
   absl::MutexLock lock(&mutex_);
   while (!clocks::AwaitFor(mutex_, absl::Condition(&stopping_), pause)) {
     const absl::Time now = clocks::SteadyNow();
+    const absl::Time date = clocks::WallNow();  // which certificates end by
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
-      if (clocks::WallNow() > call->until())
-        call->EndWith(access::CertificateHasExpired());  // by the wall clock
+      if (date > call->until()) call->EndWith(access::CertificateHasExpired());
     }
   }
 }
