@@ -71,6 +71,10 @@ class Closer {
     absl::MutexLock lock(&mutex_);
     return waiting_.size() > kMostWaiting;
   }
+  size_t open() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return waiting_.size() + threads_ - idle_;
+  }
 
  private:
   wire::OwnedDescriptor Next() ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -122,5 +126,7 @@ void CloseElsewhere(std::vector<wire::OwnedDescriptor> descriptors) {
 }
 
 bool ClosingIsBehind() { return TheCloser().behind(); }
+
+size_t BeingClosed() { return TheCloser().open(); }
 
 }  // namespace lossd::connections

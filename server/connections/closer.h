@@ -12,6 +12,7 @@
 #ifndef LOSSD_SERVER_CONNECTIONS_CLOSER_H_
 #define LOSSD_SERVER_CONNECTIONS_CLOSER_H_
 
+#include <cstddef>
 #include <vector>
 
 #include "proto/wire/region_packets.h"
@@ -24,6 +25,9 @@ void CloseElsewhere(std::vector<wire::OwnedDescriptor> descriptors);
 
 // Whether so many descriptors wait to be closed that no more should be taken from those who send them.
 bool ClosingIsBehind();
+
+// How many descriptors were given to CloseElsewhere and may be open still.
+size_t BeingClosed();
 
 }  // namespace lossd::connections
 

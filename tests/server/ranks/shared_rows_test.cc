@@ -22,6 +22,7 @@
 #include "kernels/staging_adopter.h"
 #include "server/memory/shared_memory.h"
 #include "server/ranks/mapped_rows.h"
+#include "tests/server/connections/await_closing.h"
 
 namespace lossd::ranks::shared_rows_test {
 namespace {
@@ -139,9 +140,11 @@ TEST_F(SharedRowsTest, OnlySealedMemoryIsMapped) {
   regions.Remove(region);
 }
 
-int Count(const char* folder) {
+int OpenDescriptors() {
+  connections::AwaitClosing();
   int count = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) count += entry.exists() ? 1 : 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    count += entry.exists() ? 1 : 0;
   return count;
 }
 
@@ -156,7 +159,7 @@ TEST_F(SharedRowsTest, MemoryLeavesNothing) {
   const auto worker = MakeBackend();
   const auto mapped = Map(worker.get()).value();
   const auto kept = Allocate(kPage);
-  const int descriptors = Count("/proc/self/fd");
+  const int descriptors = OpenDescriptors();
   EXPECT_EQ(Mappings(), 2);  // the leader's and the worker's
   for (int i = 0; i < 1000; ++i) {
     const auto memory = Allocate(kPage * (1 + i % 5));
@@ -168,7 +171,7 @@ TEST_F(SharedRowsTest, MemoryLeavesNothing) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_EQ(Mappings(), 2);
-  EXPECT_EQ(Count("/proc/self/fd"), descriptors);
+  EXPECT_EQ(OpenDescriptors(), descriptors);
   EXPECT_EQ(Staging(*own_), kPage);
   EXPECT_TRUE(Find(*kept, kept->bytes().data(), kPage).has_value());
 }

@@ -22,6 +22,7 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/connections/listening_socket.h"
+#include "tests/server/connections/await_closing.h"
 
 namespace lossd::regions::session_server_test {
 namespace {
@@ -33,6 +34,7 @@ constexpr int64_t kMebibyte = int64_t{1} << 20;
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
 size_t OpenDescriptors() {
+  connections::AwaitClosing();
   const std::filesystem::directory_iterator begin("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin, std::filesystem::directory_iterator()));
 }
@@ -66,12 +68,11 @@ class SessionServerTest : public ::testing::Test {
     }
     return true;
   }
-  // Empty, and no more descriptors than before: a socket that another thread closes may have been counted.
-  // Clients that have ended may still be waiting to be accepted: what they bring comes and goes after they
-  // do.
+  // Empty, and as many descriptors as before. Clients that have ended may still be waiting to be accepted:
+  // what they bring comes and goes after they do.
   testing::AssertionResult EmptyWith(size_t descriptors) const {
     const absl::Time end = clocks::SteadyNow() + kPatience;
-    while (!Empty() || OpenDescriptors() > descriptors) {
+    while (!Empty() || OpenDescriptors() != descriptors) {
       if (clocks::SteadyNow() > end)
         return testing::AssertionFailure() << OpenDescriptors() << " descriptors, not " << descriptors << "; "
                                            << server_->sessions() << " sessions";
