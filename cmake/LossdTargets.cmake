@@ -150,6 +150,9 @@ function(lossd_test_entry)
   endif()
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_PROGRAM} ${ARG_ARGUMENTS})
   set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}" ENVIRONMENT "${ARG_ENVIRONMENT}")
+  if("cuda" IN_LIST ARG_LABELS)
+    add_dependencies(cuda_programs ${ARG_PROGRAM})
+  endif()
   if("gpu" IN_LIST ARG_LABELS)  # one at a time: some compare their figures with the device's free memory
     set_tests_properties(${ARG_NAME} PROPERTIES RESOURCE_LOCK gpu
       SKIP_REGULAR_EXPRESSION "no CUDA GPU on this machine")  # what they print where there is none

@@ -105,12 +105,13 @@ class Threads(unittest.TestCase):
             before = thread_times.read_threads(os.getpid())
             begin = time.monotonic()
             time.sleep(0.5)
-            rows = thread_times.cores_by_name(before, thread_times.read_threads(os.getpid()), time.monotonic() - begin)
+            after = thread_times.read_threads(os.getpid())
+            rows = thread_times.cores_by_name(before, after, time.monotonic() - begin)
         finally:
             stop.set()
             thread.join()
         self.assertGreater(sum(row["user"] + row["system"] for row in rows), 0.05)
-        self.assertEqual(sum(row["threads"] for row in rows), len(thread_times.read_threads(os.getpid())) + 1)
+        self.assertEqual(sum(row["threads"] for row in rows), len(after))
 
     def test_threads_that_began_later_count_from_their_begin(self):
         rows = thread_times.cores_by_name({}, {1: thread_times.Times("new", 1.0, 1.0)}, 4.0)
