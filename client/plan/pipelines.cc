@@ -21,7 +21,7 @@ using kernels::Logits;
 
 // Dividing layers takes stages x layers^2 steps.
 constexpr int kMostStages = 256;
-constexpr int64_t kMostLayers = 1024;
+constexpr int64_t kMostPipelineLayers = 1024;
 constexpr int64_t kFewestClasses = 8;  // of a GPU, on average
 constexpr double kMostSeconds = 1e6;   // of a part for a microbatch
 constexpr int64_t kStateBytes = 16;    // of a parameter: fp32 weight, gradient and two moments
@@ -292,8 +292,8 @@ absl::Status CheckPipeline(const Request& request) {
   if (p.stages < 1 || p.stages > kMostStages) {
     return errors::FieldError("stages", absl::StrCat("be from 1 to ", kMostStages), p.stages);
   }
-  if (request.model.layers < p.stages || request.model.layers > kMostLayers) {
-    return errors::FieldError("layers", absl::StrCat("be from ", p.stages, ", the stages, to ", kMostLayers),
+  if (request.model.layers < p.stages || request.model.layers > kMostPipelineLayers) {
+    return errors::FieldError("layers", absl::StrCat("be from ", p.stages, ", the stages, to ", kMostPipelineLayers),
                               request.model.layers);
   }
   if (absl::Status status = CheckLayerSeconds(request); !status.ok()) return status;
