@@ -77,6 +77,14 @@ struct StepReport {
   double learning_rate = 0.0;
 };
 
+// A step was applied and made values or moments infinite or NaN: the head is not usable until others are
+// loaded.
+struct DivergedReport {
+  absl::string_view head;
+  uint64_t step = 0;
+  int64_t values = 0;  // so many
+};
+
 // Every member is pure, so that no observer forgets an event: what it does not care for it says.
 class EngineObserver {
  public:
@@ -88,6 +96,7 @@ class EngineObserver {
   virtual void OnChoices(const ChoicesReport& report) = 0;
   virtual void OnContribution(const ContributionReport& report) = 0;
   virtual void OnStep(const StepReport& report) = 0;
+  virtual void OnDiverged(const DivergedReport& report) = 0;
   // An operation failed on the device.
   virtual void OnDeviceError(const absl::Status& status) = 0;
 };

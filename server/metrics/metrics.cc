@@ -130,6 +130,10 @@ struct Metrics::EngineSeries {
       CounterFamily(registry, "lossd_skipped_steps_total",
                     "Of them, steps without an update because of a non-finite gradient.")
           .Add({});
+  prometheus::Counter& diverged_steps =
+      CounterFamily(registry, "lossd_diverged_steps_total",
+                    "Steps after which weights or moments were infinite or NaN; they are not counted as closed.")
+          .Add({});
   prometheus::Counter& contribution_rows =
       CounterFamily(registry, "lossd_contribution_rows_total",
                     "Rows added to gradients by AddGradient, over all heads.")
@@ -277,6 +281,13 @@ void Metrics::OnStep(const engine::StepReport& report) {
   const absl::Time now = clocks::SteadyNow();
   trace_.Add(report.head,
              {.kind = SpanKind::kStep, .id = report.step, .rows = report.rows, .begin = now, .end = now});
+}
+
+void Metrics::OnDiverged(const engine::DivergedReport& report) {
+  events_->diverged_steps.Increment();
+  event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
+                   "a step made weights or moments infinite or NaN; the head is not usable until a checkpoint "
+                   "is loaded or it is reset");
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {
