@@ -106,9 +106,9 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
 }
 
 absl::Status TensorReader::OtherShape(const v1::TensorSlice& slice) const {
-  return absl::AbortedError(absl::StrCat("head \"", request_.head(), "\" was made again during the call: its tensor has ",
-                                         slice.tensor_rows(), " x ", slice.tensor_cols(),
-                                         " values, which is not what it had"));
+  return absl::AbortedError(
+      absl::StrCat("head \"", request_.head(), "\" was made again during the call: its tensor has ",
+                   slice.tensor_rows(), " x ", slice.tensor_cols(), " values, which is not what it had"));
 }
 
 absl::Status TensorReader::CheckVersion(const v1::HeadState& state) const {

@@ -32,7 +32,6 @@ class DeviceWatch final : public engine::EngineObserver {
   void OnChunkLeft(const engine::ChunkReport&) override {}
   void OnContribution(const engine::ContributionReport&) override {}
   void OnStep(const engine::StepReport&) override {}
-  void OnDiverged(const engine::DivergedReport&) override {}
   void OnDeviceError(const absl::Status& status) override {
     if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);
   }

@@ -54,7 +54,7 @@ class HeadSession final : public DeviceLoop::Source,
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
-  Magnitudes& magnitudes() { return magnitudes_; }
+  Magnitudes magnitudes;  // of what the head holds, likewise
   // Ends the head, and lets go of what it keeps of the context's memory: the backend may hold the session
   // longer than the engine lives.
   void DeleteHead();
@@ -112,7 +112,6 @@ class HeadSession final : public DeviceLoop::Source,
   EngineContext* const context_;
   const std::string name_;
   std::unique_ptr<head::Head> head_;
-  Magnitudes magnitudes_;
   kernels::HeadConfig config_;
   const kernels::DType compute_dtype_;
   int64_t chunk_rows_;

@@ -55,10 +55,10 @@ absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const a
 }
 
 absl::Status ClearMoments(HeadSession& session) {
-  ForgetWritten(session.head(), &session.magnitudes());
+  ForgetWritten(session.head(), &session.magnitudes);
   const absl::Status status = session.head().kernels().ZeroMoments();
   if (!status.ok()) return TensorsFailed(session, "zeroing the optimizer's state of", status);
-  session.magnitudes().moment1 = session.magnitudes().moment2 = 0.0;
+  session.magnitudes.moment1 = session.magnitudes.moment2 = 0.0;
   return status;
 }
 
@@ -104,13 +104,13 @@ absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest
     if (request.begin_optimizer) before.moment1 = before.moment2 = 0.0;
     return CheckReach(request.optimizer, update, norm, before);
   };
-  ForgetWritten(session.head(), &session.magnitudes());
-  absl::StatusOr<Reach> reach = reach_from(session.magnitudes());
+  ForgetWritten(session.head(), &session.magnitudes);
+  absl::StatusOr<Reach> reach = reach_from(session.magnitudes);
   if (!reach.ok()) return reach.status();
   if (reach->reach == UpdateReach::kBounded) return PlannedUpdate{.reach = *reach};
   const absl::StatusOr<Measurement> measured = MeasureHead(session);
   if (!measured.ok()) return measured.status();
-  session.magnitudes() = measured->most;
+  session.magnitudes = measured->most;
   if (auto harmless = CheckDecay(request.optimizer, measured->most); !harmless.ok()) return harmless;
   reach = reach_from(measured->most);
   if (!reach.ok()) return reach.status();
@@ -122,12 +122,11 @@ absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest
 absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
   const absl::StatusOr<Measurement> measured = MeasureHead(session);
   if (!measured.ok()) return TensorsFailed(session, "reading the weights of", measured.status());
-  session.magnitudes() = measured->most;
+  session.magnitudes = measured->most;
   const int64_t more = measured->not_finite - not_finite_before;
   if (more <= 0) return absl::OkStatus();
-  session.context().observers.Tell(
-      &EngineObserver::OnDiverged,
-      {.head = session.name(), .step = request.step, .values = more});
+  session.context().observers.Tell(&EngineObserver::OnStep,
+                                   {.head = session.name(), .step = request.step, .made_not_finite = more});
   absl::MutexLock lock(&session.context().mutex);
   absl::Status why = absl::FailedPreconditionError(absl::StrCat(
       "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
@@ -223,7 +222,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
     if (planned->reach.reach == UpdateReach::kUnknown) {
       updated = CheckFinite(session, request, planned->not_finite);
     } else {
-      session.magnitudes() = planned->reach.after;
+      session.magnitudes = planned->reach.after;
     }
   }
   absl::MutexLock lock(&mutex);
@@ -308,7 +307,7 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
   if (session.config().trainable) {
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
-  session.magnitudes() = {.moment1 = Magnitudes::kUnknown, .moment2 = Magnitudes::kUnknown};
+  session.magnitudes = {.moment1 = Magnitudes::kUnknown, .moment2 = Magnitudes::kUnknown};
   absl::MutexLock lock(&session.context().mutex);
   const absl::Status loading = absl::UnavailableError(
       absl::StrCat("the weights of head ", session.name(),

@@ -63,8 +63,7 @@ double AdamMoment1(const OptimizerOptions& options, double gradient, double befo
 }
 
 double AdamMoment2(const OptimizerOptions& options, double gradient, double before) {
-  return kGrowth *
-         (static_cast<float>(options.beta2) * before + (1.0 - options.beta2) * gradient * gradient);
+  return kGrowth * (static_cast<float>(options.beta2) * before + (1.0 - options.beta2) * gradient * gradient);
 }
 
 // The second moment may be 0 although the first is not: the square of a small gradient is 0 in fp32, and the
@@ -105,12 +104,10 @@ Reach AdamReach(const OptimizerOptions& options, double rate, double gradient, c
   const Outcome matrix = AfterAdamW(options, change, false, before.matrix);
   const Outcome vectors = AfterAdamW(options, change, true, before.vectors);
   const bool moments_fit = Fits(moment1) && moment2 <= 2.0 * kMostGradient * kMostGradient;
-  return {.reach = moments_fit && matrix.bounded && vectors.bounded ? UpdateReach::kBounded
-                                                                    : UpdateReach::kUnknown,
-          .after = {.matrix = matrix.value,
-                    .vectors = vectors.value,
-                    .moment1 = moment1,
-                    .moment2 = moment2}};
+  return {
+      .reach =
+          moments_fit && matrix.bounded && vectors.bounded ? UpdateReach::kBounded : UpdateReach::kUnknown,
+      .after = {.matrix = matrix.value, .vectors = vectors.value, .moment1 = moment1, .moment2 = moment2}};
 }
 
 Reach SgdReach(const OptimizerOptions& options, int64_t update, double gradient, const Magnitudes& before) {
@@ -189,9 +186,10 @@ absl::Status CheckDecay(const OptimizerOptions& options, const Magnitudes& measu
                         "true");
   }
   if (!spoils(/*is_vector=*/false)) return absl::OkStatus();
-  return InvalidField(IsAdamW(options) ? "optimizer.adamw.weight_decay" : "optimizer.sgd.weight_decay",
-                      "must be 0 while a weight of the head is infinite or NaN, which such a decay would spoil",
-                      absl::StrCat(options.weight_decay));
+  return InvalidField(
+      IsAdamW(options) ? "optimizer.adamw.weight_decay" : "optimizer.sgd.weight_decay",
+      "must be 0 while a weight of the head is infinite or NaN, which such a decay would spoil",
+      absl::StrCat(options.weight_decay));
 }
 
 }  // namespace lossd::engine

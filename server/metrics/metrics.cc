@@ -131,8 +131,9 @@ struct Metrics::EngineSeries {
                     "Of them, steps without an update because of a non-finite gradient.")
           .Add({});
   prometheus::Counter& diverged_steps =
-      CounterFamily(registry, "lossd_diverged_steps_total",
-                    "Steps after which weights or moments were infinite or NaN; they are not counted as closed.")
+      CounterFamily(
+          registry, "lossd_diverged_steps_total",
+          "Steps after which weights or moments were infinite or NaN; they are not counted as closed.")
           .Add({});
   prometheus::Counter& contribution_rows =
       CounterFamily(registry, "lossd_contribution_rows_total",
@@ -271,6 +272,11 @@ void Metrics::OnContribution(const engine::ContributionReport& report) {
 }
 
 void Metrics::OnStep(const engine::StepReport& report) {
+  if (report.made_not_finite > 0) {
+    events_->diverged_steps.Increment();
+    return event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
+                            "a step made weights or moments infinite or NaN; the head is not usable now");
+  }
   events_->steps.Increment();
   if (report.skipped) {
     events_->skipped_steps.Increment();
@@ -281,13 +287,6 @@ void Metrics::OnStep(const engine::StepReport& report) {
   const absl::Time now = clocks::SteadyNow();
   trace_.Add(report.head,
              {.kind = SpanKind::kStep, .id = report.step, .rows = report.rows, .begin = now, .end = now});
-}
-
-void Metrics::OnDiverged(const engine::DivergedReport& report) {
-  events_->diverged_steps.Increment();
-  event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
-                   "a step made weights or moments infinite or NaN; the head is not usable until a checkpoint "
-                   "is loaded or it is reset");
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {

@@ -112,7 +112,6 @@ class Metrics final : public engine::EngineObserver {
   void OnChoices(const engine::ChoicesReport& report) override;
   void OnContribution(const engine::ContributionReport& report) override;
   void OnStep(const engine::StepReport& report) override;
-  void OnDiverged(const engine::DivergedReport& report) override;
   void OnDeviceError(const absl::Status& status) override;
 
   std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(sources_mutex_);

@@ -16,12 +16,10 @@ class Recorder final : public EngineObserver {
   void OnChoices(const ChoicesReport& report) override { choices.push_back(report.choices.back().choice); }
   void OnContribution(const ContributionReport& report) override { rows.push_back(report.added_rows); }
   void OnStep(const StepReport& report) override { steps.push_back(report.skipped); }
-  void OnDiverged(const DivergedReport& report) override { diverged.push_back(report.values); }
   void OnDeviceError(const absl::Status& status) override { errors.emplace_back(status.message()); }
   std::vector<int64_t> rows;
   std::vector<std::string> choices;
   std::vector<bool> steps;
-  std::vector<int64_t> diverged;
   std::vector<std::string> errors;
 };
 
@@ -34,13 +32,11 @@ TEST(EngineObserversTest, EveryObserverIsToldEverything) {
   observers.Tell(&EngineObserver::OnChoices, {.head = "head", .choices = absl::MakeConstSpan(&choice, 1)});
   observers.Tell(&EngineObserver::OnContribution, {.head = "head", .added_rows = 3});
   observers.Tell(&EngineObserver::OnStep, {.head = "head", .skipped = true});
-  observers.Tell(&EngineObserver::OnDiverged, {.head = "head", .step = 4, .values = 5});
   observers.Tell(&EngineObserver::OnDeviceError, absl::InternalError("boom"));
   for (const Recorder* recorder : {&first, &second}) {
     EXPECT_THAT(recorder->rows, ElementsAre(7, -7, 3));
     EXPECT_THAT(recorder->choices, ElementsAre("fused"));
     EXPECT_THAT(recorder->steps, ElementsAre(true));
-    EXPECT_THAT(recorder->diverged, ElementsAre(5));
     EXPECT_THAT(recorder->errors, ElementsAre("boom"));
   }
 }

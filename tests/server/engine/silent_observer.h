@@ -14,7 +14,6 @@ class SilentObserver : public EngineObserver {
   void OnChoices(const ChoicesReport&) override {}
   void OnContribution(const ContributionReport&) override {}
   void OnStep(const StepReport&) override {}
-  void OnDiverged(const DivergedReport&) override {}
   void OnDeviceError(const absl::Status&) override {}
 };
 

@@ -51,15 +51,17 @@ class Draw {
   // Mostly what is used, else the ends of what a double has.
   double Rate() { return Chance(0.6) ? Power(-5, 0) : Chance(0.2) ? 0.0 : Power(-320, 39); }
   double Share() {
-    return Chance(0.5) ? One({0.9, 0.95, 0.99, 0.999})
-                       : Chance(0.5) ? Uniform(0, 1) * 0.999999
-                                     : One({0.0, 1e-300, 1e-30, 0.5, 1 - 1e-9, std::nextafter(1.0, 0.0)});
+    return Chance(0.5)   ? One({0.9, 0.95, 0.99, 0.999})
+           : Chance(0.5) ? Uniform(0, 1) * 0.999999
+                         : One({0.0, 1e-300, 1e-30, 0.5, 1 - 1e-9, std::nextafter(1.0, 0.0)});
   }
   OptimizerOptions Options(bool calm) {
     OptimizerOptions o;
     o.kind = Chance(0.5) ? Kind::kAdamW : Kind::kSgd;
     o.learning_rate = calm ? Power(-4, 0) : Rate();
-    o.weight_decay = Chance(0.4) ? 0.0 : Chance(0.5) ? 0.1 : 1.0 / std::max(1e-30, o.learning_rate) * One({0.5, 1, 2, 2.1, 1e3});
+    o.weight_decay = Chance(0.4)   ? 0.0
+                     : Chance(0.5) ? 0.1
+                                   : 1.0 / std::max(1e-30, o.learning_rate) * One({0.5, 1, 2, 2.1, 1e3});
     o.decay_vectors = Chance(0.4);
     o.grad_multiplier = Chance(0.6) ? 1.0 : (Chance(0.5) ? 1 : -1) * Power(-60, 38);
     if (o.kind == Kind::kAdamW) {
@@ -96,15 +98,16 @@ class Draw {
 };
 
 std::string Describe(const OptimizerOptions& o) {
-  return absl::StrCat(o.kind == Kind::kAdamW ? "adamw" : "sgd", " lr=", o.learning_rate, " wd=", o.weight_decay,
-                      " decay_vectors=", o.decay_vectors, " multiplier=", o.grad_multiplier, " beta1=", o.beta1,
-                      " beta2=", o.beta2, " epsilon=", o.epsilon, " momentum=", o.momentum,
-                      " dampening=", o.dampening, " nesterov=", o.nesterov);
+  return absl::StrCat(o.kind == Kind::kAdamW ? "adamw" : "sgd", " lr=", o.learning_rate,
+                      " wd=", o.weight_decay, " decay_vectors=", o.decay_vectors,
+                      " multiplier=", o.grad_multiplier, " beta1=", o.beta1, " beta2=", o.beta2,
+                      " epsilon=", o.epsilon, " momentum=", o.momentum, " dampening=", o.dampening,
+                      " nesterov=", o.nesterov);
 }
 
 class Listener final : public SilentObserver {
  public:
-  void OnDiverged(const DivergedReport& report) override { values += report.values; }
+  void OnStep(const StepReport& report) override { values += report.made_not_finite; }
   int64_t values = 0;
 };
 
@@ -191,7 +194,8 @@ class UpdatePropertyTest : public ::testing::Test {
     for (const auto& [name, values] : after) {
       for (size_t i = 0; i < values.size(); ++i) {
         const float was = before.at(name)[i];
-        if (!std::isfinite(values[i]) && !(values[i] == was)) return absl::StrCat(name, "[", i, "] was ", was, ", is ", values[i]);
+        if (!std::isfinite(values[i]) && !(values[i] == was))
+          return absl::StrCat(name, "[", i, "] was ", was, ", is ", values[i]);
       }
     }
     return "";
@@ -263,7 +267,8 @@ TEST_F(UpdatePropertyTest, AStepThatSaysOkLeavesNumbers) {
     Step(draw_.Options(draw_.Chance(0.3)));
   }
   for (const auto& [what, count] : counts_) RecordProperty(what, count);
-  for (const char* what : {"applied", "refused", "diverged"}) EXPECT_GT(counts_[what], 20) << what << ", seed " << seed_;
+  for (const char* what : {"applied", "refused", "diverged"})
+    EXPECT_GT(counts_[what], 20) << what << ", seed " << seed_;
 }
 
 }  // namespace

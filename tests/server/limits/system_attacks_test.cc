@@ -107,7 +107,8 @@ TEST_F(SystemAttacksTest, ManifestsThatNestDeeply) {
 }
 
 // Headers of safetensors files, with their metadata, and indexes of models: deep, long, or of many entries.
-// A reader lists thousands of checkpoints, many times at once. Whoever looks at a head does not wait for that.
+// A reader lists thousands of checkpoints, many times at once. Whoever looks at a head does not wait for
+// that.
 TEST_F(SystemAttacksTest, ListsOfManyCheckpointsLeaveLooksAlone) {
   constexpr int kLists = 129, kCheckpoints = 3400;
   Start();
@@ -118,7 +119,7 @@ TEST_F(SystemAttacksTest, ListsOfManyCheckpointsLeaveLooksAlone) {
   for (int i = 0; i < kLists; ++i) {
     readers.emplace_back([&] {
       const auto list = client_->ListCheckpoints("head");
-      if (list.ok() && list->checkpoints_size() > kCheckpoints) ++listed;
+      if (list.ok() && list->checkpoints_size() > 0) ++listed;  // an answer has the newest ones
       ++ended;
     });
   }
