@@ -263,6 +263,7 @@ absl::Status Client::IfMadeAgain(const absl::Status& error, absl::string_view he
     return error;
   }
   const auto description = DescribeHead(head, deadline - clocks::SteadyNow());
+  if (absl::IsNotFound(description.status())) return description.status();  // it is not there at all
   if (!description.ok()) return error;
   const auto now = internal::ParamShape(description->spec(), param);
   if (!now.ok() || (now->rows == shape.rows && now->cols == shape.cols)) return error;

@@ -88,13 +88,14 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
   cols_ = slice.tensor_cols();
   const uint64_t rows = end_row_ - first_row_;
   if (tensor_rows_.has_value() && *tensor_rows_ != slice.tensor_rows()) {
-    return ServerSent("a tensor of ", slice.tensor_rows(), " rows; one of ", *tensor_rows_, " was expected");
+    return OtherShape(slice);
   }
   if (end_row_ < first_row_ || end_row_ > slice.tensor_rows() || cols_ == 0) {
     return ServerSent("a tensor of ", slice.tensor_rows(), " x ", cols_, " for rows up to ", end_row_);
   }
   // Divides rather than multiplies: the numbers are the server's and may overflow.
   if (out_.size() / element_size_ / cols_ != rows || out_.size() % (element_size_ * cols_) != 0) {
+    if (tensor_rows_.has_value()) return OtherShape(slice);
     return ArgumentError("out", out_.size(),
                          absl::StrCat("has ", errors::ExactBytes(out_.size()), "; the rows have ", rows,
                                       " x ", cols_, " elements of ", element_size_, " bytes"));
@@ -102,6 +103,12 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
   begun_ = true;
   state_ = slice.state();
   return absl::OkStatus();
+}
+
+absl::Status TensorReader::OtherShape(const v1::TensorSlice& slice) const {
+  return absl::AbortedError(
+      absl::StrCat("head \"", request_.head(), "\" was made again during the call: its tensor has ",
+                   slice.tensor_rows(), " x ", slice.tensor_cols(), " values, which is not what it had"));
 }
 
 absl::Status TensorReader::CheckVersion(const v1::HeadState& state) const {

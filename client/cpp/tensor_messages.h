@@ -84,6 +84,8 @@ class TensorReader {
                       uint64_t bytes) const;
   // All slices are of one version: of the gradients or of the weights; of the step, if the server says
   // neither.
+  // ABORTED: the tensor is not the one that was described before the call.
+  absl::Status OtherShape(const v1::TensorSlice& slice) const;
   absl::Status CheckVersion(const v1::HeadState& state) const;
 
   const v1::ReadTensorRequest& request_;

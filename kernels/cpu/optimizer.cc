@@ -32,13 +32,15 @@ void UpdateAdamW(const OptimizerOptions& options, int64_t update, double decay, 
   }
 }
 
+// A value of -infinity, which masks a class, stays without decay: 0 times it would be NaN.
 void UpdatePlainSgd(const OptimizerOptions& options, double decay, const ParamRange& range) {
   const float rate = static_cast<float>(options.learning_rate);
   const float weight_decay = static_cast<float>(decay);
   const float multiplier = static_cast<float>(options.grad_multiplier);
 #pragma omp simd
   for (int64_t i = 0; i < range.n; ++i) {
-    range.value[i] -= rate * (multiplier * range.gradient[i] + weight_decay * range.value[i]);
+    const float decayed = weight_decay == 0.0f ? 0.0f : weight_decay * range.value[i];
+    range.value[i] -= rate * (multiplier * range.gradient[i] + decayed);
     range.gradient[i] = 0.0f;
   }
 }
@@ -55,7 +57,8 @@ void UpdateMomentumSgd(const OptimizerOptions& options, int64_t update, double d
   const float buffer_share = options.nesterov ? static_cast<float>(options.momentum) : 1.0f;
 #pragma omp simd
   for (int64_t i = 0; i < range.n; ++i) {
-    const float g = multiplier * range.gradient[i] + weight_decay * range.value[i];
+    const float decayed = weight_decay == 0.0f ? 0.0f : weight_decay * range.value[i];
+    const float g = multiplier * range.gradient[i] + decayed;
     const float buffer = momentum * range.moment1[i] + rest * g;
     range.moment1[i] = buffer;
     range.value[i] -= rate * (gradient_share * g + buffer_share * buffer);

@@ -18,7 +18,7 @@ void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, d
 
 void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,
               double& buffer) {
-  double step = gradient + decay * value;
+  double step = decay == 0.0 ? gradient : gradient + decay * value;  // a value of -infinity stays
   if (options.momentum > 0.0) {
     buffer = update == 1 ? step : options.momentum * buffer + (1.0 - options.dampening) * step;
     step = options.nesterov ? step + options.momentum * buffer : buffer;

@@ -67,7 +67,7 @@ struct ContributionReport {
   int64_t added_rows = 0;  // those that had not been added before
 };
 
-// A step was closed.
+// A step was closed, or its update has made values infinite or NaN.
 struct StepReport {
   absl::string_view head;
   bool skipped = false;  // without an update, because its gradients were not finite
@@ -75,6 +75,9 @@ struct StepReport {
   int64_t rows = 0;      // in its gradients
   double grad_norm = 0.0;
   double learning_rate = 0.0;
+  // So many values and moments are not finite any more; then the step is not closed, and the head is not
+  // usable until others are loaded.
+  int64_t made_not_finite = 0;
 };
 
 // Every member is pure, so that no observer forgets an event: what it does not care for it says.

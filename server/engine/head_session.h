@@ -23,6 +23,7 @@
 #include "server/engine/engine_context.h"
 #include "server/engine/engine_observer.h"
 #include "server/engine/flight.h"
+#include "server/engine/magnitudes.h"
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
 #include "server/engine/snapshots.h"
@@ -53,6 +54,7 @@ class HeadSession final : public DeviceLoop::Source,
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
+  Magnitudes magnitudes;  // of what the head holds, likewise
   // Ends the head, and lets go of what it keeps of the context's memory: the backend may hold the session
   // longer than the engine lives.
   void DeleteHead();

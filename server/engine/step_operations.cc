@@ -12,7 +12,6 @@
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/update_bounds.h"
-#include "server/head/shards.h"
 
 namespace lossd::engine {
 namespace {
@@ -56,8 +55,11 @@ absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const a
 }
 
 absl::Status ClearMoments(HeadSession& session) {
+  ForgetWritten(session.head(), &session.magnitudes);
   const absl::Status status = session.head().kernels().ZeroMoments();
-  return status.ok() ? status : TensorsFailed(session, "zeroing the optimizer's state of", status);
+  if (!status.ok()) return TensorsFailed(session, "zeroing the optimizer's state of", status);
+  session.magnitudes.moment1 = session.magnitudes.moment2 = 0.0;
+  return status;
 }
 
 absl::StatusOr<double> NormOnDevice(HeadSession& session) {
@@ -83,40 +85,53 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
   return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
 }
 
-// How many values and moments are not finite. A bias may be: -infinity keeps a class out.
-absl::StatusOr<int64_t> CountNotFinite(HeadSession& session) {
-  constexpr int64_t kBytes = int64_t{1} << 20;
-  const kernels::HeadConfig& config = session.config();
-  std::vector<float> values;
-  int64_t count = 0;
-  for (const kernels::TensorId id : head::CheckpointTensors(config)) {
-    const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
-    const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
-    const int64_t most = std::max<int64_t>(1, kBytes / row_bytes);
-    for (int64_t row = 0; row < shape.rows; row += most) {
-      const int64_t rows = std::min(most, shape.rows - row);
-      values.resize(static_cast<size_t>(rows * shape.cols));
-      const auto bytes =
-          absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
-      const absl::Status read = session.head().ReadRows(id, row, rows, kernels::DType::kFloat32, bytes);
-      if (!read.ok()) return session.context().NoteIfLost(read);
-      count += std::count_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
-    }
-  }
-  return count;
+absl::StatusOr<Measurement> MeasureHead(HeadSession& session) {
+  absl::StatusOr<Measurement> measured = Measure(session.head());
+  if (measured.ok()) return measured;
+  return session.context().NoteIfLost(measured.status());
 }
 
-// After an update that unusual options have made possible to be anything. If it has made values infinite or
-// NaN, the head is not to be used any more: what was there is gone.
+// What an update will do.
+struct PlannedUpdate {
+  Reach reach;
+  int64_t not_finite = 0;  // before an update that may do anything
+};
+
+// Fails if the update is refused. Reads what the head holds if the outcome depends on it and it is not known.
+absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest& request, int64_t update,
+                                         double norm) {
+  const auto reach_from = [&](Magnitudes before) {
+    if (request.begin_optimizer) before.moment1 = before.moment2 = 0.0;
+    return CheckReach(request.optimizer, update, norm, before);
+  };
+  ForgetWritten(session.head(), &session.magnitudes);
+  absl::StatusOr<Reach> reach = reach_from(session.magnitudes);
+  if (!reach.ok()) return reach.status();
+  if (reach->reach == UpdateReach::kBounded) return PlannedUpdate{.reach = *reach};
+  const absl::StatusOr<Measurement> measured = MeasureHead(session);
+  if (!measured.ok()) return measured.status();
+  session.magnitudes = measured->most;
+  if (auto harmless = CheckDecay(request.optimizer, measured->most); !harmless.ok()) return harmless;
+  reach = reach_from(measured->most);
+  if (!reach.ok()) return reach.status();
+  return PlannedUpdate{.reach = *reach, .not_finite = measured->not_finite};
+}
+
+// After an update that may have done anything. If it has made values infinite or NaN, the head is not to be
+// used any more: what was there is gone.
 absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
-  const absl::StatusOr<int64_t> now = CountNotFinite(session);
-  if (!now.ok()) return TensorsFailed(session, "reading the weights of", now.status());
-  if (*now <= not_finite_before) return absl::OkStatus();
+  const absl::StatusOr<Measurement> measured = MeasureHead(session);
+  if (!measured.ok()) return TensorsFailed(session, "reading the weights of", measured.status());
+  session.magnitudes = measured->most;
+  const int64_t more = measured->not_finite - not_finite_before;
+  if (more <= 0) return absl::OkStatus();
+  session.context().observers.Tell(&EngineObserver::OnStep,
+                                   {.head = session.name(), .step = request.step, .made_not_finite = more});
   absl::MutexLock lock(&session.context().mutex);
   absl::Status why = absl::FailedPreconditionError(absl::StrCat(
       "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
       request.optimizer.learning_rate, ", a weight decay of ", request.optimizer.weight_decay,
-      " and a multiplier of ", request.optimizer.grad_multiplier, ", and ", *now - not_finite_before,
+      " and a multiplier of ", request.optimizer.grad_multiplier, ", and ", more,
       " values are not finite any more (load a checkpoint, or reset the head)"));
   session.MarkWeightsInvalid(why);
   return why;
@@ -195,19 +210,21 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
   if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
-  UpdateReach reach = UpdateReach::kBounded;
-  if (!skip) {
-    if (auto bounded = CheckReach(request.optimizer, update, *norm, &reach); !bounded.ok()) return bounded;
-  }
-  absl::StatusOr<int64_t> not_finite = 0;
-  if (reach == UpdateReach::kUnknown) not_finite = CountNotFinite(session);
-  if (!not_finite.ok()) return not_finite.status();
+  absl::StatusOr<PlannedUpdate> planned = PlannedUpdate{};
+  if (!skip) planned = PlanUpdate(session, request, update, *norm);
+  if (!planned.ok()) return planned.status();
   {
     absl::MutexLock lock(&mutex);
     step.BeginClose();
   }
   absl::Status updated = Update(session, request, update, skip);
-  if (updated.ok() && reach == UpdateReach::kUnknown) updated = CheckFinite(session, request, *not_finite);
+  if (updated.ok() && !skip) {
+    if (planned->reach.reach == UpdateReach::kUnknown) {
+      updated = CheckFinite(session, request, planned->not_finite);
+    } else {
+      session.magnitudes = planned->reach.after;
+    }
+  }
   absl::MutexLock lock(&mutex);
   if (!updated.ok()) {
     step.CancelClose();
@@ -290,6 +307,7 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
   if (session.config().trainable) {
     if (auto status = ClearGradients(session); !status.ok()) return status;
   }
+  session.magnitudes = {.moment1 = Magnitudes::kUnknown, .moment2 = Magnitudes::kUnknown};
   absl::MutexLock lock(&session.context().mutex);
   const absl::Status loading = absl::UnavailableError(
       absl::StrCat("the weights of head ", session.name(),

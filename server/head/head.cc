@@ -26,6 +26,8 @@ absl::Status Head::ReadRows(kernels::TensorId id, int64_t row_begin, int64_t row
 absl::Status Head::WriteRows(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                              absl::Span<const uint8_t> in) {
   absl::Status status = CheckRows(id, row_begin, rows, dtype, in.size());
+  if (id.role == kernels::Role::kValue) written_.values = true;
+  if (kernels::IsMoment(id.role)) written_.moments = true;
   if (status.ok()) status = kernels_->WriteTensor(id, row_begin, rows, dtype, in);
   return Named(id, status);
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -34,6 +35,13 @@ class Head {
   absl::Status WriteRows(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                          absl::Span<const uint8_t> in);
 
+  // Which tensors WriteRows has been asked to write since the last call of this.
+  struct Written {
+    bool values = false;
+    bool moments = false;
+  };
+  Written TakeWritten() { return std::exchange(written_, {}); }
+
  private:
   absl::Status CheckRows(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                          size_t bytes) const;
@@ -42,6 +50,7 @@ class Head {
   const std::string name_;
   const kernels::HeadConfig config_;
   const std::unique_ptr<kernels::HeadKernels> kernels_;
+  Written written_;
 };
 
 }  // namespace lossd::head

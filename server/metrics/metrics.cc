@@ -130,6 +130,11 @@ struct Metrics::EngineSeries {
       CounterFamily(registry, "lossd_skipped_steps_total",
                     "Of them, steps without an update because of a non-finite gradient.")
           .Add({});
+  prometheus::Counter& diverged_steps =
+      CounterFamily(
+          registry, "lossd_diverged_steps_total",
+          "Steps after which weights or moments were infinite or NaN; they are not counted as closed.")
+          .Add({});
   prometheus::Counter& contribution_rows =
       CounterFamily(registry, "lossd_contribution_rows_total",
                     "Rows added to gradients by AddGradient, over all heads.")
@@ -267,6 +272,11 @@ void Metrics::OnContribution(const engine::ContributionReport& report) {
 }
 
 void Metrics::OnStep(const engine::StepReport& report) {
+  if (report.made_not_finite > 0) {
+    events_->diverged_steps.Increment();
+    return event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
+                            "a step made weights or moments infinite or NaN; the head is not usable now");
+  }
   events_->steps.Increment();
   if (report.skipped) {
     events_->skipped_steps.Increment();

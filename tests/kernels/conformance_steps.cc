@@ -176,6 +176,31 @@ TEST_P(BackendConformance, WithEpsilonZeroAParameterWithoutGradientStays) {
   EXPECT_EQ(ReadAll(*head, {Param::kWeight, Role::kValue}), before);
 }
 
+// A bias of -infinity masks a class: an update that does not decay biases leaves it there.
+TEST_P(BackendConformance, MaskedClassesStayMasked) {
+  using Kind = OptimizerOptions::Kind;
+  const OptimizerOptions all[] = {
+      {.kind = Kind::kSgd, .learning_rate = 0.1},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.1},
+      {.kind = Kind::kSgd, .learning_rate = 0.0, .momentum = 0.9},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.1, .momentum = 0.9, .nesterov = true},
+      {.learning_rate = 0.1, .weight_decay = 0.1},
+      {.learning_rate = 0.1, .weight_decay = 0.1, .decay_vectors = true}};
+  for (const OptimizerOptions& options : all) {
+    ProblemSpec spec = Plain({3}, 5, 9);
+    spec.config.has_bias = true;
+    spec.config.optimizer_state = OptimizerState::kAdam;
+    Problem problem = MakeProblem(spec, rng());
+    problem.bias[4] = -kInf;
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    for (int64_t update = 1; update <= 2; ++update) ASSERT_TRUE(head->ApplyStep(options, update).ok());
+    EXPECT_EQ(ReadAll(*head, {Param::kBias, Role::kValue})[4], -kInf)
+        << "momentum " << options.momentum << ", weight decay " << options.weight_decay;
+    EXPECT_EQ(ReadAll(*head, {Param::kBias, Role::kMoment1})[4], 0.0f);
+  }
+}
+
 // The step changes what the next chunk is computed with.
 TEST_P(BackendConformance, StepRefreshesTheComputeWeights) {
   ProblemSpec spec = Plain({20}, 17, 41);

@@ -138,11 +138,16 @@ struct AdamWRule {
   }
 };
 
+// A value of -infinity, which masks a class, stays without decay: 0 times it would be NaN.
+__device__ __forceinline__ float Decayed(float decay, float value) {
+  return decay == 0.0f ? 0.0f : decay * value;
+}
+
 struct SgdRule {
   static constexpr int kMoments = 0;
   __device__ __forceinline__ static void Update(const StepFactors& f, float decay, float g, float& value,
                                                 float&, float&) {
-    value -= f.step * (g * f.gradient + decay * value);
+    value -= f.step * (g * f.gradient + Decayed(decay, value));
   }
 };
 
@@ -150,7 +155,7 @@ struct MomentumRule {
   static constexpr int kMoments = 1;
   __device__ __forceinline__ static void Update(const StepFactors& f, float decay, float g, float& value,
                                                 float& buffer, float&) {
-    g = g * f.gradient + decay * value;
+    g = g * f.gradient + Decayed(decay, value);
     buffer = f.keep * buffer + f.take * g;
     value -= f.step * (f.gradient_share * g + f.buffer_share * buffer);
   }

@@ -6,15 +6,20 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <iostream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "tests/server/limits/attacks_fixture.h"
 #include "tests/support/raw_http.h"
 
@@ -102,6 +107,37 @@ TEST_F(SystemAttacksTest, ManifestsThatNestDeeply) {
 }
 
 // Headers of safetensors files, with their metadata, and indexes of models: deep, long, or of many entries.
+// A reader lists thousands of checkpoints, many times at once. Whoever looks at a head does not wait for
+// that.
+TEST_F(SystemAttacksTest, ListsOfManyCheckpointsLeaveLooksAlone) {
+  constexpr int kLists = 129, kCheckpoints = 3400;
+  Start();
+  for (int i = 0; i < kCheckpoints; ++i)
+    std::filesystem::copy(Path("head/step1"), Path(absl::StrCat("head/copy", i)));
+  std::atomic<int> ended = 0, listed = 0;
+  std::vector<std::thread> readers;
+  for (int i = 0; i < kLists; ++i) {
+    readers.emplace_back([&] {
+      const auto list = client_->ListCheckpoints("head");
+      if (list.ok() && list->checkpoints_size() > 0) ++listed;  // an answer has the newest ones
+      ++ended;
+    });
+  }
+  while (ended == 0) absl::SleepFor(absl::Milliseconds(1));
+  const auto other = TestClient::Connect(server_->target());
+  const absl::Time begin = absl::Now();
+  const absl::Status looked = other->DescribeHead("head").status();
+  const absl::Duration took = absl::Now() - begin;
+  const int ended_before = ended;
+  for (std::thread& reader : readers) reader.join();
+  std::cout << "DescribeHead took " << took << ", " << ended_before << " of " << kLists
+            << " lists had ended; all took " << absl::Now() - begin << " more\n";
+  EXPECT_TRUE(looked.ok()) << looked;
+  EXPECT_GT(listed, 1);
+  EXPECT_LT(ended_before, kLists) << "it waited for all of them";
+  Train();
+}
+
 TEST_F(SystemAttacksTest, HostileMetadataOfTensorFiles) {
   Start();
   const std::string deep = Nested("[", 60'000) + Nested("]", 60'000);

@@ -103,6 +103,7 @@ TEST_F(MetricsTest, CountsEvents) {
   metrics_.OnStep({.head = "main", .skipped = false});
   metrics_.OnStep({.head = "main", .skipped = true});
   metrics_.OnContribution({.head = "main", .added_rows = 7});
+  metrics_.OnStep({.head = "main", .made_not_finite = 2});
   metrics_.OnDeviceError(absl::InternalError("x"));
   metrics_.ObservePhase(Phase::kReceive, 0.0002);
   metrics_.ObserveMicrobatch(0.4);
@@ -126,6 +127,7 @@ TEST_F(MetricsTest, CountsEvents) {
   EXPECT_EQ(Sample(text, "lossd_dropped_probability_total"), 1.75);
   EXPECT_EQ(Sample(text, "lossd_steps_total"), 2);
   EXPECT_EQ(Sample(text, "lossd_skipped_steps_total"), 1);
+  EXPECT_EQ(Sample(text, "lossd_diverged_steps_total"), 1);
   EXPECT_EQ(Sample(text, "lossd_contribution_rows_total"), 7);
   EXPECT_EQ(Sample(text, "lossd_device_errors_total"), 1);
   EXPECT_EQ(Sample(text, "lossd_payload_bytes_total{direction=\"in\"}"), 1000);

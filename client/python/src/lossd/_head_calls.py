@@ -410,7 +410,7 @@ class HeadCalls:
         """Raises Aborted instead of an error that comes from a head that was made again with another shape."""
         try:
             yield
-        except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition) as error:
+        except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
             now = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
             if now == shape:
                 raise

@@ -19,6 +19,7 @@ from lossd.v1 import head_pb2, types_pb2
 M = TypeVar("M", bound=Message)
 
 _WRITE_BYTES = 1 << 20  # of payload per message
+_ELEMENT_BYTES = {types_pb2.DTYPE_FP32: 4, types_pb2.DTYPE_BF16: 2, types_pb2.DTYPE_FP16: 2}
 
 
 def encode_rows(first: Message, row_bytes: int, payload: memoryview) -> Iterator[bytes]:
@@ -47,6 +48,7 @@ class TensorReader:
         """The rows that `request` names are those of `out`; `tensor_rows`: how many the tensor has, if that is known."""
         first_row = request.rows.begin
         self._head = request.head
+        self._dtype = request.dtype
         self._of_gradient = request.role == head_pb2.ROLE_GRADIENT
         self._version: tuple[int, ...] | None = None  # of the first slice
         self._first_row = self._next_row = first_row
@@ -60,11 +62,11 @@ class TensorReader:
         """`in_region`: the rows of the call that begin with `first_row` lie there if the message says so."""
         tensor_slice, payload = _wire.decode(head_pb2.TensorSlice, data)
         begin, end = tensor_slice.rows.begin, tensor_slice.rows.end
+        if self._tensor_rows is not None:
+            self._check_shape(tensor_slice, self._tensor_rows)
         if not self._begun and (self._end_row > tensor_slice.tensor_rows or tensor_slice.tensor_cols == 0):
             raise errors.server_sent(
                 f"a tensor of {tensor_slice.tensor_rows} x {tensor_slice.tensor_cols} for rows up to {self._end_row}")
-        if self._tensor_rows not in (None, tensor_slice.tensor_rows):
-            raise errors.server_sent(f"a tensor of {tensor_slice.tensor_rows} rows; one of {self._tensor_rows} was expected")
         self._begun = True
         self._check_version(tensor_slice.state)
         if begin != self._next_row or not begin <= end <= self._end_row:
@@ -82,6 +84,13 @@ class TensorReader:
         # NumPy copies without the interpreter's lock.
         np.frombuffer(self._out, np.uint8)[at:at + expected] = np.frombuffer(payload, np.uint8)
         self._next_row = end
+
+    def _check_shape(self, tensor_slice: head_pb2.TensorSlice, rows: int) -> None:
+        """Aborted if the tensor is not the one that was described before the call."""
+        row_bytes = tensor_slice.tensor_cols * _ELEMENT_BYTES[self._dtype]
+        if tensor_slice.tensor_rows != rows or row_bytes != self._row_bytes:
+            raise errors.Aborted(f'head "{self._head}" was made again during the call: its tensor has '
+                                 f"{tensor_slice.tensor_rows} x {tensor_slice.tensor_cols} values, which is not what it had")
 
     def _check_version(self, state: types_pb2.HeadState) -> None:
         """All slices are of one version: of the gradients or of the weights; of the step, if the server says neither."""

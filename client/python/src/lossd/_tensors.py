@@ -35,7 +35,7 @@ def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, r
                 deadline: Deadline, tensor_rows: int) -> None:
     """Reads the rows that `request` names into `out`, bytes of whole rows; in shared memory if they are worth it.
 
-    Internal if the tensor has not `tensor_rows` rows.
+    Aborted if the tensor has not `tensor_rows` rows of `row_bytes`.
     """
     reader = TensorReader(request, row_bytes, out, tensor_rows)
     region = connections.regions.get(min(out.nbytes, _PIECE_BYTES)) if out.nbytes >= _LEAST_SHARED else None

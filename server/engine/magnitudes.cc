@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/engine/magnitudes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "server/head/shards.h"
+
+namespace lossd::engine {
+namespace {
+
+constexpr int64_t kReadBytes = int64_t{1} << 20;
+
+// The one that a tensor belongs to; null: no update changes it.
+double* PlaceOf(kernels::TensorId id, Magnitudes* most) {
+  if (id.role == kernels::Role::kMoment1) return &most->moment1;
+  if (id.role == kernels::Role::kMoment2) return &most->moment2;
+  if (id.param == kernels::Param::kClassWeights) return nullptr;
+  return id.param == kernels::Param::kWeight ? &most->matrix : &most->vectors;
+}
+
+void Add(absl::Span<const float> values, double* most, int64_t* not_finite) {
+  float largest = 0.0f;
+  int64_t odd = 0;
+  for (const float value : values) {
+    const bool finite = std::isfinite(value);
+    odd += finite ? 0 : 1;
+    largest = std::max(largest, finite ? std::fabs(value) : 0.0f);
+  }
+  *not_finite += odd;
+  if (most == nullptr) return;
+  *most = odd > 0 ? Magnitudes::kUnknown : std::max(*most, double{largest});
+}
+
+}  // namespace
+
+absl::StatusOr<Measurement> Measure(head::Head& head) {
+  const kernels::HeadConfig& config = head.config();
+  Measurement measured{.most = {.matrix = 0.0, .vectors = 0.0}};
+  std::vector<float> values;
+  for (const kernels::TensorId id : head::CheckpointTensors(config)) {
+    const kernels::TensorShape shape = kernels::ShapeOf(config, id.param);
+    const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
+    const int64_t at_once = std::max<int64_t>(1, kReadBytes / row_bytes);
+    for (int64_t row = 0; row < shape.rows; row += at_once) {
+      const int64_t rows = std::min(at_once, shape.rows - row);
+      values.resize(static_cast<size_t>(rows * shape.cols));
+      const auto bytes =
+          absl::MakeSpan(reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float));
+      const absl::Status read = head.ReadRows(id, row, rows, kernels::DType::kFloat32, bytes);
+      if (!read.ok()) return read;
+      Add(values, PlaceOf(id, &measured.most), &measured.not_finite);
+    }
+  }
+  return measured;
+}
+
+void ForgetWritten(head::Head& head, Magnitudes* magnitudes) {
+  const head::Head::Written written = head.TakeWritten();
+  if (written.values) magnitudes->matrix = magnitudes->vectors = Magnitudes::kUnknown;
+  if (written.moments) magnitudes->moment1 = magnitudes->moment2 = Magnitudes::kUnknown;
+}
+
+}  // namespace lossd::engine

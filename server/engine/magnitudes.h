@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// How large the values and moments of a head are at most: what an update can make of them follows from that.
+//
+// A session keeps this from step to step. What is written into the head makes it unknown, and then a step
+// whose outcome depends on it reads the tensors.
+//
+// Threads. On the device thread only.
+#ifndef LOSSD_SERVER_ENGINE_MAGNITUDES_H_
+#define LOSSD_SERVER_ENGINE_MAGNITUDES_H_
+
+#include <cstdint>
+#include <limits>
+
+#include "absl/status/statusor.h"
+#include "kernels/head_config.h"
+#include "server/head/head.h"
+
+namespace lossd::engine {
+
+// Each is the most that |x| may be. Infinity: not known, or some x is not finite.
+struct Magnitudes {
+  static constexpr double kUnknown = std::numeric_limits<double>::infinity();
+
+  double matrix = kUnknown;   // the weight
+  double vectors = kUnknown;  // bias, norm gain and norm shift
+  double moment1 = 0.0;
+  double moment2 = 0.0;
+};
+
+struct Measurement {
+  Magnitudes most;
+  int64_t not_finite = 0;  // values and moments. A bias may be: -infinity keeps a class out
+};
+// Reads all values and moments. Fails as Head::ReadRows.
+absl::StatusOr<Measurement> Measure(head::Head& head);
+
+// Makes unknown what has been written since the last call.
+void ForgetWritten(head::Head& head, Magnitudes* magnitudes);
+
+}  // namespace lossd::engine
+
+#endif  // LOSSD_SERVER_ENGINE_MAGNITUDES_H_
