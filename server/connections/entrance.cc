@@ -56,7 +56,9 @@ std::optional<Connection> Entrance::Accept(int listener) {
       LetsIn(connection.peer, listener) ? Count(descriptor, connection.peer.name) : kStranger;
   if (!refusal.empty()) {
     options_.on_refused(descriptor, refusal, connection.peer);
-    CloseElsewhere(std::move(connection.socket));
+    // Over TCP nothing of the stranger's is in it: to close it here takes no time, and does not wait for
+    // threads that a stranger on a Unix socket may hold.
+    if (connection.is_unix) CloseElsewhere(std::move(connection.socket));
     return std::nullopt;
   }
   if (!connection.is_unix) {

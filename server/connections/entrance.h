@@ -6,9 +6,9 @@
 // Connections over Unix sockets bring no descriptors, where the kernel can keep them out (SO_PASSRIGHTS,
 // Linux 6.16). Where it cannot, BringsDescriptors says that a reader has to expect them.
 //
-// A connection that is not admitted is closed elsewhere (closer.h). Those that are admitted are the caller's,
-// who closes them without a word to this class: it asks the kernel whether a descriptor is still the
-// connection it was.
+// A connection that is not admitted is closed, over a Unix socket elsewhere (closer.h). Those that are
+// admitted are the caller's, who closes them without a word to this class: it asks the kernel whether a
+// descriptor is still the connection it was.
 //
 // Thread-safe, but Accept belongs to one thread.
 #ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_

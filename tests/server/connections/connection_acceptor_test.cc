@@ -2,7 +2,9 @@
 #include "server/connections/connection_acceptor.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -86,6 +88,28 @@ TEST_F(ConnectionAcceptorTest, RefusesConnectionsBeyondTheLimit) {
   EXPECT_EQ(acceptor_->connections(), 3);
   EXPECT_FALSE(Client(port_).Accepted());
   EXPECT_EQ(refused(), std::vector<std::string>{"max_connections"});
+}
+
+// Else they would pile up, open, while strangers on a Unix socket hold the threads that close.
+TEST(EntranceTest, ClosesRefusedTcpConnectionsByItself) {
+  auto sockets = ListeningSocket::OpenTcp("127.0.0.1", 0);
+  ASSERT_TRUE(sockets.ok()) << sockets.status();
+  const int listener = sockets->front().descriptor();
+  const int port = sockets->front().port();
+  int refused = -1;
+  Entrance entrance(*std::move(sockets),
+                    {.in_all = 0, .on_refused = [&](int connection, absl::string_view, const Peer&) {
+                       refused = connection;
+                     }});
+  for (int i = 0; i < 50; ++i) {
+    const Client client(port);
+    pollfd ready = {.fd = listener, .events = POLLIN};
+    ASSERT_EQ(poll(&ready, 1, 10'000), 1);
+    refused = -1;
+    EXPECT_FALSE(entrance.Accept(listener).has_value());
+    ASSERT_GE(refused, 0);
+    ASSERT_EQ(fcntl(refused, F_GETFD), -1) << "still open after refusal " << i;
+  }
 }
 
 TEST_F(ConnectionAcceptorTest, AnAddressLeavesConnectionsToOthers) {
