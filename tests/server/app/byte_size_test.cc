@@ -38,9 +38,9 @@ TEST(ByteSizeTest, Refusals) {
 TEST(ByteSizeTest, RoundTrip) {
   for (const int64_t bytes :
        {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{1} << 10, int64_t{3} << 20, int64_t{5} << 40}) {
-    EXPECT_EQ(Parse(AbslUnparseFlag({bytes})), bytes);
+    EXPECT_EQ(Parse(AbslUnparseFlag(ByteSize{bytes})), bytes);
   }
-  EXPECT_EQ(AbslUnparseFlag({int64_t{256} << 20}), "256MiB");
+  EXPECT_EQ(AbslUnparseFlag(ByteSize{int64_t{256} << 20}), "256MiB");
 }
 
 }  // namespace
