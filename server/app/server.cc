@@ -74,8 +74,8 @@ class ServerImpl final : public Server {
   void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
-  // On the acceptor's thread.
-  void OnRefused(absl::string_view flag, absl::string_view address);
+  // On the threads of the acceptors.
+  void OnRefused(absl::string_view limit, absl::string_view address);
   void LogStart() const;
   metrics::HttpHandlers Handlers();
   Health health() const;
@@ -105,6 +105,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<rpc::ServerService> server_service_;
   std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
   std::unique_ptr<rpc::Pulse> pulse_;
+  std::mutex refusals_mutex_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::HttpPages> pages_;
@@ -261,11 +262,13 @@ void ServerImpl::CreateAcceptor(std::vector<connections::ListeningSocket> socket
   acceptor_ = std::make_unique<connections::ConnectionAcceptor>(std::move(sockets), std::move(limits));
 }
 
-void ServerImpl::OnRefused(absl::string_view flag, absl::string_view address) {
-  metrics_->CountLimit(flag);
-  if (!refusals_logged_.Ready()) return;
-  log::Log(log::LogLevel::kWarning, "connections refused",
-           {{"limit", absl::StrCat("--", flag)}, {"address", address}});
+void ServerImpl::OnRefused(absl::string_view limit, absl::string_view address) {
+  metrics_->CountLimit(limit);
+  {
+    const std::lock_guard<std::mutex> lock(refusals_mutex_);
+    if (!refusals_logged_.Ready()) return;
+  }
+  log::Log(log::LogLevel::kWarning, "connections refused", {{"limit", limit}, {"address", address}});
 }
 
 absl::Status ServerImpl::StartHttp() {
@@ -279,7 +282,9 @@ absl::Status ServerImpl::StartHttp() {
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
-      metrics::HttpServer::Start(address.text(), Handlers(), security_->http());
+      metrics::HttpServer::Start(
+          address.text(), Handlers(), security_->http(),
+          [this](absl::string_view limit, absl::string_view peer) { OnRefused(limit, peer); });
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
   http_url_.Set(absl::StrCat(options_.security.http_tls ? "https://" : "http://", http_->address()));

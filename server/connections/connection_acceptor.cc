@@ -26,13 +26,13 @@ void ConnectionAcceptor::Stop() {
     eventfd_write(wake_.get(), 1);
     thread_.join();
   }
-  entrance_.reset();
+  entrance_.CloseListeners();
 }
 
 void ConnectionAcceptor::Run() {
   while (true) {
     std::vector<pollfd> ready = {{.fd = wake_.get(), .events = POLLIN}};
-    const absl::Duration wait = entrance_->AddTo(&ready) ? kBeat : Entrance::kBehind;
+    const absl::Duration wait = entrance_.AddTo(&ready) ? kBeat : Entrance::kBehind;
     if (poll(ready.data(), ready.size(), static_cast<int>(absl::ToInt64Milliseconds(wait))) < 0) {
       if (errno != EINTR) return;
       continue;
@@ -46,7 +46,7 @@ void ConnectionAcceptor::Run() {
 }
 
 void ConnectionAcceptor::Accept(int listener) {
-  std::optional<Connection> connection = entrance_->Accept(listener);
+  std::optional<Connection> connection = entrance_.Accept(listener);
   if (!connection.has_value()) return;
   if (BringsDescriptors(*connection) && !IsOwnUser(connection->peer)) {
     if (relay_ == nullptr) relay_ = std::make_unique<Relay>();

@@ -30,7 +30,7 @@ class ConnectionAcceptor {
   using Take = std::function<void(int listener, int connection)>;
 
   ConnectionAcceptor(std::vector<ListeningSocket> listeners, EntranceOptions options)
-      : entrance_(std::make_unique<Entrance>(std::move(listeners), std::move(options))) {}
+      : entrance_(std::move(listeners), std::move(options)) {}
   ~ConnectionAcceptor();
   ConnectionAcceptor(const ConnectionAcceptor&) = delete;
   ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
@@ -39,8 +39,10 @@ class ConnectionAcceptor {
   void Start(Take take);
   // Accepts nothing more, and closes the listening sockets. Later calls do nothing.
   void Stop();
-  // Connections that are open; none after Stop.
-  int64_t connections() { return entrance_ == nullptr ? 0 : entrance_->connections(); }
+  // The reader is about to close a connection (EntranceOptions::oldest_makes_room).
+  void Closing(int connection) { entrance_.Closing(connection); }
+  // Connections that are open.
+  int64_t connections() { return entrance_.connections(); }
   // How long ago the thread last had nothing to do or ended something.
   absl::Duration Silence() const { return thread_.joinable() ? beat_.Silence() : absl::ZeroDuration(); }
 
@@ -48,7 +50,7 @@ class ConnectionAcceptor {
   void Run();
   void Accept(int listener);
 
-  std::unique_ptr<Entrance> entrance_;  // null once it is stopped
+  Entrance entrance_;
   const wire::OwnedDescriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   Take take_;
   std::unique_ptr<Relay> relay_;  // of the thread, made when it is needed

@@ -8,7 +8,8 @@
 //
 // A connection that is not admitted is closed, over a Unix socket elsewhere (closer.h). Those that are
 // admitted are the caller's, who closes them without a word to this class: it asks the kernel whether a
-// descriptor is still the connection it was.
+// descriptor is still the connection it was. Where the oldest one makes room for a new one, the caller says so
+// before it closes any (Closing): this class may then shut down what it counts.
 //
 // Thread-safe, but Accept belongs to one thread.
 #ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
@@ -40,9 +41,15 @@ struct EntranceOptions {
   bool own_user_on_loopback = false;
   int64_t in_all = 512;
   int64_t per_peer = 128;                                // Peer::name
+  // For readers that are done with a connection in a moment (HTTP). Beyond a limit a new connection is admitted
+  // and the oldest one is shut down, of the same peer or of all; so are those older than `age`. Clients that
+  // open connections and send nothing then keep nobody out. What is shut down and not closed yet is bounded,
+  // too: meanwhile new connections wait in the backlog.
+  bool oldest_makes_room = false;
+  absl::Duration age = absl::InfiniteDuration();
   absl::Duration dead_peer_timeout = absl::Seconds(20);  // data sent and not acknowledged for so long ends it
   // What a connection that is not admitted may still hear, which must not wait. `reason`: the flag of a
-  // limit, or kStranger.
+  // limit, or kStranger. For one that made room `connection` is -1, and of the peer only the name is known.
   std::function<void(int connection, absl::string_view reason, const Peer& peer)> on_refused =
       [](int, absl::string_view, const Peer&) {};
 };
@@ -63,13 +70,18 @@ class Entrance {
   Entrance(const Entrance&) = delete;
   Entrance& operator=(const Entrance&) = delete;
 
-  // What to wait for, one entry for each listening socket. False while closing is behind: Unix sockets are
-  // left out, and the caller looks again after kBehind.
+  // What to wait for, one entry for each listening socket. False while closing is behind: Unix sockets, or
+  // all where connections that were shut down are not closed yet, are left out, and the caller looks again
+  // after kBehind.
   static constexpr absl::Duration kBehind = absl::Milliseconds(20);
-  bool AddTo(std::vector<pollfd>* wait) const;
+  bool AddTo(std::vector<pollfd>* wait) ABSL_LOCKS_EXCLUDED(mutex_);
   // The next connection at `listener`, where poll has seen one, if it is admitted. Where the process has no
   // descriptor left, null after a moment, so that a loop does not spin.
   std::optional<Connection> Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Accepts nothing more. Of the thread of Accept, or after its end.
+  void CloseListeners() { sockets_.clear(); }
+  // The caller is about to close it.
+  void Closing(int descriptor) ABSL_LOCKS_EXCLUDED(mutex_);
   // Connections that are open.
   int64_t connections() ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -77,15 +89,29 @@ class Entrance {
   struct Counted {
     uint64_t inode = 0;  // of the socket
     std::string name;
+    absl::Time opened;
+    bool ended = false;  // it made room
+  };
+  struct Ended {
+    std::string name;
+    absl::string_view reason;
   };
 
   bool LetsIn(const Peer& peer, int listener) const;
   // The flag of the limit that keeps a connection out; "": none does.
   absl::string_view Count(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::string_view LimitReached(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasRoom() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Counts a connection, and shuts down those that make room for it; returns those that a limit ended.
+  std::vector<Ended> CountAndMakeRoom(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Of those that count the one that came first, of this peer unless `name` is empty.
+  std::map<int, Counted>::iterator Oldest(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void End(int descriptor, Counted* connection);
+  // Connections that did not make room, of this peer unless `name` is empty.
+  int64_t CountOf(absl::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const std::vector<ListeningSocket> sockets_;
+  std::vector<ListeningSocket> sockets_;
   const EntranceOptions options_;
   absl::Mutex mutex_;
   std::map<int, Counted> connections_ ABSL_GUARDED_BY(mutex_);  // by descriptor, which is the caller's

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// A listening TCP socket of the HTTP server.
+// The listening sockets of the HTTP server.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HTTP_LISTENER_H_
 #define LOSSD_SERVER_METRICS_HTTP_LISTENER_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "server/connections/listening_socket.h"
 
 namespace lossd::metrics {
 
 struct HttpListener {
-  int descriptor = -1;  // the caller's to close; does not block
+  std::vector<connections::ListeningSocket> sockets;
   std::string address;  // "host:port" with the port that was chosen
   bool loopback = false;
 };

@@ -5,18 +5,16 @@
 #include <microhttpd.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/clocks/clock.h"
+#include "server/connections/connection_acceptor.h"
+#include "server/connections/closer.h"
 #include "server/metrics/http_certificates.h"
-#include "server/metrics/http_connections.h"
 #include "server/metrics/http_listener.h"
 
 namespace lossd::metrics {
@@ -88,47 +86,78 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
 
 class MicroHttpServer final : public HttpServer {
  public:
-  MicroHttpServer(const HttpListener& listener, HttpHandlers handlers, HttpGuard guard,
-                  std::unique_ptr<HttpCertificates> certificates)
-      : address_(listener.address),
+  MicroHttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard guard,
+                  std::unique_ptr<HttpCertificates> certificates, HttpOnLimit on_limit)
+      : address_(std::move(listener.address)),
         audience_(listener.loopback ? HttpAudience::kLoopbackHosts : HttpAudience::kAnyHost),
         handlers_(std::move(handlers)),
         guard_(std::move(guard)),
-        certificates_(std::move(certificates)) {}
+        certificates_(std::move(certificates)),
+        acceptor_(std::move(listener.sockets), Limits(std::move(on_limit))) {}
 
   ~MicroHttpServer() override {
+    acceptor_.Stop();
     if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
   }
 
   // With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
   // library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
-  // times out. Takes the listening socket over. False if the thread cannot be started; then the socket is
-  // still the caller's.
-  bool Run(int listening) {
+  // times out. False if the thread cannot be started.
+  bool Run() {
     // gnutls_certificate_retrieve_function2, which has no argument of its own.
     const MHD_OptionItem tls[] = {
         {MHD_OPTION_HTTPS_PRIORITIES, 0, const_cast<char*>("NORMAL:-VERS-ALL:+VERS-TLS1.2:+VERS-TLS1.3")},
         {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, reinterpret_cast<void*>(&HttpCertificates::Retrieve)},
         {MHD_OPTION_END, 0, nullptr}};
-    const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC;
+    const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC | MHD_USE_NO_LISTEN_SOCKET;
     daemon_ = MHD_start_daemon(certificates_ != nullptr ? flags | MHD_USE_TLS : flags, 0, nullptr, nullptr,
                                &OnRequest, this,                                            //
                                MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 2,  //
-                               MHD_OPTION_LISTEN_SOCKET, listening,                         //
                                MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,                   //
                                MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,           //
-                               MHD_OPTION_CONNECTION_LIMIT, kMostDescriptors,               //
+                               MHD_OPTION_CONNECTION_LIMIT, kLibraryConnections,            //
                                MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,                 //
                                MHD_OPTION_STRICT_FOR_CLIENT, 1,                             //
                                MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,         //
                                MHD_OPTION_NOTIFY_CONNECTION, &OnConnection, this,           //
                                MHD_OPTION_END);
-    return daemon_ != nullptr;
+    if (daemon_ == nullptr) return false;
+    acceptor_.Start([this](int, int connection) { Take(connection); });
+    return true;
   }
 
   std::string address() const override { return address_; }
 
  private:
+  // More than the acceptor lets in, whose limits hold.
+  static constexpr unsigned kLibraryConnections = 2 * kMostConnections;
+
+  static connections::EntranceOptions Limits(HttpOnLimit on_limit) {
+    connections::EntranceOptions limits{
+        .in_all = kMostConnections, .per_peer = kMostPerPeer, .oldest_makes_room = true, .age = kAge};
+    if (on_limit != nullptr) {
+      limits.on_refused = [on_limit = std::move(on_limit)](int, absl::string_view reason,
+                                                           const connections::Peer& peer) {
+        on_limit(reason == connections::kMaxPerPeer ? kHttpConnectionsPerAddress : kHttpConnections,
+                 peer.name);
+      };
+    }
+    return limits;
+  }
+
+  // On the acceptor's thread. The library closes the connection, also if it does not take it.
+  void Take(int connection) {
+    sockaddr_storage from = {};
+    socklen_t size = sizeof(from);
+    auto* const address = reinterpret_cast<sockaddr*>(&from);
+    if (getpeername(connection, address, &size) == 0) {
+      if (MHD_add_connection(daemon_, connection, address, size) != MHD_YES) acceptor_.Closing(connection);
+      return;
+    }
+    acceptor_.Closing(connection);  // its client has gone already
+    connections::CloseElsewhere(wire::OwnedDescriptor(connection));
+  }
+
   // Called when the header of a request is complete. The answer is queued at once, so that a body is not
   // read.
   static MHD_Result OnRequest(void* self, MHD_Connection* connection, const char* target, const char* method,
@@ -141,30 +170,16 @@ class MicroHttpServer final : public HttpServer {
     return Send(connection, Route(request, server->handlers_, server->audience_, server->guard_));
   }
 
-  // Called on the server's thread when a connection opens or closes; `context` is the connection's own.
-  static void OnConnection(void* self, MHD_Connection* connection, void** context,
+  // Called on the server's thread when a connection opens, and before one is closed.
+  static void OnConnection(void* self, MHD_Connection* connection, void**,
                            MHD_ConnectionNotificationCode code) {
     auto* const server = static_cast<MicroHttpServer*>(self);
-    HttpConnections& connections = server->connections_;
     if (code == MHD_CONNECTION_NOTIFY_STARTED) {
       if (server->certificates_ != nullptr) server->certificates_->ServeThisThread();
-      *context = new HttpConnections::Handle(Enter(connections, connection));
-    } else {
-      const auto* handle = static_cast<HttpConnections::Handle*>(*context);
-      connections.Remove(*handle);
-      delete handle;
+      return;
     }
-  }
-
-  static HttpConnections::Handle Enter(HttpConnections& connections, MHD_Connection* connection) {
-    // Copied before the address is asked for: libmicrohttpd 1.0 returns both in the same place.
-    const int descriptor = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
-    std::vector<int> drop;
-    const HttpConnections::Handle handle =
-        connections.Add(descriptor, PeerOf(connection), clocks::SteadyNow(), &drop);
-    // The library sees the end of such a connection, and closes it.
-    for (const int dropped : drop) shutdown(dropped, SHUT_RDWR);
-    return handle;
+    server->acceptor_.Closing(
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd);
   }
 
   const std::string address_;
@@ -172,14 +187,15 @@ class MicroHttpServer final : public HttpServer {
   const HttpHandlers handlers_;
   const HttpGuard guard_;
   const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
-  HttpConnections connections_{HttpConnectionLimits{}};   // of the server's thread alone
+  connections::ConnectionAcceptor acceptor_;
   MHD_Daemon* daemon_ = nullptr;
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,
-                                                              HttpHandlers handlers, HttpSecurity security) {
+                                                              HttpHandlers handlers, HttpSecurity security,
+                                                              HttpOnLimit on_limit) {
   std::unique_ptr<HttpCertificates> certificates;
   if (security.tls != nullptr) {
     auto created = HttpCertificates::Create(security.tls);
@@ -188,12 +204,11 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view 
   }
   absl::StatusOr<HttpListener> listener = ListenForHttp(address);
   if (!listener.ok()) return listener.status();
-  auto server = std::make_unique<MicroHttpServer>(*listener, std::move(handlers), std::move(security.guard),
-                                                  std::move(certificates));
-  if (!server->Run(listener->descriptor)) {
-    close(listener->descriptor);
+  auto server = std::make_unique<MicroHttpServer>(*std::move(listener), std::move(handlers),
+                                                  std::move(security.guard), std::move(certificates),
+                                                  std::move(on_limit));
+  if (!server->Run())
     return absl::UnavailableError(absl::StrCat("cannot start the thread for HTTP on ", address));
-  }
   return server;
 }
 

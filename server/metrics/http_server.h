@@ -13,21 +13,23 @@
 //
 // Limits. The thread has kStackBytes of stack, which has to hold the static thread-local data of all
 // libraries of the program (BLAS takes 60 KiB) and the handlers. A request line and its header fields share
-// kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed. A new connection drops
-// those older than HttpConnectionLimits::age; it drops the oldest one when there are more than
-// HttpConnectionLimits::in_all, and the oldest one of its own address when that has more than
-// HttpConnectionLimits::per_address. A client is therefore never refused because others hold connections, not
-// even others at the same address, and these cost one descriptor each and no thread. The server takes at most
-// kMostDescriptors descriptors for connections, which leaves most of a process's usual 1,024 to gRPC.
+// kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed. Connections come in
+// as those of gRPC do (server/connections), on a thread of their own, but the oldest one makes room for a new
+// one: beyond kMostConnections in all, beyond kMostPerPeer of its peer (an address; of this host, a user), or
+// when it is older than kAge. A client is therefore never refused because others hold connections, not even
+// others of the same peer, and these cost one descriptor each and no thread.
 #ifndef LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 #define LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/access/tls_material.h"
 #include "server/metrics/http_router.h"
 
@@ -39,17 +41,26 @@ struct HttpSecurity {
   HttpGuard guard;                     // asked before a handler runs
 };
 
+// Hears, on the thread that accepts, that a connection made room: which limit was reached, kHttpConnections or
+// kHttpConnectionsPerAddress, and whose connection it was (connections::Peer::name).
+using HttpOnLimit = std::function<void(absl::string_view limit, absl::string_view peer)>;
+inline constexpr absl::string_view kHttpConnections = "http_connections";
+inline constexpr absl::string_view kHttpConnectionsPerAddress = "http_connections_per_address";
+
 class HttpServer {
  public:
   static constexpr size_t kStackBytes = size_t{1} << 20;
   static constexpr size_t kRequestBytes = size_t{16} << 10;
   static constexpr unsigned kIdleSeconds = 10;
-  static constexpr unsigned kMostDescriptors = 288;  // connections, and dropped ones that are being closed
+  static constexpr int64_t kMostConnections = 256;
+  static constexpr int64_t kMostPerPeer = 128;
+  static constexpr absl::Duration kAge = absl::Seconds(30);
 
   // Listens on "host:port" (IPv4 address or bracketed IPv6 address; port 0: any free one).
   // INVALID_ARGUMENT if the address has another form, UNAVAILABLE if it cannot be bound.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(absl::string_view address, HttpHandlers handlers,
-                                                           HttpSecurity security = {});
+                                                           HttpSecurity security = {},
+                                                           HttpOnLimit on_limit = nullptr);
   // Waits for the handler that is running and closes all connections.
   virtual ~HttpServer() = default;
 

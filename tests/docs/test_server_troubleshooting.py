@@ -198,7 +198,7 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "listen must be a loopback address unless …": lambda _: start("--backend=cpu", "--listen=0.0.0.0:0"),
     "http must be a loopback address unless …": lambda _: start("--backend=cpu", "--http=0.0.0.0:0"),
     "cannot listen on …": lambda _: taken("--listen"),
-    "cannot listen for HTTP on …": lambda _: taken("--http"),
+    "http: cannot listen on …": lambda _: taken("--http"),
     **({NO_DRIVER: no_gpu} if HAVE_CUDA else {NO_BACKEND: lambda _: start("--backend=cuda")}),
     "tls_cert must be a readable file": lambda folder: start("--backend=cpu", f"--tls_cert={folder}/none.pem", f"--tls_key={folder}/none.key"),
     "must be a file that its owner alone can read (chmod 600)": tls_of_others,

@@ -39,6 +39,13 @@ class Client {
     char byte = 0;
     return recv(descriptor_, &byte, 1, 0) == 1;
   }
+  // Whether something came, or the connection was closed.
+  bool Answered() const {
+    char byte = 0;
+    return recv(descriptor_, &byte, 1, MSG_DONTWAIT) >= 0;
+  }
+  // Nothing more came, nor was it closed.
+  bool Open() const { return !Answered(); }
 
  private:
   const int descriptor_;
@@ -131,6 +138,83 @@ TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
     close(taken_.back());  // as gRPC does
     taken_.pop_back();
   }
+}
+
+// A reader that is done with connections in a moment: HTTP.
+class OldestMakesRoomTest : public ConnectionAcceptorTest {
+ protected:
+  void StartWith(int64_t in_all, int64_t per_peer, absl::Duration age = absl::InfiniteDuration()) {
+    Start({.in_all = in_all, .per_peer = per_peer, .oldest_makes_room = true, .age = age});
+  }
+  // Of those that were taken, as the reader does when it sees the end.
+  void Close(size_t index) {
+    absl::MutexLock lock(&mutex_);
+    acceptor_->Closing(taken_[index]);
+    close(taken_[index]);
+    taken_.erase(taken_.begin() + static_cast<std::ptrdiff_t>(index));
+  }
+};
+
+TEST_F(OldestMakesRoomTest, TheOldestOfThePeerEndsFirst) {
+  StartWith(3, 2);
+  Client other(port_, "127.0.0.2"), a(port_), b(port_);
+  ASSERT_TRUE(other.Accepted() && a.Accepted() && b.Accepted());
+  Client c(port_);
+  ASSERT_TRUE(c.Accepted());
+  EXPECT_FALSE(a.Accepted());
+  EXPECT_TRUE(other.Open() && b.Open() && c.Open());
+  EXPECT_EQ(refused(), std::vector<std::string>{"max_connections_per_address"});
+}
+
+TEST_F(OldestMakesRoomTest, TheOldestOfAllEnds) {
+  StartWith(2, 2);
+  Client a(port_, "127.0.0.2"), b(port_, "127.0.0.3");
+  ASSERT_TRUE(a.Accepted() && b.Accepted());
+  Client c(port_);
+  ASSERT_TRUE(c.Accepted());
+  EXPECT_FALSE(a.Accepted());
+  EXPECT_TRUE(b.Open() && c.Open());
+  EXPECT_EQ(refused(), std::vector<std::string>{"max_connections"});
+}
+
+TEST_F(OldestMakesRoomTest, OldConnectionsEndWhenANewOneArrives) {
+  StartWith(8, 8, absl::Milliseconds(200));
+  Client a(port_);
+  ASSERT_TRUE(a.Accepted());
+  absl::SleepFor(absl::Milliseconds(300));
+  EXPECT_TRUE(a.Open());
+  Client b(port_);
+  ASSERT_TRUE(b.Accepted());
+  EXPECT_FALSE(a.Accepted());
+  EXPECT_TRUE(b.Open());
+  EXPECT_TRUE(refused().empty());  // no limit was reached
+}
+
+// Those that were shut down hold descriptors until the reader closes them: more connections wait meanwhile.
+TEST_F(OldestMakesRoomTest, AReaderThatDoesNotCloseGetsNoMore) {
+  StartWith(2, 2);
+  std::vector<std::unique_ptr<Client>> clients;
+  for (int i = 0; i < 34; ++i) {
+    clients.push_back(std::make_unique<Client>(port_));
+    ASSERT_TRUE(clients.back()->Accepted()) << i;
+  }
+  Client waits(port_);
+  absl::SleepFor(absl::Milliseconds(200));
+  EXPECT_FALSE(waits.Answered());
+  EXPECT_EQ(acceptor_->connections(), 34);
+  Close(0);
+  EXPECT_TRUE(waits.Accepted());
+}
+
+TEST_F(OldestMakesRoomTest, ClosedConnectionsDoNotCount) {
+  StartWith(1, 1);
+  for (int i = 0; i < 100; ++i) {
+    Client client(port_);
+    ASSERT_TRUE(client.Accepted()) << i;
+    Close(0);
+  }
+  EXPECT_TRUE(refused().empty());
+  EXPECT_EQ(acceptor_->connections(), 0);
 }
 
 }  // namespace
