@@ -8,7 +8,7 @@
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
-// cuBLASLt products with 16-bit output. loss_errors.h says what the errors are. --deferred also times the two
+// cuBLASLt products with 16-bit output. loss_times.h says what the errors are. --deferred also times the two
 // calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
 // and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
 // logits once more.
@@ -27,16 +27,11 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "bench/deferred_times.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_group.h"
 #include "bench/gpu_microbatch.h"
-#include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
-#include "bench/loss_errors.h"
-#include "bench/loss_floor.h"
-#include "bench/norm_times.h"
-#include "bench/step_times.h"
+#include "bench/loss_times.h"
 #include "nlohmann/json.hpp"
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");

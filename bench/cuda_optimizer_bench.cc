@@ -15,7 +15,6 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
-#include "bench/gpu_results.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "nlohmann/json.hpp"

@@ -9,7 +9,7 @@
 
 #include "absl/types/span.h"
 #include "bench/gpu_data_kinds.h"
-#include "kernels/data/real_arrays.h"
+#include "kernels/data/real_rows.h"
 
 namespace lossd::bench {
 namespace {

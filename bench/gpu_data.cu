@@ -9,7 +9,7 @@
 
 #include "bench/gpu_data_kinds.h"
 #include "bench/gpu_memory.h"
-#include "kernels/data/moves.h"
+#include "kernels/data/real_rows.h"
 
 namespace lossd::bench {
 namespace {

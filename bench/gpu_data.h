@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/data/profile_check.h"
+#include "kernels/data/softmax_profile.h"
 
 namespace lossd::bench {
 

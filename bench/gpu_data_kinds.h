@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "bench/gpu_data.h"
-#include "kernels/data/real_arrays.h"
+#include "kernels/data/real_rows.h"
 
 namespace lossd::bench {
 

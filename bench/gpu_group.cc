@@ -12,7 +12,6 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/cuda_replicas.h"
 
 namespace lossd::bench {
 

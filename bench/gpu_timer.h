@@ -12,11 +12,14 @@
 #include <cstdlib>
 #include <functional>
 #include <iostream>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "nlohmann/json.hpp"
 
 namespace lossd::bench {
 
@@ -127,6 +130,21 @@ inline double CopyBandwidth(Timer& timer) {
   cudaFree(to);
   return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
 }
+
+// What the GPU benchmarks write: one JSON object that begins with the card, the date and the commit.
+
+using Json = nlohmann::json;  // what results are collected in
+
+// {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}; prints the card and its bandwidth.
+nlohmann::json StartResults(const std::string& commit, Timer& timer);
+
+// {"median_ms", "min_ms", "max_ms"}
+nlohmann::json ToJson(const Times& t);
+// A list of {"what", "choice", "reason", "workspace_bytes"}.
+nlohmann::json ToJson(const std::vector<kernels::Choice>& choices);
+
+// Ends the program with an error where the file cannot be written. An empty path: nothing.
+void WriteResults(const nlohmann::json& results, const std::string& path);
 
 }  // namespace lossd::bench
 

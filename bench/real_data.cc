@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes rows like a real model's (kernels/data). Prints which part of the measured profile they reach, or
-// writes what they are made of for another program (peers.py): the arrays of kernels/data/real_arrays.h as
+// writes what they are made of for another program (peers.py): the arrays of kernels/data/real_rows.h as
 // .npy files.
 //
 //   real_data [--rows=256] [--hidden=2304] [--vocab=49152] [--seed=1] [--out=FOLDER]
-#include "kernels/data/real_data.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -19,10 +17,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/data/profile_check.h"
-#include "kernels/data/real_arrays.h"
+#include "kernels/data/real_rows.h"
+#include "kernels/data/softmax_profile.h"
 #include "proto/tensorfile/npy.h"
 
 ABSL_FLAG(int64_t, rows, 256, "N");

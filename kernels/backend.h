@@ -11,6 +11,8 @@
 #ifndef LOSSD_KERNELS_BACKEND_H_
 #define LOSSD_KERNELS_BACKEND_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,22 +21,68 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "kernels/choice.h"
-#include "kernels/dtype.h"
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
-#include "kernels/memory.h"
-#include "kernels/optimizer_options.h"
 
 namespace lossd::kernels {
+
+struct Choice {
+  std::string what;             // e.g. "loss"
+  std::string choice;           // e.g. "after the logits product"
+  std::string reason;           // e.g. "few rows"; empty: there is nothing to say
+  int64_t workspace_bytes = 0;  // of the head's workspace, that go with it; 0: none of its own
+
+  friend bool operator==(const Choice&, const Choice&) = default;
+};
+
+// Accounting of planned memory by purpose. Plain data; thread-compatible.
+
+enum class MemoryKind : uint8_t {
+  kWeights,    // fp32 master weights, 16-bit compute copies, bias, norm, class weights
+  kGradients,  // fp32 accumulators
+  kOptimizer,  // momentum and Adam moments
+  kWorkspace,  // what is computed on the way: logits, sums, lists, rows being converted
+  kSlots,      // on a device: hidden states, gradients, inputs and results of rows, of chunks or clients
+  kStaging,    // host buffers that slices are received into and sent from
+  kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
+  kLedger,     // on the host: targets and weights of open streams, ledgers of open steps
+};
+inline constexpr size_t kMemoryKinds = 8;
+
+constexpr absl::string_view Name(MemoryKind kind) {
+  constexpr absl::string_view kNames[kMemoryKinds] = {"weights", "gradients", "optimizer", "workspace",
+                                                      "slots",   "staging",   "retained",  "ledger"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+// Bytes by kind.
+struct MemoryBytes {
+  std::array<int64_t, kMemoryKinds> by_kind{};
+
+  int64_t& operator[](MemoryKind kind) { return by_kind[static_cast<size_t>(kind)]; }
+  int64_t operator[](MemoryKind kind) const { return by_kind[static_cast<size_t>(kind)]; }
+  int64_t Total() const {
+    int64_t total = 0;
+    for (int64_t bytes : by_kind) total += bytes;
+    return total;
+  }
+};
+
+// What a backend holds now and has held at most since it was created.
+struct MemoryStats {
+  MemoryBytes current;
+  MemoryBytes peak;        // each kind's own peak
+  int64_t peak_total = 0;  // peak of the sum over kinds
+  int64_t limit = 0;       // bytes the plan may reach; 0: unlimited
+};
 
 // The target of a row that has none: loss 0, grad_hidden 0, no weight gradient, no GEMM work.
 inline constexpr int32_t kIgnoredTarget = -1;
 
 // Where the per-row results of a slice go; each is null (not wanted) or [rows] in host memory.
 // Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not. Absent rows
-// (absent_row.h) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
+// (backend.h) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
 // finite in a slice that has not failed.
 struct RowOutputs {
   float* loss = nullptr;            // with z-loss, times the row weight
@@ -69,7 +117,7 @@ struct Slice {
   const float* row_weights = nullptr;   // [rows] or null (all 1)
   const uint8_t* accumulate = nullptr;  // [rows], 0: keep this row out of the accumulators; null: all in
   float grad_scale = 1.0f;              // g: dL/d(row loss), the same for all rows
-  // What sampled gradients take their random numbers from (kernels/sampling.h).
+  // What sampled gradients take their random numbers from (kernels/decision.h).
   uint64_t sample_seed = 0;  // of the microbatch
   int64_t first_row = 0;     // the number in the microbatch of the slice's first row
   // The rows only keep the places of rows that are not computed again. They are computed like any others, so
@@ -210,7 +258,7 @@ struct BackendInfo {
   DType default_compute_dtype = DType::kFloat32;  // for heads that do not ask for one
   std::vector<std::string> uuids = {};            // of the GPUs, "GPU-..."
   bool mps = false;                               // under NVIDIA's Multi-Process Service
-  std::string gpu_sharing = {};                   // gpu_sharing.h; empty: it has no GPU
+  std::string gpu_sharing = {};                   // device_choice.h; empty: it has no GPU
 };
 
 // Memory for slices in transit, in the form the device copies fastest (pinned, for a GPU).
@@ -243,6 +291,79 @@ class Backend {
   // RESOURCE_EXHAUSTED as CreateHead, if the plan includes memory of the host.
   virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
 };
+
+// Rows with a target that add nothing to any sum, whatever their hidden state holds (docs/math.md, "Rows of
+// weight 0").
+
+// Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient.
+inline bool IsAbsent(const Slice& slice, int64_t row) {
+  return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
+         (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
+         (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
+}
+
+// Retained memory that the host can read and write: where other processes compute rows whose hidden states
+// are there, or are to be (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
+
+// Thread-safe, but that bytes which are being written are not for anybody else.
+class HostBytes {
+ public:
+  virtual ~HostBytes() = default;
+  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are
+  // out.
+  virtual absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const = 0;
+  // Copies `in` to `offset`. Chunks that are submitted afterwards find it there.
+  virtual absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) = 0;
+};
+
+// UNIMPLEMENTED if the host cannot read the memory.
+inline absl::Status ReadBytesOf(const RetainedMemory* memory, int64_t offset, absl::Span<uint8_t> out) {
+  auto* const bytes = dynamic_cast<const HostBytes*>(memory);
+  if (bytes == nullptr) return absl::UnimplementedError("the host cannot read retained memory");
+  return bytes->ReadBytes(offset, out);
+}
+
+// UNIMPLEMENTED if the host cannot write it.
+inline absl::Status WriteBytesOf(RetainedMemory* memory, int64_t offset, absl::Span<const uint8_t> in) {
+  auto* const bytes = dynamic_cast<HostBytes*>(memory);
+  if (bytes == nullptr) return absl::UnimplementedError("the host cannot write retained memory");
+  return bytes->WriteBytes(offset, in);
+}
+
+// Memory that somebody else has allocated, as staging memory: what a server shares with another process, for
+// example. Backends that can take it are StagingAdopters besides.
+
+struct AdoptOptions {
+  // A descriptor by which other processes can map the same memory from its begin, the caller's: it is copied
+  // if it is needed for longer. -1: there is none.
+  int descriptor = -1;
+  // Whether the memory counts here; not if another process counts the same pages.
+  bool counted = true;
+};
+
+// Thread-safe.
+class StagingAdopter {
+ public:
+  virtual ~StagingAdopter() = default;
+  // Makes `memory`, whole pages, staging memory as fast as what AllocateStaging gives. Counted as
+  // MemoryKind::kStaging, unless the options say otherwise, until the result is destroyed, which must be
+  // before the memory goes and before the backend. RESOURCE_EXHAUSTED if it would pass a limit, or the
+  // backend's error.
+  //
+  // Other processes may write to the memory at any time. So a backend reads the hidden states of a slice
+  // once, and takes every decision by what it has read.
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
+                                                                      const AdoptOptions& options) = 0;
+};
+
+// UNIMPLEMENTED if the backend is no StagingAdopter.
+inline absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(Backend* backend,
+                                                                   absl::Span<uint8_t> memory,
+                                                                   const AdoptOptions& options = {}) {
+  auto* const adopter = dynamic_cast<StagingAdopter*>(backend);
+  if (adopter == nullptr) return absl::UnimplementedError("the backend takes no memory of others");
+  return adopter->AdoptStaging(memory, options);
+}
 
 }  // namespace lossd::kernels
 

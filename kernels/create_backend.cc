@@ -6,11 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/gpu_backend.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels {

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "absl/strings/string_view.h"
-#include "kernels/choice.h"
-#include "kernels/loss_options.h"
+#include "kernels/backend.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels {
 
@@ -31,6 +31,63 @@ Choice GradientsChoice(Gradients gradients, absl::string_view reason);
 Choice GradientsChoice(Gradients asked, Decision decision);
 // The threshold of sampled gradients: what was asked for, or a larger one for want of room.
 Choice ThresholdChoice(float asked, float taken);
+
+}  // namespace lossd::kernels
+
+// The random numbers of sampled gradients and the rule that uses them (docs/math.md, "Sampled gradients").
+// Also for device code.
+//
+// A row has one number, a hash of the seed of its microbatch and of the row's place in it, so it does not
+// depend on the chunk, the slice or the time in which the row is computed. Where the classes of a row lie on
+// several devices, each part of them has a number of its own. Thread-compatible.
+
+#ifdef __CUDACC__
+#define LOSSD_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define LOSSD_HOST_DEVICE inline
+#endif
+
+namespace lossd::kernels {
+
+// A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer
+// of splitmix64).
+constexpr uint64_t MixBits(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// omega of a row, a multiple of 2^-24 in [0, 1). seed: of the microbatch; row: its number in the microbatch;
+// first_class: of those that are sampled with this number.
+constexpr float SampleOf(uint64_t seed, uint64_t row, uint64_t first_class = 0) {
+  uint64_t bits = MixBits(MixBits(seed) + (row + 1) * 0x9e3779b97f4a7c15u);
+  if (first_class != 0) bits = MixBits(bits + first_class * 0xd1342543de82ef95u);
+  return static_cast<float>(bits >> 40) * 0x1p-24f;
+}
+
+// Systematic sampling. Put the classes of a row side by side in their order, each as wide as its size, at
+// most 1, and take those that one of the points omega, omega + 1, omega + 2, ... falls on. A class is taken
+// with probability min(size, 1); sizes are in units of the threshold. T: float or double.
+template <typename T>
+class SystematicSampler {
+ public:
+  // begin: the width of all classes before the first.
+  LOSSD_HOST_DEVICE SystematicSampler(T omega, T begin = 0) : passed_(begin + 1 - omega) {
+    passed_ -= static_cast<T>(static_cast<int64_t>(passed_));
+  }
+
+  // Whether the next class, size >= 0, is taken.
+  LOSSD_HOST_DEVICE bool Take(T size) {
+    if (!(size < 1)) return true;  // has one point, and the next class is as far from the last one
+    passed_ += size;
+    if (!(passed_ >= 1)) return false;
+    passed_ -= 1;
+    return true;
+  }
+
+ private:
+  T passed_;  // since the last point, in [0, 1)
+};
 
 }  // namespace lossd::kernels
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -10,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
 
@@ -79,6 +81,42 @@ absl::Status CheckAlike(absl::Span<const std::string> descriptions) {
     return errors::FieldError("devices", absl::StrCat("be alike, as ", descriptions.front()), description);
   }
   return absl::OkStatus();
+}
+
+namespace {
+
+std::string FromEnvironment(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// MPS knows two levels and takes everything but 1 for the first.
+std::string PriorityText() {
+  const bool below = FromEnvironment("CUDA_MPS_CLIENT_PRIORITY") == "1";
+  return absl::StrCat("client priority ", below ? "1 (below normal)" : "0 (normal)");
+}
+
+// Of the multiprocessors; all of them unless the environment says otherwise.
+std::string ShareText() {
+  float percent = 100.0f;
+  const std::string value = FromEnvironment("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+  if (!absl::SimpleAtof(value, &percent) || !(percent > 0.0f && percent < 100.0f)) return "";
+  return absl::StrCat(", ", percent, " % of the multiprocessors");
+}
+
+}  // namespace
+
+std::string GpuSharing(bool mps) {
+  return mps ? absl::StrCat("MPS, ", PriorityText(), ShareText()) : "time slices";
+}
+
+void SetNcclDefaults() {
+  if (std::getenv(kNcclMulticast) == nullptr) setenv(kNcclMulticast, "0", /*overwrite=*/0);
+}
+
+std::string NcclMulticast() {
+  const char* const value = std::getenv(kNcclMulticast);
+  return value == nullptr ? "" : value;
 }
 
 }  // namespace lossd::kernels

@@ -3,9 +3,12 @@
 #ifndef LOSSD_KERNELS_DEVICE_CHOICE_H_
 #define LOSSD_KERNELS_DEVICE_CHOICE_H_
 
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -27,6 +30,63 @@ absl::StatusOr<std::vector<int>> FindGpus(absl::string_view devices, absl::Span<
 // INVALID_ARGUMENT naming the field "devices" unless all are alike. `descriptions`: of the devices chosen, as
 // BackendInfo::device says them: the name of the device, a space, and what has to be the same.
 absl::Status CheckAlike(absl::Span<const std::string> descriptions);
+
+// How the GPUs of this process are shared with other programs, in words.
+
+// "MPS, client priority 0 (normal)" under NVIDIA's Multi-Process Service, with the share of the
+// multiprocessors if that is not all of them; else "time slices". Reads the environment.
+std::string GpuSharing(bool mps);
+
+// What NCCL reads from the environment of the process when it is loaded.
+
+// NVLink multicast (NVLS): sums that the switch between the GPUs forms.
+inline constexpr char kNcclMulticast[] = "NCCL_NVLS_ENABLE";
+
+// Keeps NVLink multicast off, unless the environment says what it is to be: NCCL then exchanges the same way
+// on hosts whose driver, fabric or container offers multicast and on those that do not. To be called before
+// NCCL is loaded and before the process has other threads, which may read the environment; called again it
+// changes nothing.
+void SetNcclDefaults();
+
+// What the environment says of NVLink multicast; empty if nothing. Threads as above.
+std::string NcclMulticast();
+
+// Memory of a device that programs of the host can map too, so that rows need no copy through memory of the
+// host. Backends that have such memory are DeviceMemorySharers besides.
+
+// Zeros at first. Gone for this process when destroyed, which must be before the backend; a program that has
+// mapped it keeps the device's memory until it unmaps it or ends. Thread-safe.
+class SharedDeviceMemory {
+ public:
+  virtual ~SharedDeviceMemory() = default;
+  // Addresses of the device, in whole pages of it: code of the host must not follow them. The backend takes
+  // hidden states from there and writes gradients and tensors there, as with staging memory. Other processes
+  // may write to it at any time (StagingAdopter::AdoptStaging).
+  virtual absl::Span<uint8_t> bytes() const = 0;
+  // What another process imports it from, e.g. cuMemImportFromShareableHandle. Stays this object's.
+  virtual int descriptor() const = 0;
+  // Copies `from`, a part of bytes(), to memory of the host, or the other way, and waits for it. UNAVAILABLE:
+  // the device is lost.
+  virtual absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const = 0;
+  virtual absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const = 0;
+};
+
+// Thread-safe.
+class DeviceMemorySharer {
+ public:
+  virtual ~DeviceMemorySharer() = default;
+  // The UUIDs of the devices whose memory ShareDeviceMemory gives, in the order of the devices; empty: it
+  // gives none.
+  virtual std::vector<std::string> SharingDevices() const = 0;
+  // `bytes` > 0, rounded up to whole pages, of `device`, one of SharingDevices(), that all devices of this
+  // backend reach. Counted as MemoryKind::kSlots. RESOURCE_EXHAUSTED if it would pass a limit; UNIMPLEMENTED
+  // if the device or its driver cannot share memory, or if nothing connects it with another device.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                                int64_t bytes) = 0;
+  // Lets this device read and write memory that another backend of this process shares, SharedDeviceMemory's
+  // bytes(), as long as it is there. UNIMPLEMENTED if nothing connects the two devices.
+  virtual absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) = 0;
+};
 
 }  // namespace lossd::kernels
 

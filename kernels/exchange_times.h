@@ -6,20 +6,54 @@
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/cleanup/cleanup.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "kernels/busy_clock.h"
 
 namespace lossd::kernels {
+
+class BusyClock {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // `now`: of the clock, for tests.
+  void Begin(Clock::time_point now = Clock::now()) {
+    absl::MutexLock lock(&mutex_);
+    if (under_way_++ == 0) since_ = now;
+  }
+  // After a Begin.
+  void End(Clock::time_point now = Clock::now()) {
+    absl::MutexLock lock(&mutex_);
+    if (--under_way_ == 0) total_ += now - since_;
+  }
+  // What has taken `time`, and is over; at no time when something else was under way.
+  void Add(Clock::duration time) {
+    absl::MutexLock lock(&mutex_);
+    total_ += time;
+  }
+  // What is under way counts until now.
+  absl::Duration Total(Clock::time_point now = Clock::now()) const {
+    absl::MutexLock lock(&mutex_);
+    return absl::FromChrono(under_way_ == 0 ? total_ : total_ + (now - since_));
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  Clock::time_point since_ ABSL_GUARDED_BY(mutex_);
+  Clock::duration total_ ABSL_GUARDED_BY(mutex_) = Clock::duration::zero();
+};
 
 enum class ExchangeKind {
   kSumGradients,     // of a step, by rows
@@ -97,6 +131,21 @@ class TimedReplicas final : public Replicas {
 
   const std::unique_ptr<Replicas> replicas_;
   const std::vector<ExchangeClocks*> clocks_;
+};
+
+// A sign of life: one side beats whenever it makes progress, the other asks how long ago that was.
+//
+// Thread-safe; neither member blocks.
+
+class Heartbeat {
+ public:
+  void Beat() { last_ = Clock::now(); }
+  // Since the last beat, or since this object began.
+  absl::Duration Silence() const { return absl::FromChrono(Clock::now() - last_.load()); }
+
+ private:
+  using Clock = std::chrono::steady_clock;  // does not jump when the time of day is set
+  std::atomic<Clock::time_point> last_ = Clock::now();
 };
 
 }  // namespace lossd::kernels

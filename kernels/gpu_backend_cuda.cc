@@ -9,10 +9,7 @@
 #include "kernels/cpu/gloo_transfers.h"
 #include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/cuda_link.h"
-#include "kernels/cuda/cuda_replicas.h"
 #include "kernels/device_choice.h"
-#include "kernels/gpu_backend.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gpu_backend.h"
+#include "kernels/create_backend.h"
 
 namespace lossd::kernels {
 

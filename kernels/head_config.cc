@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/head_config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -9,6 +10,132 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels {
+namespace {
+
+constexpr float kLeastThreshold = 1e-30f;
+constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
+constexpr double kLargeLse = 100.0;  // what a log-sum-exp is expected to stay below
+
+}  // namespace
+
+absl::string_view Name(Gradients gradients) {
+  switch (gradients) {
+    case Gradients::kExact:
+      return "exact";
+    case Gradients::kFiltered:
+      return "filtered";
+    case Gradients::kSampled:
+      return "sampled";
+    case Gradients::kAuto:
+      return "auto";
+  }
+  return "";
+}
+
+absl::Status Validate(const LossOptions& options) {
+  if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
+    return errors::FieldError("logit_scale", "be finite and not 0", options.logit_scale);
+  }
+  // The reciprocal of a smaller number overflows.
+  if (!std::isfinite(options.softcap) || (options.softcap != 0.0f && options.softcap < kLeastSoftcap)) {
+    return errors::FieldError("softcap", "be 0 (none), or finite and >= 1.1754944e-38", options.softcap);
+  }
+  if (!(options.label_smoothing >= 0.0f && options.label_smoothing <= 1.0f)) {
+    return errors::FieldError("label_smoothing", "be in [0, 1]", options.label_smoothing);
+  }
+  if (!std::isfinite(options.z_loss) || options.z_loss < 0.0f) {
+    return errors::FieldError("z_loss", "be finite and >= 0", options.z_loss);
+  }
+  if (options.gradients > Gradients::kAuto) {
+    return errors::FieldError("gradients", "be exact, filtered, sampled or auto",
+                              static_cast<int>(options.gradients));
+  }
+  if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
+    return errors::FieldError("filter_epsilon", "be in [0, 1)", options.filter_epsilon);
+  }
+  // Below, the reciprocal is no number of fp32.
+  if (!(options.sample_threshold >= kLeastThreshold && options.sample_threshold <= 1.0f)) {
+    return errors::FieldError("sample_threshold", "be in [1e-30, 1]", options.sample_threshold);
+  }
+  if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
+    return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
+  }
+  return absl::OkStatus();
+}
+
+double LargestSlope(const LossOptions& options, double largest_class_weight) {
+  return std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+}
+
+absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
+  if (options.gradients == Gradients::kExact) return "exact was asked for";
+  if (options.gradients != Gradients::kFiltered) return "";
+  if (any_grad_entropy) return "the gradient of an entropy is not proportional to probabilities";
+  if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
+    return "label smoothing under a softcap has no closed form";
+  }
+  return "";
+}
+
+Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact) {
+  return why_exact.empty() ? options.gradients : Gradients::kExact;
+}
+
+namespace {
+
+bool FiniteNonNegative(double value) { return std::isfinite(value) && value >= 0.0; }
+
+bool IsDecayRate(double value) { return value >= 0.0 && value < 1.0; }
+
+absl::Status ValidateAdamW(const OptimizerOptions& options) {
+  if (!IsDecayRate(options.beta1)) return errors::FieldError("beta1", "be in [0, 1)", options.beta1);
+  if (!IsDecayRate(options.beta2)) return errors::FieldError("beta2", "be in [0, 1)", options.beta2);
+  if (!FiniteNonNegative(options.epsilon)) {
+    return errors::FieldError("epsilon", "be finite and >= 0", options.epsilon);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateSgd(const OptimizerOptions& options) {
+  if (!FiniteNonNegative(options.momentum)) {
+    return errors::FieldError("momentum", "be finite and >= 0", options.momentum);
+  }
+  if (!std::isfinite(options.dampening))
+    return errors::FieldError("dampening", "be finite", options.dampening);
+  if (!options.nesterov) return absl::OkStatus();
+  if (options.momentum == 0.0)
+    return errors::FieldError("momentum", "be > 0 with nesterov", options.momentum);
+  if (options.dampening != 0.0)
+    return errors::FieldError("dampening", "be 0 with nesterov", options.dampening);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Validate(const OptimizerOptions& options) {
+  if (!FiniteNonNegative(options.learning_rate)) {
+    return errors::FieldError("learning_rate", "be finite and >= 0", options.learning_rate);
+  }
+  if (!FiniteNonNegative(options.weight_decay)) {
+    return errors::FieldError("weight_decay", "be finite and >= 0", options.weight_decay);
+  }
+  if (!std::isfinite(options.grad_multiplier)) {
+    return errors::FieldError("grad_multiplier", "be finite", options.grad_multiplier);
+  }
+  switch (options.kind) {
+    case OptimizerOptions::Kind::kAdamW:
+      return ValidateAdamW(options);
+    case OptimizerOptions::Kind::kSgd:
+      return ValidateSgd(options);
+  }
+  return errors::FieldError("kind", "be an OptimizerOptions::Kind", static_cast<int>(options.kind));
+}
+
+OptimizerState RequiredState(const OptimizerOptions& options) {
+  if (options.kind == OptimizerOptions::Kind::kAdamW) return OptimizerState::kAdam;
+  return options.momentum > 0.0 ? OptimizerState::kMomentum : OptimizerState::kNone;
+}
+
 namespace {
 
 // Keeps every byte count of a head (V * D * 16 and the like) far from 2^63.

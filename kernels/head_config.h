@@ -3,16 +3,137 @@
 #ifndef LOSSD_KERNELS_HEAD_CONFIG_H_
 #define LOSSD_KERNELS_HEAD_CONFIG_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "kernels/dtype.h"
-#include "kernels/loss_options.h"
-#include "kernels/optimizer_options.h"
 
 namespace lossd::kernels {
+
+enum class DType : uint8_t {
+  kFloat32,   // IEEE 754 binary32
+  kFloat16,   // IEEE 754 binary16
+  kBFloat16,  // the upper 16 bits of a binary32
+};
+
+// Bytes of one element.
+constexpr size_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Bytes of `elements` elements, which are at least 0.
+constexpr size_t SizeOf(int64_t elements, DType dtype) {
+  return static_cast<size_t>(elements) * SizeOf(dtype);
+}
+
+// "fp32", "fp16" or "bf16".
+constexpr absl::string_view Name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "fp32";
+    case DType::kFloat16:
+      return "fp16";
+    case DType::kBFloat16:
+      return "bf16";
+  }
+  return "unknown";
+}
+
+// What loss a row has: the options of docs/math.md as plain data.
+//
+// Rows may share a chunk when their head, hidden dtype and LossOptions are equal; nothing else
+// about their origin matters.
+
+// How gradients are computed from the probabilities. Losses and row results do not depend on it. Whatever a
+// head does with its logits (HeadConfig::logits), its requests may ask for any of these. docs/math.md has the
+// formulas under "Filtered gradients" and "Sampled gradients".
+enum class Gradients : uint8_t {
+  kExact,     // every class contributes
+  kFiltered,  // classes whose probability is below filter_epsilon contribute nothing, except for the target
+  kSampled,   // classes below sample_threshold contribute by chance, so that the expectation is kExact's
+  kAuto,      // a chunk is kSampled if the error predicted for it is at most max_gradient_error, else kExact
+};
+absl::string_view Name(Gradients gradients);  // "exact", "filtered", "sampled", "auto"
+// Whether classes may be taken by chance: kSampled and kAuto.
+constexpr bool MaySample(Gradients gradients) {
+  return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
+}
+
+// Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
+// lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
+//   u_y (1 - alpha) (lse - z_y) + alpha / V * sum_v u_v (lse - z_v) + lambda lse^2.
+struct LossOptions {
+  float logit_scale = 1.0f;        // t: multiplies W x + b (1 / temperature); finite, not 0
+  float softcap = 0.0f;            // c: 0 means none; otherwise > 0
+  float label_smoothing = 0.0f;    // alpha: in [0, 1]
+  float z_loss = 0.0f;             // lambda: >= 0
+  bool use_class_weights = false;  // u: take the head's class weights [V]
+
+  Gradients gradients = Gradients::kExact;
+  float filter_epsilon = 0x1p-12f;  // kFiltered: a probability in [0, 1). With 0 every class is kept.
+  // tau, kSampled and kAuto: a probability in (0, 1]. A backend takes a larger one, the same for all rows of
+  // a chunk, where it has not enough room for what this one takes.
+  float sample_threshold = 0x1p-10f;
+  float max_gradient_error = 0.01f;  // kAuto: the predicted relative error of a chunk's dL/dlogits; >= 0
+
+  friend bool operator==(const LossOptions&, const LossOptions&) = default;
+};
+
+// INVALID_ARGUMENT naming the field and its value if an option is outside its range.
+absl::Status Validate(const LossOptions& options);
+
+// About the largest derivative of a row's loss with respect to a logit that these options lead to. For the
+// choice of units in which gradients neither overflow nor vanish; no bound, since the z-loss has none.
+double LargestSlope(const LossOptions& options, double largest_class_weight);
+
+// Why a chunk is computed exactly although its options ask for something else, or "". Filtered gradients need
+// gradients that are small where probabilities are; sampled ones need nothing. any_grad_entropy: some row has
+// an upstream gradient of its entropy.
+absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy);
+
+// How a chunk's gradients are computed as far as that is known before its logits are: kExact if why_exact
+// gives a reason, else what the options ask for.
+Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact);
+
+// Optimizer hyper-parameters of one step, as plain data. They come with every step, so that a
+// learning-rate schedule lives in the trainer.
+
+// How much per-parameter state a head reserves when it is created.
+enum class OptimizerState : uint8_t {
+  kNone,      // plain SGD only: no state
+  kMomentum,  // one fp32 value a parameter: SGD with momentum
+  kAdam,      // two fp32 values a parameter: AdamW (SGD with momentum fits too)
+};
+
+// The update is torch.optim.AdamW's (decoupled weight decay, bias correction) or torch.optim.SGD's
+// (L2 weight decay added to the gradient, momentum with optional dampening and Nesterov), on fp32
+// master weights. The gradient used is grad_multiplier times the accumulated one. Unlike in torch, AdamW with
+// epsilon 0 leaves a parameter alone that has not had a gradient (0 / 0 there).
+struct OptimizerOptions {
+  enum class Kind : uint8_t { kSgd, kAdamW };
+
+  Kind kind = Kind::kAdamW;
+  double learning_rate = 1e-3;   // >= 0, finite
+  double weight_decay = 0.0;     // >= 0, finite
+  bool decay_vectors = false;    // apply weight decay to bias and norm parameters too
+  double grad_multiplier = 1.0;  // finite; gradient clipping and loss scaling
+  // AdamW
+  double beta1 = 0.9;     // in [0, 1)
+  double beta2 = 0.999;   // in [0, 1)
+  double epsilon = 1e-8;  // >= 0
+  // SGD
+  double momentum = 0.0;   // >= 0, finite
+  double dampening = 0.0;  // finite; must be 0 with nesterov
+  bool nesterov = false;   // needs momentum > 0
+
+  friend bool operator==(const OptimizerOptions&, const OptimizerOptions&) = default;
+};
+
+// INVALID_ARGUMENT naming the field and its value if a hyper-parameter is outside its range.
+absl::Status Validate(const OptimizerOptions& options);
+
+// The least state that `options` needs: kNone, kMomentum or kAdam.
+OptimizerState RequiredState(const OptimizerOptions& options);
 
 // Normalisation of the hidden state before the classifier.
 enum class Norm : uint8_t {

@@ -8,10 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/choice.h"
-#include "kernels/dtype.h"
 #include "kernels/head_config.h"
-#include "kernels/memory.h"
 
 namespace lossd::kernels {
 

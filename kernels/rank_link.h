@@ -9,11 +9,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/exchange_times.h"
 
@@ -67,6 +69,32 @@ class RankLink {
 
   // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
   virtual void Abort(const absl::Status& reason) = 0;
+};
+
+// What is known of one rank, a device of a server that has several, in one process or more. Values;
+// thread-compatible.
+
+// What has gone from rank 0 to a worker in messages and come back, since the ranks came together.
+struct RankTraffic {
+  int64_t sent_bytes = 0;
+  int64_t received_bytes = 0;
+};
+
+struct RankState {
+  int rank = 0;
+  std::string host;
+  std::string device;
+  bool lost = false;
+  MemoryStats memory;                  // as the rank last said
+  int64_t chunks = 0;                  // or parts of them, computed without an error
+  int64_t rows = 0;                    // of these, those without a target included
+  std::optional<RankTraffic> traffic;  // of a worker
+};
+
+// What a rank's time went into, since it started.
+struct RankTimes {
+  absl::Duration busy;      // there was a chunk to compute or a request to carry out
+  ExchangeTimes exchanges;  // of that, in exchanges with other ranks
 };
 
 }  // namespace lossd::kernels

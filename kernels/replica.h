@@ -10,8 +10,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/backend.h"
 
 namespace lossd::kernels {
 
@@ -87,6 +92,65 @@ inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const 
   return {.first_class = each * replica.index + std::min<int64_t>(replica.index, more),
           .classes = each + (replica.index < more ? 1 : 0),
           .norm = true};
+}
+
+// Memory of the host that goes between the processes of one server, which are ranks of it.
+
+// Memory that goes to another rank, or is filled with what one sends; bytes > 0.
+struct RankTransfer {
+  int rank = 0;
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+// Called by one thread at a time, but for Abort, which is thread-safe. After an error every call fails with
+// it.
+class HostTransfers {
+ public:
+  virtual ~HostTransfers() = default;
+
+  virtual Replica replica() const = 0;  // this rank, of how many
+  // What the other ranks have to know of this one to reach it. Called once.
+  virtual absl::StatusOr<std::string> Address() = 0;
+  // Connects this rank with the others. `addresses`: of all ranks, by rank. Blocks until all have called it;
+  // called once, after Address. UNAVAILABLE if one cannot be reached in time.
+  virtual absl::Status Connect(const std::vector<std::string>& addresses) = 0;
+  // Sends and receives at the same time, and returns when all of it is done. Ranks pair off what they send
+  // to each other in the order of the calls. UNAVAILABLE if another rank does not do its part in time.
+  virtual absl::Status Exchange(absl::Span<const RankTransfer> send,
+                                absl::Span<const RankTransfer> receive) = 0;
+  // Whatever waits for another rank fails with `reason`, and all that comes.
+  virtual void Abort(const absl::Status& reason) = 0;
+};
+
+// What a head of which parts lie in other processes offers besides HeadKernels: those processes can save and
+// load their parts by themselves.
+
+struct RemotePart {
+  int rank = 0;                // of the process
+  uint64_t head = 0;           // what the head is called there
+  Replica replica;             // which part of the head it is,
+  Split split = Split::kRows;  // and by what the head is divided: never kAny
+};
+
+// Driven as HeadKernels.
+class RemoteParts {
+ public:
+  virtual ~RemoteParts() = default;
+  virtual std::vector<RemotePart> remote_parts() const = 0;
+  // From now on WriteTensor passes by the parts on these ranks, which get their rows in another way. Empty:
+  // it writes all parts again.
+  virtual void PassBy(absl::Span<const int> ranks) = 0;
+};
+
+// Those of any head.
+inline std::vector<RemotePart> RemotePartsOf(HeadKernels& head) {
+  const auto* const parts = dynamic_cast<const RemoteParts*>(&head);
+  return parts == nullptr ? std::vector<RemotePart>() : parts->remote_parts();
+}
+
+inline void PassBy(HeadKernels& head, absl::Span<const int> ranks) {
+  if (auto* const parts = dynamic_cast<RemoteParts*>(&head)) parts->PassBy(ranks);
 }
 
 }  // namespace lossd::kernels

@@ -5,9 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
 
 namespace lossd::kernels {
 namespace {

@@ -5,10 +5,14 @@
 #ifndef LOSSD_KERNELS_VALIDATION_H_
 #define LOSSD_KERNELS_VALIDATION_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/backend.h"
+#include "kernels/head_config.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {
@@ -30,6 +34,115 @@ absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, Te
 
 // For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);
+
+// What a head of which several devices have some of the classes each offers besides HeadKernels: its classes
+// can be divided by other shares while it lives.
+
+// Driven as HeadKernels.
+class DividedClasses {
+ public:
+  // Says whether the head may become so: `divided` has the config, the rows and the memory that it would
+  // have.
+  using Accept = absl::FunctionRef<absl::Status(const HeadKernels& divided)>;
+
+  virtual ~DividedClasses() = default;
+  // HeadConfig::shares become these. Values and optimizer state keep every bit; gradients are zero before and
+  // after, and the caller sees to it that nothing has accumulated. The head's config(), chunk_rows(),
+  // slice_rows(), memory() and Describe() may change. The devices have both divisions while tensors are
+  // copied, a few MiB at a time through memory of the host. After an error the head is as it was:
+  // INVALID_ARGUMENT (shares), RESOURCE_EXHAUSTED (no room for both divisions), what `accept` returns,
+  // UNAVAILABLE.
+  virtual absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) = 0;
+};
+
+// Of any head. FAILED_PRECONDITION if its classes are not divided among devices, or if it has replicas.
+inline absl::Status SetShares(HeadKernels& head, const std::vector<int32_t>& shares,
+                              DividedClasses::Accept accept) {
+  auto* const divided = dynamic_cast<DividedClasses*>(&head);
+  if (divided != nullptr) return divided->SetShares(shares, accept);
+  return absl::FailedPreconditionError(
+      "the head is not split by vocabulary over several devices, or has replicas (nothing changed)");
+}
+
+// Which rows of a parameter a replica keeps and updates (replica.h). Stateless; thread-safe.
+
+// Rows [first, first + rows) of a parameter.
+struct ShardRows {
+  int64_t first = 0;
+  int64_t rows = 0;
+
+  int64_t end() const { return first + rows; }
+  friend bool operator==(const ShardRows&, const ShardRows&) = default;
+};
+
+// By vocabulary: how many of `devices` divide the classes of one copy of the head. Else, and on fewer devices
+// than the head has replicas elsewhere, 1: each has all.
+inline int PlacesOf(const HeadConfig& config, int devices) {
+  return config.split == Split::kVocabulary ? std::max(1, devices / ReplicasOf(config)) : 1;
+}
+
+// Which of the devices that divide the classes of its copy of the head a device is, and which copy that is.
+// Devices are in the order of the copies, and of the classes in each.
+inline Replica PlaceOf(const HeadConfig& config, Replica replica) {
+  const int places = PlacesOf(config, replica.count);
+  return {replica.index % places, places};
+}
+inline Replica CopyOf(const HeadConfig& config, Replica replica) {
+  const int places = PlacesOf(config, replica.count);
+  return {replica.index / places, replica.count / places};
+}
+
+// Whether several devices have some of the classes each.
+inline bool IsSplitByVocabulary(const HeadConfig& config, Replica replica) {
+  return PlacesOf(config, replica.count) > 1;
+}
+
+// The classes whose logits a replica computes.
+inline ShardRows ClassesOf(const HeadConfig& config, Replica replica) {
+  if (!IsSplitByVocabulary(config, replica)) return {0, config.vocab_size};
+  const Shard shard = ClassShardOf(config.vocab_size, PlaceOf(config, replica), config.shares);
+  return {shard.first_class, shard.classes};
+}
+
+// The classes of the replica that has the most.
+inline int64_t MostClassesOf(const HeadConfig& config, int replicas) {
+  int64_t most = 0;
+  for (int i = 0; i < replicas; ++i) most = std::max(most, ClassesOf(config, {i, replicas}).rows);
+  return most;
+}
+
+// The first of the replicas that have the most. It stands for all where a head is described.
+inline int WithMostClasses(const HeadConfig& config, int replicas) {
+  int most = 0;
+  for (int i = 1; i < replicas; ++i) {
+    if (ClassesOf(config, {i, replicas}).rows > ClassesOf(config, {most, replicas}).rows) most = i;
+  }
+  return most;
+}
+
+// What a replica updates: of the classes that it computes its shard among the copies of the head, which is
+// all of them where there is one copy; and the norm in the first copy.
+inline Shard ShardOf(const HeadConfig& config, Replica replica) {
+  const ShardRows classes = ClassesOf(config, replica);
+  Shard shard = ShardOf(classes.rows, CopyOf(config, replica));
+  shard.first_class += classes.first;
+  return shard;
+}
+
+// The rows that a replica updates. Class weights are not trained; they count as the norm does.
+inline ShardRows ShardRowsOf(const HeadConfig& config, Param param, Replica replica) {
+  const Shard shard = ShardOf(config, replica);
+  if (param == Param::kWeight || param == Param::kBias) return {shard.first_class, shard.classes};
+  return {0, shard.norm ? ShapeOf(config, param).rows : 0};
+}
+
+// The rows of a tensor that a replica keeps: those of its classes, of what is for all classes all; but of
+// moments those that it updates.
+inline ShardRows StoredRowsOf(const HeadConfig& config, TensorId id, Replica replica) {
+  if (IsMoment(id.role)) return ShardRowsOf(config, id.param, replica);
+  if (id.param == Param::kWeight || id.param == Param::kBias) return ClassesOf(config, replica);
+  return {0, ShapeOf(config, id.param).rows};
+}
 
 }  // namespace lossd::kernels
 

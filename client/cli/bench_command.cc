@@ -13,15 +13,11 @@
 #include "client/cli/bench_report.h"
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
-#include "client/cli/interrupt.h"
-#include "client/cli/names.h"
+#include "client/cli/live.h"
 #include "client/cli/options.h"
 #include "client/cli/random_rows.h"
-#include "client/cli/real_rows.h"
-#include "client/cli/row_buffer.h"
 #include "client/cli/value_checks.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/clocks/waits.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {

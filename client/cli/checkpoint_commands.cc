@@ -13,10 +13,8 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "client/cli/commands.h"
-#include "client/cli/confirm.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
-#include "client/cli/head_history.h"
 #include "client/cli/options.h"
 #include "client/cli/value_checks.h"
 

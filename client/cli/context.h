@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "client/cli/style.h"
+#include "client/cli/format.h"
 #include "client/cpp/client.h"
 
 namespace lossd::cli {

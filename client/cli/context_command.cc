@@ -11,7 +11,7 @@
 #include "client/cli/format.h"
 #include "client/cli/json.h"
 #include "client/cli/options.h"
-#include "client/cpp/target.h"
+#include "client/cpp/probe.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {

@@ -6,16 +6,56 @@
 #ifndef LOSSD_CLIENT_CLI_DESCRIBE_H_
 #define LOSSD_CLIENT_CLI_DESCRIBE_H_
 
+#include <cstdint>
+#include <nlohmann/json.hpp>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/cli/style.h"
+#include "client/cli/format.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/server.pb.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::cli {
+
+// "2026-11-26 22:30:01Z"; empty for 0.
+std::string UtcText(int64_t unix_seconds);
+
+// One line: "run trainer-1, last step 2026-11-26 22:30:01Z; saved as lm/best (step 7) 2026-11-26 22:31:00Z".
+// Empty if nothing is known.
+std::string HistoryText(const v1::HeadHistory& history);
+nlohmann::ordered_json HistoryJson(const v1::HeadHistory& history);
+
+// Steps that were closed since the head was saved, or loaded; nullopt if no checkpoint is known, or if it is
+// of another past of the head.
+std::optional<uint64_t> StepsSinceSave(const v1::HeadDescription& head);
+
+// `head "lm" is at step 180: 12 steps since checkpoint lm/best`, or `..., no checkpoint known`; with rows of
+// the open step if there are any.
+std::string WhatIsLost(const v1::HeadDescription& head);
+
+// Reads what a server answers at /events.json (docs/operations.md#events), and shows events as lines.
+//
+// Pure functions, thread-safe.
+
+struct Events {
+  std::string incarnation;  // of the server
+  uint64_t last_id = 0;
+  bool missed = false;                         // the server has dropped some that were asked for
+  std::vector<nlohmann::ordered_json> events;  // as the server wrote them, the oldest change first
+};
+
+// INTERNAL if the text is none.
+absl::StatusOr<Events> ParseEvents(absl::string_view json);
+
+// "2026-01-02T03:04:05.678Z warning  ApplyStep ended with NOT_FOUND (12 times)", with the head if it is of
+// one. Control characters in texts are shown as "?".
+std::string EventLine(const nlohmann::ordered_json& event);
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory);
 

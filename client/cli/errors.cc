@@ -11,10 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "client/cli/format.h"
-#include "client/cli/http_fetch.h"
+#include "client/cli/http.h"
 #include "client/cli/json.h"
 #include "client/cpp/client.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
 namespace {

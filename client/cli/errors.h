@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "client/cli/style.h"
+#include "client/cli/format.h"
 
 namespace lossd::cli {
 

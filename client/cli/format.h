@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <string>
 #include <utility>
@@ -12,9 +13,33 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/cli/style.h"
 
 namespace lossd::cli {
+
+// The value of a variable; empty if it is not set.
+inline std::string EnvironmentVariable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// How text for people looks: how much of it there is, and in which colours.
+//
+// Thread-compatible.
+
+enum class Tone : uint8_t { kPlain, kTitle, kGood, kWarning, kBad, kFaint };
+
+struct Style {
+  bool wide = false;   // columns and fields that not everyone needs, too
+  bool color = false;  // escape sequences for tones
+
+  std::string Paint(Tone tone, absl::string_view text) const;
+};
+
+enum class ColorMode : uint8_t { kAuto, kAlways, kNever };
+
+// Whether what is written to the descriptor has colours. kAuto: if it is a terminal, TERM is neither empty
+// nor "dumb", and NO_COLOR (no-color.org) is not set or empty.
+bool HasColor(ColorMode mode, int descriptor);
 
 std::string HumanBytes(double bytes);                // "17 B", "1.50 GiB"
 std::string HumanCount(uint64_t count);              // "1,234,567"

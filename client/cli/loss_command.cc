@@ -12,7 +12,6 @@
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
-#include "client/cli/names.h"
 #include "client/cli/options.h"
 #include "client/cli/random_rows.h"
 #include "client/cli/tensor_io.h"

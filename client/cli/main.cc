@@ -16,7 +16,7 @@
 #include "client/cli/completion.h"
 #include "client/cli/context.h"
 #include "client/cli/errors.h"
-#include "client/cli/global_options.h"
+#include "client/cli/options.h"
 #include "client/cli/usage.h"
 
 namespace lossd::cli {

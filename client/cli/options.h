@@ -21,8 +21,55 @@
 #include "client/cli/context.h"
 #include "client/cli/live.h"
 #include "client/cpp/client.h"
+#include "lossd/v1/head.pb.h"
 
 namespace lossd::cli {
+
+// Adds --yes to a command.
+CLI::Option* AddYes(CLI::App* command, bool* yes);
+
+// Whether somebody can be asked: stdin is a terminal.
+bool CanAsk();
+
+// A wrong command line unless --yes was given or somebody can be asked. `command`: "delete". To be called
+// before the command does anything.
+absl::Status CheckMayAsk(bool yes, const std::string& command);
+
+// Asks `question` on stderr, with " [y/N] ". OK if the answer is y or yes, or without asking if --yes was
+// given. Else CANCELLED with `otherwise`, e.g. "not deleted".
+absl::Status Confirm(bool yes, const std::string& question, const std::string& otherwise);
+
+// The options that say which values a head begins with, for the commands that make or reset one.
+
+struct InitialValues {
+  std::optional<uint64_t> seed;
+  bool zeros = false;
+  v1::TensorFile file;
+
+  bool given() const { return seed.has_value() || zeros || !file.path().empty(); }
+
+  // `request`: a CreateHeadRequest or ResetHeadRequest.
+  template <typename Request>
+  void SetIn(Request* request) const {
+    if (zeros) {
+      request->mutable_zeros();
+    } else if (!file.path().empty()) {
+      *request->mutable_tensor_file() = file;
+    } else {
+      request->mutable_kaiming_uniform()->set_seed(seed.value_or(0));
+    }
+  }
+};
+
+// --seed, --zeros, or --from with the names of tensors. `values` outlives the command.
+void AddInitialValues(CLI::App* command, InitialValues* values);
+
+// The options that every command has.
+
+void AddGlobalOptions(CLI::App* app, Context* context);
+
+// Reads them among the words of an unfinished command line.
+void ReadGlobalOptions(std::vector<std::string> words, Context* context);
 
 // An option whose value is one of the words; `set` is called with what the word stands for.
 template <typename E, typename Set>

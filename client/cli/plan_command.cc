@@ -19,7 +19,6 @@
 #include "client/cli/options.h"
 #include "client/cli/plan_view.h"
 #include "client/cli/value_checks.h"
-#include "client/plan/cards.h"
 #include "client/plan/measured.h"
 #include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"

@@ -3,13 +3,34 @@
 #ifndef LOSSD_CLIENT_CLI_PLAN_VIEW_H_
 #define LOSSD_CLIENT_CLI_PLAN_VIEW_H_
 
+#include <cstddef>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <vector>
 
+#include "client/cli/json.h"
 #include "client/plan/measured.h"
+#include "client/plan/model.h"
 #include "client/plan/plan.h"
+#include "client/plan/trainer_memory.h"
 
 namespace lossd::cli {
+
+// A section of the plan: a title, a table, and what its columns hold.
+std::string TrainerMemoryText(const plan::TrainerMemory& memory, const plan::Model& model);
+// In bytes and rows.
+nlohmann::ordered_json TrainerMemoryJson(const plan::TrainerMemory& memory);
+
+// What `lossctl plan` says of pipelines, for people and for programs. Pure functions; thread-safe.
+
+// The indices of Measured::sources that the predictions are calibrated with, ascending.
+std::vector<size_t> StepSources(const plan::Measured& measured);
+
+// A paragraph with a table; `basis` names StepSources().
+std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured, const std::string& basis);
+
+// An entry for each pipeline.
+Json PipelinesJson(const plan::Plan& plan);
 
 // Every number with its basis, and the sources of those that were measured. `measured` as for MakePlan().
 std::string PlanText(const plan::Plan& plan, const plan::Measured& measured);

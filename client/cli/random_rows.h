@@ -4,11 +4,16 @@
 #define LOSSD_CLIENT_CLI_RANDOM_ROWS_H_
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cpp/client.h"
+#include "kernels/data/real_rows.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::cli {
@@ -29,6 +34,49 @@ absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint6
 // they are made and then `copies` times (with their gradients, say).
 absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_size, v1::DType dtype,
                        int copies);
+
+// Hidden states and a weight like a real model's, for benchmarks: how peaked the rows are decides what
+// computing their gradients costs (kernels/data).
+
+// OK if rows of real data mean something to such a head: FAILED_PRECONDITION if it has a norm or a bias.
+absl::Status CheckTakesRealRows(const v1::HeadSpec& spec);
+
+// All rows of `rows`, as `dtype`. Thread-safe.
+absl::StatusOr<HiddenRows> MakeRealRows(const data::RealRows& rows, v1::DType dtype);
+
+// Replaces the weight of `head` [V, D] by the one that belongs to the rows, some thousand classes at a time.
+absl::Status WriteRealWeight(const data::RealRows& rows, const std::string& head, client::Client& client);
+
+// Memory for rows of a benchmark, of the host or of a GPU.
+//
+// Move-only; thread-compatible. Errors are those of client::internal::CudaDriver.
+
+class RowBuffer {
+ public:
+  // Uninitialised on a GPU (the driver's number), zeros on the host (nullopt). `bytes` may be 0.
+  static absl::StatusOr<RowBuffer> Create(uint64_t bytes, std::optional<int> gpu);
+  // With these bytes in it.
+  static absl::StatusOr<RowBuffer> Copy(absl::Span<const uint8_t> bytes, std::optional<int> gpu);
+  RowBuffer(RowBuffer&& other) noexcept;
+  RowBuffer& operator=(RowBuffer&&) = delete;
+  ~RowBuffer();
+
+  // Null if it has no bytes.
+  uint8_t* data() { return on_gpu_ != nullptr ? on_gpu_ : on_host_.empty() ? nullptr : on_host_.data(); }
+  client::Memory memory() const { return gpu_.has_value() ? client::Memory::kDevice : client::Memory::kHost; }
+
+ private:
+  explicit RowBuffer(std::optional<int> gpu) : gpu_(gpu) {}
+
+  std::optional<int> gpu_;
+  uint8_t* on_gpu_ = nullptr;  // owned
+  std::vector<uint8_t> on_host_;
+};
+
+// The GPU with this UUID ("GPU-..."). UNAVAILABLE if this process does not see it.
+absl::StatusOr<int> FindGpu(const std::string& uuid);
+// INVALID_ARGUMENT, naming `option`, unless this process sees a GPU with this number.
+absl::Status CheckGpu(const std::string& option, int gpu);
 
 }  // namespace lossd::cli
 

@@ -11,9 +11,9 @@
 #include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
-#include "client/cli/names.h"
 #include "client/cli/options.h"
 #include "client/cli/tensor_io.h"
+#include "client/cli/value_checks.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {

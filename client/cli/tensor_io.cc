@@ -10,7 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "proto/tensorfile/convert.h"
+#include "proto/tensorfile/dtype.h"
 #include "proto/tensorfile/npy.h"
 #include "proto/tensorfile/safetensors.h"
 

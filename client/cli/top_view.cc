@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "client/cli/format.h"
 #include "client/cli/json.h"
-#include "client/cli/names.h"
+#include "client/cli/value_checks.h"
 
 namespace lossd::cli {
 namespace {

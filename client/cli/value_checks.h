@@ -9,10 +9,14 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 
 #include "absl/strings/string_view.h"
+#include "lossd/v1/head.pb.h"
+#include "lossd/v1/loss.pb.h"
+#include "lossd/v1/types.pb.h"
 
 namespace lossd::cli {
 
@@ -38,6 +42,27 @@ ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
 // left out) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. lossd's flags take the same,
 // but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
 std::optional<uint64_t> ParseBytes(absl::string_view text);
+
+// Words for the protocol's enumerations: as printed, as in JSON and as taken by flags. Thread-safe.
+
+const std::map<std::string, v1::DType>& DTypes();                    // fp32, fp16, bf16
+const std::map<std::string, v1::Norm>& Norms();                      // none, layernorm, rmsnorm
+const std::map<std::string, v1::OptimizerState>& OptimizerStates();  // none, momentum, adam
+const std::map<std::string, v1::Param>& Params();                    // weight, bias, norm-gain, ...
+const std::map<std::string, v1::Role>& Roles();                      // value, gradient, moment1, moment2
+const std::map<std::string, v1::Logits>& LogitsWords();              // stored, recomputed
+const std::map<std::string, v1::Split>& Splits();                    // any, rows, vocabulary
+const std::map<std::string, v1::Gradients>& GradientsWords();        // exact, filtered, sampled, auto
+const std::map<std::string, v1::Reduction>& Reductions();            // sum, mean, none
+
+// The word for a value; "unspecified" for one without.
+template <typename E>
+std::string NameOf(const std::map<std::string, E>& words, E value) {
+  for (const auto& [word, meaning] : words) {
+    if (meaning == value) return word;
+  }
+  return "unspecified";
+}
 
 }  // namespace lossd::cli
 

@@ -1,20 +1,118 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/client.h"
 
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/text_format.h>
+
 #include <cmath>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
-#include "client/cpp/retry.h"
-#include "client/cpp/step_errors.h"
 #include "client/cpp/tensor_transfer.h"
-#include "client/cpp/unary_call.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::client {
+namespace {
+
+using internal::Call;
+using internal::DeadlineAfter;
+using internal::kNever;
+using internal::Repeat;
+
+}  // namespace
+
+absl::StatusOr<v1::SaveCheckpointResponse> CheckpointCalls::SaveCheckpoint(absl::string_view head,
+                                                                           absl::string_view name,
+                                                                           absl::Duration timeout) {
+  v1::SaveCheckpointRequest request;
+  request.set_head(std::string(head));
+  request.set_name(std::string(name));
+  return SaveCheckpoint(request, nullptr, timeout);
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> CheckpointCalls::SaveCheckpoint(
+    const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
+    absl::Duration timeout) {
+  grpc::ClientContext context;
+  internal::SetDeadline(DeadlineAfter(timeout, calls_core_->options().transfer_timeout), &context);
+  const auto reader = calls_core_->connections().heads()->SaveCheckpoint(&context, request);
+  std::optional<v1::SaveCheckpointResponse> saved;
+  v1::SaveCheckpointUpdate update;
+  while (reader->Read(&update)) {
+    if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
+    if (update.has_saved()) saved = std::move(*update.mutable_saved());
+  }
+  absl::Status status = internal::CallStatus(reader->Finish(), calls_core_->connections().peer());
+  if (!status.ok()) return status;
+  if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
+  return *std::move(saved);
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> CheckpointCalls::ListCheckpoints(absl::string_view head,
+                                                                             absl::Duration timeout) {
+  v1::ListCheckpointsRequest request;
+  request.set_head(std::string(head));
+  return Call(*calls_core_, calls_core_->connections().heads(), &v1::HeadService::Stub::ListCheckpoints,
+              request, DeadlineAfter(timeout, calls_core_->options().call_timeout), Repeat::kIfTransient);
+}
+
+absl::StatusOr<v1::HeadDescription> CheckpointCalls::LoadCheckpoint(absl::string_view checkpoint,
+                                                                    absl::string_view head,
+                                                                    absl::Duration timeout) {
+  v1::LoadCheckpointRequest request;
+  request.set_checkpoint(std::string(checkpoint));
+  request.set_head(std::string(head));
+  auto result = Call(*calls_core_, calls_core_->connections().heads(), &v1::HeadService::Stub::LoadCheckpoint,
+                     request, DeadlineAfter(timeout, calls_core_->options().transfer_timeout), kNever);
+  if (result.ok()) {
+    calls_core_->head_cache().Learn(*result);
+    calls_core_->head_cache().ForgetAccumulation(result->spec().name());
+  }
+  return result;
+}
+
+absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointCalls::DeleteCheckpoint(absl::string_view checkpoint,
+                                                                               absl::Duration timeout) {
+  v1::DeleteCheckpointRequest request;
+  request.set_checkpoint(std::string(checkpoint));
+  request.set_deletion_id(internal::RandomDigits(32));
+  return Call(*calls_core_, calls_core_->connections().heads(), &v1::HeadService::Stub::DeleteCheckpoint,
+              request, DeadlineAfter(timeout, calls_core_->options().transfer_timeout), Repeat::kIfTransient);
+}
+
+using internal::Call;
+using internal::DeadlineAfter;
+using internal::Repeat;
+
+absl::StatusOr<v1::ListStreamsResponse> MonitoringCalls::ListStreams(uint32_t max_streams,
+                                                                     absl::Duration timeout) const {
+  v1::ListStreamsRequest request;
+  request.set_max_streams(max_streams);
+  return Call(*core_, core_->connections().server(), &v1::ServerService::Stub::ListStreams, request,
+              DeadlineAfter(timeout, core_->options().call_timeout), Repeat::kIfTransient);
+}
+
+absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, absl::Duration timeout) const {
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(std::string(service));
+  auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
+                     DeadlineAfter(timeout, core_->options().call_timeout), internal::kNever);
+  if (absl::IsNotFound(result.status())) return Health::kUnknownService;
+  if (!result.ok()) return result.status();
+  return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
+                                                                            : Health::kNotServing;
+}
+
 namespace {
 
 using internal::Call;
@@ -333,6 +431,151 @@ MonitoringCalls Client::monitoring() const { return MonitoringCalls(core_.get())
 size_t ElementSize(v1::DType dtype) {
   if (dtype == v1::DTYPE_FP32) return 4;
   return dtype == v1::DTYPE_FP16 || dtype == v1::DTYPE_BF16 ? 2 : 0;
+}
+
+// The calls of Client that make heads, or make them as new.
+
+namespace {
+
+using google::protobuf::FieldDescriptor;
+
+// What a server takes where nothing is said.
+v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
+  if (spec.norm() == v1::NORM_UNSPECIFIED) spec.set_norm(v1::NORM_NONE);
+  if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED) {
+    spec.set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+  }
+  if (spec.logits() == v1::LOGITS_UNSPECIFIED) spec.set_logits(v1::LOGITS_STORED);
+  if (spec.gradients() == v1::GRADIENTS_UNSPECIFIED) spec.set_gradients(v1::GRADIENTS_EXACT);
+  return spec;
+}
+
+// "7"; of a list "[7, 8]".
+std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
+  const auto value = [&](int index) {
+    std::string text;
+    google::protobuf::TextFormat::PrintFieldValueToString(spec, field, index, &text);
+    return text;
+  };
+  if (!field->is_repeated()) return value(-1);
+  std::vector<std::string> values;
+  for (int i = 0; i < spec.GetReflection()->FieldSize(spec, field); ++i) values.push_back(value(i));
+  return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
+}
+
+// Whether the specification says what the field is to be.
+bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
+  if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
+  return field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||
+         spec.GetReflection()->HasField(spec, field);
+}
+
+// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that
+// is left to the server may be any.
+absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
+  const v1::HeadSpec wanted = WithDefaults(asked);
+  std::vector<std::string> different;
+  std::optional<errors::FieldViolation> first;
+  for (int i = 0; i < v1::HeadSpec::descriptor()->field_count(); ++i) {
+    const FieldDescriptor* const field = v1::HeadSpec::descriptor()->field(i);
+    const std::string is = ValueOf(has, field), wants = ValueOf(wanted, field);
+    if (!Says(wanted, field) || is == wants) continue;
+    different.push_back(absl::StrCat(field->name(), " ", is, " instead of ", wants));
+    if (!first.has_value()) first = {absl::StrCat("spec.", field->name()), "differs from the head's", wants};
+  }
+  if (different.empty()) return absl::OkStatus();
+  return errors::WithViolation(
+      absl::AlreadyExistsError(absl::StrCat("head \"", wanted.name(), "\" exists with ",
+                                            absl::StrJoin(different, ", "),
+                                            ". Give what it has, or another name, or delete it first")),
+      *first);
+}
+
+v1::ResetHeadRequest ResetTo(const v1::CreateHeadRequest& wanted) {
+  v1::ResetHeadRequest reset;
+  reset.set_head(wanted.spec().name());
+  reset.set_scope(v1::RESET_SCOPE_ALL);
+  if (wanted.has_kaiming_uniform()) *reset.mutable_kaiming_uniform() = wanted.kaiming_uniform();
+  if (wanted.has_zeros()) *reset.mutable_zeros() = wanted.zeros();
+  if (wanted.has_tensor_file()) *reset.mutable_tensor_file() = wanted.tensor_file();
+  return reset;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
+                                                       absl::Duration timeout, IfExists if_exists) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead,
+                               request, deadline, internal::kNever);
+  if (result.ok()) {
+    core_->head_cache().Learn(*result);
+    core_->head_cache().ForgetAccumulation(request.spec().name());
+  }
+  if (!absl::IsAlreadyExists(result.status()) || if_exists == IfExists::kError) return result;
+  absl::StatusOr<v1::HeadDescription> found =
+      DescribeHead(request.spec().name(), deadline - clocks::SteadyNow());
+  if (!found.ok()) return found.status();
+  if (absl::Status same = CheckSame(found->spec(), request.spec()); !same.ok()) return same;
+  if (if_exists == IfExists::kKeep) return found;
+  v1::ResetHeadRequest reset = ResetTo(request);
+  reset.set_incarnation(found->state().incarnation());
+  absl::StatusOr<v1::ResetHeadResponse> done = ResetHead(reset, deadline - clocks::SteadyNow());
+  if (!done.ok()) return done.status();
+  return std::move(*done->mutable_head());
+}
+
+namespace {
+
+// What a call that names its server process ended with, if that was another one.
+template <typename Response>
+absl::StatusOr<Response> OrRestarted(absl::StatusOr<Response> result, absl::string_view head,
+                                     uint64_t incarnation) {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(result.status());
+  if (detail.has_value() && detail->field() == "incarnation" && detail->incarnation() != 0) {
+    return internal::RestartedError(head, incarnation, detail->incarnation(), std::nullopt);
+  }
+  return result;
+}
+
+// A change of a head that has an id of its own, so that it is made once. It is meant for the process that the
+// head is in now, unless the request says which: a repeat that finds another one must not change what that
+// has restored.
+template <typename Request, typename Response>
+absl::StatusOr<Response> Change(Client& client, internal::Core& core,
+                                grpc::Status (v1::HeadService::Stub::*method)(grpc::ClientContext*,
+                                                                              const Request&, Response*),
+                                Request request, absl::Time deadline) {
+  if (!request.has_incarnation()) {
+    const absl::StatusOr<v1::HeadDescription> head =
+        client.DescribeHead(request.head(), deadline - clocks::SteadyNow());
+    if (!head.ok()) return head.status();
+    request.set_incarnation(head->state().incarnation());
+  }
+  auto result = internal::Call(core, core.connections().heads(), method, request, deadline,
+                               internal::Repeat::kIfTransient);
+  if (result.ok()) core.head_cache().Learn(result->head());
+  return OrRestarted(std::move(result), request.head(), request.incarnation());
+}
+
+}  // namespace
+
+absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
+                                                        absl::Duration timeout) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  v1::ResetHeadRequest meant = request;
+  if (meant.reset_id().empty()) meant.set_reset_id(internal::RandomDigits(32));
+  auto result = Change(*this, *core_, &v1::HeadService::Stub::ResetHead, std::move(meant), deadline);
+  if (result.ok()) core_->head_cache().ForgetAccumulation(request.head());
+  return result;
+}
+
+absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesRequest& request,
+                                                        absl::Duration timeout) {
+  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  v1::SetSharesRequest meant = request;
+  if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
+  return Change(*this, *core_, &v1::HeadService::Stub::SetShares, std::move(meant), deadline);
 }
 
 }  // namespace lossd::client

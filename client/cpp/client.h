@@ -44,17 +44,79 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "client/cpp/checkpoint_calls.h"
-#include "client/cpp/client_errors.h"
 #include "client/cpp/client_options.h"
-#include "client/cpp/credentials.h"
-#include "client/cpp/monitoring.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::client {
+
+namespace internal {
+class Core;
+}  // namespace internal
+
+class CheckpointCalls {
+ public:
+  // `name` may be empty: the server names the checkpoint by step.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
+                                                            absl::string_view name = "",
+                                                            absl::Duration timeout = absl::ZeroDuration());
+  // The same with all there is to say about a save. `on_progress` (may be null) is called on this thread, a
+  // few times a second. Unless request.cancel_with_call, the save goes on when this call ends early.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request,
+      const std::function<void(const v1::SaveProgress&)>& on_progress,
+      absl::Duration timeout = absl::ZeroDuration());
+  // Of `head`, or of all if it is empty; by head, then from the newest to the oldest.
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(absl::string_view head = "",
+                                                              absl::Duration timeout = absl::ZeroDuration());
+  // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
+  absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
+                                                     absl::string_view head = "",
+                                                     absl::Duration timeout = absl::ZeroDuration());
+
+  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. Repeated: the server deletes once.
+  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
+      absl::string_view checkpoint, absl::Duration timeout = absl::ZeroDuration());
+
+ protected:
+  // `core` outlives the calls.
+  explicit CheckpointCalls(internal::Core* core) : calls_core_(core) {}
+  ~CheckpointCalls() = default;
+
+ private:
+  internal::Core* const calls_core_;
+};
+
+// What those ask who watch a server rather than train with it: whether it serves, and who uses it.
+//
+// Thread-safe. A zero timeout means ClientOptions::call_timeout.
+
+enum class Health { kServing, kNotServing, kUnknownService };
+
+namespace internal {
+class Core;
+}  // namespace internal
+
+// Got from Client::monitoring; shares the client's connections, and ends with the client.
+class MonitoringCalls {
+ public:
+  // Which clients send rows, and the ComputeLoss calls that are open: the oldest `max_streams` of them (0:
+  // 1000). INVALID_ARGUMENT above 10000; UNIMPLEMENTED by earlier servers. Repeated like other calls that
+  // only read.
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams = 0,
+                                                      absl::Duration timeout = absl::ZeroDuration()) const;
+  // grpc.health.v1; "" is the whole server. Not repeated.
+  absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
+                                     absl::Duration timeout = absl::ZeroDuration()) const;
+
+ private:
+  friend class Client;
+  explicit MonitoringCalls(const internal::Core* core) : core_(core) {}
+
+  const internal::Core* core_;
+};
 
 // Where the caller's hidden states and their gradients are.
 //

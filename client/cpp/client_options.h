@@ -8,10 +8,48 @@
 #include <optional>
 #include <string>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "client/cpp/credentials.h"
+#include "lossd/v1/types.pb.h"
 
 namespace lossd::client {
+
+// Files are PEM and are read once, when credentials are made from them. An empty string: none.
+struct CredentialOptions {
+  // Certificates of the authorities that sign servers' certificates. The connection has TLS if this is given.
+  // The server's certificate must be for the host that the client names.
+  std::string ca;
+  // The client's own certificate chain and its key, for servers with --tls_client_ca. Both or neither, and
+  // with `ca`.
+  std::string cert;
+  std::string key;
+  // For servers with --token_file. Sent only over TLS, or to a loopback address or a Unix socket.
+  std::string token;
+};
+
+// Immutable and thread-safe.
+class Credentials {
+ public:
+  // Plain TCP: no encryption, no identity. For loopback and networks trusted as a whole.
+  static std::shared_ptr<const Credentials> Insecure();
+
+  // INVALID_ARGUMENT naming the option and the path if a file cannot be read or options do not go together.
+  static absl::StatusOr<std::shared_ptr<const Credentials>> Create(const CredentialOptions& options);
+
+  // With the environment variables LOSSD_CA, LOSSD_CERT, LOSSD_KEY (paths) and LOSSD_TOKEN (the token).
+  static absl::StatusOr<std::shared_ptr<const Credentials>> FromEnvironment();
+  static CredentialOptions OptionsFromEnvironment();
+
+  virtual ~Credentials() = default;
+};
+
+// Whether a gRPC target is a loopback address, localhost or a Unix socket.
+bool IsLocalTarget(absl::string_view target);
+
+// The server of the environment variable LOSSD_SERVER, else "127.0.0.1:7070".
+std::string TargetFromEnvironment();
 
 // The transport of the environment variable LOSSD_TRANSPORT, else "auto".
 std::string TransportFromEnvironment();
@@ -93,6 +131,42 @@ struct ClientOptions {
   uint64_t expected_incarnation = 0;
 };
 
+// What the errors of a Client say to programs. A part of client.h.
+//
+// Functions are stateless and thread-safe.
+
+// That the server is another process than it was, so gradients of the open step are gone.
+struct Restart {
+  uint64_t before = 0;  // incarnations
+  uint64_t now = 0;
+};
+// What an ABORTED error says about a restart; nullopt if it is about something else.
+std::optional<Restart> RestartOf(const absl::Status& status);
+// Whether an ABORTED error says that the gradients of the open step were zeroed, or a checkpoint was loaded,
+// after this client had added rows to them.
+bool IsStepDiscarded(const absl::Status& status);
+
+// The field of the UNAVAILABLE error that says that there is no server at ClientOptions::target.
+inline constexpr absl::string_view kTargetField = "options.target";
+
+// The structured detail of an error: the server's, if it sent one; else field and value of what the client
+// itself refused, with incarnation 0.
+std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
+
 }  // namespace lossd::client
+
+namespace lossd::client::internal {
+
+// Names that a client makes: of the program that trains, and of calls that a server does once.
+//
+// Functions are stateless and thread-safe. client/python/src/lossd/_run.py does the same for runs.
+
+// INVALID_ARGUMENT naming options.run unless it has at most 128 printable characters.
+absl::Status CheckRunName(absl::string_view run);
+
+// So many random hexadecimal digits of the system's, a multiple of 8.
+std::string RandomDigits(int digits);
+
+}  // namespace lossd::client::internal
 
 #endif  // LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_

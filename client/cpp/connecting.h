@@ -8,14 +8,44 @@
 #include <grpcpp/grpcpp.h>
 
 #include <memory>
+#include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "client/cpp/channel_credentials.h"
 #include "client/cpp/client.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/probe.h"
 #include "lossd/v1/server.pb.h"
 
 namespace lossd::client::internal {
+
+// What the client makes of Credentials: every kind derives from this. Thread-safe.
+class ChannelCredentials : public Credentials {
+ public:
+  // INVALID_ARGUMENT if a token would go to another host in the clear.
+  virtual absl::Status CheckTarget(const std::string& target) const = 0;
+  virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
+                                              const grpc::ChannelArguments& arguments) const = 0;
+  // Why no connection to `target` comes about (Explain in connecting.h); OK: nothing was found, so that a
+  // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
+  virtual absl::Status Diagnose(const std::string& target) const = 0;
+};
+
+// Why no connection to a server comes about, in words that say what to do.
+// tests/client/golden/listeners.json has cases that the Python client shares
+// (client/python/src/lossd/_diagnosis.py).
+//
+// Stateless and thread-safe.
+
+// The error that a finding at `target` means; OK for kUnknown. UNAVAILABLE if nobody is there, which may
+// change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend. `options`: what the client
+// was given.
+absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
+
+// UNAVAILABLE: there is no server at `target`, because of `why`, a sentence without its full stop, or "".
+absl::Status NoServerError(const std::string& target, absl::string_view why);
 
 // Waits until the server has answered on this channel. UNAVAILABLE if nobody is there: at once, unless
 // options.wait_for_server. What waiting cannot mend (TLS on one side only, another program, ...) is returned

@@ -4,17 +4,151 @@
 #include <grpc/grpc.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "client/cpp/argument_error.h"
-#include "client/cpp/channel_credentials.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/connecting.h"
-#include "client/cpp/run_name.h"
-#include "client/cpp/target.h"
+#include "client/cpp/probe.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
-#include "proto/wire/deadlines.h"
+#include "proto/wire/status_details.h"
+
+namespace lossd::client::internal {
+namespace {
+
+// A round has at least so much payload, and is as long as that.
+constexpr uint64_t kRoundBytes = uint64_t{64} << 20;
+constexpr absl::Duration kRoundTime = absl::Milliseconds(200);
+// One that takes longer says nothing: something else is slow.
+constexpr absl::Duration kLongestRound = absl::Seconds(30);
+// Connections are busy if each of them has a stream for this part of the time.
+constexpr double kBusy = 0.9;
+constexpr double kGain = 1.1;  // by which one more has to move more
+// Rounds between trials: twice as many after each one in a row that fails.
+constexpr int kFirstRest = 8;
+constexpr int kLongestRest = 512;
+
+}  // namespace
+
+void ConnectionChooser::Advance(absl::Time now) {
+  if (under_way_ > 0) {
+    round_.busy += now - last_;
+    round_.streams_busy += under_way_ * (now - last_);
+  }
+  last_ = now;
+}
+
+void ConnectionChooser::Begin(absl::Time now) {
+  Advance(now);
+  ++under_way_;
+}
+
+ConnectionChooser::Advice ConnectionChooser::End(uint64_t moved, absl::Time now) {
+  Advance(now);
+  --under_way_;
+  const Round round = round_;
+  const uint64_t bytes = moved - round.moved_before;
+  if (round.busy > kLongestRound) {
+    round_ = {.moved_before = moved};
+    return Advice::kStay;
+  }
+  if (opening_ || bytes < kRoundBytes || round.busy < kRoundTime) return Advice::kStay;
+  round_ = {.moved_before = moved};
+  if (!trying_ && round.streams_busy < kBusy * count_ * round.busy) return Advice::kStay;
+  return Decide(static_cast<double>(bytes) / absl::ToDoubleSeconds(round.busy));
+}
+
+ConnectionChooser::Advice ConnectionChooser::Decide(double rate) {
+  if (trying_) {
+    trying_ = false;
+    const std::string compared =
+        absl::StrFormat("%d moved %.2f GB/s, %d moved %.2f", count_ - 1, before_ / 1e9, count_, rate / 1e9);
+    reason_ = compared;
+    if (rate < kGain * before_) {
+      --count_;
+      Rest();
+      return Advice::kDrop;
+    }
+    failures_ = 0;
+  }
+  if (count_ == kMost) return Advice::kStay;
+  if (rest_ > 0) {
+    --rest_;
+    return Advice::kStay;
+  }
+  before_ = rate;
+  opening_ = true;
+  return Advice::kAdd;
+}
+
+void ConnectionChooser::Rest() {
+  rest_ = std::min(kFirstRest << std::min(failures_, 16), kLongestRest);
+  ++failures_;
+}
+
+void ConnectionChooser::Added(uint64_t moved) {
+  opening_ = false;
+  trying_ = true;
+  ++count_;
+  round_ = {.moved_before = moved};
+}
+
+void ConnectionChooser::Refused(absl::string_view why, uint64_t moved) {
+  opening_ = false;
+  reason_ = absl::StrCat("no further connection came about: ", why);
+  Rest();
+  round_ = {.moved_before = moved};
+}
+
+namespace {
+
+// Empty if the version is not made of numbers.
+std::vector<uint32_t> Numbers(absl::string_view version) {
+  std::vector<uint32_t> numbers;
+  for (const absl::string_view part : absl::StrSplit(version, '.')) {
+    if (!absl::SimpleAtoi(part, &numbers.emplace_back())) return {};
+  }
+  return numbers;
+}
+
+// What a server's version is beside this client's, and what to do.
+std::string Compared(absl::string_view server) {
+  const std::vector<uint32_t> theirs = Numbers(server), ours = Numbers(ClientVersion());
+  const std::string client = absl::StrCat("this client (lossd ", ClientVersion(), "); ");
+  if (theirs.empty() || theirs == ours) {
+    return absl::StrCat("of another version than ", client, "use the same version of both");
+  }
+  return theirs < ours ? absl::StrCat("older than ", client, "update the server")
+                       : absl::StrCat("newer than ", client, "update the client");
+}
+
+}  // namespace
+
+absl::string_view ClientVersion() { return LOSSD_VERSION; }
+
+absl::Status CallStatus(const grpc::Status& status, const Peer& peer) {
+  const absl::Status result = wire::FromGrpcStatus(status);
+  switch (result.code()) {
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kDeadlineExceeded:
+      return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", peer.target, ")"));
+    case absl::StatusCode::kUnimplemented:
+      return errors::WithMessage(result, absl::StrCat("lossd ", peer.version, " at ", peer.target,
+                                                      " does not know this call: it is ",
+                                                      Compared(peer.version), " (", result.message(), ")"));
+    default:
+      return result;
+  }
+}
+
+}  // namespace lossd::client::internal
 
 namespace lossd::client {
 namespace internal {

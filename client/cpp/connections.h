@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The connections of one client and the stubs over them. A client that was not told how many to take opens
-// further ones while it works (connection_chooser.h).
+// further ones while it works (connections.h).
 //
 // Thread-safe after construction.
 #ifndef LOSSD_CLIENT_CPP_CONNECTIONS_H_
@@ -18,19 +18,84 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
-#include "client/cpp/connection_chooser.h"
-#include "client/cpp/device_regions.h"
-#include "client/cpp/peer.h"
-#include "client/cpp/region_source.h"
+#include "client/cpp/regions.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 
 namespace lossd::client::internal {
+
+class ConnectionChooser {
+ public:
+  static constexpr int kMost = 8;
+
+  enum class Advice {
+    kStay,
+    kAdd,   // open one more connection, then call Added or Refused
+    kDrop,  // the last connection is not used any more
+  };
+
+  // Those that streams are spread over.
+  int count() const { return count_; }
+
+  // A stream begins.
+  void Begin(absl::Time now);
+  // A stream has ended. `moved`: the bytes of payload that all streams have ever moved in messages, both
+  // ways.
+  Advice End(uint64_t moved, absl::Time now);
+
+  // The connection that was advised stands; count() is one more.
+  void Added(uint64_t moved);
+  // It does not, for this reason.
+  void Refused(absl::string_view why, uint64_t moved);
+
+  // Why there are so many, for people.
+  const std::string& reason() const { return reason_; }
+
+ private:
+  struct Round {
+    uint64_t moved_before = 0;
+    absl::Duration busy;          // with at least one stream under way
+    absl::Duration streams_busy;  // summed over streams
+  };
+
+  void Advance(absl::Time now);
+  // What follows from a round in which so many bytes were moved a second.
+  Advice Decide(double rate);
+  void Rest();
+
+  int count_ = 1;
+  bool opening_ = false;  // another one is being opened
+  bool trying_ = false;   // the last one is on trial
+  double before_ = 0;     // bytes per second without it
+  int rest_ = 0;          // rounds before the next trial
+  int failures_ = 0;      // trials in a row
+  int under_way_ = 0;     // streams
+  absl::Time last_;       // when their number changed
+  Round round_;
+  std::string reason_ = "little was sent in messages so far";
+};
+
+// The server that calls go to, and what their ends mean.
+//
+// Thread-safe.
+
+struct Peer {
+  std::string target;
+  std::string version;  // of lossd, as the server says
+};
+
+// This library's version, "1.2.3".
+absl::string_view ClientVersion();
+
+// The status of a finished call, with the server's detail. UNAVAILABLE and DEADLINE_EXCEEDED name the server,
+// UNIMPLEMENTED says which side is older.
+absl::Status CallStatus(const grpc::Status& status, const Peer& peer);
 
 class Connections {
  public:

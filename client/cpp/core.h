@@ -3,18 +3,62 @@
 #ifndef LOSSD_CLIENT_CPP_CORE_H_
 #define LOSSD_CLIENT_CPP_CORE_H_
 
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/status.h>
+
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
-#include "client/cpp/executor.h"
 #include "client/cpp/head_cache.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::client::internal {
+
+class Executor {
+ public:
+  using Task = absl::AnyInvocable<void()>;
+
+  Executor();
+  // Runs the tasks that are due and drops those that are not.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  void Post(Task task) { PostAt(absl::InfinitePast(), std::move(task)); }
+  // Runs `task` on this thread if no task runs and none is due, since waking the other thread takes longer
+  // than a short task; posts it otherwise. The task is to take microseconds and must not call users back.
+  void RunOrPost(Task task) ABSL_LOCKS_EXCLUDED(mu_);
+  // Runs `task` at or after `when`; tasks of the same time run in the order they were posted.
+  void PostAt(absl::Time when, Task task);
+
+ private:
+  using Key = std::pair<absl::Time, uint64_t>;  // when, order of posting
+
+  void Run();
+  bool Ready() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  absl::Mutex mu_;
+  std::map<Key, Task> tasks_ ABSL_GUARDED_BY(mu_);
+  uint64_t posted_ ABSL_GUARDED_BY(mu_) = 0;
+  bool elsewhere_ ABSL_GUARDED_BY(mu_) = false;  // a task runs on another thread, by RunOrPost
+  bool running_ ABSL_GUARDED_BY(mu_) = false;    // a task runs on thread_
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
 
 class LossCall;
 
@@ -48,6 +92,81 @@ class Core {
 
   Executor executor_;  // last: its thread ends before anything it uses goes
 };
+
+// When a call is sent again, and after how long. Pure arithmetic but for Jitter: the caller brings the time
+// that is left and the random factor.
+//
+// Functions are stateless and thread-safe. client/python/src/lossd/_retry.py does the same;
+// tests/client/golden/waits.json holds both to it.
+
+// A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
+double Jitter();
+
+// Whether a call that ended with `status` may end otherwise when it is sent again as it was: UNAVAILABLE; or
+// RESOURCE_EXHAUSTED that did not come from the server, whose errors have an ErrorDetail, but from the
+// transport, for example "Received RST_STREAM with error code 11" of a server that is short of memory for
+// messages. Such a call may have taken effect. A message that is too large for the transport stays too large.
+bool IsTransient(const absl::Status& status);
+
+// Whether a call that ended with an error may be sent again.
+enum class Repeat {
+  kIfTransient,
+  // The call is restartable: nothing of it stays when it fails, so that it may begin again with what it
+  // finds. After ABORTED, too, but for RestartOf and IsStepDiscarded, which are for the trainer to deal with.
+  kIfTransientOrAborted,
+};
+
+// The wait between attempt number `attempt` (1, 2, ...), which ended with `status`, and the next one:
+// initial_backoff, growing fourfold with every attempt up to max_backoff, times `jitter`. Nullopt if there is
+// no next attempt: the status may not be repeated, max_attempts were made, or the wait would outlast `left`.
+std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
+                                               int attempt, absl::Duration left, double jitter,
+                                               Repeat repeat = Repeat::kIfTransient);
+
+// The status of a call after its last attempt, which says how often it was tried if that was more than once.
+// One that may not be repeated says besides that an attempt before it, which had no answer, may have taken
+// effect. Payloads stay.
+absl::Status WithAttempts(const absl::Status& status, int attempts);
+
+// Calls with one request and one response, repeated as far as they may be. Thread-safe.
+
+// Of a call that is not repeated.
+inline constexpr std::optional<Repeat> kNever;
+
+// A `timeout` of zero means `fallback`.
+inline absl::Time DeadlineAfter(absl::Duration timeout, absl::Duration fallback) {
+  return clocks::SteadyNow() + (timeout > absl::ZeroDuration() ? timeout : fallback);
+}
+
+// Runs `attempt`, which returns a StatusOr, until it succeeds or may not be repeated, waiting in between.
+template <typename Attempt>
+auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt attempt) -> decltype(attempt()) {
+  for (int number = 1;; ++number) {
+    auto result = attempt();
+    if (result.ok()) return result;
+    const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number,
+                                       deadline - clocks::SteadyNow(), Jitter(), repeat);
+    if (!wait.has_value()) return WithAttempts(result.status(), number);
+    absl::SleepFor(*wait);
+  }
+}
+
+// One unary call, repeated if allowed; nullopt: never.
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Call(const Core& core, Stub* stub,
+                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                              const Request& request, absl::Time deadline, std::optional<Repeat> repeat) {
+  const auto attempt = [&]() -> absl::StatusOr<Response> {
+    grpc::ClientContext context;
+    SetDeadline(deadline, &context);
+    Response response;
+    absl::Status status =
+        CallStatus((stub->*method)(&context, request, &response), core.connections().peer());
+    if (!status.ok()) return status;
+    return response;
+  };
+  return repeat.has_value() ? Repeated(core, deadline, *repeat, attempt) : attempt();
+}
 
 }  // namespace lossd::client::internal
 

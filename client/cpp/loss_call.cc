@@ -6,10 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/argument_error.h"
+#include "client/cpp/call_errors.h"
 #include "client/cpp/connections.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/clocks/waits.h"
 
 namespace lossd::client::internal {
 namespace {

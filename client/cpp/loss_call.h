@@ -18,15 +18,12 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "client/cpp/answer_check.h"
 #include "client/cpp/client.h"
 #include "client/cpp/core.h"
 #include "client/cpp/head_cache.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/loss_stream.h"
 #include "client/cpp/loss_work.h"
-#include "client/cpp/payload_holds.h"
-#include "client/cpp/retry.h"
 
 namespace lossd::client::internal {
 

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "client/plan/arithmetic.h"
-
 namespace lossd::plan {
 namespace {
 

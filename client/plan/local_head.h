@@ -12,6 +12,12 @@
 
 namespace lossd::plan {
 
+// Bytes of a 16-bit number: hidden states, logits and their gradients are bf16.
+inline constexpr int64_t kHalf = 2;
+
+// Into how many parts of size b, the last of which may be smaller, a is divided. a >= 0, b > 0.
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class LocalMethod : uint8_t {
   kTorch,     // linear, then cross_entropy
   kCompiled,  // the same under torch.compile

@@ -11,8 +11,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
 
 namespace lossd::plan {
 
@@ -94,7 +94,7 @@ struct PipelineRun {
   size_t source = 0;
 };
 
-// Of a card whose times were not measured (cards.h): they lie between these factors of those of another card.
+// Of a card whose times were not measured (measured.h): they lie between these factors of those of another card.
 struct CardBounds {
   std::string measured_on;  // the other card's name
   double least = 1.0;
@@ -151,6 +151,75 @@ absl::StatusOr<Measured> ParseMeasured(absl::string_view json);
 
 // The text of client/plan/measured.json.
 absl::string_view BuiltinMeasured();
+
+// Cards that were not measured: bounds on their times, by what data sheets say of them and of a card that
+// was.
+//
+// A kernel is limited by arithmetic or by memory at every moment, so its time on another card that runs the
+// same code lies between two factors: the quotients of the cards' arithmetic and of their bandwidth. That
+// holds as far as both cards come as near to their data sheets; one that has to lower its clock for want of
+// power is slower. Only Hopper cards are here, because others run other kernels (docs/kernels/README.md).
+//
+// Pure functions; thread-safe.
+
+// "h100-nvl", "h100-sxm", "h200".
+std::vector<std::string> CardNames();
+
+// `measured` for that card: as it is, if it is of that card, else with Measured::bounds. What says nothing of
+// another card is left out: several GPUs, and memory that they share with trainers. INVALID_ARGUMENT naming
+// the field "card" if the name is none of CardNames, or if no data sheet is known of the card that was
+// measured.
+absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name);
+
+// How long something takes that was measured for some shapes only. Pure functions; thread-safe.
+//
+// What is said of a shape depends on what is known, and never goes further:
+//   - the shape was measured: its time, in proportion to the rows;
+//   - leaving out each measured shape in turn, the others predict its time per row and D V within 10 %: so
+//   they
+//     predict this shape too, with the worst of these errors to both sides;
+//   - they do not: between the fastest and the slowest of them per row and D V;
+//   - otherwise, too small microbatches and shapes far from all that were measured included: nothing.
+
+enum class Basis : uint8_t {
+  kMeasured,
+  kLikeShapes,  // predicted by other shapes, which predict each other
+  kBetween,     // bounds
+  kDataSheets,  // bounds of another card than the one that was measured
+  kNone,        // not known
+};
+absl::string_view Name(Basis basis);  // "measured", "from other shapes", "between other shapes", "bounds by
+                                      // data sheets", "not measured"
+
+struct Estimate {
+  Basis basis = Basis::kNone;
+  double low_seconds = 0.0;
+  double high_seconds = 0.0;
+  std::vector<size_t> sources;  // indices of Measured::sources, ascending
+  std::string why_none;         // why nothing is known
+
+  bool known() const { return basis != Basis::kNone; }
+  double middle_seconds() const { return (low_seconds + high_seconds) / 2.0; }
+};
+
+// Rows of a microbatch, at least, that its time is proportional to.
+inline constexpr int64_t kLeastRows = 2048;
+// What other shapes predict may be off by as much.
+inline constexpr double kMostError = 0.10;
+// A shape is near those that were measured if D and V are at most this factor outside of their range.
+inline constexpr double kNearFactor = 2.0;
+
+// Of `rows` rows of such a shape. rows, hidden and vocab > 0.
+Estimate EstimateTime(absl::Span<const Timing> measured, int64_t hidden, int64_t vocab, int64_t rows);
+
+// The same on a card that was not measured. What is not known stays so.
+Estimate Bounded(Estimate estimate, const std::optional<CardBounds>& bounds);
+
+// Those of a kind, to estimate with.
+std::vector<Timing> TimingsOf(const Measured& measured, kernels::Logits logits, kernels::Gradients gradients,
+                              absl::string_view data);
+std::vector<Timing> TimingsOf(const Measured& measured, absl::string_view last_stage_method,
+                              absl::string_view data);
 
 }  // namespace lossd::plan
 

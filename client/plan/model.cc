@@ -1,18 +1,217 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/plan/model.h"
 
+#include <algorithm>
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
-#include "client/plan/config_number.h"
-#include "client/plan/parameters.h"
+#include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_config.h"
 
 namespace lossd::plan {
+
+absl::StatusOr<int64_t> ConfigNumber(const nlohmann::json& config, std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    const auto it = config.find(name);
+    if (it == config.end() || it->is_null()) continue;
+    if (!it->is_number_integer() || it->get<int64_t>() < 1) {
+      return errors::FieldError(name, "be a whole number >= 1", it->dump());
+    }
+    return it->get<int64_t>();
+  }
+  return 0;
+}
+
+namespace {
+
+using Json = nlohmann::json;
+
+enum class Bias : uint8_t { kNo, kYes, kOption };  // kOption: as the configuration says, else not
+
+// What the layers of a model_type consist of.
+struct Family {
+  absl::string_view type;
+  bool tied = false;                 // by default
+  bool gated = true;                 // three matrices in the MLP, else two
+  Bias projection_bias = Bias::kNo;  // of queries, keys and values; option attention_bias
+  Bias output_bias = Bias::kNo;      // of the attention's output; option attention_bias
+  Bias mlp_bias = Bias::kNo;         // option mlp_bias
+  int norms = 2;                     // of a layer
+  bool shifted_norms = false;        // a shift beside the gain
+  bool head_norms = false;           // of queries and keys, over the size of an attention head
+  bool experts = false;              // num_local_experts MLPs and a router
+  bool positions = false;            // learned embeddings of positions
+  bool classifier_bias = false;
+  bool shared_keys = true;      // has num_key_value_heads
+  bool needs_keys = true;       // which must be given: it is not that of attention heads by default
+  bool needs_head_dim = false;  // head_dim must be given: it is not hidden size / attention heads by default
+};
+
+// By name.
+constexpr std::array kFamilies = {
+    Family{.type = "gemma",
+           .tied = true,
+           .projection_bias = Bias::kOption,
+           .output_bias = Bias::kOption,
+           .needs_head_dim = true},
+    Family{.type = "gemma2",
+           .tied = true,
+           .projection_bias = Bias::kOption,
+           .output_bias = Bias::kOption,
+           .norms = 4,
+           .needs_head_dim = true},
+    Family{.type = "gpt2",
+           .tied = true,
+           .gated = false,
+           .projection_bias = Bias::kYes,
+           .output_bias = Bias::kYes,
+           .mlp_bias = Bias::kYes,
+           .shifted_norms = true,
+           .positions = true,
+           .shared_keys = false},
+    Family{.type = "gpt_neo",
+           .tied = true,
+           .gated = false,
+           .output_bias = Bias::kYes,
+           .mlp_bias = Bias::kYes,
+           .shifted_norms = true,
+           .positions = true,
+           .shared_keys = false},
+    Family{.type = "llama",
+           .projection_bias = Bias::kOption,
+           .output_bias = Bias::kOption,
+           .mlp_bias = Bias::kOption,
+           .needs_keys = false},
+    Family{.type = "mistral"},
+    Family{.type = "mixtral", .experts = true},
+    Family{.type = "phi",
+           .gated = false,
+           .projection_bias = Bias::kYes,
+           .output_bias = Bias::kYes,
+           .mlp_bias = Bias::kYes,
+           .norms = 1,
+           .shifted_norms = true,
+           .classifier_bias = true,
+           .needs_keys = false},
+    Family{.type = "phi3", .needs_keys = false},
+    Family{.type = "qwen2", .projection_bias = Bias::kYes},
+    Family{.type = "qwen3",
+           .projection_bias = Bias::kOption,
+           .output_bias = Bias::kOption,
+           .head_norms = true,
+           .needs_head_dim = true},
+};
+
+const Family* FamilyOf(absl::string_view model_type) {
+  const auto* const it = std::find_if(kFamilies.begin(), kFamilies.end(),
+                                      [&](const Family& family) { return family.type == model_type; });
+  return it == kFamilies.end() ? nullptr : it;
+}
+
+bool Option(const Json& config, const char* name) {
+  const auto it = config.find(name);
+  return it != config.end() && it->is_boolean() && it->get<bool>();
+}
+
+double Has(Bias bias, const Json& config, const char* option) {
+  return bias == Bias::kYes || (bias == Bias::kOption && Option(config, option)) ? 1.0 : 0.0;
+}
+
+// In double, so that sizes of a strange file cannot overflow; whole numbers up to 2^53 are exact.
+struct Sizes {
+  double hidden = 0, vocab = 0, layers = 0, intermediate = 0, positions = 0, experts = 0;
+  double queries = 0, keys = 0, head_dim = 0;  // queries, keys: of all attention heads of a layer together
+  bool complete = false;
+};
+
+absl::StatusOr<Sizes> ReadSizes(const Json& config, const Family& family) {
+  absl::Status bad;
+  const auto number = [&](std::initializer_list<const char*> names) -> int64_t {
+    const absl::StatusOr<int64_t> read = ConfigNumber(config, names);
+    if (!read.ok()) bad.Update(read.status());
+    return read.value_or(0);
+  };
+  const int64_t hidden = number({"hidden_size", "n_embd"});
+  const int64_t heads = number({"num_attention_heads", "num_heads", "n_head"});
+  const int64_t given_head_dim = number({"head_dim"});
+  const int64_t given_intermediate = number({"intermediate_size", "n_inner"});
+  const int64_t given_keys = family.shared_keys ? number({"num_key_value_heads"}) : 0;
+  const int64_t positions = family.positions ? number({"max_position_embeddings", "n_positions"}) : 0;
+  const int64_t experts = family.experts ? number({"num_local_experts"}) : 0;
+  const int64_t vocab = number({"vocab_size"});
+  const int64_t layers = number({"num_hidden_layers", "n_layer", "num_layers"});
+  if (!bad.ok()) return bad;
+
+  Sizes sizes;
+  int64_t head_dim = given_head_dim, keys = given_keys, intermediate = given_intermediate;
+  if (head_dim == 0 && !family.needs_head_dim && heads > 0) head_dim = hidden / heads;
+  if (keys == 0 && !(family.shared_keys && family.needs_keys)) keys = heads;
+  if (intermediate == 0 && family.positions)
+    intermediate = hidden <= int64_t{1} << 32 ? 4 * hidden : 0;  // GPT
+  sizes.complete = hidden > 0 && vocab > 0 && layers > 0 && heads > 0 && head_dim > 0 && keys > 0 &&
+                   intermediate > 0 && (positions > 0 || !family.positions) &&
+                   (experts > 0 || !family.experts);
+  const auto d = [](int64_t n) { return static_cast<double>(n); };
+  sizes.hidden = d(hidden);
+  sizes.vocab = d(vocab);
+  sizes.layers = d(layers);
+  sizes.intermediate = d(intermediate);
+  sizes.positions = d(positions);
+  sizes.experts = d(experts);
+  sizes.head_dim = d(head_dim);
+  sizes.queries = d(heads) * d(head_dim);
+  sizes.keys = d(keys) * d(head_dim);
+  return sizes;
+}
+
+double LayerParameters(const Json& config, const Family& family, const Sizes& s) {
+  double attention = s.hidden * (2 * s.queries + 2 * s.keys);  // queries, output; keys, values
+  attention += Has(family.projection_bias, config, "attention_bias") * (s.queries + 2 * s.keys);
+  attention += Has(family.output_bias, config, "attention_bias") * s.hidden;
+  if (family.head_norms) attention += 2 * s.head_dim;
+  const double into = family.gated ? 2 : 1;  // matrices into the MLP
+  double mlp = (into + 1) * s.hidden * s.intermediate;
+  mlp += Has(family.mlp_bias, config, "mlp_bias") * (into * s.intermediate + s.hidden);
+  if (family.experts) mlp = s.experts * (mlp + s.hidden);
+  return attention + mlp + family.norms * (family.shifted_norms ? 2 : 1) * s.hidden;
+}
+
+}  // namespace
+
+absl::StatusOr<int64_t> CountParameters(const Json& config, bool tied) {
+  constexpr int64_t kMost = int64_t{1} << 50;
+  const auto type = config.find("model_type");
+  if (type == config.end() || !type->is_string()) return 0;
+  const Family* const family = FamilyOf(type->get<std::string>());
+  if (family == nullptr || Option(config, "qk_layernorm") || Option(config, "add_cross_attention")) return 0;
+  const absl::StatusOr<Sizes> sizes = ReadSizes(config, *family);
+  if (!sizes.ok()) return sizes.status();
+  if (!sizes->complete) return 0;
+  double count = sizes->layers * LayerParameters(config, *family, *sizes);
+  count += (tied ? 1 : 2) * sizes->vocab * sizes->hidden + sizes->positions * sizes->hidden;
+  count += (family->shifted_norms ? 2 : 1) * sizes->hidden;  // the last norm
+  if (family->classifier_bias) count += sizes->vocab;
+  if (count > static_cast<double>(kMost)) {
+    return errors::FieldError("parameters", absl::StrCat("be at most ", kMost), count);
+  }
+  return static_cast<int64_t>(count);
+}
+
+std::string CountedModelTypes() {
+  return absl::StrJoin(kFamilies, ", ",
+                       [](std::string* out, const Family& family) { absl::StrAppend(out, family.type); });
+}
+
+bool TiedByDefault(absl::string_view model_type) {
+  const Family* const family = FamilyOf(model_type);
+  return family != nullptr && family->tied;
+}
+
 namespace {
 
 using Json = nlohmann::json;

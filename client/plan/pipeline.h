@@ -22,7 +22,36 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/types/span.h"
+
 namespace lossd::plan {
+
+// The sum of the shares, but for rounding and for the least share.
+inline constexpr int64_t kWholeShare = 1000;
+
+struct Balanced {
+  std::vector<int64_t> layers;  // of each stage, in order; at least one
+  std::vector<int64_t> shares;  // of the head's classes, in thousandths (HeadSpec.shares)
+};
+
+// Layers in order, so that the slowest stage is as fast as can be; the head fills what the other stages have
+// left. 1 <= stage_seconds.size() <= layer_seconds.size(), one stage an entry; all seconds finite and >= 0;
+// 0 <= least_share <= kWholeShare / stage_seconds.size().
+//   layer_seconds: of each layer, forward and backward of a microbatch
+//   head_seconds: of the whole head on one GPU
+//   stage_seconds: what each stage does beside its layers
+Balanced Balance(absl::Span<const double> layer_seconds, double head_seconds,
+                 absl::Span<const double> stage_seconds, int64_t least_share);
+
+// Layers alone, in order: the slowest stage is as fast as can be, and of such divisions the most even one. A
+// stage has a layer at least, but the last one `least_on_last`, 0 or 1. As many layers as stages, or one
+// fewer with least_on_last 0.
+std::vector<int64_t> DivideLayers(absl::Span<const double> layer_seconds,
+                                  absl::Span<const double> stage_seconds, int64_t least_on_last);
+
+// Seconds of each stage with so many layers.
+std::vector<double> StageSeconds(absl::Span<const double> layer_seconds,
+                                 absl::Span<const double> stage_seconds, absl::Span<const int64_t> layers);
 
 struct PipelineShape {
   std::vector<double> layer_seconds;  // of each layer: forward and backward of a microbatch, alone; > 0
@@ -43,7 +72,7 @@ struct PipelineFactors {
 // One way to lay it out.
 struct PipelineLayout {
   std::vector<int64_t> layers;           // of each stage
-  std::vector<int64_t> shares;           // colocated: of the head, of each stage (balance.h); else empty
+  std::vector<int64_t> shares;           // colocated: of the head, of each stage (pipeline.h); else empty
   int64_t gpus = 0;                      // of all replicas, the server's included
   double slowest_stage_seconds = 0.0;    // of a microbatch: the largest T
   double step_seconds = 0.0;             // predicted
@@ -60,7 +89,7 @@ PipelineLayout WithLocalHead(const PipelineShape& shape, double head_seconds, co
 PipelineLayout WithServer(const PipelineShape& shape, double head_seconds, int gpus,
                           const PipelineFactors& factors);
 
-// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (balance.h) for
+// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (pipeline.h) for
 // the times as they are, without factors.
 PipelineLayout Colocated(const PipelineShape& shape, double head_seconds, int64_t least_share,
                          const PipelineFactors& factors);

@@ -3,13 +3,367 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/plan/arithmetic.h"
+#include "absl/strings/string_view.h"
+#include "client/plan/local_head.h"
+#include "client/plan/pipeline.h"
+#include "kernels/cuda/heads/head_memory.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {
+namespace {
+
+using kernels::MemoryKind;
+
+kernels::cuda::PlanDevice DeviceOf(const Card& card, kernels::Replica replica) {
+  kernels::cuda::PlanDevice device;
+  device.limits.multiprocessors = card.multiprocessors;
+  device.limits.has_clusters = card.clusters > 0;
+  device.limits.is_hopper = card.clusters > 0;
+  device.limits.fused_clusters = card.clusters;
+  device.limits.has_branches = true;
+  device.replica = replica;
+  return device;
+}
+
+kernels::HeadConfig ConfigOf(const Request& r, const Placement& placement) {
+  return {.hidden_size = r.model.hidden,
+          .vocab_size = r.model.vocab,
+          .has_bias = r.bias,
+          .norm = r.norm,
+          .compute_dtype = kernels::DType::kBFloat16,
+          .optimizer_state = r.optimizer_state,
+          .logits = placement.logits,
+          .workspace_bytes = r.workspace_bytes,
+          .split = placement.split,
+          .shares = placement.shares};
+}
+
+}  // namespace
+
+absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
+                                            const Placement& placement, kernels::Replica replica) {
+  const absl::StatusOr<kernels::cuda::HeadPlan> plan =
+      kernels::cuda::PlanHead(ConfigOf(request, placement), DeviceOf(card, replica));
+  if (!plan.ok()) return plan.status();
+  DeviceMemory device;
+  device.logits = placement.logits;
+  device.split = placement.split;
+  device.memory = plan->memory;
+  device.library_bytes = kernels::cuda::kGemmWorkspaceBytes;
+  device.device_bytes = plan->memory.Total() - plan->memory[MemoryKind::kStaging] -
+                        plan->memory[MemoryKind::kLedger] + device.library_bytes;
+  device.chunk_rows = plan->sizes.chunk_rows;
+  device.fits = device.device_bytes <= request.memory_bytes;
+  device.choices = plan->choices;
+  return device;
+}
+
+namespace {
+
+using kernels::Gradients;
+using kernels::Logits;
+
+// Dividing layers takes stages x layers^2 steps.
+constexpr int kMostStages = 256;
+constexpr int64_t kMostPipelineLayers = 1024;
+constexpr int64_t kFewestClasses = 8;  // of a GPU, on average
+constexpr double kMostSeconds = 1e6;   // of a part for a microbatch
+constexpr int64_t kStateBytes = 16;    // of a parameter: fp32 weight, gradient and two moments
+
+// Sizes beyond any memory are not to wrap around.
+int64_t Saturated(double bytes) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  return bytes < static_cast<double>(kMost) ? static_cast<int64_t>(bytes) : kMost;
+}
+
+// Seconds of the head for a microbatch; nullopt: not known.
+struct HeadTimes {
+  std::optional<double> local;
+  std::optional<LocalMethod> method;                   // of `local`
+  std::optional<double> exact, sampled;                // on one GPU
+  std::optional<double> served_exact, served_sampled;  // on the server's GPUs
+};
+
+// The local head that is fastest by the middle of its estimate, or null.
+const LastStage* FastestLocal(const Plan& plan) {
+  const LastStage* best = nullptr;
+  for (const LastStage& stage : plan.last_stage) {
+    if (!stage.microbatch.known()) continue;
+    if (best == nullptr || stage.microbatch.middle_seconds() < best->microbatch.middle_seconds())
+      best = &stage;
+  }
+  return best;
+}
+
+HeadTimes TimesOf(const Plan& plan) {
+  const Request& r = plan.request;
+  HeadTimes times;
+  if (const LastStage* local = FastestLocal(plan); local != nullptr) {
+    times.local = local->microbatch.middle_seconds();
+    times.method = local->method;
+  }
+  if (r.pipeline.local_head_seconds > 0.0) {
+    times.local = r.pipeline.local_head_seconds;
+    times.method = std::nullopt;
+  }
+  const auto rows = static_cast<double>(r.microbatch);
+  for (const ServerSpeed& speed : plan.speeds) {
+    if (speed.logits != Logits::kStored || !speed.microbatch.known()) continue;
+    if (speed.gradients == Gradients::kFiltered) continue;
+    const bool exact = speed.gradients == Gradients::kExact;
+    (exact ? times.exact : times.sampled) = speed.microbatch.high_seconds;
+    (exact ? times.served_exact : times.served_sampled) = rows / speed.low_rows_per_second;
+  }
+  const double gpus = r.gpus;  // several are taken to divide the time given for one
+  if (r.pipeline.head_seconds > 0.0) {
+    times.exact = r.pipeline.head_seconds;
+    times.served_exact = r.pipeline.head_seconds / gpus;
+  }
+  if (r.pipeline.sampled_seconds > 0.0) {
+    times.sampled = r.pipeline.sampled_seconds;
+    times.served_sampled = r.pipeline.sampled_seconds / gpus;
+  }
+  return times;
+}
+
+class Planner {
+ public:
+  Planner(const Plan& plan, const Measured& measured)
+      : plan_(plan), r_(plan.request), measured_(measured), times_(TimesOf(plan)) {
+    const PipelineRequest& p = r_.pipeline;
+    shape_ = {.layer_seconds = p.layer_seconds,
+              .embedding_seconds = p.embedding_seconds,
+              .stages = p.stages,
+              .microbatches = CeilDiv(r_.rows, r_.microbatch),
+              .microbatch_rows = r_.microbatch,
+              .replicas = r_.trainers};
+    if (p.layer_seconds.size() == 1) {
+      shape_.layer_seconds.assign(static_cast<size_t>(r_.model.layers), p.layer_seconds[0]);
+    }
+    factors_ = {.layer = measured.factors.layer, .local_head = measured.factors.local_head};
+  }
+
+  absl::StatusOr<Pipelines> Make() {
+    if (times_.local.has_value()) AddLocal();
+    SayWhatIsLeftOut();
+    AddServers(0);
+    if (r_.trainers == 1 && r_.gpus == 1 && shape_.stages > 1) AddServers(1);
+    for (const bool mps : {true, false}) {
+      for (const Gradients gradients : {Gradients::kExact, Gradients::kSampled}) {
+        if (absl::Status status = AddColocated(gradients, mps); !status.ok()) return status;
+      }
+    }
+    return std::move(found_);
+  }
+
+ private:
+  void Add(Pipeline pipeline) {
+    const auto local = std::find_if(found_.known.begin(), found_.known.end(),
+                                    [](const Pipeline& p) { return p.kind == PipelineKind::kLocal; });
+    const double rate = pipeline.layout.rows_per_second_and_gpu;
+    if (pipeline.kind == PipelineKind::kLocal) {
+      pipeline.over_local = 1.0;
+    } else if (local != found_.known.end()) {
+      pipeline.over_local = rate / local->layout.rows_per_second_and_gpu;
+    }
+    pipeline.fits = std::max(*std::max_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end()),
+                             pipeline.server_bytes.value_or(0)) <= r_.memory_bytes;
+    found_.known.push_back(std::move(pipeline));
+  }
+
+  void AddLocal() {
+    Pipeline pipeline = {.kind = PipelineKind::kLocal, .local = times_.method};
+    pipeline.layout = WithLocalHead(shape_, *times_.local, factors_);
+    pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 0);
+    const LocalMethod method = times_.method.value_or(LocalMethod::kCompiled);
+    pipeline.stage_bytes.back() +=
+        StateBytesOfHead() + PeakBytes(method, r_.model.hidden, r_.model.vocab, r_.microbatch);
+    Add(std::move(pipeline));
+  }
+
+  // With so many stages fewer than the request has.
+  void AddServers(int fewer) {
+    PipelineShape shape = shape_;
+    shape.stages -= fewer;
+    for (const Gradients gradients : {Gradients::kExact, Gradients::kSampled}) {
+      const std::optional<double>& head =
+          gradients == Gradients::kExact ? times_.served_exact : times_.served_sampled;
+      if (!head.has_value()) continue;
+      Pipeline pipeline = {.kind = PipelineKind::kServer, .gradients = gradients};
+      pipeline.layout = WithServer(shape, *head, r_.gpus, factors_);
+      pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 1);
+      pipeline.server_bytes = plan_.server.front().device_bytes;  // that of stored logits
+      Add(std::move(pipeline));
+    }
+  }
+
+  absl::Status AddColocated(Gradients gradients, bool mps) {
+    const std::optional<double>& head = gradients == Gradients::kExact ? times_.exact : times_.sampled;
+    const auto factor = std::find_if(measured_.factors.colocated.begin(), measured_.factors.colocated.end(),
+                                     [&](const StepFactors::Colocated& each) {
+                                       return each.gradients == Name(gradients) && each.mps == mps;
+                                     });
+    if (!head.has_value() || factor == measured_.factors.colocated.end() || !EveryGpuHasClasses()) {
+      return absl::OkStatus();
+    }
+    Pipeline pipeline = {.kind = PipelineKind::kColocated, .gradients = gradients, .mps = mps};
+    PipelineFactors factors = factors_;
+    factors.colocated = factor->factor;
+    pipeline.head_seconds = *head;
+    pipeline.least_share = LeastShare();
+    pipeline.layout = Colocated(shape_, *head, pipeline.least_share, factors);
+    pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 1);
+    const std::vector<int64_t>& shares = pipeline.layout.shares;
+    const Placement placement = {.split = kernels::Split::kVocabulary,
+                                 .shares = {shares.begin(), shares.end()}};
+    for (int stage = 0; stage < shape_.stages; ++stage) {
+      const absl::StatusOr<DeviceMemory> memory =
+          DeviceMemoryOf(r_, measured_.card, placement, {stage, shape_.stages});
+      if (!memory.ok()) return memory.status();
+      pipeline.stage_bytes[static_cast<size_t>(stage)] += memory->device_bytes;
+    }
+    Add(std::move(pipeline));
+    return absl::OkStatus();
+  }
+
+  bool EveryGpuHasClasses() const { return r_.model.vocab >= kFewestClasses * shape_.stages; }
+
+  void SayWhatIsLeftOut() {
+    const auto leave_out = [&](bool is_so, std::string why) {
+      if (is_so) found_.left_out.push_back(std::move(why));
+    };
+    const auto unknown = [](absl::string_view what, absl::string_view option) {
+      return absl::StrCat("The time of ", what, " is not known; ", option, " gives it.");
+    };
+    leave_out(!times_.local.has_value(), unknown("a local head", "--local-head-seconds"));
+    leave_out(!times_.exact.has_value(), unknown("exact gradients on a server", "--head-seconds"));
+    leave_out(!times_.sampled.has_value(), unknown("sampled gradients on a server", "--sampled-seconds"));
+    leave_out(!EveryGpuHasClasses(), absl::StrCat("A colocated head of ", r_.model.vocab,
+                                                  " classes is too small for ", shape_.stages, " GPUs."));
+    leave_out(measured_.factors.colocated.empty(), "No colocated head was measured on this card.");
+  }
+
+  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little
+  // above kWholeShare where some are raised to the least.
+  int64_t LeastShare() const {
+    const int64_t grain = kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
+    const int64_t least = CeilDiv((kWholeShare + kWholeShare / 8) * grain, r_.model.vocab);
+    return std::min(std::max<int64_t>(least, 1), kWholeShare / shape_.stages);
+  }
+
+  int64_t StateBytesOfHead() const { return plan::StateBytes(r_.model.hidden, r_.model.vocab); }
+
+  int64_t LayerParameters() const {
+    const int64_t matrix = r_.model.hidden * r_.model.vocab;
+    const int64_t outside = r_.model.tied ? matrix : 2 * matrix;
+    if (r_.model.parameters > outside) return (r_.model.parameters - outside) / r_.model.layers;
+    return 12 * r_.model.hidden * r_.model.hidden;  // attention and a feed-forward of 4 D
+  }
+
+  // At the peak: parameters with gradients and moments, activations of the microbatches in flight, what a
+  // layer has while it is computed, and the embedding on the first stage. `more`: microbatches that are in
+  // flight on every stage beside those of 1F1B.
+  std::vector<int64_t> StageBytes(const std::vector<int64_t>& layers, int64_t more) const {
+    const int64_t parameters = LayerParameters();
+    const int64_t kept = r_.pipeline.layer_bytes > 0
+                             ? r_.pipeline.layer_bytes
+                             : LayerActivationBytes(r_.model.hidden, r_.microbatch, parameters);
+    std::vector<int64_t> bytes;
+    for (size_t stage = 0; stage < layers.size(); ++stage) {
+      const int64_t in_flight =
+          std::min(shape_.microbatches, static_cast<int64_t>(layers.size() - stage) + more);
+      const double layer = static_cast<double>(kStateBytes * parameters) +
+                           static_cast<double>(in_flight) * static_cast<double>(kept);
+      bytes.push_back(Saturated(static_cast<double>(layers[stage]) * layer + static_cast<double>(kept)));
+    }
+    bytes.front() += StateBytesOfHead();  // the embedding has as many parameters
+    return bytes;
+  }
+
+  const Plan& plan_;
+  const Request& r_;
+  const Measured& measured_;
+  const HeadTimes times_;
+  PipelineShape shape_;
+  PipelineFactors factors_;
+  Pipelines found_;
+};
+
+absl::Status CheckSeconds(const char* name, double seconds) {
+  if (seconds >= 0.0 && seconds <= kMostSeconds) return absl::OkStatus();
+  return errors::FieldError(name, absl::StrCat("be from 0 to ", kMostSeconds), seconds);
+}
+
+absl::Status CheckLayerSeconds(const Request& r) {
+  const std::vector<double>& layers = r.pipeline.layer_seconds;
+  if (layers.empty()) return errors::FieldError("layer_seconds", "be given with stages", "nothing");
+  if (layers.size() != 1 && static_cast<int64_t>(layers.size()) != r.model.layers) {
+    return errors::FieldError("layer_seconds",
+                              absl::StrCat("be one for all layers or one for each of the ", r.model.layers),
+                              absl::StrCat(layers.size(), " values"));
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (layers[i] > 0.0 && layers[i] <= kMostSeconds) continue;
+    const std::string name = layers.size() == 1 ? "layer_seconds" : absl::StrCat("layer_seconds[", i, "]");
+    return errors::FieldError(name, absl::StrCat("be > 0 and at most ", kMostSeconds), layers[i]);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::string_view Name(PipelineKind kind) {
+  switch (kind) {
+    case PipelineKind::kLocal:
+      return "local";
+    case PipelineKind::kServer:
+      return "server";
+    case PipelineKind::kColocated:
+      return "colocated";
+  }
+  return "";
+}
+
+int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters) {
+  constexpr int64_t kBytes = 36;  // of a row and an entry of the hidden state
+  return Saturated(static_cast<double>(kBytes * hidden) * static_cast<double>(rows)) +
+         kHalf * layer_parameters;
+}
+
+absl::Status CheckPipeline(const Request& request) {
+  const PipelineRequest& p = request.pipeline;
+  if (p.stages == 0) return absl::OkStatus();
+  if (p.stages < 1 || p.stages > kMostStages) {
+    return errors::FieldError("stages", absl::StrCat("be from 1 to ", kMostStages), p.stages);
+  }
+  if (request.model.layers < p.stages || request.model.layers > kMostPipelineLayers) {
+    return errors::FieldError("layers",
+                              absl::StrCat("be from ", p.stages, ", the stages, to ", kMostPipelineLayers),
+                              request.model.layers);
+  }
+  if (absl::Status status = CheckLayerSeconds(request); !status.ok()) return status;
+  for (const auto& [name, seconds] : {std::pair{"embedding_seconds", p.embedding_seconds},
+                                      {"head_seconds", p.head_seconds},
+                                      {"sampled_seconds", p.sampled_seconds},
+                                      {"local_head_seconds", p.local_head_seconds}}) {
+    if (absl::Status status = CheckSeconds(name, seconds); !status.ok()) return status;
+  }
+  constexpr int64_t kMostBytes = int64_t{1} << 40;
+  if (p.layer_bytes < 0 || p.layer_bytes > kMostBytes) {
+    return errors::FieldError("layer_memory", absl::StrCat("be from 0 to ", kMostBytes), p.layer_bytes);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured) {
+  if (plan.request.pipeline.stages == 0) return Pipelines();
+  return Planner(plan, measured).Make();
+}
+
 namespace {
 
 using kernels::Gradients;

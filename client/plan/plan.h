@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a loss head would take and how fast it would be: on a server, and on the last stage of a pipeline. The
-// memory on a server is the server's own arithmetic (kernels/cuda/heads/head_plan.h); times are predicted
-// from measured rates (rates.h), or missing where nothing was measured.
+// memory on a server is the server's own arithmetic (kernels/cuda/heads/head_memory.h); times are predicted
+// from measured rates (measured.h), or missing where nothing was measured.
 //
 // Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_PLAN_H_
@@ -13,16 +13,102 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "client/plan/device_memory.h"
+#include "absl/strings/string_view.h"
 #include "client/plan/local_head.h"
 #include "client/plan/measured.h"
 #include "client/plan/model.h"
-#include "client/plan/pipelines.h"
-#include "client/plan/rates.h"
+#include "client/plan/pipeline.h"
 #include "client/plan/trainer_memory.h"
+#include "kernels/backend.h"
 #include "kernels/head_config.h"
+#include "kernels/replica.h"
 
 namespace lossd::plan {
+
+struct Request;
+
+// One GPU of the server.
+struct DeviceMemory {
+  kernels::Logits logits = kernels::Logits::kStored;
+  kernels::Split split = kernels::Split::kAny;  // kAny: the server has one GPU
+  kernels::MemoryBytes memory;                  // by part; of several GPUs, that with most
+  int64_t library_bytes = 0;                    // scratch of the library's products, once a GPU
+  int64_t device_bytes = 0;                     // of the GPU, in all
+  int64_t chunk_rows = 0;
+  bool fits = false;
+  std::vector<kernels::Choice> choices;
+};
+
+// How a head lies on the GPUs of a server.
+struct Placement {
+  kernels::Logits logits = kernels::Logits::kStored;
+  kernels::Split split = kernels::Split::kAny;
+  std::vector<int32_t> shares;  // HeadConfig::shares
+};
+
+// Of GPU replica.index of replica.count. INVALID_ARGUMENT naming the field of the head.
+absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
+                                            const Placement& placement, kernels::Replica replica);
+
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory
+// of every GPU. Plain data; thread-compatible.
+
+struct Plan;
+struct Request;
+
+// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured
+// rates.
+struct PipelineRequest {
+  int stages = 0;  // 0: no pipeline is planned
+  std::vector<double>
+      layer_seconds;                // one for all layers, or one each: forward and backward; > 0 with stages
+  double embedding_seconds = 0.0;   // that the first stage has beside its layers
+  double head_seconds = 0.0;        // of the server's exact gradients
+  double sampled_seconds = 0.0;     // of its sampled ones
+  double local_head_seconds = 0.0;  // of the head on the last stage
+  int64_t layer_bytes = 0;  // that a layer keeps of a microbatch for its backward; 0: LayerActivationBytes()
+};
+
+enum class PipelineKind : uint8_t {
+  kLocal,      // the head is on the last stage
+  kServer,     // on GPUs of its own
+  kColocated,  // on the GPUs of all stages, divided by vocabulary
+};
+absl::string_view Name(PipelineKind kind);  // "local", "server", "colocated"
+
+struct Pipeline {
+  PipelineKind kind = PipelineKind::kLocal;
+  std::optional<LocalMethod> local;  // kLocal; none: the time was given, and its method is not known
+  kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
+  bool mps = false;  // kColocated: trainer and server run at the same time (CUDA MPS), else in turns
+  PipelineLayout layout;
+  double over_local = 0.0;              // rows per second and GPU over those of kLocal; 0: not known
+  std::vector<int64_t> stage_bytes;     // of each stage's GPU at its peak, its part of the head included
+  std::optional<int64_t> server_bytes;  // kServer: of each of its GPUs
+  bool fits = false;                    // Request::memory_bytes
+  // kColocated: what the division was made of, as lossd.torch.balance() takes it.
+  double head_seconds = 0.0;
+  int64_t least_share = 0;
+};
+
+// What a layer of a transformer keeps of a microbatch from its forward to its backward, in 16 bits, without
+// checkpointing and without a matrix of attention scores; and a 16-bit copy of its parameters, as autocast
+// makes it.
+int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
+
+struct Pipelines {
+  std::vector<Pipeline> known;
+  std::vector<std::string> left_out;  // layouts of which nothing can be said, and why, as sentences
+};
+
+// INVALID_ARGUMENT naming the field.
+absl::Status CheckPipeline(const Request& request);
+
+// The layouts, of heads whose time is known: with the fastest local head; with a server of the request's GPUs
+// beside as many stages, and, of a single trainer with a server of one GPU, in place of one stage; colocated,
+// with and without MPS as far as that was measured. Exact and sampled. `plan`
+// has all but pipelines.
+absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured);
 
 struct Request {
   Model model;

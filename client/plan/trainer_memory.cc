@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
-#include "client/plan/arithmetic.h"
-#include "client/plan/parameters.h"
+#include "client/plan/local_head.h"
+#include "client/plan/model.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {

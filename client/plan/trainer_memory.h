@@ -10,7 +10,7 @@
 //
 // This is the arithmetic of Table A3 and Figure 1 of "Cut Your Losses in Large-Vocabulary Language Models"
 // (Wijmans and others, ICLR 2025), with 16 GPUs of 75 GiB, 8 bytes a parameter and 4 a logit;
-// tests/client/plan/trainer_memory_test.cc compares all models of that table. It is a bound, which no real
+// tests/client/plan/plan_test.cc compares all models of that table. It is a bound, which no real
 // run reaches: docs/plan.md says what it leaves out.
 #ifndef LOSSD_CLIENT_PLAN_TRAINER_MEMORY_H_
 #define LOSSD_CLIENT_PLAN_TRAINER_MEMORY_H_

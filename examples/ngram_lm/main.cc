@@ -25,8 +25,7 @@
 #include "examples/ngram_lm/corpus.h"
 #include "examples/ngram_lm/persistence.h"
 #include "examples/ngram_lm/remote_head.h"
-#include "examples/ngram_lm/tokenizer.h"
-#include "examples/ngram_lm/trainer_state.h"
+#include "examples/ngram_lm/trainer.h"
 #include "examples/ngram_lm/training_run.h"
 #include "kernels/clocks/clock.h"
 

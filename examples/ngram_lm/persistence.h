@@ -18,7 +18,7 @@
 namespace lossd::ngram_lm {
 
 struct PersistenceOptions {
-  std::string state_file;                             // the trainer's state, see trainer_state.h
+  std::string state_file;                             // the trainer's state, see trainer.h
   int64_t save_every = 50;                            // steps; the last one is always saved
   absl::Duration server_patience = absl::Minutes(1);  // how long to wait for a server that is gone
 };

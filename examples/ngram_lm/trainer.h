@@ -5,18 +5,33 @@
 #define LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "examples/ngram_lm/adam.h"
-#include "examples/ngram_lm/batches.h"
-#include "examples/ngram_lm/loss_head.h"
 #include "examples/ngram_lm/model.h"
-#include "examples/ngram_lm/trainer_state.h"
+#include "examples/ngram_lm/remote_head.h"
 
 namespace lossd::ngram_lm {
+
+struct TrainerState {
+  // What must not change between the runs that a training consists of.
+  uint64_t seed = 0;  // of the order of the text
+  int64_t tokens_per_step = 0;
+  int64_t train_tokens = 0;  // in all
+  // Where it stands.
+  std::vector<float> parameters;  // of stage one
+  Adam::State adam;               // its steps are those of the training
+  std::string checkpoint;         // of the head after the same step, as the server named it
+};
+
+// Replaces the file at once: whatever happens, it holds this state or the one before.
+absl::Status SaveState(const TrainerState& state, const std::string& path);
+
+// NOT_FOUND if there is no file, DATA_LOSS or INVALID_ARGUMENT if it is not such a state.
+absl::StatusOr<TrainerState> LoadState(const std::string& path);
 
 struct TrainerOptions {
   int64_t microbatches = 4;       // a step

@@ -7,15 +7,67 @@
 #include <cstdint>
 #include <cstdio>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "examples/ngram_lm/plot.h"
 #include "examples/ngram_lm/trainer.h"
 
 namespace lossd::ngram_lm {
+
+struct ProgressState {
+  int64_t step = 0;
+  double loss = 0;  // nats a token
+  double tokens_per_second = 0;
+  absl::Duration left;  // until the end of training
+};
+
+// "step   120   loss 5.432   perplexity   228.6    9812 tokens/s   1:34 left"
+std::string FormatProgress(const ProgressState& state);
+
+// Writes to a stream it does not own. Not thread-safe.
+class ProgressLine {
+ public:
+  explicit ProgressLine(FILE* out);
+
+  // Shows the state, unless the last one was shown only a moment ago.
+  void Update(const ProgressState& state);
+  // A line of its own that stays.
+  void Print(const std::string& line);
+  // Removes the line that is rewritten in place.
+  void Clear();
+
+ private:
+  FILE* const out_;
+  const bool in_place_;
+  absl::Time next_;
+};
+
+// Curves in a terminal, drawn with braille characters (two by four dots each).
+
+struct Point {
+  double x = 0;
+  double y = 0;
+};
+
+struct PlotOptions {
+  int width = 64;   // characters, without axis and labels
+  int height = 14;  // lines, without axis and labels
+  std::string title;
+  std::string x_label;
+};
+
+struct PlotData {
+  std::vector<Point> curve;  // joined by lines; at least one point
+  std::vector<Point> marks;  // single points, drawn as 'o'
+  double reference = 0;      // a dotted level, drawn if reference_label is not empty
+  std::string reference_label;
+};
+
+// The plot as UTF-8 lines, each ending with a newline. All coordinates must be finite. Thread-safe.
+std::string RenderPlot(const PlotData& data, const PlotOptions& options);
 
 struct RunOptions {
   int64_t steps = 0;                        // in all, restored ones included; 0: as many as fit into `time`

@@ -8,6 +8,8 @@
 #ifndef LOSSD_KERNELS_CLOCKS_CLOCK_H_
 #define LOSSD_KERNELS_CLOCKS_CLOCK_H_
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace lossd::clocks {
@@ -24,6 +26,50 @@ absl::Time OnTheWall(absl::Time steady);
 
 // For tests: the wall clock of this process is set by so much. The last call counts; zero undoes it.
 void SetWallClockForTesting(absl::Duration ahead);
+
+// Waits that end at a time of the steady clock (clock.h). Those of absl::Mutex end at a time of the wall
+// clock, which the kernel compares with the wall clock: when that is set back by two hours, a wait of a
+// second takes two hours and a second.
+//
+// One thread of the process rings for all waits that have an end; it begins with the first of them. A wait
+// costs two short locks more than one of absl::Mutex. An end is met within some milliseconds, and later while
+// another thread holds the mutex.
+//
+// All functions are thread-safe.
+
+// Waits, without the mutex, until `condition` is true or SteadyNow() reaches `deadline`. Returns whether the
+// condition is true; the mutex is held in either case.
+bool AwaitUntil(absl::Mutex& mutex, const absl::Condition& condition, absl::Time deadline)
+    ABSL_SHARED_LOCKS_REQUIRED(mutex);
+// The same with a time from now. Negative: only asks.
+bool AwaitFor(absl::Mutex& mutex, const absl::Condition& condition, absl::Duration timeout)
+    ABSL_SHARED_LOCKS_REQUIRED(mutex);
+
+// Waits, without the mutex, until `changed` is signalled or the time has passed; may return earlier.
+void WaitFor(absl::CondVar& changed, absl::Mutex& mutex, absl::Duration timeout)
+    ABSL_SHARED_LOCKS_REQUIRED(mutex);
+
+// Something that happens once.
+class Event {
+ public:
+  void Notify() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    happened_ = true;
+  }
+  bool happened() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return happened_;
+  }
+  // Whether it has happened within this time.
+  bool AwaitFor(absl::Duration timeout) const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return clocks::AwaitFor(mutex_, absl::Condition(&happened_), timeout);
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  bool happened_ ABSL_GUARDED_BY(mutex_) = false;
+};
 
 }  // namespace lossd::clocks
 

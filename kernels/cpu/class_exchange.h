@@ -11,12 +11,17 @@
 #include <algorithm>
 #include <barrier>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cpu/row_loss.h"
+#include "kernels/exchange_times.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -96,6 +101,88 @@ class ThreadExchange final : public ClassExchange {
   std::vector<absl::Span<const RowStatistics>> statistics_;
   std::vector<absl::Span<const GradientSums>> gradients_;
   std::vector<const float*> floats_;
+};
+
+// A class exchange between threads of one process whose time is counted, the wait for the other parts
+// included: that of part i at member `first` + i. Thread-safe as what it counts.
+
+class TimedExchange final : public ClassExchange {
+ public:
+  TimedExchange(std::unique_ptr<ClassExchange> exchange, std::shared_ptr<MemberExchanges> clocks,
+                int first = 0)
+      : exchange_(std::move(exchange)), clocks_(std::move(clocks)), first_(first) {}
+
+  absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                               absl::Span<RowStatistics> merged) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kRowStatistics);
+    return exchange_->MergeStatistics(part, own, merged);
+  }
+  absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
+                              absl::Span<RowResult> results) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kRowStatistics);
+    return exchange_->MergeGradients(part, own, results);
+  }
+  absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kHiddenGradients);
+    return exchange_->SumRows(part, own, rows, cols);
+  }
+  absl::Status AddSums(int part, const float* own, float* to, int64_t n) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kHiddenGradients);
+    return exchange_->AddSums(part, own, to, n);
+  }
+  absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
+                                       int64_t cols) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kHiddenGradients);
+    return exchange_->CollectRows(part, own, rows, wanted, cols);
+  }
+
+ private:
+  const std::unique_ptr<ClassExchange> exchange_;
+  const std::shared_ptr<MemberExchanges> clocks_;
+  const int first_;
+};
+
+// The class exchange of a head whose parts lie in several processes, one in each.
+
+// What carries an exchange between ranks. Called by one thread at a time.
+class RankTransfers {
+ public:
+  virtual ~RankTransfers() = default;
+
+  virtual Replica replica() const = 0;  // this rank, of how many
+  // Where to put what a rank sends: aligned to 64, of the same size for all ranks. Overwritten by the next
+  // user.
+  virtual absl::Span<uint8_t> Room(int rank) = 0;
+  // As HostTransfers::Exchange; `kind` is what its time counts as.
+  virtual absl::Status Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
+                                absl::Span<const RankTransfer> receive) = 0;
+};
+
+// The bits are those of a ThreadExchange with as many parts. All rows are delivered by rank 0.
+class RankExchange final : public ClassExchange {
+ public:
+  // `transfers` outlives the object.
+  explicit RankExchange(RankTransfers* transfers) : transfers_(transfers) {}
+
+  absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
+                               absl::Span<RowStatistics> merged) override;
+  absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
+                              absl::Span<RowResult> results) override;
+  absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
+  absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
+                                       int64_t cols) override;
+
+ private:
+  int ranks() const { return transfers_->replica().count; }
+  // Has every rank send all of its `own` [n] to all others, and calls `merge` for pieces of it: elements
+  // [first, first + n) of all ranks, in their order.
+  template <typename T>
+  absl::Status ForAll(
+      ExchangeKind kind, int part, const T* own, int64_t n,
+      absl::FunctionRef<void(int64_t first, int64_t n, absl::Span<const T* const> of_rank)> merge);
+
+  RankTransfers* const transfers_;
 };
 
 }  // namespace lossd::kernels

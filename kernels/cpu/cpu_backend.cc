@@ -9,17 +9,14 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/cpu/accounting.h"
-#include "kernels/cpu/arena.h"
+#include "kernels/backend.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/cpu_retained.h"
-#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/head_buffers.h"
+#include "kernels/cpu/memory.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_planner.h"
-#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace {

@@ -2,21 +2,126 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/absent_row.h"
-#include "kernels/cpu/convert.h"
-#include "kernels/cpu/gemm.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/head_buffers.h"
+#include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
-#include "kernels/cpu/slice_memory.h"
 #include "kernels/decision.h"
-#include "kernels/sampling.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
+namespace {
+
+double Mean(const float* x, int64_t n) {
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += double{x[i]};
+  return sum / static_cast<double>(n);
+}
+
+double MeanSquareAbout(const float* x, double centre, int64_t n) {
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += (double{x[i]} - centre) * (double{x[i]} - centre);
+  return sum / static_cast<double>(n);
+}
+
+}  // namespace
+
+float NormForward(const NormParams& params, float* unit, float* y) {
+  const int64_t n = params.size;
+  const double mean = params.norm == Norm::kLayerNorm ? Mean(unit, n) : 0.0;
+  const double inverse = 1.0 / std::sqrt(MeanSquareAbout(unit, mean, n) + double{params.epsilon});
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    unit[i] = static_cast<float>((double{unit[i]} - mean) * inverse);
+    y[i] = unit[i] * params.gain[i];
+  }
+  if (params.norm == Norm::kLayerNorm) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) y[i] += params.shift[i];
+  }
+  return static_cast<float>(inverse);
+}
+
+// dx = inverse * (h - mean(h) - unit * mean(h * unit)) with h = dy * gain; RMSNorm without mean(h).
+void NormBackward(const NormParams& params, const float* unit, float inverse_deviation, float* grad) {
+  const int64_t n = params.size;
+  double sum = 0.0;
+  double sum_unit = 0.0;
+#pragma omp simd reduction(+ : sum, sum_unit)
+  for (int64_t i = 0; i < n; ++i) {
+    const double h = double{grad[i]} * double{params.gain[i]};
+    sum += h;
+    sum_unit += h * double{unit[i]};
+  }
+  const double mean = params.norm == Norm::kLayerNorm ? sum / static_cast<double>(n) : 0.0;
+  const double mean_unit = sum_unit / static_cast<double>(n);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const double h = double{grad[i]} * double{params.gain[i]};
+    grad[i] = static_cast<float>(double{inverse_deviation} * (h - mean - double{unit[i]} * mean_unit));
+  }
+}
+
+void RowGuard::ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const {
+  for (Slice& slice : chunk.slices) slice.first_nonfinite_row = -1;
+  bool failed = false;
+  for (int64_t i = 0; i < order.rows; ++i) {
+    if (buffers_.results[i].finite) continue;
+    failed = true;
+    const RowSource& source = buffers_.sources[i];
+    int64_t& first = chunk.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
+    first = first < 0 ? source.row : std::min(first, source.row);
+  }
+  if (!failed) return;
+  const int64_t d = hidden_size_;
+  for (int64_t i = 0; i < order.with_gradient(); ++i) {
+    if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;
+    std::fill_n(buffers_.hidden + i * d, d, 0.0f);
+    std::fill_n(buffers_.logits + i * classes_, classes_, 0.0f);
+    std::fill_n(buffers_.grad_hidden + i * d, d, 0.0f);
+    if (buffers_.unit == nullptr) continue;
+    std::fill_n(buffers_.unit + i * d, d, 0.0f);
+    buffers_.inverse_deviation[i] = 0.0f;
+  }
+}
+
+absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order, RowRange rows, RowRange here,
+                                      int part, ClassExchange& exchange) const {
+  constexpr int64_t kGrain = 1 << 15;  // elements
+  const RowLoops& loops = SelectRowLoops();
+  pool_->ParallelFor(here.end - here.begin, std::max<int64_t>(1, kGrain / hidden_size_),
+                     [&](int64_t from, int64_t to) {
+                       for (int64_t i = here.begin + from; i < here.begin + to; ++i) {
+                         const float* const row = buffers_.grad_hidden + i * hidden_size_;
+                         if (!loops.all_finite(row, hidden_size_)) buffers_.results[i].finite = false;
+                       }
+                     });
+  if (buffers_.bad_rows != nullptr) {
+    // Each part tells the others of its rows.
+    const int64_t n = rows.end - rows.begin;
+    float* const own = buffers_.bad_rows;
+    float* const all = buffers_.bad_rows + n;
+    std::fill_n(own, 2 * n, 0.0f);
+    for (int64_t i = here.begin; i < here.end; ++i) {
+      own[i - rows.begin] = buffers_.results[i].finite ? 0.0f : 1.0f;
+    }
+    if (absl::Status status = exchange.AddSums(part, own, all, n); !status.ok()) return status;
+    for (int64_t i = 0; i < n; ++i) {
+      if (all[i] != 0.0f) buffers_.results[rows.begin + i].finite = false;
+    }
+  }
+  ClearFailedSlices(chunk, order);
+  return absl::OkStatus();
+}
+
 namespace {
 
 // Logits of this many bytes are turned into gradients while they are still in a cache, at least

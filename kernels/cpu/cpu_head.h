@@ -12,16 +12,51 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/cpu/accounting.h"
 #include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/head_buffers.h"
-#include "kernels/cpu/norm.h"
+#include "kernels/cpu/memory.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/row_guard.h"
-#include "kernels/cpu/row_order.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels {
+
+struct NormParams {
+  Norm norm = Norm::kNone;  // kLayerNorm or kRmsNorm here
+  float epsilon = 0.0f;
+  int64_t size = 0;              // D
+  const float* gain = nullptr;   // [D]
+  const float* shift = nullptr;  // [D], LayerNorm only
+};
+
+// unit [D] holds x on entry; writes unit and y [D]. Returns 1 / sqrt(... + eps).
+float NormForward(const NormParams& params, float* unit, float* y);
+
+// grad [D] holds dL/dy on entry and dL/dx on return.
+void NormBackward(const NormParams& params, const float* unit, float inverse_deviation, float* grad);
+
+// What keeps rows that are not finite out of the accumulators of a head on the CPU.
+
+// Of one head; borrows everything. Thread-compatible.
+class RowGuard {
+ public:
+  RowGuard(const HeadBuffers& buffers, int64_t hidden_size, int64_t classes, ThreadPool* pool)
+      : buffers_(buffers), hidden_size_(hidden_size), classes_(classes), pool_(pool) {}
+
+  // Finds the slices with a row whose result is not finite and clears all their rows, so that they add
+  // exactly nothing to any sum over rows (a factor 0 alone would not do: 0 * NaN is NaN).
+  void ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const;
+  // The same for rows whose gradient in grad_hidden, before it goes through a norm, is not finite. `rows`
+  // have one; here it is complete for those of them in `here`, on other parts of a head for the others.
+  absl::Status CheckGradients(const Chunk& chunk, const RowOrder& order, RowRange rows, RowRange here,
+                              int part, ClassExchange& exchange) const;
+
+ private:
+  const HeadBuffers& buffers_;
+  const int64_t hidden_size_;
+  const int64_t classes_;
+  ThreadPool* const pool_;
+};
 
 // Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
 //

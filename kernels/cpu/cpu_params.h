@@ -13,8 +13,9 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/head_config.h"
 #include "kernels/replica.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
 
@@ -54,6 +55,21 @@ class CpuParams {
   ThreadPool* const pool_;
   const HeadBuffers buffers_;
 };
+
+// Optimizer updates in fp32, one pass over a parameter: value, moments and gradient are each read and written
+// once, and the gradient is zero afterwards. Stateless and thread-safe on disjoint ranges.
+
+// A range of one parameter; [n] each. Moments that the optimizer does not use may be null.
+struct ParamRange {
+  float* value = nullptr;
+  float* gradient = nullptr;
+  float* moment1 = nullptr;
+  float* moment2 = nullptr;
+  int64_t n = 0;
+};
+
+// Update number `update` (1-based). `is_vector`: a bias or norm parameter.
+void UpdateParams(const OptimizerOptions& options, int64_t update, bool is_vector, const ParamRange& range);
 
 }  // namespace lossd::kernels
 

@@ -4,16 +4,40 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
-#include "kernels/cpu/cpu_parts.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/shard_rows.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
+
+absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> heads) {
+  std::vector<CpuHead*> parts;
+  for (HeadKernels* kernels : heads) {
+    auto* const head = dynamic_cast<CpuHead*>(kernels);
+    if (head == nullptr) return errors::FieldError("heads", "be heads of CPU backends", "another one");
+    const Replica replica = head->params().replica();
+    if (replica.index != static_cast<int>(parts.size()) || replica.count != static_cast<int>(heads.size())) {
+      return errors::FieldError(absl::StrCat("heads[", parts.size(), "]"),
+                                absl::StrCat("be replica ", parts.size(), " of ", heads.size()),
+                                absl::StrCat("replica ", replica.index, " of ", replica.count));
+    }
+    if (!(head->config() == heads.front()->config())) {
+      return errors::FieldError(absl::StrCat("heads[", parts.size(), "].config"), "be that of the first",
+                                "another one");
+    }
+    parts.push_back(head);
+  }
+  return parts;
+}
+
 namespace {
 
 // Those that have the same classes.
@@ -117,6 +141,29 @@ absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels
   std::vector<CpuReplicas> all;
   for (std::vector<CpuParams*>& of_place : replicas) all.emplace_back(std::move(of_place));
   return std::make_unique<CpuGrid>(std::move(all));
+}
+
+absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads) {
+  return JoinTimedCpuClasses(heads, std::make_shared<MemberExchanges>(static_cast<int>(heads.size())));
+}
+
+absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,
+                                 const std::shared_ptr<MemberExchanges>& clocks) {
+  absl::StatusOr<std::vector<CpuHead*>> parts = CpuPartsOf(heads);
+  if (!parts.ok()) return parts.status();
+  for (CpuHead* head : *parts) {
+    if (head->config().split != Split::kVocabulary) {
+      return errors::FieldError("split", "be vocabulary", Name(head->config().split));
+    }
+  }
+  const int heads_of_all = static_cast<int>(parts->size());
+  const int places = PlacesOf(parts->front()->config(), heads_of_all);
+  for (int first = 0; first < heads_of_all; first += places) {
+    const auto exchange =
+        std::make_shared<TimedExchange>(std::make_unique<ThreadExchange>(places), clocks, first);
+    for (int i = 0; i < places; ++i) (*parts)[static_cast<size_t>(first + i)]->Join(exchange);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lossd::kernels

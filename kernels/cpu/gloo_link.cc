@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "kernels/cpu/arena.h"
+#include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/memory.h"
 #include "kernels/cpu/parallel_for.h"
-#include "kernels/cpu/rank_exchange.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {

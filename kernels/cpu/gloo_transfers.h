@@ -8,7 +8,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "kernels/host_transfers.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {

@@ -4,13 +4,15 @@
 #define LOSSD_KERNELS_CPU_HEAD_BUFFERS_H_
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "absl/status/statusor.h"
-#include "kernels/cpu/arena.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/memory.h"
 #include "kernels/cpu/row_loss.h"
 #include "kernels/head_config.h"
-#include "kernels/memory.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels {
@@ -66,6 +68,70 @@ absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 // The most rows a chunk may have so that the workspace stays within `workspace_bytes`, at most
 // kMostChunkRows; the same for all replicas. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes);
+
+// In which order the rows of a chunk are gathered, so that every later step works on a contiguous range.
+
+// Gathered rows come in four groups: accumulated only, accumulated with grad_hidden, grad_hidden only,
+// neither. Rows without target are left out. Within a group the order is that of the slices.
+struct RowOrder {
+  int64_t rows = 0;          // all gathered rows
+  int64_t accumulated = 0;   // [0, accumulated) reach the accumulators
+  int64_t hidden_begin = 0;  // [hidden_begin, hidden_end) have grad_hidden
+  int64_t hidden_end = 0;
+  // [0, with_gradient()) need the gradient of their logits.
+  int64_t with_gradient() const { return hidden_end; }
+};
+
+// Writes sources[0 .. rows). `accumulate`: Chunk::accumulate_gradients.
+RowOrder OrderRows(absl::Span<const Slice> slices, bool accumulate, RowSource* sources);
+
+// The rows of a chunk's slices in host memory, as a head on the CPU reads and writes them. Stateless;
+// thread-safe on different rows.
+
+inline uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
+  return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
+}
+
+inline const uint8_t* HiddenRow(const Chunk& chunk, const Slice& slice, int64_t row, int64_t d) {
+  const void* const rows = slice.hidden != nullptr ? slice.hidden : RetainedRows(chunk, slice);
+  return static_cast<const uint8_t*>(rows) + SizeOf(row * d, chunk.hidden_dtype);
+}
+
+// Keeps the hidden states of slices that ask for it.
+inline void Retain(const Chunk& chunk, int64_t d) {
+  for (const Slice& slice : chunk.slices) {
+    if (slice.retained_offset < 0 || slice.hidden == nullptr) continue;
+    std::memcpy(RetainedRows(chunk, slice), slice.hidden, SizeOf(slice.rows * d, chunk.hidden_dtype));
+  }
+}
+
+inline uint8_t* GradHiddenRow(const Slice& slice, int64_t row, int64_t d, DType dtype) {
+  return static_cast<uint8_t*>(slice.grad_hidden) + SizeOf(row * d, dtype);
+}
+
+template <typename T>
+inline void Store(T* values, int64_t row, T value) {
+  if (values != nullptr) values[row] = value;
+}
+
+inline void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result) {
+  Store(out.loss, row, static_cast<float>(result.loss));
+  Store(out.lse, row, static_cast<float>(result.lse));
+  Store(out.entropy, row, static_cast<float>(result.entropy));
+  Store(out.target_logprob, row, static_cast<float>(result.target_logprob));
+  Store(out.argmax, row, result.argmax);
+}
+
+inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSums& sums) {
+  sums.loss += result.loss;
+  sums.z_loss += result.z_loss;
+  if (slice.out.entropy != nullptr && std::isfinite(result.entropy)) sums.entropy += result.entropy;
+  sums.valid_rows += 1;
+  sums.correct_rows += result.argmax == slice.targets[row] ? 1 : 0;
+  sums.dropped_mass += result.gradient.dropped_mass;
+  sums.sampling_variance += result.gradient.sampling_variance;
+  sums.squared_gradient += result.gradient.squared_gradient;
+}
 
 }  // namespace lossd::kernels
 

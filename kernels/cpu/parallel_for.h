@@ -10,6 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels {
 
@@ -55,6 +56,43 @@ class ThreadPool {
 
   std::vector<std::thread> workers_;
 };
+
+// Matrix products over the pool's threads, and column sums.
+//
+// OpenBLAS runs inside the pool's threads, one call each: one set of threads bounded by one option, and a
+// split that depends on the shape alone. That needs OpenBLAS's own threads off (UseSingleThreadedBlas).
+
+// Turns OpenBLAS's own threads off for the whole process.
+void UseSingleThreadedBlas();
+
+// A row-major matrix, or its transpose.
+struct GemmOperand {
+  const float* data;
+  int64_t stride;  // elements from one stored row to the next
+  bool transposed = false;
+};
+
+// c [m, n] (row-major, `stride` apart) = alpha * a [m, k] * b [k, n] + beta * c. m, n, k < 2^31, and may be
+// 0: a product over no k is 0.
+void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOperand a, GemmOperand b,
+          float beta, float* c, int64_t stride);
+
+// sums [cols] += sum over rows of a, or of a * b elementwise if b is not null; [rows, cols] each. In double
+// within a call.
+void AddColumnSums(ThreadPool& pool, const float* a, const float* b, int64_t rows, int64_t cols, float* sums);
+
+// Conversion between fp32 and the dtypes of hidden states and tensors.
+//
+// To 16 bits: round to nearest even; what is too large becomes infinite, NaN stays NaN. Stateless and
+// thread-safe. The loops have no branches and vectorise.
+
+// `from` [n] in `dtype`, of any alignment, to fp32.
+void ToFloat(DType dtype, const void* from, int64_t n, float* to);
+// fp32 to `to` [n] in `dtype`, of any alignment.
+void FromFloat(DType dtype, const float* from, int64_t n, void* to);
+
+// to[i] += scale * from[i], the product and the sum each rounded to fp32; `from` [n] as in ToFloat.
+void AddScaled(DType dtype, const void* from, int64_t n, float scale, float* to);
 
 }  // namespace lossd::kernels
 

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/cpu/row_sampling.h"
-
 namespace lossd::kernels {
 namespace {
 
@@ -285,6 +283,17 @@ bool RowLoss::KeepsLogits(const RowRequest& request) const {
 
 double RowLoss::ClassWeight(int32_t target) const {
   return context_.class_weights == nullptr ? 1.0 : double{context_.class_weights[target]};
+}
+
+void RowSampler::Sample(float* gradient, int64_t n) {
+  const double threshold = double{threshold_};
+  for (int64_t v = 0; v < n; ++v) {
+    const double size = std::fabs(double{gradient[v]});
+    square_ += size * size;
+    if (size >= threshold) continue;  // as wide as two points are apart: one falls on it, the next is as far
+    variance_ += size * (threshold - size);
+    gradient[v] = sampler_.Take(size / threshold) ? std::copysign(threshold_, gradient[v]) : 0.0f;
+  }
 }
 
 }  // namespace lossd::kernels

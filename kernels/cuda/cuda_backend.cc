@@ -7,18 +7,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "kernels/cuda/device/cuda_retained.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
+#include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/device/shared_device_memory.h"
 #include "kernels/cuda/heads/cuda_head.h"
-#include "kernels/cuda/heads/head_plan.h"
-#include "kernels/device_memory_sharer.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/gpu_sharing.h"
 #include "kernels/head_planner.h"
-#include "kernels/staging_adopter.h"
 
 namespace lossd::kernels {
 namespace cuda {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/types/span.h"
+
 namespace lossd::data {
 
 // Immutable, so thread-safe. All lists run along what is named first.
@@ -41,6 +43,61 @@ std::vector<double> LogProbabilities(const SoftmaxProfile& profile, double u);
 // Mean probabilities of `vocab` classes, the most popular first; they sum to 1. Beyond the last known rank
 // they fall by the same power of the rank as before it.
 std::vector<double> Popularity(const SoftmaxProfile& profile, int64_t vocab);
+
+// How well rows have the softmax that they were made after.
+
+// Sums over rows that are added one by one. Not thread-safe.
+class ProfileCheck {
+ public:
+  explicit ProfileCheck(const SoftmaxProfile& profile);
+
+  // Logits of a row [V] in nats, and its target.
+  void Add(absl::Span<const float> logits, int32_t target);
+
+  // Of what the rows have, over what the profile has; 1 is perfect. Means over rows, for each threshold.
+  struct Ratio {
+    double threshold = 0.0;
+    double candidates = 0.0;  // classes with at least this probability
+    double tail_mass = 0.0;   // probability of the others
+  };
+  std::vector<Ratio> Ratios() const;
+  double loss() const;  // mean, nats
+
+  // A table of both, one line a threshold.
+  std::string Text() const;
+
+ private:
+  const SoftmaxProfile& profile_;
+  int64_t rows_ = 0;
+  double loss_ = 0.0;
+  std::vector<double> candidates_;  // sums, for each threshold
+  std::vector<double> tail_mass_;
+};
+
+// How the logits of a row come to a wanted softmax although a hidden state has far fewer dimensions than
+// there are classes: a few candidates get the logits that they need, and all other classes share one normal
+// distribution, which random weight rows give by themselves.
+
+// In nats, up to a constant that the softmax does not see.
+struct LogitModel {
+  // Of the normal part of the logit of a class that is not a candidate; its mean is the class's own logit.
+  double deviation = 0.0;
+  // Of the candidates, the largest first.
+  std::vector<double> candidates;
+  // log p of a class with logit z is z + shift.
+  double shift = 0.0;
+};
+
+// The classes' own logits, as far as the fit needs them: values with the number of classes that each stands
+// for.
+struct ClassLogits {
+  std::vector<double> values;
+  std::vector<double> counts;
+};
+
+// Fits a row with the probabilities exp(log_p[rank - 1]) for hidden states of `hidden_size` dimensions. The
+// candidates are as many as a hidden state of that size has room for, fewer than hidden_size / 4.
+LogitModel FitLogits(const std::vector<double>& log_p, const ClassLogits& classes, int64_t hidden_size);
 
 }  // namespace lossd::data
 

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/errors/field_error.h"
 
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "kernels/errors/bytes.h"
-#include "kernels/errors/payload.h"
-#include "kernels/errors/text.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 
 namespace lossd::errors {
 namespace {
@@ -62,6 +67,147 @@ absl::Status Within(absl::string_view prefix, absl::Status status) {
   }
   violation->field = absl::StrCat(prefix, violation->field);
   return WithViolation(std::move(status), *violation);
+}
+
+namespace {
+
+constexpr absl::string_view kCut = "...";
+constexpr absl::string_view kReplacement = "\xef\xbf\xbd";
+constexpr size_t kMaxContinuations = 3;  // of a UTF-8 character
+
+uint8_t Byte(absl::string_view text, size_t at) { return static_cast<uint8_t>(text[at]); }
+
+bool IsContinuation(uint8_t byte) { return (byte & 0xc0) == 0x80; }
+
+// The bytes of the character that starts with `first`; 0 if none does. 0xc0 and 0xc1 would be overlong, 0xf5
+// and above are beyond U+10FFFF.
+size_t LengthOf(uint8_t first) {
+  if (first < 0x80) return 1;
+  if (first >= 0xc2 && first <= 0xdf) return 2;
+  if (first >= 0xe0 && first <= 0xef) return 3;
+  return first >= 0xf0 && first <= 0xf4 ? 4 : 0;
+}
+
+// Whether the second byte rules out overlong forms, surrogates and code points above U+10FFFF.
+bool SecondFits(uint8_t first, uint8_t second) {
+  switch (first) {
+    case 0xe0:
+      return second >= 0xa0;
+    case 0xed:
+      return second < 0xa0;
+    case 0xf0:
+      return second >= 0x90;
+    case 0xf4:
+      return second < 0x90;
+    default:
+      return true;
+  }
+}
+
+// The bytes of the valid character that `text`, which is not empty, begins with; 0 if there is none.
+size_t ValidLength(absl::string_view text) {
+  const size_t length = LengthOf(Byte(text, 0));
+  if (length == 0 || length > text.size()) return 0;
+  for (size_t i = 1; i < length; ++i) {
+    if (!IsContinuation(Byte(text, i))) return 0;
+  }
+  return length == 1 || SecondFits(Byte(text, 0), Byte(text, 1)) ? length : 0;
+}
+
+}  // namespace
+
+std::string Shortened(absl::string_view text, size_t limit) {
+  if (text.size() <= limit) return std::string(text);
+  const size_t longest = limit - kCut.size();
+  size_t length = longest;
+  while (length > 0 && longest - length < kMaxContinuations && IsContinuation(Byte(text, length))) --length;
+  return absl::StrCat(text.substr(0, length), kCut);
+}
+
+std::string ValidUtf8(absl::string_view text) {
+  std::string valid;
+  valid.reserve(text.size());
+  while (!text.empty()) {
+    const size_t length = ValidLength(text);
+    absl::StrAppend(&valid, length == 0 ? kReplacement : text.substr(0, length));
+    text.remove_prefix(length == 0 ? 1 : length);
+  }
+  return valid;
+}
+
+namespace {
+
+template <typename Count>
+std::string Exact(Count bytes) {
+  std::string text = absl::StrCat(bytes, " bytes");
+  const auto value = static_cast<double>(bytes);
+  if (std::fabs(value) >= kManyBytes) absl::StrAppend(&text, " (", HumanBytes(value), ")");
+  return text;
+}
+
+}  // namespace
+
+std::string HumanBytes(double bytes) {
+  constexpr std::array<const char*, 7> kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  size_t unit = 0;
+  while (std::fabs(bytes) >= 1024 && unit + 1 < kUnits.size()) {
+    bytes /= 1024;
+    ++unit;
+  }
+  if (unit == 0) return absl::StrFormat("%.0f B", bytes);
+  const double size = std::fabs(bytes);
+  return absl::StrFormat("%.*f %s", size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2, bytes, kUnits[unit]);
+}
+
+std::string ExactBytes(int64_t bytes) { return Exact(bytes); }
+
+std::string ExactBytes(uint64_t bytes) { return Exact(bytes); }
+
+namespace {
+
+// Takes a text and its length off the front of `bytes`.
+std::optional<std::string> TakeText(absl::string_view* bytes) {
+  uint64_t size = 0;
+  if (bytes->size() < sizeof(size)) return std::nullopt;
+  std::memcpy(&size, bytes->data(), sizeof(size));
+  bytes->remove_prefix(sizeof(size));
+  if (size > bytes->size()) return std::nullopt;
+  std::string text(bytes->substr(0, size));
+  bytes->remove_prefix(size);
+  return text;
+}
+
+}  // namespace
+
+void SetTexts(absl::string_view type, absl::Span<const std::string> texts, absl::Status* status) {
+  std::string bytes;
+  for (const std::string& text : texts) {
+    const uint64_t size = text.size();
+    bytes.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    bytes.append(text);
+  }
+  status->SetPayload(type, absl::Cord(std::move(bytes)));
+}
+
+std::optional<std::vector<std::string>> GetTexts(absl::string_view type, const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(type);
+  if (!payload.has_value()) return std::nullopt;
+  const std::string bytes(*payload);
+  absl::string_view left = bytes;
+  std::vector<std::string> texts;
+  while (!left.empty()) {
+    std::optional<std::string> text = TakeText(&left);
+    if (!text.has_value()) return std::nullopt;
+    texts.push_back(*std::move(text));
+  }
+  return texts;
+}
+
+absl::Status WithMessage(const absl::Status& status, absl::string_view message) {
+  absl::Status result(status.code(), message);
+  status.ForEachPayload(
+      [&result](absl::string_view type, const absl::Cord& payload) { result.SetPayload(type, payload); });
+  return result;
 }
 
 }  // namespace lossd::errors

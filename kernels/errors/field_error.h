@@ -18,12 +18,15 @@
 #define LOSSD_KERNELS_ERRORS_FIELD_ERROR_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace lossd::errors {
 
@@ -55,6 +58,50 @@ std::optional<FieldViolation> GetFieldViolation(const absl::Status& status);
 // Puts `prefix`, e.g. "open.options.", before the field, in the payload and where the message begins with the
 // field. Code and other payloads stay. A status without a violation stays as it is.
 absl::Status Within(absl::string_view prefix, absl::Status status);
+
+// Text for people out of bytes that may be anything: names that clients sent, file names, contents of files.
+//
+// All functions are stateless and thread-safe.
+
+// `text` if it has at most `limit` bytes, else its beginning and "..." in at most `limit` bytes. The cut is
+// never within a UTF-8 character. `limit` is at least 3; bytes that are not UTF-8 stay as they are.
+std::string Shortened(absl::string_view text, size_t limit);
+
+// `text` with the replacement character U+FFFD (three bytes) in place of every byte that is not part of a
+// valid UTF-8 character. Overlong forms, surrogates and code points above U+10FFFF are not valid.
+std::string ValidUtf8(absl::string_view text);
+
+// Numbers of bytes in errors and other text for people: in a unit that can be read, and exactly where
+// somebody may have to calculate with them. Units are binary. FieldError (field_error.h) shows the value of a
+// field "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
+//
+// All functions are stateless and thread-safe.
+
+// Below this, the number itself says as much as one in a larger unit.
+inline constexpr int64_t kManyBytes = 10'000;
+
+// "17 B", "1.50 GiB": three significant digits.
+std::string HumanBytes(double bytes);
+
+// "4096 bytes", "1610612736 bytes (1.50 GiB)": the second from kManyBytes on.
+std::string ExactBytes(int64_t bytes);
+std::string ExactBytes(uint64_t bytes);
+
+// Payloads of an absl::Status that hold a list of texts.
+//
+// Each text is stored as its length and its bytes, so a text may hold any bytes. Payloads never leave the
+// process: lengths are in the byte order of the machine.
+//
+// All functions are stateless and thread-safe.
+
+// Attaches the texts under the type URL `type`, replacing earlier ones. No effect on an OK status.
+void SetTexts(absl::string_view type, absl::Span<const std::string> texts, absl::Status* status);
+
+// What SetTexts attached; nullopt if `status` has no such payload or its bytes are not such a list.
+std::optional<std::vector<std::string>> GetTexts(absl::string_view type, const absl::Status& status);
+
+// `status` with another message and the same code and payloads.
+absl::Status WithMessage(const absl::Status& status, absl::string_view message);
 
 }  // namespace lossd::errors
 

@@ -9,13 +9,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "kernels/device_memory_sharer.h"
+#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
 #include "kernels/head_planner.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {

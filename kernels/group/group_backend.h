@@ -14,9 +14,7 @@
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/exchange_times.h"
-#include "kernels/group/member_thread.h"
-#include "kernels/memory.h"
-#include "kernels/staging_adopter.h"
+#include "kernels/group/members.h"
 
 namespace lossd::kernels {
 

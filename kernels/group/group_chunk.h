@@ -8,15 +8,45 @@
 #define LOSSD_KERNELS_GROUP_GROUP_CHUNK_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/group/division.h"
 
 namespace lossd::kernels {
+
+// Slices that one member computes as one chunk of its own.
+struct ChunkPart {
+  int member = 0;
+  int64_t rows = 0;
+  std::vector<size_t> slices;  // indices, ascending
+
+  friend bool operator==(const ChunkPart&, const ChunkPart&) = default;
+};
+
+struct DivisionLimits {
+  int members = 1;
+  int64_t member_rows = 0;  // the most rows of a part; no slice has more
+  // Chunks of fewer rows than this go to one member: each pass over the weight gradient costs a member the
+  // same, however few rows it is for.
+  int64_t least_rows = 0;
+};
+
+// Slices stay whole and in order. Each goes to the member that has the fewest rows so far, the largest slices
+// first; so members differ by the rows of one slice at most. Of members that have as few, it is the first
+// from `first_member` on; a chunk that is not divided is `first_member`'s. A member's slices become several
+// parts if they have more rows than a chunk of its may. An empty chunk is one part without slices.
+//
+// `homes`: the member that each slice goes to whatever the others have, -1: none; or empty: where hidden
+// states are makes no difference. A chunk that is not divided goes to the home of most of its rows.
+std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int first_member,
+                              absl::Span<const int> homes = {});
 
 class GroupChunk {
  public:
@@ -64,6 +94,39 @@ class GroupChunk {
   absl::Mutex mutex_;
   size_t without_results_ ABSL_GUARDED_BY(mutex_);
   size_t unfinished_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Calls back about the chunks of a head in the order of their submission, whichever member of the group is
+// ready first: the results of a chunk after those of the chunks before it, and its end after theirs.
+//
+// Thread-safe. Callbacks run on whatever thread brought the news, one at a time and without the lock.
+
+class ChunkOrder {
+ public:
+  // Takes its place. A chunk without parts is called back when its turn comes.
+  void Add(std::shared_ptr<GroupChunk> chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  // All parts of a chunk have results, or are done.
+  void OnResults(const GroupChunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnDone(const GroupChunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Waits until the last callback of every chunk has returned.
+  void WaitUntilIdle() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Entry {
+    std::shared_ptr<GroupChunk> chunk;
+    bool has_results = false;
+    bool is_done = false;
+  };
+
+  Entry& EntryOf(const GroupChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes the callbacks that are due; unless another thread is at it, which then makes them.
+  void Advance() ABSL_LOCKS_EXCLUDED(mutex_);
+  bool CallNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  absl::Mutex mutex_;
+  std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  size_t told_ ABSL_GUARDED_BY(mutex_) = 0;  // the first entries, whose on_results has been called
+  bool calling_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace lossd::kernels

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {

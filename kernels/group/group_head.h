@@ -18,8 +18,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/backend.h"
-#include "kernels/group/division.h"
-#include "kernels/group/member_heads.h"
+#include "kernels/group/group_chunk.h"
 #include "kernels/group/members.h"
 
 namespace lossd::kernels {

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/shard_rows.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {

@@ -16,8 +16,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "kernels/backend.h"
-#include "kernels/divided_classes.h"
-#include "kernels/group/member_heads.h"
+#include "kernels/group/members.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
 

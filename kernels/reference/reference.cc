@@ -3,12 +3,161 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 
 #include "kernels/backend.h"
-#include "kernels/reference/row_formulas.h"
+#include "kernels/decision.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::reference {
+namespace {
+
+void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,
+                double& moment1, double& moment2) {
+  value -= options.learning_rate * decay * value;
+  moment1 = options.beta1 * moment1 + (1.0 - options.beta1) * gradient;
+  moment2 = options.beta2 * moment2 + (1.0 - options.beta2) * gradient * gradient;
+  const double mean = moment1 / (1.0 - std::pow(options.beta1, static_cast<double>(update)));
+  const double square = moment2 / (1.0 - std::pow(options.beta2, static_cast<double>(update)));
+  if (moment1 != 0.0) value -= options.learning_rate * mean / (std::sqrt(square) + options.epsilon);
+}
+
+void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,
+              double& buffer) {
+  double step = decay == 0.0 ? gradient : gradient + decay * value;  // a value of -infinity stays
+  if (options.momentum > 0.0) {
+    buffer = update == 1 ? step : options.momentum * buffer + (1.0 - options.dampening) * step;
+    step = options.nesterov ? step + options.momentum * buffer : buffer;
+  }
+  value -= options.learning_rate * step;
+}
+
+}  // namespace
+
+void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
+                 const std::vector<double>& gradient, std::vector<double>& values,
+                 OptimizerMoments& moments) {
+  moments.moment1.resize(values.size(), 0.0);
+  moments.moment2.resize(values.size(), 0.0);
+  const double decay = is_vector && !options.decay_vectors ? 0.0 : options.weight_decay;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double g = options.grad_multiplier * gradient[i];
+    if (options.kind == OptimizerOptions::Kind::kAdamW) {
+      ApplyAdamW(options, update, decay, g, values[i], moments.moment1[i], moments.moment2[i]);
+    } else {
+      ApplySgd(options, update, decay, g, values[i], moments.moment1[i]);
+    }
+  }
+}
+
+namespace {
+
+// The elements of a part.
+std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
+  return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
+          values.begin() + static_cast<std::ptrdiff_t>(part.end)};
+}
+
+double WidthOf(double size) { return std::clamp(size, 0.0, 1.0); }
+
+// A class that is taken or not, where it lies in the row, and the error of that.
+struct OpenClass {
+  size_t v;
+  double begin, end;
+  double error;
+};
+
+std::vector<OpenClass> OpenClasses(const std::vector<double>& sizes, const std::vector<double>& errors) {
+  std::vector<OpenClass> open;
+  double end = 0.0, error = 0.0;
+  for (size_t v = 0; v < sizes.size(); ++v) {
+    const double width = WidthOf(sizes[v]);
+    const double least = WidthOf(sizes[v] - errors[v]), most = WidthOf(sizes[v] + errors[v]);
+    error += std::max(most - width, width - least);
+    if (least < 1.0 && most > 0.0) open.push_back({v, end, end + width, error});
+    end += width;
+  }
+  return open;
+}
+
+// A class on which a point falls, or may.
+struct Candidate {
+  size_t v;
+  size_t point;
+  bool taken;
+  double share;  // of the places where the point may be
+};
+
+void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& candidates) {
+  const double first = std::max(0.0, std::ceil(c.begin - c.error - omega));
+  for (double k = first; omega + k <= c.end + c.error; k += 1.0) {
+    const double x = omega + k;
+    if (x - c.error > c.begin && x + c.error < c.end) continue;
+    const double share = (std::min(c.end, x + c.error) - std::max(c.begin, x - c.error)) / (2.0 * c.error);
+    const bool taken = x > c.begin && x <= c.end;
+    if (taken || share > 0.0) candidates.push_back({c.v, static_cast<size_t>(k), taken, share});
+  }
+}
+
+}  // namespace
+
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, absl::Span<const int32_t> shares,
+                                        uint64_t seed, uint64_t row) {
+  std::vector<SampledPart> all;
+  for (int part = 0; part < parts; ++part) {
+    const Shard shard = ClassShardOf(static_cast<int64_t>(classes), {part, parts}, shares);
+    const auto first = static_cast<uint64_t>(shard.first_class);
+    all.push_back({static_cast<size_t>(shard.first_class), static_cast<size_t>(shard.end_class()),
+                   static_cast<double>(SampleOf(seed, row, first))});
+  }
+  return all;
+}
+
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega) {
+  SystematicSampler<double> sampler(omega);
+  std::vector<uint8_t> taken;
+  for (const double size : sizes) taken.push_back(sampler.Take(size) ? 1 : 0);
+  return taken;
+}
+
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     double omega) {
+  std::vector<double> undecided(sizes.size());
+  std::vector<Candidate> candidates;
+  for (const OpenClass& c : OpenClasses(sizes, errors)) {
+    const double width = c.end - c.begin;
+    if (c.error >= 0.5) undecided[c.v] = std::max(0.25, 2.0 * width * (1.0 - width));
+    if (c.error > 0.0 && c.error < 0.5) AddCandidates(c, omega, candidates);
+  }
+  std::vector<double> others(sizes.size() + 2);  // a point: the shares of the classes that are not taken
+  for (const Candidate& c : candidates) others[c.point] += c.taken ? 0.0 : c.share;
+  for (const Candidate& c : candidates) {
+    undecided[c.v] = std::min(1.0, undecided[c.v] + (c.taken ? 1.0 : c.share / others[c.point]));
+  }
+  return undecided;
+}
+
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts) {
+  std::vector<uint8_t> all;
+  for (const SampledPart& part : parts) {
+    const std::vector<uint8_t> taken = TakenClasses(Of(part, sizes), part.omega);
+    all.insert(all.end(), taken.begin(), taken.end());
+  }
+  return all;
+}
+
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     const std::vector<SampledPart>& parts) {
+  std::vector<double> all;
+  for (const SampledPart& part : parts) {
+    const std::vector<double> undecided = UndecidedClasses(Of(part, sizes), Of(part, errors), part.omega);
+    all.insert(all.end(), undecided.begin(), undecided.end());
+  }
+  return all;
+}
+
 namespace {
 
 // One row after the norm.
@@ -207,6 +356,193 @@ std::vector<double> Probabilities(const Head& head, const LossOptions& options, 
     for (double log_p : soft.log_p) probabilities.push_back(std::exp(log_p));
   }
   return probabilities;
+}
+
+namespace {
+
+// 1 - p_v without cancellation when p_v is close to 1.
+double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
+
+bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
+  return options.gradients == Gradients::kFiltered && v != target &&
+         std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
+}
+
+ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeights& u, double u_sum,
+                                   const Softmax& soft, size_t target, const Upstream& upstream, size_t v) {
+  const double alpha = static_cast<double>(options.label_smoothing);
+  const double lambda = static_cast<double>(options.z_loss);
+  const double share = alpha / static_cast<double>(soft.z.size());
+  const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
+  const double hard = v == target ? -OneMinusP(soft, v) : p;
+  const double terms[] = {
+      upstream.loss * u[target] * (1.0 - alpha) * hard,      upstream.loss * share * u_sum * p,
+      upstream.loss * 2.0 * lambda * soft.lse * p,           upstream.lse * p,
+      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0, -upstream.entropy * p * soft.entropy,
+  };
+  ClassGradient result;
+  for (double term : terms) {
+    result.value += soft.cap_slope[v] * term;
+    result.magnitude += std::fabs(soft.cap_slope[v] * term);
+    result.uncapped += std::fabs(term);
+  }
+  result.uniform = -soft.cap_slope[v] * upstream.loss * share * u[v];
+  return result;
+}
+
+// kappa of docs/math.md.
+double SampleScale(const LossOptions& options, const ClassWeights& u, double u_sum, const Softmax& soft,
+                   size_t target, const Upstream& upstream) {
+  const double alpha = static_cast<double>(options.label_smoothing);
+  const double lambda = static_cast<double>(options.z_loss);
+  const double share = alpha / static_cast<double>(soft.z.size());
+  const double k = upstream.loss * (u[target] * (1.0 - alpha) + share * u_sum + 2.0 * lambda * soft.lse);
+  return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
+}
+
+// Puts what counts in the place of each sampled gradient.
+void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts, size_t target,
+               RowClasses& row, std::vector<double>& undecided) {
+  const std::vector<uint8_t> taken = TakenClasses(row.size, parts);
+  const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
+  for (size_t v = 0; v < row.gradient.size(); ++v) {
+    ClassGradient& d = row.gradient[v];
+    if (v == target || std::fabs(d.value) >= least) continue;
+    d.value = taken[v] != 0 ? std::copysign(least, d.value) : 0.0;
+    d.magnitude = std::fabs(d.value);
+  }
+  undecided = UndecidedClasses(row.size, row.error, parts);
+  for (double& square : undecided) square *= least * least;
+}
+
+}  // namespace
+
+double MaxAbs(const std::vector<double>& values) {
+  double largest = 0.0;
+  for (const double value : values) {
+    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  }
+  return largest;
+}
+
+double At(const std::vector<double>& values, size_t i, double missing) {
+  return values.empty() ? missing : values[i];
+}
+
+Gradient Zeros(size_t n) {
+  const std::vector<double> zeros(n, 0.0);
+  return {zeros, zeros, zeros, zeros};
+}
+
+Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::vector<double>& y) {
+  const size_t v_count = static_cast<size_t>(head.config.vocab_size);
+  Softmax soft;
+  soft.z.resize(v_count);
+  soft.cap_slope.assign(v_count, 1.0);
+  soft.log_p.resize(v_count);
+  for (size_t v = 0; v < v_count; ++v) {
+    double s = head.config.has_bias ? head.bias[v] : 0.0;
+    for (size_t i = 0; i < y.size(); ++i) s += head.weight[v * y.size() + i] * y[i];
+    s *= static_cast<double>(options.logit_scale);
+    soft.z[v] = s;
+    if (options.softcap > 0.0f) {
+      const double cap = static_cast<double>(options.softcap);
+      soft.z[v] = cap * std::tanh(s / cap);
+      soft.cap_slope[v] = 1.0 / (std::cosh(s / cap) * std::cosh(s / cap));
+    }
+  }
+  const double top = *std::max_element(soft.z.begin(), soft.z.end());
+  double sum = 0.0;
+  for (double z : soft.z) sum += std::exp(z - top);
+  soft.lse = top + std::log(sum);
+  for (size_t v = 0; v < v_count; ++v) {
+    soft.log_p[v] = (soft.z[v] - top) - std::log(sum);
+    const double p = std::exp(soft.log_p[v]);
+    if (p > 0.0) soft.entropy -= p * soft.log_p[v];
+  }
+  return soft;
+}
+
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                       size_t target) {
+  const size_t v_count = soft.z.size();
+  const double alpha = static_cast<double>(options.label_smoothing);
+  double smooth = 0.0;
+  for (size_t v = 0; v < v_count && alpha > 0.0; ++v) {
+    smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
+  }
+  const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
+  const double hard = -u[target] * soft.log_p[target];
+  return {.loss = (1.0 - alpha) * hard + alpha * smooth + z_loss, .z_loss = z_loss};
+}
+
+Upstream UpstreamOf(const Rows& rows, size_t n) {
+  return {rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0),
+          At(rows.grad_lse, n, 0.0), At(rows.grad_entropy, n, 0.0)};
+}
+
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target) {
+  double mass = 0.0;
+  for (size_t v = 0; v < soft.log_p.size(); ++v) {
+    if (IsDropped(options, soft, v, target)) mass += std::exp(soft.log_p[v]);
+  }
+  return mass;
+}
+
+RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                             size_t target, const Upstream& upstream, const Rows& rows) {
+  const size_t v_count = soft.z.size();
+  double u_sum = 0.0;
+  for (size_t v = 0; v < v_count; ++v) u_sum += u[v];
+  RowClasses row;
+  row.size.assign(v_count, 0.0);
+  row.error = row.variance = row.size;
+  row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
+  const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
+  const double logit_error = rows.logit_error * (1.0 + MaxAbs(soft.z));
+  for (size_t v = 0; v < v_count; ++v) {
+    ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
+    if (options.softcap > 0.0f || v == target || rows.sample_uniform) {
+      d.value += d.uniform;
+      d.magnitude += std::fabs(d.uniform);
+      d.uncapped += std::fabs(d.uniform);
+      d.uniform = 0.0;
+    }
+    row.gradient.push_back(d);
+    if (v == target || row.sample_scale == 0.0) continue;
+    const double size = std::fabs(d.value);
+    row.size[v] = size / least;
+    row.error[v] = logit_error * (d.magnitude + d.uncapped) / least;
+    if (size < least) row.variance[v] = size * (least - size);
+  }
+  return row;
+}
+
+LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                                   size_t target, const Upstream& upstream, const Rows& rows, size_t n) {
+  const size_t v_count = soft.z.size();
+  const double scale = static_cast<double>(options.logit_scale);
+  RowClasses classes = ComputeRowClasses(options, u, soft, target, upstream, rows);
+  LogitGradient row;
+  row.gradient = Zeros(v_count);
+  if (MaySample(options.gradients)) {
+    const auto number = static_cast<uint64_t>(rows.first_row) + n;
+    const std::vector<SampledPart> parts =
+        SampledPartsOf(v_count, rows.class_parts, rows.class_shares, rows.sample_seed, number);
+    row.sample_scale = classes.sample_scale;
+    for (const ClassGradient& d : classes.gradient) row.squared_gradient += d.value * d.value;
+    for (const double variance : classes.variance) row.sampling_variance += variance;
+    row.gradient.variance = classes.variance;
+    SampleRow(options, parts, target, classes, row.gradient.undecided);
+  }
+  for (size_t v = 0; v < v_count; ++v) {
+    const ClassGradient& d = classes.gradient[v];
+    row.gradient.value[v] = scale * (d.value + d.uniform);
+    row.gradient.magnitude[v] = std::fabs(scale) * (d.magnitude + std::fabs(d.uniform));
+    row.gradient.variance[v] *= scale * scale;
+    row.gradient.undecided[v] *= scale * scale;
+  }
+  return row;
 }
 
 }  // namespace lossd::kernels::reference

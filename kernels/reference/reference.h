@@ -7,13 +7,56 @@
 #ifndef LOSSD_KERNELS_REFERENCE_REFERENCE_H_
 #define LOSSD_KERNELS_REFERENCE_REFERENCE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
 
 namespace lossd::kernels::reference {
+
+// One parameter's optimizer state; `moment1` doubles as SGD's momentum buffer. Empty means zero.
+struct OptimizerMoments {
+  std::vector<double> moment1;
+  std::vector<double> moment2;
+};
+
+// Update number `update` (1-based) of `values` with `gradient`. `is_vector`: bias or norm parameter,
+// which decays only with options.decay_vectors.
+void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
+                 const std::vector<double>& gradient, std::vector<double>& values, OptimizerMoments& moments);
+
+// The classes of one row that systematic sampling takes (docs/math.md, "Sampled gradients"), and those of
+// which rounding decides whether it takes them. Pure functions; thread-safe.
+
+// Classes [begin, end) of a row, which are sampled with a number of their own.
+struct SampledPart {
+  size_t begin = 0;
+  size_t end = 0;
+  double omega = 0.0;
+};
+
+// The parts of a row whose classes lie on `parts` devices, divided by `shares` unless that is empty
+// (ClassShardOf). row: its number in the microbatch.
+std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, absl::Span<const int32_t> shares,
+                                        uint64_t seed, uint64_t row);
+
+// [V]. sizes: a / tau of each class, 0 of the target. 1: taken.
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega);
+
+// [V]. How much a computation whose sizes are off by up to `errors` [V] may differ in whether it takes a
+// class, as the square of the difference: 0 where the decision is certain. Errors add up along the row: a
+// class may be taken in another's place where a point is closer to the border between them than the errors of
+// all classes before it. The squares of the two then are 1. From where the errors reach half the distance of
+// the points on, nothing is known but the probabilities; squares are then what two independent draws differ
+// by, and at least 1/4, so that a sum of them allows for a rare class.
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     double omega);
+
+// The same of a row in parts.
+std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts);
+std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
+                                     const std::vector<SampledPart>& parts);
 
 // The parameters of a head; those that config does not have are ignored and may be empty.
 struct Head {
@@ -29,7 +72,7 @@ struct Head {
 struct Rows {
   std::vector<double> hidden;        // [N, D]
   std::vector<int32_t> targets;      // [N]; kIgnoredTarget: none
-  std::vector<double> row_weights;   // [N], default 1; 0: the row is absent (kernels/absent_row.h)
+  std::vector<double> row_weights;   // [N], default 1; 0: the row is absent (kernels/backend.h)
   std::vector<uint8_t> accumulate;   // [N], default 1; 0: not into the parameter gradients
   double grad_scale = 1.0;           // dL/d(row loss)
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale
@@ -49,7 +92,7 @@ struct Rows {
 // errors of a computation in floating point are proportional to it. Of sampled gradients (else 0) also the
 // variance that sampling would give each element if classes were taken independently, or, through a norm, a
 // bound on that: of elements that one class of each row adds to (weight and bias) it is the variance. And the
-// square of the difference that undecided classes make (sampled_row.h).
+// square of the difference that undecided classes make (reference.h).
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
@@ -107,6 +150,81 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
 
 // p [N, V] of the rows; of ignored rows too.
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);
+
+// The formulas of docs/math.md for one row: its logits, its loss, and the gradient with respect to its dot
+// products. Pure functions; thread-safe.
+
+// The logits of one row and everything that follows from them alone.
+struct Softmax {
+  std::vector<double> z;
+  std::vector<double> cap_slope;  // dz/ds
+  std::vector<double> log_p;
+  double lse = 0.0;
+  double entropy = 0.0;
+};
+// y: the row after the norm.
+Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::vector<double>& y);
+
+// Class weights as the loss sees them.
+struct ClassWeights {
+  const Head& head;
+  bool used;
+  double operator[](size_t v) const { return used ? head.class_weights[v] : 1.0; }
+};
+
+// The loss of one row before its weight, and the part of it that is the z-loss.
+struct RowLoss {
+  double loss = 0.0;
+  double z_loss = 0.0;
+};
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target);
+
+// What a row's loss is multiplied with on its way into the gradients.
+struct Upstream {
+  double loss;  // grad_scale * row weight * grad_loss
+  double lse;
+  double entropy;
+};
+Upstream UpstreamOf(const Rows& rows, size_t n);
+
+// Of those that are finite; 0 if none is.
+double MaxAbs(const std::vector<double>& values);
+// values[i], or `missing` if there are none.
+double At(const std::vector<double>& values, size_t i, double missing);
+Gradient Zeros(size_t n);
+
+// What filtered gradients leave out.
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target);
+
+// A class's part of dL/ds in pieces, without the logit scale.
+struct ClassGradient {
+  double value = 0.0;      // but for `uniform`
+  double magnitude = 0.0;  // of the terms of `value`
+  double uncapped = 0.0;   // likewise, without the factor dz/ds
+  double uniform = 0.0;    // of label smoothing: the same for all rows but for a factor
+};
+
+// The classes of a row, and what decides about those that are sampled.
+struct RowClasses {
+  std::vector<ClassGradient> gradient;
+  double sample_scale = 0.0;     // kappa
+  std::vector<double> size;      // a / tau; 0 of the target
+  std::vector<double> error;     // of `size`
+  std::vector<double> variance;  // that sampling adds
+};
+RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                             size_t target, const Upstream& upstream, const Rows& rows);
+
+// dL/d(dot product) of one row, and what sampling made of it.
+struct LogitGradient {
+  Gradient gradient;  // [V]
+  double sample_scale = 0.0;
+  double sampling_variance = 0.0;  // of dL/d(logit scale * dot product), like the two below
+  double squared_gradient = 0.0;
+};
+// Of row n of `rows`.
+LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
+                                   size_t target, const Upstream& upstream, const Rows& rows, size_t n);
 
 }  // namespace lossd::kernels::reference
 

@@ -14,7 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::formats {
 namespace {

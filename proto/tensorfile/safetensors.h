@@ -15,10 +15,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -27,6 +30,50 @@
 #include "proto/tensorfile/file.h"
 
 namespace lossd::formats {
+
+struct JsonLimits {
+  int64_t bytes = int64_t{1} << 20;  // of the text
+  int depth = 4;                     // of objects and arrays below the outermost one
+  int64_t values = 10'000;           // names, values, objects and arrays
+};
+
+// True for JSON within the limits whose objects name nothing twice. Reads no further than to the first fault.
+bool IsStrictJson(absl::string_view text, const JsonLimits& limits);
+
+// The value of such a text, else nullopt. The depth of the result is bounded, so it may be copied and
+// printed.
+template <typename Json = nlohmann::json>
+std::optional<Json> ParseStrictJson(absl::string_view text, const JsonLimits& limits) {
+  if (!IsStrictJson(text, limits)) return std::nullopt;
+  return Json::parse(text.begin(), text.end());
+}
+
+// JSON of files that are not trusted and may be long: an object is handed out entry by entry while the file
+// is read, so that memory does not grow with the file. Stateless and thread-safe.
+
+// Longer names, strings and numbers are malformed.
+inline constexpr int64_t kMaxJsonTokenBytes = int64_t{1} << 20;
+
+struct JsonEntryRules {
+  int max_depth = 2;          // of objects and arrays below the outermost object
+  int64_t max_values = 1000;  // in one entry: names, values, objects and arrays
+  // The object with this name is handed out as an empty one, and then its entries one by one.
+  std::string spread = {};
+  absl::Status malformed = {};  // what a text gets that is no JSON object within these rules
+};
+
+// One entry of the outermost object; or, with `spread` true, of the object that the rules name.
+struct JsonEntry {
+  bool spread = false;
+  std::string name;
+  nlohmann::json value;  // names nothing twice
+};
+
+// Hands out the entries of the object that bytes [begin, begin + bytes) of the file hold, in their order.
+// Whether two entries have one name is left to the caller. Ends with the first error of `take`, which is
+// returned; with file.h's errors; or with rules.malformed.
+absl::Status ReadJsonEntries(const InputFile& file, int64_t begin, int64_t bytes, const JsonEntryRules& rules,
+                             absl::FunctionRef<absl::Status(JsonEntry entry)> take);
 
 // Longer headers are refused, when reading and when writing.
 inline constexpr int64_t kMaxSafetensorsHeaderBytes = int64_t{32} << 20;
@@ -91,6 +138,37 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::string& path, absl::Span<const SafetensorsSpec> tensors,
     const std::map<std::string, std::string>& metadata = {},
     const OutputFileFactory& create_file = CreateOutputFile, int64_t data_alignment = 64);
+
+// The index of a model whose tensors are spread over several safetensors files (shards), as Hugging Face
+// writes it, usually as model.safetensors.index.json:
+//
+//   {"metadata": {...}, "weight_map": {"<tensor>": "<path of its shard>", ...}}
+//
+// Shards lie in the index's folder or below it: a path that could lead anywhere else is refused. Every index
+// is treated as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and
+// only what was asked for is kept in memory. Thread-safe.
+
+// Longer indexes are refused. Models of a trillion parameters have about 15 MB.
+inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
+
+class SafetensorsIndex {
+ public:
+  // Reads where `tensors` are. INVALID_ARGUMENT if the content is no such index, or names one of them twice;
+  // file.h's errors.
+  static absl::StatusOr<SafetensorsIndex> Read(const InputFile& file, absl::Span<const std::string> tensors);
+
+  // The path, from the index's folder on, of the shard with this tensor, one of those that Read was asked
+  // for; NOT_FOUND if no shard has it. The result lives as long as the index.
+  absl::StatusOr<absl::string_view> ShardOf(absl::string_view tensor) const;
+  int64_t tensors() const { return tensors_; }  // that the index names
+
+ private:
+  explicit SafetensorsIndex(std::string name) : name_(std::move(name)) {}
+
+  std::string name_;
+  int64_t tensors_ = 0;
+  std::map<std::string, std::string, std::less<>> shards_;  // by tensor
+};
 
 }  // namespace lossd::formats
 

@@ -10,7 +10,6 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/errors/text.h"
 
 namespace lossd::wire {
 namespace {

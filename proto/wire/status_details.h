@@ -13,13 +13,17 @@
 #ifndef LOSSD_PROTO_WIRE_STATUS_DETAILS_H_
 #define LOSSD_PROTO_WIRE_STATUS_DETAILS_H_
 
+#include <grpc/support/time.h>
 #include <grpcpp/support/status.h>
+#include <grpcpp/support/time.h>
 
 #include <cstddef>
 #include <optional>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::wire {
@@ -41,6 +45,20 @@ std::optional<v1::ErrorDetail> GetErrorDetail(const absl::Status& status);
 // Code, message and, if there is one, the detail. A code unknown to gRPC becomes UNKNOWN.
 grpc::Status ToGrpcStatus(const absl::Status& status);
 absl::Status FromGrpcStatus(const grpc::Status& status);
+
+// Times of the program's steady clock for gRPC, which takes them as times of its own monotonic clock: a wall
+// clock that is set changes no deadline.
+
+// For set_deadline and Shutdown. `steady` is finite.
+inline gpr_timespec GrpcTime(absl::Time steady) {
+  const int64_t left = absl::ToInt64Microseconds(steady - clocks::SteadyNow());
+  return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_micros(left, GPR_TIMESPAN));
+}
+
+// Whether a deadline of gRPC's, in whatever clock, has passed.
+inline bool HasPassed(gpr_timespec deadline) {
+  return gpr_time_cmp(deadline, gpr_now(deadline.clock_type)) <= 0;
+}
 
 }  // namespace lossd::wire
 

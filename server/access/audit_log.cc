@@ -6,7 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
-#include "kernels/errors/text.h"
+#include "kernels/errors/field_error.h"
 #include "server/log/log.h"
 
 namespace lossd::access {

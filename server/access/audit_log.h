@@ -29,7 +29,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
-#include "server/log/line_budget.h"
+#include "server/log/log.h"
 
 namespace lossd::access {
 

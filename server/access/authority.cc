@@ -7,7 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/errors/text.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::access {
 namespace {

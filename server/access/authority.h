@@ -14,10 +14,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "server/access/certificate_roles.h"
-#include "server/access/reloaded.h"
-#include "server/access/role.h"
-#include "server/access/tokens.h"
+#include "server/access/certificates.h"
+#include "server/access/roles.h"
 
 namespace lossd::access {
 

@@ -9,27 +9,117 @@
 #define LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "lossd/v1/head.pb.h"
-#include "server/admin/checkpoint_deletions.h"
-#include "server/admin/named_locks.h"
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/log/line_budget.h"
+#include "server/log/log.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::admin {
+
+class NamedLocks {
+ public:
+  // Holds the lock of one name until destroyed or told to let go, on the thread that took it.
+  class Guard {
+   public:
+    explicit Guard(std::shared_ptr<absl::Mutex> mutex) ABSL_NO_THREAD_SAFETY_ANALYSIS
+        : mutex_(std::move(mutex)) {
+      mutex_->Lock();
+    }
+    ~Guard() { Unlock(); }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+    // Lets go early; later calls do nothing.
+    void Unlock() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      if (mutex_ != nullptr) mutex_->Unlock();
+      mutex_ = nullptr;
+    }
+
+   private:
+    std::shared_ptr<absl::Mutex> mutex_;  // null: not held any more
+  };
+
+  // Blocks until the lock of `name` is free.
+  Guard Lock(absl::string_view name) { return Guard(Find(name)); }
+
+ private:
+  std::shared_ptr<absl::Mutex> Find(absl::string_view name) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    std::erase_if(mutexes_, [](const auto& entry) { return entry.second.expired(); });
+    std::weak_ptr<absl::Mutex>& known = mutexes_[std::string(name)];
+    std::shared_ptr<absl::Mutex> mutex = known.lock();
+    if (mutex == nullptr) known = mutex = std::make_shared<absl::Mutex>();
+    return mutex;
+  }
+
+  absl::Mutex mutex_;
+  std::map<std::string, std::weak_ptr<absl::Mutex>> mutexes_ ABSL_GUARDED_BY(mutex_);
+};
+
+// DeleteCheckpoint: each deletion happens once, whatever is repeated.
+//
+// Thread-safe. Calls block.
+
+class CheckpointDeletions {
+ public:
+  static constexpr size_t kMostRemembered = 1000;
+  // Of deleted checkpoints whose files were in use; those of older ones go with the next save or start.
+  static constexpr size_t kMostUnremoved = 1000;
+
+  // All outlive this.
+  CheckpointDeletions(const std::string& directory, head::Disk* disk, metrics::Metrics* metrics)
+      : directory_(directory), disk_(disk), metrics_(metrics) {}
+
+  // INVALID_ARGUMENT for a deletion_id that is none; FAILED_PRECONDITION if it has deleted another
+  // checkpoint. Other errors as head::RemoveCheckpoint. What fails is not remembered, since it has changed
+  // nothing.
+  absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const v1::DeleteCheckpointRequest& request)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // After a load or a save: removes what was deleted while its files were in use.
+  void RemoveUnused() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Deletion {
+    std::string checkpoint;
+    int64_t bytes = 0;
+  };
+
+  // The stored result of a deletion; nullopt: there is none.
+  absl::StatusOr<std::optional<int64_t>> Find(const v1::DeleteCheckpointRequest& request) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  void Remember(const v1::DeleteCheckpointRequest& request, int64_t bytes, const std::string& unremoved)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  const std::string& directory_;
+  head::Disk* const disk_;
+  metrics::Metrics* const metrics_;
+  NamedLocks under_way_;  // by deletion_id: a repeat waits for the first call
+
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Deletion> by_id_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::string> ids_ ABSL_GUARDED_BY(mutex_);        // of by_id_, the oldest first
+  std::deque<std::string> unremoved_ ABSL_GUARDED_BY(mutex_);  // paths of folders that have no name any more
+};
 
 struct CheckpointOptions {
   std::string directory;                      // made when it is first needed

@@ -2,26 +2,66 @@
 #include "server/admin/head_operations.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/remote_parts.h"
-#include "server/admin/choice_log.h"
-#include "server/admin/initial_values.h"
+#include "kernels/replica.h"
+#include "server/admin/head_source.h"
+#include "server/head/checkpoint_store.h"
+#include "server/head/file_sites.h"
 #include "server/head/head.h"
-#include "server/head/site_loading.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
-#include "server/messages/enums.h"
 #include "server/messages/texts.h"
 
 namespace lossd::admin {
+namespace {
+
+// Two requests of one content ask for the same.
+std::string ContentOf(const v1::ResetHeadRequest& request) {
+  v1::ResetHeadRequest content = request;
+  content.clear_head();
+  content.clear_reset_id();
+  content.clear_incarnation();
+  content.DiscardUnknownFields();
+  const bool names_values = content.init_case() != v1::ResetHeadRequest::INIT_NOT_SET;
+  if (content.scope() == v1::RESET_SCOPE_ALL && !names_values) content.mutable_kaiming_uniform();
+  return content.SerializeAsString();
+}
+
+}  // namespace
+
+absl::StatusOr<std::optional<v1::ResetHeadResponse>> ResetLog::Find(
+    const v1::ResetHeadRequest& request) const {
+  return done_.Find(request.head(), request.reset_id(), ContentOf(request));
+}
+
+void ResetLog::Add(const v1::ResetHeadRequest& request, const v1::ResetHeadResponse& response) {
+  done_.Add(request.head(), request.reset_id(), ContentOf(request), response);
+}
+
+void LogChoices(absl::string_view event, absl::string_view head, absl::Span<const kernels::Choice> choices) {
+  for (const kernels::Choice& choice : choices) {
+    log::Log(log::LogLevel::kDebug, event,
+             {{"head", head},
+              {"what", choice.what},
+              {"choice", choice.choice},
+              {"reason", choice.reason},
+              {"workspace_bytes", choice.workspace_bytes}});
+  }
+}
+
 namespace {
 
 using log::LogLevel;
@@ -371,6 +411,132 @@ absl::StatusOr<v1::HeadState> HeadOperations::WriteRows(const TensorWrite& write
   const auto state = write.writer->Write(rows, write.tensor.dtype, in);
   if (!state.ok()) return state.status();
   return messages::ToProto(*state);
+}
+
+absl::Status RestoreLatest(HeadOperations& operations) {
+  const std::string& directory = operations.checkpoints().options().directory;
+  if (absl::Status status = operations.checkpoints().PrepareDirectory(); !status.ok()) return status;
+  const absl::StatusOr<std::vector<head::CheckpointInfo>> found = head::ListCheckpoints(directory, "");
+  if (!found.ok()) return found.status();
+  std::set<std::string> restored;
+  for (const head::CheckpointInfo& checkpoint : *found) {  // from the newest to the oldest of a head
+    if (!checkpoint.status.ok()) {
+      log::Log(log::LogLevel::kWarning, "checkpoint passed over",
+               {{"checkpoint", checkpoint.name}, {"reason", checkpoint.status.message()}});
+      continue;
+    }
+    if (!restored.insert(checkpoint.subject.head).second) continue;
+    v1::LoadCheckpointRequest request;
+    request.set_checkpoint(checkpoint.name);
+    const absl::Status status = operations.LoadCheckpoint(request).status();
+    if (!status.ok()) {
+      return errors::WithMessage(
+          status, absl::StrCat("cannot restore ", checkpoint.name,
+                               " (move it away to restore the one before): ", status.message()));
+    }
+  }
+  log::Log(log::LogLevel::kInfo, "heads restored", {{"directory", directory}, {"heads", restored.size()}});
+  return absl::OkStatus();
+}
+
+// HeadOperations::ResetHead.
+
+namespace {
+
+absl::Status CheckReset(const v1::ResetHeadRequest& request, uint64_t incarnation) {
+  if (absl::Status status = messages::CheckCallId("reset_id", request.reset_id()); !status.ok())
+    return status;
+  if (request.scope() != v1::RESET_SCOPE_OPTIMIZER && request.scope() != v1::RESET_SCOPE_ALL) {
+    return errors::FieldError("scope", "be RESET_SCOPE_OPTIMIZER or RESET_SCOPE_ALL",
+                              static_cast<int>(request.scope()));
+  }
+  const bool names_values = request.init_case() != v1::ResetHeadRequest::INIT_NOT_SET;
+  if (names_values && request.scope() != v1::RESET_SCOPE_ALL) {
+    return errors::FieldError("init", "come with RESET_SCOPE_ALL only", "values with RESET_SCOPE_OPTIMIZER");
+  }
+  if (!request.has_incarnation()) return absl::OkStatus();
+  return messages::CheckIncarnation("incarnation", request.incarnation(), incarnation);
+}
+
+}  // namespace
+
+absl::StatusOr<v1::ResetHeadResponse> HeadOperations::ResetHead(const v1::ResetHeadRequest& request) {
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
+  if (absl::Status status = CheckReset(request, engine_->incarnation()); !status.ok()) return status;
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
+  if (!head.ok()) return head.status();
+  absl::StatusOr<std::optional<v1::ResetHeadResponse>> done = resets_.Find(request);
+  if (!done.ok()) return done.status();
+  if (done->has_value()) {
+    (*done)->set_repeated_call(true);
+    return **std::move(done);
+  }
+  if (absl::Status status = ResetInTurn(request, *head); !status.ok()) return status;
+  absl::StatusOr<v1::HeadDescription> description = Description(request.head());
+  if (!description.ok()) return description.status();
+  const bool all = request.scope() == v1::RESET_SCOPE_ALL;
+  LogHead(all ? "head_reset" : "optimizer_reset", *description);
+  v1::ResetHeadResponse response;
+  *response.mutable_head() = *std::move(description);
+  resets_.Add(request, response);
+  return response;
+}
+
+absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
+                                         const engine::HeadSnapshot& head) {
+  if (request.scope() == v1::RESET_SCOPE_OPTIMIZER) {
+    return engine_->Reset(head.name, engine::ResetScope::kOptimizer).status();
+  }
+  if (request.has_tensor_file()) {
+    if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  }
+  const absl::StatusOr<InitialValues> values =
+      InitialValues::Open(options_.checkpoints.directory, request, head.config);
+  if (!values.ok()) return values.status();
+  // What cannot be read is known before anything is written.
+  if (absl::Status status = values->CheckReadable(options_.transfer_bytes); !status.ok()) return status;
+  absl::Status status = engine_->Reset(head.name, engine::ResetScope::kAll).status();
+  if (status.ok()) status = FillHead(head.name, *values, /*used=*/true);
+  return status.ok() ? engine_->EndLoad(head.name) : status;
+}
+
+// HeadOperations::SetShares.
+
+absl::StatusOr<v1::SetSharesResponse> HeadOperations::SetShares(const v1::SetSharesRequest& request) {
+  if (absl::Status status = messages::CheckCallId("change_id", request.change_id()); !status.ok())
+    return status;
+  if (request.has_incarnation()) {
+    absl::Status status =
+        messages::CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation());
+    if (!status.ok()) return status;
+  }
+  const absl::StatusOr<std::vector<int32_t>> shares = messages::ToShares(request.shares(), "shares");
+  if (!shares.ok()) return shares.status();
+  const NamedLocks::Guard guard = locks_.Lock(request.head());
+  absl::StatusOr<v1::HeadDescription> description = Description(request.head());
+  if (!description.ok()) return description.status();
+  const std::string content = absl::StrJoin(*shares, ",");
+  absl::StatusOr<std::optional<v1::SetSharesResponse>> done =
+      divisions_.Find(request.head(), request.change_id(), content);
+  if (!done.ok()) return done.status();
+  if (done->has_value()) {
+    (*done)->set_repeated_call(true);
+    return **std::move(done);
+  }
+  if (absl::Status status = engine_->SetShares(request.head(), *shares); !status.ok()) return status;
+  const std::string before = absl::StrJoin(description->spec().shares(), ",");
+  description = Description(request.head());
+  if (!description.ok()) return description.status();
+  const auto text = [](const std::string& list) { return list.empty() ? std::string("even") : list; };
+  metrics_->events().Add(metrics::EventLevel::kInfo, "shares_set", request.head(),
+                         absl::StrCat("shares of the devices: ", text(content), ", before: ", text(before)));
+  log::Log(log::LogLevel::kInfo, "shares set",
+           {{"head", request.head()}, {"shares", text(content)}, {"before", text(before)}});
+  v1::SetSharesResponse response;
+  *response.mutable_head() = *std::move(description);
+  divisions_.Add(request.head(), request.change_id(), content, response);
+  return response;
 }
 
 }  // namespace lossd::admin

@@ -8,29 +8,110 @@
 #ifndef LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 #define LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
-#include "kernels/dtype.h"
+#include "kernels/backend.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/head_config.h"
 #include "lossd/v1/head.pb.h"
 #include "server/admin/checkpoints.h"
-#include "server/admin/done_calls.h"
-#include "server/admin/initial_values.h"
-#include "server/admin/named_locks.h"
-#include "server/admin/reset_log.h"
+#include "server/admin/head_source.h"
 #include "server/engine/engine.h"
 #include "server/head/checkpoint.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::admin {
+
+// `Response`: what such a call is answered with.
+template <typename Response>
+class DoneCalls {
+ public:
+  static constexpr size_t kRemembered = 64;  // of each head
+
+  // `id_field`: of the request, which has the id. `kind`: of the calls, for people: "reset".
+  DoneCalls(std::string id_field, std::string kind)
+      : id_field_(std::move(id_field)), kind_(std::move(kind)) {}
+
+  // What the call of that id was answered with, if it is known. FAILED_PRECONDITION for the id's field if
+  // that call asked for something else. `content`: of the request, apart from the id and from who is meant.
+  absl::StatusOr<std::optional<Response>> Find(absl::string_view head, absl::string_view id,
+                                               absl::string_view content) const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    const auto found = done_.find(head);
+    if (found == done_.end()) return std::nullopt;
+    for (const Done& done : found->second) {
+      if (done.id != id) continue;
+      if (done.content == content) return done.response;
+      return errors::FieldError(
+          id_field_, absl::StrCat("be another one for another ", kind_, ": this one has been done"), id,
+          absl::StatusCode::kFailedPrecondition);
+    }
+    return std::nullopt;
+  }
+  void Add(absl::string_view head, absl::string_view id, std::string content, const Response& response)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    std::deque<Done>& done = done_[std::string(head)];
+    done.push_back({std::string(id), std::move(content), response});
+    if (done.size() > kRemembered) done.pop_front();
+  }
+  // The head was deleted.
+  void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (const auto found = done_.find(head); found != done_.end()) done_.erase(found);
+  }
+
+ private:
+  struct Done {
+    std::string id;
+    std::string content;
+    Response response;
+  };
+
+  const std::string id_field_, kind_;
+  mutable absl::Mutex mutex_;
+  std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, in order
+};
+
+// The resets of heads that were done last (head_operations.h).
+//
+// Thread-safe.
+
+class ResetLog {
+ public:
+  static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // of each head
+
+  // As DoneCalls::Find, for the field "reset_id".
+  absl::StatusOr<std::optional<v1::ResetHeadResponse>> Find(const v1::ResetHeadRequest& request) const;
+  void Add(const v1::ResetHeadRequest& request, const v1::ResetHeadResponse& response);
+  // The head was deleted.
+  void Forget(absl::string_view head) { done_.Forget(head); }
+
+ private:
+  DoneCalls<v1::ResetHeadResponse> done_{"reset_id", "reset"};
+};
+
+// Logs what the backend chose, a debug event for each choice.
+
+// Thread-safe.
+void LogChoices(absl::string_view event, absl::string_view head, absl::Span<const kernels::Choice> choices);
 
 struct HeadOperationsOptions {
   CheckpointOptions checkpoints;
@@ -121,6 +202,14 @@ class HeadOperations {
   DoneCalls<v1::SetSharesResponse> divisions_{"change_id", "change of shares"};
   Checkpoints checkpoints_;
 };
+
+// For the server's start: every head as its newest checkpoint has it.
+
+// Loads, of each head that has checkpoints below the directory, the one that was saved last. A checkpoint
+// whose manifest cannot be read is passed over with a warning in the log, since it is not known what it is
+// of; one that is damaged otherwise, or does not fit, is an error that names it, and older ones are not tried
+// in its place. Blocks. Heads that were loaded before an error stay.
+absl::Status RestoreLatest(HeadOperations& operations);
 
 }  // namespace lossd::admin
 

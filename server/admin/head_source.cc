@@ -2,7 +2,9 @@
 #include "server/admin/head_source.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -11,12 +13,97 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
-#include "proto/tensorfile/safetensors_index.h"
-#include "server/head/checkpoint_layout.h"
+#include "proto/tensorfile/safetensors.h"
+#include "server/head/head.h"
 #include "server/head/manifest.h"
 #include "server/head/paths.h"
 
 namespace lossd::admin {
+namespace {
+
+constexpr size_t kBlock = 4096;  // elements that are looked at together
+
+// Bits of an element: the sign, and those that are all 1 in NaNs and infinities.
+struct Float32 {
+  using Bits = uint32_t;
+  static constexpr Bits kSign = 0x8000'0000, kExponent = 0x7f80'0000;
+  static float Value(Bits bits) { return std::bit_cast<float>(bits); }
+};
+struct BFloat16 {
+  using Bits = uint16_t;
+  static constexpr Bits kSign = 0x8000, kExponent = 0x7f80;
+  static float Value(Bits bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+};
+struct Float16 {
+  using Bits = uint16_t;
+  static constexpr Bits kSign = 0x8000, kExponent = 0x7c00;
+  static float Value(Bits bits) {
+    const int exponent = (bits & kExponent) >> 10;
+    const int fraction = bits & 0x3ff;
+    float size = std::ldexp(static_cast<float>(exponent == 0 ? fraction : fraction + 0x400),
+                            std::max(exponent, 1) - 25);
+    if (exponent == 31) size = fraction == 0 ? INFINITY : NAN;
+    return (bits & kSign) != 0 ? -size : size;
+  }
+};
+
+template <typename Type>
+bool BreaksRules(const ValueRules& rules, typename Type::Bits bits) {
+  const bool is_negative = (bits & Type::kSign) != 0 && (bits & ~Type::kSign) != 0;
+  if ((bits & Type::kExponent) == Type::kExponent) {
+    const float value = Type::Value(bits);
+    if (std::isnan(value)) return !rules.non_finite;
+    const bool taken = rules.non_finite || (rules.minus_infinity && value < 0);
+    return !taken || (is_negative && !rules.negative);
+  }
+  return is_negative && !rules.negative;
+}
+
+// Whether a block may have something that breaks the rules; a loop that compilers turn into vector code.
+template <typename Type>
+bool LooksBad(const ValueRules& rules, const typename Type::Bits* bits, size_t count) {
+  bool special = false, negative = false;
+  for (size_t i = 0; i < count; ++i) {
+    special |= (bits[i] & Type::kExponent) == Type::kExponent;
+    negative |= (bits[i] & Type::kSign) != 0;
+  }
+  return (special && !rules.non_finite) || (negative && !rules.negative);
+}
+
+template <typename Type>
+std::optional<RefusedValue> Search(const ValueRules& rules, absl::Span<const uint8_t> bytes) {
+  using Bits = typename Type::Bits;
+  const size_t elements = bytes.size() / sizeof(Bits);
+  Bits block[kBlock];
+  for (size_t begin = 0; begin < elements; begin += kBlock) {
+    const size_t count = std::min(kBlock, elements - begin);
+    std::memcpy(block, bytes.data() + begin * sizeof(Bits), count * sizeof(Bits));
+    if (!LooksBad<Type>(rules, block, count)) continue;
+    for (size_t i = 0; i < count; ++i) {
+      if (BreaksRules<Type>(rules, block[i])) {
+        return RefusedValue{static_cast<int64_t>(begin + i), Type::Value(block[i])};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<RefusedValue> FirstRefused(const ValueRules& rules, kernels::DType dtype,
+                                         absl::Span<const uint8_t> bytes) {
+  if (rules.non_finite && rules.negative) return std::nullopt;
+  switch (dtype) {
+    case kernels::DType::kFloat32:
+      return Search<Float32>(rules, bytes);
+    case kernels::DType::kFloat16:
+      return Search<Float16>(rules, bytes);
+    case kernels::DType::kBFloat16:
+      return Search<BFloat16>(rules, bytes);
+  }
+  return std::nullopt;
+}
+
 namespace {
 
 // Where a parameter's tensor name stands in the request.
@@ -288,6 +375,108 @@ absl::Status HeadSource::CheckValues(const Tensor& tensor, int64_t first_row,
                      " of '", tensor.name, "' in ", part.file->name()));
   }
   return absl::InternalError(absl::StrCat("row ", row, " of ", tensor.name, " is in no file"));
+}
+
+template <typename Request>
+absl::StatusOr<InitialValues> InitialValues::OpenAny(const std::string& directory, const Request& request,
+                                                     const kernels::HeadConfig& config) {
+  InitialValues values(config);
+  if (request.has_tensor_file()) {
+    absl::StatusOr<HeadSource> source = HeadSource::Open(directory, request.tensor_file(), config);
+    if (!source.ok()) return source.status();
+    values.source_ = *std::move(source);
+  } else if (!request.has_zeros()) {
+    values.seed_ = request.kaiming_uniform().seed();
+  }
+  return values;
+}
+
+absl::StatusOr<InitialValues> InitialValues::Open(const std::string& directory,
+                                                  const v1::CreateHeadRequest& request,
+                                                  const kernels::HeadConfig& config) {
+  return OpenAny(directory, request, config);
+}
+
+absl::StatusOr<InitialValues> InitialValues::Open(const std::string& directory,
+                                                  const v1::ResetHeadRequest& request,
+                                                  const kernels::HeadConfig& config) {
+  return OpenAny(directory, request, config);
+}
+
+absl::Status InitialValues::CheckReadable(int64_t slice_bytes) const {
+  if (!source_.has_value()) return absl::OkStatus();
+  return FillFromFile(slice_bytes, [](kernels::TensorId, engine::RowRange, kernels::DType,
+                                      absl::Span<const uint8_t>) { return absl::OkStatus(); });
+}
+
+bool InitialValues::Sets(kernels::Param param) const {
+  if (seed_.has_value()) return param == kernels::Param::kWeight || param == kernels::Param::kBias;
+  if (!source_.has_value()) return false;
+  return std::any_of(source_->tensors().begin(), source_->tensors().end(),
+                     [&](const HeadSource::Tensor& tensor) { return tensor.param == param; });
+}
+
+absl::Status InitialValues::Fill(bool used, int64_t slice_bytes, Sink sink) const {
+  for (const kernels::Param param : kernels::kAllParams) {
+    if (!used || Sets(param) || !kernels::HasTensor(config_, {param, kernels::Role::kValue})) continue;
+    const bool ones = param == kernels::Param::kNormGain || param == kernels::Param::kClassWeights;
+    absl::Status filled = FillTensor(
+        param, kernels::DType::kFloat32, slice_bytes,
+        [&](engine::RowRange, absl::Span<uint8_t> out) {
+          // The buffer comes from operator new: aligned for floats.
+          std::fill_n(reinterpret_cast<float*>(out.data()), out.size() / sizeof(float), ones ? 1.0f : 0.0f);
+          return absl::OkStatus();
+        },
+        sink);
+    if (!filled.ok()) return filled;
+  }
+  if (seed_.has_value()) return FillUniform(slice_bytes, sink);
+  return source_.has_value() ? FillFromFile(slice_bytes, sink) : absl::OkStatus();
+}
+
+absl::Status InitialValues::FillUniform(int64_t slice_bytes, Sink sink) const {
+  const float bound = head::KaimingBound(config_.hidden_size);
+  for (const kernels::Param param : {kernels::Param::kWeight, kernels::Param::kBias}) {
+    if (!kernels::HasTensor(config_, {param, kernels::Role::kValue})) continue;
+    const int64_t cols = kernels::ShapeOf(config_, param).cols;
+    absl::Status filled = FillTensor(
+        param, kernels::DType::kFloat32, slice_bytes,
+        [&](engine::RowRange rows, absl::Span<uint8_t> out) {
+          const absl::Span<float> values(reinterpret_cast<float*>(out.data()), out.size() / sizeof(float));
+          head::FillUniform(*seed_, param, rows.begin * cols, bound, values);
+          return absl::OkStatus();
+        },
+        sink);
+    if (!filled.ok()) return filled;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status InitialValues::FillFromFile(int64_t slice_bytes, Sink sink) const {
+  for (const HeadSource::Tensor& tensor : source_->tensors()) {
+    absl::Status filled = FillTensor(
+        tensor.param, tensor.dtype, slice_bytes,
+        [&](engine::RowRange rows, absl::Span<uint8_t> out) { return source_->ReadRows(tensor, rows, out); },
+        sink);
+    if (!filled.ok()) return filled;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status InitialValues::FillTensor(kernels::Param param, kernels::DType dtype, int64_t slice_bytes,
+                                       RowSource source, Sink sink) const {
+  const kernels::TensorShape shape = kernels::ShapeOf(config_, param);
+  const int64_t row_bytes = shape.cols * static_cast<int64_t>(kernels::SizeOf(dtype));
+  const int64_t rows_at_once = std::max<int64_t>(1, slice_bytes / row_bytes);
+  std::vector<uint8_t> buffer(static_cast<size_t>(std::min(rows_at_once, shape.rows) * row_bytes));
+  for (int64_t begin = 0; begin < shape.rows; begin += rows_at_once) {
+    const engine::RowRange rows{begin, std::min(begin + rows_at_once, shape.rows)};
+    const auto bytes = absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * row_bytes));
+    if (absl::Status status = source(rows, bytes); !status.ok()) return status;
+    if (absl::Status status = sink({param, kernels::Role::kValue}, rows, dtype, bytes); !status.ok())
+      return status;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lossd::admin

@@ -2,13 +2,20 @@
 #include "server/app/addresses.h"
 
 #include <arpa/inet.h>
+#include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
 
@@ -75,6 +82,59 @@ bool IsLoopback(const Address& address) {
   in_addr ipv4;
   if (inet_pton(AF_INET, address.host.c_str(), &ipv4) != 1) return false;
   return (ntohl(ipv4.s_addr) >> 24) == 127;
+}
+
+namespace {
+
+// Listens on one address, and adds the sockets to `sockets`.
+absl::Status Open(Address* address, uint32_t unix_mode, std::vector<connections::ListeningSocket>* sockets) {
+  if (address->port == Address::kUnixSocket) {
+    absl::StatusOr<connections::ListeningSocket> socket =
+        connections::ListeningSocket::OpenUnix(address->socket_path(), unix_mode, SOCK_STREAM);
+    if (!socket.ok()) return absl::UnavailableError(absl::StrCat("listen: ", socket.status().message()));
+    sockets->push_back(*std::move(socket));
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::vector<connections::ListeningSocket>> opened =
+      connections::ListeningSocket::OpenTcp(address->host, address->port);
+  if (!opened.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("listen: ", opened.status().message(), " (is the port taken?)"));
+  }
+  address->port = opened->front().port();
+  for (connections::ListeningSocket& socket : *opened) sockets->push_back(std::move(socket));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
+                                                                      uint32_t unix_mode) {
+  std::vector<connections::ListeningSocket> sockets;
+  for (Address& address : *addresses) {
+    if (absl::Status status = Open(&address, unix_mode, &sockets); !status.ok()) return status;
+  }
+  return sockets;
+}
+
+std::string TextOf(const std::vector<Address>& addresses) {
+  return absl::StrJoin(
+      addresses, ",", [](std::string* out, const Address& address) { absl::StrAppend(out, address.text()); });
+}
+
+absl::Status WritePortFile(const std::string& path, const std::string& grpc, const std::string& http) {
+  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
+  const nlohmann::json addresses = {{"grpc", grpc}, {"http", http}};
+  const std::string text = addresses.dump() + "\n";
+  FILE* const file = std::fopen(temporary.c_str(), "w");
+  if (file == nullptr)
+    return absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot create ", temporary));
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const bool closed = std::fclose(file) == 0;
+  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  absl::Status status = absl::ErrnoToStatus(errno, absl::StrCat("port_file: cannot write ", path));
+  std::remove(temporary.c_str());
+  return status;
 }
 
 }  // namespace lossd::app

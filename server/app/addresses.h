@@ -5,11 +5,14 @@
 #ifndef LOSSD_SERVER_APP_ADDRESSES_H_
 #define LOSSD_SERVER_APP_ADDRESSES_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "server/connections/listening_socket.h"
 
 namespace lossd::app {
 
@@ -31,6 +34,26 @@ absl::StatusOr<std::vector<Address>> ParseAddresses(absl::string_view option, ab
 
 // True for localhost, 127.0.0.0/8, [::1] and Unix sockets.
 bool IsLoopback(const Address& address);
+
+// The sockets of a server's gRPC addresses.
+//
+// Stateless; thread-safe.
+
+// Listens on all addresses, which get the ports that were chosen. `unix_mode`: of the files of Unix sockets.
+// UNAVAILABLE naming the option `listen`.
+absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
+                                                                      uint32_t unix_mode);
+
+// The addresses with commas between them.
+std::string TextOf(const std::vector<Address>& addresses);
+
+// The file that says which addresses a server has chosen, for programs that start it on any free port.
+//
+// All functions are stateless and thread-safe.
+
+// Writes {"grpc": ..., "http": ...} to `path`; a reader sees the whole file or none. An error names the path,
+// and then no file is left.
+absl::Status WritePortFile(const std::string& path, const std::string& grpc, const std::string& http);
 
 }  // namespace lossd::app
 

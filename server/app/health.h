@@ -7,11 +7,20 @@
 #define LOSSD_SERVER_APP_HEALTH_H_
 
 #include <array>
+#include <atomic>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "server/admin/head_operations.h"
+#include "server/engine/engine_options.h"
+#include "server/metrics/gpu_monitor.h"
 #include "server/metrics/http_router.h"
 
 namespace lossd::app {
@@ -45,6 +54,43 @@ metrics::HttpResponse Readiness(const Health& health);
 // In a few words for people what keeps the server from work: "device lost", "no progress on the device for
 // 11m", "draining"; "" if it is live and ready.
 std::string Trouble(const Health& health, absl::Duration timeout);
+
+// Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
+// UNAVAILABLE from then on.
+//
+// Thread-safe.
+
+class DeviceWatch final : public engine::EngineObserver {
+ public:
+  // `on_lost` is called once, on a thread of the engine's, and must not call into it.
+  explicit DeviceWatch(absl::AnyInvocable<void(const absl::Status&)> on_lost)
+      : on_lost_(std::move(on_lost)) {}
+
+  bool lost() const { return lost_; }
+
+  void OnChoices(const engine::ChoicesReport& report) override {
+    admin::LogChoices("chunk computed otherwise than the last", report.head, report.choices);
+  }
+  // These are for the metrics.
+  void OnChunk(const engine::ChunkReport&) override {}
+  void OnChunkLeft(const engine::ChunkReport&) override {}
+  void OnContribution(const engine::ContributionReport&) override {}
+  void OnStep(const engine::StepReport&) override {}
+  void OnDeviceError(const absl::Status& status) override {
+    if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);
+  }
+
+ private:
+  absl::AnyInvocable<void(const absl::Status&)> on_lost_;
+  std::atomic<bool> lost_{false};
+};
+
+// Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss.
+
+// A monitor for each GPU, in order; null, and a line in the log, for one that cannot be watched. The
+// observers are told of the loss of a GPU as of a failed operation, and outlive the result.
+std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
+    const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);
 
 }  // namespace lossd::app
 

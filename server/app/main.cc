@@ -26,21 +26,16 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
-#include "server/app/byte_size.h"
-#include "server/app/exit_watch.h"
-#include "server/app/heap.h"
-#include "server/app/listen_flags.h"
-#include "server/app/port_file.h"
+#include "server/app/addresses.h"
+#include "server/app/flags.h"
 #include "server/app/process.h"
-#include "server/app/rank_flags.h"
 #include "server/app/server.h"
 #include "server/app/service_manager.h"
-#include "server/app/start_watch.h"
 #include "server/app/stop_events.h"
 #include "server/app/worker_app.h"
 #include "server/log/log.h"
-#include "server/rpc/grpc_log.h"
-#include "server/rpc/periodic.h"
+#include "server/rpc/pulse.h"
+#include "server/rpc/transport.h"
 
 using lossd::app::ByteSize;
 using lossd::app::kGrace;
@@ -222,8 +217,8 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/listen_flags.cc") ||
-           absl::EndsWith(file, "server/app/rank_flags.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/flags.cc") ||
+           absl::EndsWith(file, "server/app/flags.cc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);

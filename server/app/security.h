@@ -13,12 +13,12 @@
 #include "absl/status/statusor.h"
 #include "server/access/audit_log.h"
 #include "server/access/authority.h"
-#include "server/access/tls_material.h"
+#include "server/access/certificates.h"
 #include "server/app/addresses.h"
-#include "server/app/security_options.h"
+#include "server/app/server_options.h"
 #include "server/metrics/http_server.h"
 #include "server/rpc/access_control.h"
-#include "server/rpc/tls_credentials.h"
+#include "server/rpc/transport.h"
 
 namespace lossd::app {
 

@@ -14,31 +14,20 @@
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "proto/wire/deadlines.h"
+#include "proto/wire/status_details.h"
 #include "server/app/addresses.h"
-#include "server/app/check_options.h"
-#include "server/app/compute.h"
-#include "server/app/device_watch.h"
-#include "server/app/every.h"
-#include "server/app/gpu_watch.h"
 #include "server/app/health.h"
-#include "server/app/late_text.h"
-#include "server/app/listen.h"
-#include "server/app/memory_plan.h"
-#include "server/app/part_options.h"
-#include "server/app/reflection.h"
+#include "server/app/process.h"
 #include "server/app/security.h"
-#include "server/app/shared_memory.h"
-#include "server/connections/grpc_taker.h"
+#include "server/app/server_parts.h"
+#include "server/connections/connection_acceptor.h"
 #include "server/connections/listening_socket.h"
 #include "server/log/log.h"
 #include "server/metrics/http_pages.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
-#include "server/rpc/head_service.h"
-#include "server/rpc/loss_service.h"
 #include "server/rpc/pulse.h"
-#include "server/rpc/server_service.h"
+#include "server/rpc/services.h"
 
 namespace lossd::app {
 namespace {
@@ -281,10 +270,9 @@ absl::Status ServerImpl::StartHttp() {
       [this] { return Trouble(health(), options_.liveness_timeout); });
   Address address = http_bind_;
   if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
-  absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http =
-      metrics::HttpServer::Start(
-          address.text(), Handlers(), security_->http(),
-          [this](absl::string_view limit, absl::string_view peer) { OnRefused(limit, peer); });
+  absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http = metrics::HttpServer::Start(
+      address.text(), Handlers(), security_->http(),
+      [this](absl::string_view limit, absl::string_view peer) { OnRefused(limit, peer); });
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
   http_url_.Set(absl::StrCat(options_.security.http_tls ? "https://" : "http://", http_->address()));

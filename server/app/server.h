@@ -9,14 +9,17 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/app/rank_options.h"
-#include "server/app/security_options.h"
+#include "kernels/clocks/clock.h"
+#include "server/app/server_options.h"
 #include "server/engine/engine.h"
-#include "server/rpc/call_timeouts.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/transport.h"
 
 namespace grpc {
@@ -121,6 +124,45 @@ class Server {
   // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
   // and stops. True if none had to be cancelled. Later calls do nothing.
   virtual bool Drain(absl::Time deadline) = 0;
+};
+
+// Something that is to be done at most once in a while.
+
+// Ready at most once per `pause`. Thread-compatible.
+class Every {
+ public:
+  explicit Every(absl::Duration pause) : pause_(pause) {}
+  bool Ready() {
+    const absl::Time now = clocks::SteadyNow();
+    if (now < next_) return false;
+    next_ = now + pause_;
+    return true;
+  }
+
+ private:
+  const absl::Duration pause_;
+  absl::Time next_ = absl::InfinitePast();
+};
+
+// A text that becomes known while others ask for it.
+//
+// Thread-safe.
+
+class LateText {
+ public:
+  void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    text_ = std::move(text);
+  }
+  // Empty until it is known.
+  std::string Get() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::ReaderMutexLock lock(&mutex_);
+    return text_;
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  std::string text_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace lossd::app

@@ -27,7 +27,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/rpc/periodic.h"
+#include "server/rpc/pulse.h"
 
 namespace lossd::app {
 

@@ -15,7 +15,9 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::app {
 
@@ -58,6 +60,26 @@ class StopEvents {
   mutable absl::Mutex mutex_;
   std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
   std::thread reader_;
+};
+
+// Ends the process when it was asked to stop and its start does not end: while it waits for a device, for
+// other ranks or for a large checkpoint, nobody takes the signal.
+
+// Watches until it goes. Thread-compatible.
+class StartWatch {
+ public:
+  // `events` outlives the object.
+  explicit StartWatch(const StopEvents* events);
+  ~StartWatch();
+  StartWatch(const StartWatch&) = delete;
+  StartWatch& operator=(const StartWatch&) = delete;
+
+ private:
+  void Watch();
+
+  const StopEvents* const events_;
+  clocks::Event started_;
+  std::thread thread_;
 };
 
 }  // namespace lossd::app

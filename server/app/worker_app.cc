@@ -10,11 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/clocks/waits.h"
-#include "server/app/check_options.h"
-#include "server/app/compute.h"
 #include "server/app/health.h"
 #include "server/app/security.h"
+#include "server/app/server_parts.h"
 #include "server/log/log.h"
 #include "server/metrics/http_server.h"
 

@@ -56,4 +56,17 @@ void ConnectionAcceptor::Accept(int listener) {
   take_(listener, connection->socket.Release());
 }
 
+ConnectionAcceptor::Take GrpcTaker(grpc::ServerBuilder* builder,
+                                   const std::shared_ptr<grpc::ServerCredentials>& credentials) {
+  const std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> taker =
+      builder->experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
+  return [taker](int listener, int connection) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters accepted;
+    accepted.listener_fd = listener;
+    accepted.fd = connection;
+    taker->HandleNewConnection(&accepted);
+  };
+}
+
 }  // namespace lossd::connections

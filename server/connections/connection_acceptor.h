@@ -2,13 +2,15 @@
 // Accepts the connections of something that reads them by itself (gRPC, the HTTP server), on a thread.
 //
 // Where a reader does not know descriptors and the kernel cannot keep them out, connections of other users
-// over Unix sockets go through a relay (relay.h). Those of the server's own user and of root never do: they
+// over Unix sockets go through a relay (closer.h). Those of the server's own user and of root never do: they
 // could do worse.
 //
 // Thread-safe, but for Start and Stop.
 #ifndef LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
 #define LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
 
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
 #include <sys/eventfd.h>
 
 #include <functional>
@@ -18,9 +20,9 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "kernels/heartbeat.h"
+#include "kernels/exchange_times.h"
+#include "server/connections/closer.h"
 #include "server/connections/entrance.h"
-#include "server/connections/relay.h"
 
 namespace lossd::connections {
 
@@ -57,6 +59,14 @@ class ConnectionAcceptor {
   kernels::Heartbeat beat_;
   std::thread thread_;
 };
+
+// Hands connections that were accepted to gRPC, which else accepts as many as come.
+//
+// Stateless; thread-safe.
+
+// Of the server that is being built: gets connections once it is there. The credentials outlive the server.
+ConnectionAcceptor::Take GrpcTaker(grpc::ServerBuilder* builder,
+                                   const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
 }  // namespace lossd::connections
 

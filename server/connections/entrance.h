@@ -8,14 +8,16 @@
 //
 // A connection that is not admitted is closed, over a Unix socket elsewhere (closer.h). Those that are
 // admitted are the caller's, who closes them without a word to this class: it asks the kernel whether a
-// descriptor is still the connection it was. Where the oldest one makes room for a new one, the caller says so
-// before it closes any (Closing): this class may then shut down what it counts.
+// descriptor is still the connection it was. Where the oldest one makes room for a new one, the caller says
+// so before it closes any (Closing): this class may then shut down what it counts.
 //
 // Thread-safe, but Accept belongs to one thread.
 #ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
 #define LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
 
 #include <poll.h>
+#include <sys/socket.h>
+#include <sys/types.h>
 
 #include <cstdint>
 #include <functional>
@@ -30,9 +32,28 @@
 #include "absl/time/time.h"
 #include "proto/wire/region_packets.h"
 #include "server/connections/listening_socket.h"
-#include "server/connections/peer.h"
 
 namespace lossd::connections {
+
+struct Peer {
+  // Whose connections are counted together: "10.0.0.5", "127.0.0.1 uid 1000" on the loopback, or "uid 1000"
+  // of a Unix socket.
+  std::string name;
+  // Of a program of this host, where the kernel says so: always over a Unix socket, and over the loopback
+  // unless the program has closed its end already or the kernel has no sock_diag.
+  std::optional<uid_t> user;
+  pid_t process = 0;  // over a Unix socket
+  bool is_loopback = false;
+};
+
+// Of a connection that `from` has made.
+Peer PeerOf(int connection, const sockaddr_storage& from);
+
+// Whether the peer is this process's user or root, which may do to the process what they like.
+bool IsOwnUser(const Peer& peer);
+
+// Whether the kernel says who is at the other end of connections over the loopback.
+bool KnowsLoopbackUsers();
 
 struct EntranceOptions {
   // Of the programs at the loopback addresses of this host only those of this process's user and of root,
@@ -40,11 +61,11 @@ struct EntranceOptions {
   // others come in anyway.)
   bool own_user_on_loopback = false;
   int64_t in_all = 512;
-  int64_t per_peer = 128;                                // Peer::name
-  // For readers that are done with a connection in a moment (HTTP). Beyond a limit a new connection is admitted
-  // and the oldest one is shut down, of the same peer or of all; so are those older than `age`. Clients that
-  // open connections and send nothing then keep nobody out. What is shut down and not closed yet is bounded,
-  // too: meanwhile new connections wait in the backlog.
+  int64_t per_peer = 128;  // Peer::name
+  // For readers that are done with a connection in a moment (HTTP). Beyond a limit a new connection is
+  // admitted and the oldest one is shut down, of the same peer or of all; so are those older than `age`.
+  // Clients that open connections and send nothing then keep nobody out. What is shut down and not closed yet
+  // is bounded, too: meanwhile new connections wait in the backlog.
   bool oldest_makes_room = false;
   absl::Duration age = absl::InfiniteDuration();
   absl::Duration dead_peer_timeout = absl::Seconds(20);  // data sent and not acknowledged for so long ends it

@@ -4,14 +4,32 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/synchronization/notification.h"
-#include "kernels/clocks/waits.h"
+#include "kernels/clocks/clock.h"
 #include "server/engine/engine_options.h"
-#include "server/engine/mutex_unlock.h"
 
 namespace lossd::engine {
+namespace {
+
+class ThreadsAndClock final : public Runtime {
+ public:
+  absl::AnyInvocable<void()> Start(Loop* loop) override {
+    return [thread = std::thread([loop] { loop->Run(); })]() mutable { thread.join(); };
+  }
+  void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
+  absl::Time Now() override { return clocks::SteadyNow(); }
+  absl::Time WallNow() override { return clocks::WallNow(); }
+};
+
+}  // namespace
+
+Runtime* SystemRuntime() {
+  static ThreadsAndClock runtime;
+  return &runtime;
+}
 
 DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks, Runtime* runtime)
     : mutex_(mutex), runtime_(runtime), load_{.max_chunks = max_chunks}, counted_(runtime->Now()) {}
@@ -163,6 +181,70 @@ DeviceLoop::Work DeviceLoop::NextWork() {
     }
   }
   return nullptr;
+}
+
+namespace {
+
+void CallAll(std::deque<Notifier::Event> events) {
+  for (Notifier::Event& event : events) {
+    event();
+    event = nullptr;
+  }
+}
+
+}  // namespace
+
+Notifier::Notifier(Runtime* runtime) : join_(runtime->Start(this)) {}
+
+Notifier::~Notifier() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+    news_ = true;
+    posted_.Signal();
+  }
+  join_();
+}
+
+void Notifier::Post(Event event) {
+  absl::MutexLock lock(&mutex_);
+  events_.push_back(std::move(event));
+  news_ = true;
+  posted_.Signal();
+}
+
+std::deque<Notifier::Event> Notifier::TakeQueued() {
+  news_ = false;
+  return std::exchange(events_, {});
+}
+
+void Notifier::Run() {
+  while (true) {
+    std::deque<Event> batch;
+    {
+      absl::MutexLock lock(&mutex_);
+      while (events_.empty() && !stopping_) posted_.Wait(&mutex_);
+      if (events_.empty()) return;
+      batch = TakeQueued();
+    }
+    CallAll(std::move(batch));
+  }
+}
+
+Runtime::Loop::Progress Notifier::RunSome() {
+  std::deque<Event> batch;
+  {
+    absl::MutexLock lock(&mutex_);
+    batch = TakeQueued();
+    if (batch.empty()) return stopping_ ? Progress::kEnded : Progress::kIdle;
+  }
+  CallAll(std::move(batch));
+  return Progress::kWorked;
+}
+
+bool Notifier::HasNews() {
+  absl::MutexLock lock(&mutex_);
+  return news_;
 }
 
 }  // namespace lossd::engine

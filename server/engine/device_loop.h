@@ -9,23 +9,55 @@
 #ifndef LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 #define LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 
+#include "absl/base/attributes.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
-#include "kernels/heartbeat.h"
-#include "server/engine/runtime.h"
+#include "kernels/exchange_times.h"
 
 namespace lossd::engine {
+
+class Runtime {
+ public:
+  // Work of the engine's own that goes on beside its callers. Whoever runs a loop calls either Run, or, one
+  // call at a time, RunSome until it returns kEnded.
+  class Loop {
+   public:
+    enum class Progress : uint8_t { kWorked, kIdle, kEnded };
+
+    virtual ~Loop() = default;
+    // Returns when the loop has been stopped and nothing is left to do.
+    virtual void Run() = 0;
+    // Does what is to be done next. kIdle: there is nothing, and there will be nothing before HasNews.
+    virtual Progress RunSome() = 0;
+    // True if there may be something to do that was not there when RunSome returned kIdle.
+    virtual bool HasNews() = 0;
+  };
+
+  virtual ~Runtime() = default;
+  // Lets a loop, which outlives its run, run from now on. Returns what waits for its end, to be called once.
+  virtual absl::AnyInvocable<void()> Start(Loop* loop) = 0;
+  // Blocks until `done` has been notified.
+  virtual void Wait(const absl::Notification& done) = 0;
+  // Of the steady clock, and of the wall clock: kernels/clocks/clock.h.
+  virtual absl::Time Now() = 0;
+  virtual absl::Time WallNow() = 0;
+};
+
+// A thread for each loop, and the system's clock. Lives as long as the process.
+Runtime* SystemRuntime();
 
 // What is under way on the device, over all heads.
 struct DeviceLoad {
@@ -105,6 +137,67 @@ class DeviceLoop final : public Runtime::Loop {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Work last_ ABSL_GUARDED_BY(mutex_);
   absl::AnyInvocable<void()> join_;
+};
+
+// Calls stream observers, one event at a time, on a thread of its own: neither the device thread nor a
+// caller of the engine ever waits for an observer, and no lock is held while one runs.
+//
+// Thread-safe. The queue is bounded by what causes events: slices in staging buffers and open streams.
+
+class Notifier final : public Runtime::Loop {
+ public:
+  using Event = absl::AnyInvocable<void()>;
+
+  // `runtime` outlives the notifier.
+  explicit Notifier(Runtime* runtime);
+  // Runs what is queued, then joins.
+  ~Notifier() override;
+
+  // Events run in the order of Post and are destroyed on the notifier's thread.
+  void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  void Run() override ABSL_LOCKS_EXCLUDED(mutex_);
+  Progress RunSome() override ABSL_LOCKS_EXCLUDED(mutex_);
+  bool HasNews() override ABSL_LOCKS_EXCLUDED(mutex_);
+  // What is queued, removed.
+  std::deque<Event> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  absl::Mutex mutex_;
+  absl::CondVar posted_;
+  std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
+  bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since the queue was last looked at
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::AnyInvocable<void()> join_;
+};
+
+}  // namespace lossd::engine
+
+// The opposite of absl::MutexLock: releases a mutex that the scope holds and takes it again at the scope's
+// end.
+
+// Abseil's annotation for unlocking leaves open in which mode the mutex was held; a scope has to know, to
+// take it again.
+#if ABSL_HAVE_ATTRIBUTE(release_capability)
+#define LOSSD_RELEASES_EXCLUSIVE_LOCK(mutex) __attribute__((release_capability(mutex)))
+#else
+#define LOSSD_RELEASES_EXCLUSIVE_LOCK(mutex)
+#endif
+
+namespace lossd::engine {
+
+class ABSL_SCOPED_LOCKABLE MutexUnlock {
+ public:
+  // `mutex` is held by this thread and outlives the scope.
+  explicit MutexUnlock(absl::Mutex* mutex) LOSSD_RELEASES_EXCLUSIVE_LOCK(mutex) : mutex_(mutex) {
+    mutex_->Unlock();
+  }
+  ~MutexUnlock() ABSL_UNLOCK_FUNCTION() { mutex_->Lock(); }
+  MutexUnlock(const MutexUnlock&) = delete;
+  MutexUnlock& operator=(const MutexUnlock&) = delete;
+
+ private:
+  absl::Mutex* const mutex_;
 };
 
 }  // namespace lossd::engine

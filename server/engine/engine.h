@@ -10,14 +10,14 @@
 //
 // Order. Work on one head takes effect in the order of submission: an operation on a head sees all
 // slices submitted before it, and heads take turns. On a deterministic engine rows are accumulated in an
-// order of their own (sequencer.h), and an operation sees all groups that were complete before it.
+// order of their own (deterministic_schedule.h), and an operation sees all groups that were complete before it.
 //
 // Memory. A slice is taken when there is memory for it, so the queue is bounded by the staging pool;
 // operations on a head are bounded by max_queued_operations, slices that wait for memory or their turn by one
 // a stream.
 //
-// Types by concern: engine_options.h, stream.h (rows), step_request.h, contribution.h, snapshots.h,
-// engine_observer.h.
+// Types by concern: engine_options.h, stream.h (rows), stream.h, ledger.h, stream.h,
+// engine_options.h.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_H_
 
@@ -27,26 +27,26 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "server/engine/contribution.h"
-#include "server/engine/engine_observer.h"
+#include "server/engine/device_loop.h"
+#include "server/engine/engine_context.h"
 #include "server/engine/engine_options.h"
-#include "server/engine/runtime.h"
-#include "server/engine/snapshots.h"
-#include "server/engine/step_request.h"
+#include "server/engine/head_session.h"
+#include "server/engine/ledger.h"
+#include "server/engine/operations.h"
 #include "server/engine/stream.h"
-#include "server/engine/tensor_access.h"
-#include "server/head/applied_step.h"
+#include "server/head/checkpoint.h"
 #include "server/head/head.h"
-#include "server/head/history.h"
-#include "server/head/progress.h"
+#include "server/head/manifest.h"
 
 namespace lossd::engine {
 
@@ -111,7 +111,7 @@ class Engine {
   // that accumulate, or contributions, are open on the head.
   virtual absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) = 0;
   // Divides the classes of a head that is split by vocabulary among the devices by other shares
-  // (kernels/divided_classes.h); step, values and optimizer state stay. FAILED_PRECONDITION while streams or
+  // (kernels/validation.h); step, values and optimizer state stay. FAILED_PRECONDITION while streams or
   // contributions are open on the head, while it retains microbatches, and when the open step has rows; also
   // where the head is not split so. UNAVAILABLE while a tensor is being written. After an error nothing
   // changed.
@@ -159,6 +159,69 @@ class Engine {
                                                 const Asker& asker = {}) = 0;
   // Releases microbatches not used since `limit`; returns how many.
   virtual int64_t ExpireRetained(absl::Time limit) = 0;
+};
+
+// The implementation of Engine: finds the head of a request and hands the request to its session, on the
+// caller's thread or as an operation on the device thread. See engine.h for the contract, and head_session.h
+// for where the work is done.
+
+class EngineImpl final : public Engine {
+ public:
+  explicit EngineImpl(std::unique_ptr<EngineContext> context);
+  ~EngineImpl() override;
+
+  uint64_t incarnation() const override { return context_->incarnation; }
+  EngineStats stats() const override;
+  absl::Duration DeviceSilence() const override { return context_->loop.Silence(); }
+
+  absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config) override;
+  absl::StatusOr<HeadSnapshot> PlanHead(absl::string_view name,
+                                        const kernels::HeadConfig& config) const override;
+  absl::Status PublishHead(absl::string_view name) override;
+  absl::Status DeleteHead(absl::string_view name) override;
+  absl::StatusOr<HeadSnapshot> Describe(absl::string_view name) const override;
+  std::vector<HeadSnapshot> List() const override;
+  absl::Status OnDevice(absl::string_view name,
+                        absl::FunctionRef<absl::Status(head::Head&)> operation) override;
+
+  absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name) override;
+  absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name) override;
+
+  absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step,
+                                          absl::string_view run) override;
+  absl::StatusOr<StepResult> ApplyStep(absl::string_view name, const StepRequest& request) override;
+  absl::StatusOr<HeadState> ZeroGradients(absl::string_view name, uint64_t step,
+                                          absl::string_view run) override;
+  absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope) override;
+  absl::Status SetShares(absl::string_view name, const std::vector<int32_t>& shares) override;
+  absl::Status BeginLoad(absl::string_view name, const head::Progress& progress,
+                         const std::optional<head::AppliedStep>& last_step,
+                         const head::History& history) override;
+  absl::Status EndLoad(absl::string_view name) override;
+
+  absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec) override;
+  uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) override;
+  bool ForgetTurn(const Contribution& contribution, uint64_t ticket) override;
+  absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
+                                    absl::Span<const uint8_t> values) override;
+
+  absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec,
+                                               std::shared_ptr<StreamObserver> observer) override;
+  absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
+                                                       std::shared_ptr<StreamObserver> observer) override;
+  absl::StatusOr<ReleaseResult> Release(absl::string_view name, uint64_t microbatch_id,
+                                        const Asker& asker) override;
+  int64_t ExpireRetained(absl::Time limit) override;
+
+ private:
+  using SessionPtr = HeadDirectory::SessionPtr;
+
+  // As HeadSession::Run.
+  absl::Status RunOnHead(absl::string_view name, absl::FunctionRef<absl::Status(HeadSession&)> operation)
+      ABSL_LOCKS_EXCLUDED(context_->mutex);
+
+  const std::unique_ptr<EngineContext> context_;
+  HeadDirectory heads_ ABSL_GUARDED_BY(context_->mutex);
 };
 
 }  // namespace lossd::engine

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {

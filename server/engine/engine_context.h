@@ -16,15 +16,9 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "server/engine/device_loop.h"
-#include "server/engine/engine_observer.h"
 #include "server/engine/engine_options.h"
-#include "server/engine/fair_share.h"
-#include "server/engine/notifier.h"
-#include "server/engine/range_allocator.h"
-#include "server/engine/row_memory.h"
-#include "server/engine/runtime.h"
-#include "server/engine/staging_pool.h"
-#include "server/engine/versions.h"
+#include "server/engine/staging.h"
+#include "server/engine/stream.h"
 
 namespace lossd::engine {
 

@@ -3,9 +3,16 @@
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 
+#include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
 
 namespace lossd::engine {
 
@@ -24,16 +31,113 @@ struct EngineOptions {
   // Likewise microbatches, and contributions: some hundred bytes each even without rows.
   int64_t max_step_microbatches = int64_t{1} << 18;
   // Host memory for targets and weights of open streams and for the ledgers of open steps, over all heads
-  // (row_memory.h).
+  // (staging.h).
   int64_t ledger_bytes = int64_t{256} << 20;
-  // What one peer may hold of the staging memory, and one peer or head of ledger_bytes (fair_share.h); in (0,
+  // What one peer may hold of the staging memory, and one peer or head of ledger_bytes (staging.h); in (0,
   // 1].
   double peer_share = 0.5;
   int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
-  // Weight gradients are sums in an order of their own (server/engine/sequencer.h), so that the same
+  // Weight gradients are sums in an order of their own (server/engine/deterministic_schedule.h), so that the same
   // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
   // besides the pool.
   bool deterministic = false;
+};
+
+// What an engine tells about work as it happens, for metrics and logs: one report for each kind of event.
+//
+// An engine has a list of observers, which are told one after the other, so no observer has to pass an event
+// on to another one. A new event is a report here and the place in the engine that fills it in.
+//
+// Threads. Reports come on the threads of the engine, of the backend and of the engine's callers, never under
+// a lock of the engine's. An observer must be thread-safe, must not block and must not call back into the
+// engine. Views in a report are valid during the call.
+
+// A slice in a chunk.
+struct SliceReport {
+  uint64_t microbatch_id = 0;
+  int64_t first_row = 0;  // in its microbatch
+  int64_t rows = 0;
+};
+
+// What became of a chunk.
+struct ChunkReport {
+  absl::string_view head;
+  int64_t rows = 0;        // computed of those that were sent; zeros in their place do not count
+  int64_t valid_rows = 0;  // of them, those with a target
+  // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
+  kernels::Gradients gradients = kernels::Gradients::kExact;
+  // Of the valid rows that may reach the accumulators: how many, and the sum of their losses, row weights and
+  // z-loss included.
+  int64_t loss_rows = 0;
+  double loss_sum = 0.0;
+  double dropped_mass = 0.0;  // probability left out of its gradients, summed over its valid rows
+  // Of sampled gradients, as in kernels::SliceSums, summed over its valid rows.
+  double sampling_variance = 0.0;
+  double squared_gradient = 0.0;
+  // Predicted relative error of sampled gradients; 0 if nothing was sampled.
+  double gradient_error() const {
+    return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
+  }
+  double compute_seconds = 0.0;  // from its forming until its results were ready
+  double device_seconds = 0.0;   // from its forming until now: until it left the device, if it has
+  // Of each of its slices, from being queued until the chunk was formed.
+  std::vector<double> queue_seconds;
+  std::vector<SliceReport> slices;  // in the same order
+};
+
+// A chunk was computed in another way than the one before it on its head.
+struct ChoicesReport {
+  absl::string_view head;
+  absl::Span<const kernels::Choice> choices;
+};
+
+// Rows of a contribution were handed in.
+struct ContributionReport {
+  absl::string_view head;
+  int64_t added_rows = 0;  // those that had not been added before
+};
+
+// A step was closed, or its update has made values infinite or NaN.
+struct StepReport {
+  absl::string_view head;
+  bool skipped = false;  // without an update, because its gradients were not finite
+  uint64_t step = 0;     // the one that was closed
+  int64_t rows = 0;      // in its gradients
+  double grad_norm = 0.0;
+  double learning_rate = 0.0;
+  // So many values and moments are not finite any more; then the step is not closed, and the head is not
+  // usable until others are loaded.
+  int64_t made_not_finite = 0;
+};
+
+// Every member is pure, so that no observer forgets an event: what it does not care for it says.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  // Its results are final. The calls of its rows have not ended.
+  virtual void OnChunk(const ChunkReport& report) = 0;
+  // It has left the device, also if it failed there. After OnChunk.
+  virtual void OnChunkLeft(const ChunkReport& report) = 0;
+  virtual void OnChoices(const ChoicesReport& report) = 0;
+  virtual void OnContribution(const ContributionReport& report) = 0;
+  virtual void OnStep(const StepReport& report) = 0;
+  // An operation failed on the device.
+  virtual void OnDeviceError(const absl::Status& status) = 0;
+};
+
+// All observers of one engine, in the order in which they are told. Immutable.
+class EngineObservers {
+ public:
+  explicit EngineObservers(std::vector<EngineObserver*> observers) : observers_(std::move(observers)) {}
+
+  // E.g. Tell(&EngineObserver::OnStep, {.head = "head"}).
+  template <typename Report>
+  void Tell(void (EngineObserver::*event)(const Report&), const Report& report) const {
+    for (EngineObserver* observer : observers_) (observer->*event)(report);
+  }
+
+ private:
+  const std::vector<EngineObserver*> observers_;
 };
 
 }  // namespace lossd::engine

@@ -7,7 +7,7 @@
 #include "server/engine/engine_context.h"
 #include "server/engine/errors.h"
 #include "server/engine/open_step.h"
-#include "server/engine/stream_set.h"
+#include "server/engine/stream_admission.h"
 
 namespace lossd::engine {
 namespace {

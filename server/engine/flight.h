@@ -22,8 +22,8 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "server/engine/chunk_work.h"
-#include "server/engine/engine_observer.h"
+#include "server/engine/engine_options.h"
+#include "server/engine/work_queue.h"
 
 namespace lossd::engine {
 

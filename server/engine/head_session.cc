@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/divided_classes.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/group/group_backend.h"
-#include "kernels/shard_rows.h"
-#include "server/engine/arrival_schedule.h"
+#include "kernels/validation.h"
 #include "server/engine/deterministic_schedule.h"
 #include "server/engine/errors.h"
+#include "server/engine/schedule.h"
 
 namespace lossd::engine {
 
@@ -333,6 +333,159 @@ void HeadSession::AddTo(EngineStats& stats) {
   stats.ledger_rows += step_->ledger().declared_rows() + step_->contributions().rows();
   stats.ledger_bytes += step_->ledger().bytes() + step_->contributions().bytes();
   stats.retained_microbatches += deferred_.size();
+}
+
+StreamHandle::~StreamHandle() {
+  Cancel(absl::CancelledError("the stream was dropped"));
+  EngineContext& context = session_->context();
+  uint64_t ticket = 0;
+  {
+    absl::MutexLock lock(&context.mutex);
+    ticket = state_->memory_ticket();
+  }
+  if (ticket != 0) context.staging->Forget(ticket);
+}
+
+void StreamHandle::Start() {
+  absl::MutexLock lock(&session_->context().mutex);
+  state_->Start();
+  session_->streams().FinishIfReady(state_);
+}
+
+void StreamHandle::Receive(IncomingSlice incoming) {
+  auto slice = std::make_unique<SliceWork>();  // outlives the lock if it is refused
+  slice->stream = state_;
+  slice->rows = incoming.rows;
+  slice->bytes = state_->is_backward() ? state_->RowBytes(incoming.rows.size()) : incoming.bytes;
+  slice->caller = std::move(incoming);
+  bool has_memory = false;
+  {
+    absl::MutexLock lock(&session_->context().mutex);
+    has_memory = session_->Receive(slice);
+  }
+  if (has_memory) session_->CopyAndQueue(std::move(slice));
+}
+
+void StreamHandle::HalfClose() {
+  absl::MutexLock lock(&session_->context().mutex);
+  if (state_->failed() || state_->finished()) return;
+  if (absl::Status status = state_->HalfClose(); !status.ok()) {
+    session_->streams().Fail(*state_, std::move(status));
+  }
+  session_->streams().FinishIfReady(state_);
+}
+
+void StreamHandle::Cancel(absl::Status why) {
+  absl::MutexLock lock(&session_->context().mutex);
+  state_->Start();  // so that OnFinished comes even if the caller gave up before starting
+  if (!state_->finished()) session_->streams().Fail(*state_, std::move(why));
+  session_->streams().FinishIfReady(state_);
+}
+
+namespace {
+
+absl::Status BeingCreated(absl::string_view name) {
+  return absl::UnavailableError(absl::StrCat("head ", name, " is being created"));
+}
+
+}  // namespace
+
+// ---- Creation ----
+
+absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
+  if (slots_.contains(name)) {
+    return FieldError(absl::StatusCode::kAlreadyExists, "name", "is taken by another head", name);
+  }
+  if (static_cast<int64_t>(slots_.size()) >= max_heads_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("there are ", slots_.size(), " heads, the most allowed"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HeadDirectory::Reserve(absl::string_view name) {
+  if (absl::Status status = CheckFree(name); !status.ok()) return status;
+  slots_.try_emplace(std::string(name), Slot{.number = ++last_number_});
+  return absl::OkStatus();
+}
+
+void HeadDirectory::Fill(absl::string_view name, SessionPtr session) {
+  slots_.find(name)->second.session = std::move(session);
+}
+
+absl::Status HeadDirectory::Publish(absl::string_view name) {
+  if (auto found = Find(name); !found.ok()) return found.status();
+  slots_.find(name)->second.published = true;
+  return absl::OkStatus();
+}
+
+// ---- Deletion ----
+
+absl::StatusOr<uint64_t> HeadDirectory::BeginDelete(absl::string_view name) {
+  if (auto found = FindSlot(name); !found.ok()) return found.status();
+  Slot& slot = slots_.find(name)->second;
+  slot.deleting = true;
+  return slot.number;
+}
+
+HeadDirectory::SessionPtr HeadDirectory::EndDelete(absl::string_view name, uint64_t number) {
+  const auto it = slots_.find(name);
+  if (it == slots_.end() || it->second.number != number) return nullptr;
+  SessionPtr session = std::move(it->second.session);
+  slots_.erase(it);
+  return session;
+}
+
+void HeadDirectory::Remove(absl::string_view name) {
+  if (const auto it = slots_.find(name); it != slots_.end()) slots_.erase(it);
+}
+
+std::vector<HeadDirectory::SessionPtr> HeadDirectory::RemoveAll() {
+  std::vector<SessionPtr> sessions = Sessions();
+  slots_.clear();
+  return sessions;
+}
+
+// ---- Look-up ----
+
+absl::StatusOr<const HeadDirectory::Slot*> HeadDirectory::FindSlot(absl::string_view name) const {
+  const auto it = slots_.find(name);
+  if (it != slots_.end() && !it->second.deleting) return &it->second;
+  return UnknownHead(name);
+}
+
+absl::StatusOr<HeadDirectory::SessionPtr> HeadDirectory::Find(absl::string_view name) const {
+  auto slot = FindSlot(name);
+  if (!slot.ok()) return slot.status();
+  if ((*slot)->session == nullptr) return BeingCreated(name);
+  return (*slot)->session;
+}
+
+absl::StatusOr<HeadDirectory::SessionPtr> HeadDirectory::FindPublished(absl::string_view name) const {
+  auto slot = FindSlot(name);
+  if (!slot.ok()) return slot.status();
+  if (!(*slot)->published) return BeingCreated(name);
+  return (*slot)->session;
+}
+
+std::vector<HeadDirectory::SessionPtr> HeadDirectory::Sessions() const {
+  std::vector<SessionPtr> sessions;
+  for (const auto& [name, slot] : slots_) {
+    if (slot.session != nullptr) sessions.push_back(slot.session);
+  }
+  return sessions;
+}
+
+std::vector<HeadDirectory::SessionPtr> HeadDirectory::Published() const {
+  std::vector<SessionPtr> sessions;
+  for (const auto& [name, slot] : slots_) {
+    if (slot.published && !slot.deleting) sessions.push_back(slot.session);
+  }
+  return sessions;
+}
+
+int64_t HeadDirectory::published() const {
+  return std::count_if(slots_.begin(), slots_.end(), [](const auto& slot) { return slot.second.published; });
 }
 
 }  // namespace lossd::engine

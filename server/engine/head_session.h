@@ -11,6 +11,8 @@
 #define LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,17 +20,16 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/engine/deferred.h"
+#include "absl/strings/string_view.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
-#include "server/engine/engine_observer.h"
+#include "server/engine/engine_options.h"
 #include "server/engine/flight.h"
 #include "server/engine/magnitudes.h"
 #include "server/engine/open_step.h"
 #include "server/engine/schedule.h"
-#include "server/engine/snapshots.h"
+#include "server/engine/stream.h"
 #include "server/engine/stream_admission.h"
-#include "server/engine/stream_set.h"
 #include "server/engine/stream_state.h"
 #include "server/head/head.h"
 
@@ -135,6 +136,90 @@ class HeadSession final : public DeviceLoop::Source,
 // Of the slices of such a head, of which one has slice_rows rows at most for its backend.
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows);
+
+// The caller's end of a stream.
+
+class StreamHandle final : public Stream {
+ public:
+  StreamHandle(std::shared_ptr<HeadSession> session, std::shared_ptr<StreamState> state)
+      : session_(std::move(session)), state_(std::move(state)) {}
+  ~StreamHandle() override;
+
+  absl::string_view head() const override { return state_->spec().head; }
+  uint64_t microbatch_id() const override { return state_->spec().microbatch_id; }
+  HeadState state() const override { return state_->head_state(); }
+  SliceLimits limits() const override { return state_->limits(); }
+  int64_t hidden_size() const override { return state_->hidden_size(); }
+
+  void Start() override;
+  void Receive(IncomingSlice slice) override;
+  std::vector<RowRange> RetainedSlices() const override { return state_->RetainedSlices(); }
+  void HalfClose() override;
+  void Cancel(absl::Status why) override;
+
+ private:
+  const std::shared_ptr<HeadSession> session_;
+  const std::shared_ptr<StreamState> state_;
+};
+
+// The heads of an engine by name, and how far each has come: a name is taken when creation begins, the head
+// is there when its session is, it is visible when it has been published, and it is gone for callers when
+// deletion begins.
+//
+// Plain state; the engine's lock guards it.
+
+class HeadSession;
+
+class HeadDirectory {
+ public:
+  using SessionPtr = std::shared_ptr<HeadSession>;
+
+  explicit HeadDirectory(int64_t max_heads) : max_heads_(max_heads) {}
+
+  // ---- Creation ----
+  // Takes a name. RESOURCE_EXHAUSTED, or ALREADY_EXISTS.
+  absl::Status Reserve(absl::string_view name);
+  // Whether Reserve would take it.
+  absl::Status CheckFree(absl::string_view name) const;
+  // Gives a reserved name its session.
+  void Fill(absl::string_view name, SessionPtr session);
+  // Makes a head visible. As Find.
+  absl::Status Publish(absl::string_view name);
+
+  // ---- Deletion ----
+  // From now on the head is not found. Its number, for EndDelete. NOT_FOUND.
+  absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
+  // Frees the name of the head of that number; returns its session. Null if its creation has failed
+  // meanwhile: then the name may be that of another head, which stays.
+  SessionPtr EndDelete(absl::string_view name, uint64_t number);
+  // Frees the name of a head that could not be created.
+  void Remove(absl::string_view name);
+  std::vector<SessionPtr> RemoveAll();
+
+  // ---- Look-up ----
+  // NOT_FOUND, or UNAVAILABLE while the head is being created.
+  absl::StatusOr<SessionPtr> Find(absl::string_view name) const;
+  // The same for a head that has been published; UNAVAILABLE before.
+  absl::StatusOr<SessionPtr> FindPublished(absl::string_view name) const;
+  // By name.
+  std::vector<SessionPtr> Sessions() const;  // of all heads that are there, also those that are being deleted
+  std::vector<SessionPtr> Published() const;  // of those that Find finds
+  int64_t published() const;                  // those that are being deleted are counted
+
+ private:
+  struct Slot {
+    uint64_t number = 0;  // no two heads have the same
+    SessionPtr session;   // null while the head is being created
+    bool published = false;
+    bool deleting = false;
+  };
+  // NOT_FOUND if there is no such head.
+  absl::StatusOr<const Slot*> FindSlot(absl::string_view name) const;
+
+  const int64_t max_heads_;
+  uint64_t last_number_ = 0;
+  std::map<std::string, Slot, std::less<>> slots_;
+};
 
 }  // namespace lossd::engine
 

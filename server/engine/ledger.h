@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What has been accumulated in the open step of one head, row by row, so that nothing is counted twice.
 //
-// Rows are kept themselves, not hashes (microbatch_record.h): the same id with other contents is always
+// Rows are kept themselves, not hashes (ledger.h): the same id with other contents is always
 // noticed. What ends without accumulating anything is withdrawn again, and leaves no trace.
 //
 // Memory: that of the records; at most max_rows rows of max_microbatches microbatches, and what RowMemory
@@ -9,20 +9,144 @@
 #ifndef LOSSD_SERVER_ENGINE_LEDGER_H_
 #define LOSSD_SERVER_ENGINE_LEDGER_H_
 
+#include <array>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "server/engine/microbatch_record.h"
-#include "server/engine/row_memory.h"
+#include "kernels/head_config.h"
+#include "server/engine/staging.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
+
+// What all streams of one microbatch must agree on.
+struct MicrobatchTerms {
+  int64_t microbatch_rows = 0;
+  kernels::LossOptions options;
+  kernels::DType hidden_dtype = kernels::DType::kFloat32;
+  Reduction reduction = Reduction::kSum;
+  double normalizer = 1.0;  // as resolved
+  float grad_output = 1.0f;
+  // Set for streams in order only (deterministic_schedule.h), whose rows are computed with those of other streams.
+  bool want_grad_hidden = false;
+  bool want_row_entropy = false;
+  friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
+};
+
+// What is known of some rows besides their hidden states, each [rows].
+struct RowContents {
+  absl::Span<const int32_t> targets;     // classes or kernels::kIgnoredTarget
+  absl::Span<const float> row_weights;   // may be empty: 1
+  absl::Span<const float> grad_loss;     // may be empty: 1
+  absl::Span<const float> grad_lse;      // may be empty: 0
+  absl::Span<const float> grad_entropy;  // may be empty: 0
+};
+
+// The same, with memory of its own.
+struct RowValues {
+  std::vector<int32_t> targets;
+  std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
+};
+
+class MicrobatchRecord {
+ public:
+  // A microbatch of which no row has been declared.
+  explicit MicrobatchRecord(const MicrobatchTerms& terms) : terms_(terms) {}
+
+  // ---- Declared rows ----
+  // The first of the rows that has been declared with other contents; nothing if none has.
+  std::optional<int64_t> FirstDiffering(RowRange rows, const RowContents& contents) const;
+  // The parts of the rows that have not been declared.
+  std::vector<RowRange> Undeclared(RowRange rows) const;
+  // By how much Declare would raise bytes().
+  static int64_t BytesToDeclare(RowRange piece, const RowContents& contents);
+  // Declares `piece`, which is undeclared and within `rows`, with its part of their contents. Ignored rows
+  // settle at once.
+  void Declare(RowRange piece, RowRange rows, const RowContents& contents);
+  // As Ledger::Keep and Withdraw.
+  void Keep(RowRange rows);
+  void Withdraw(RowRange rows);
+  // As Ledger::Contents.
+  RowValues Contents(RowRange rows) const;
+
+  // ---- States of rows; each as in Ledger ----
+  int64_t CountUnsettled(RowRange rows) const;
+  void MarkUnsettled(RowRange rows, absl::Span<uint8_t> mask) const;
+  bool AnyReserved(RowRange rows) const;
+  int64_t Reserve(RowRange rows, absl::Span<uint8_t> mask);
+  int64_t Commit(RowRange rows);
+  void Release(RowRange rows) { ReplaceReserved(rows, kPending); }
+  // The rows that are not settled, e.g. "rows [128, 256) of 1024".
+  std::string DescribeMissing() const;
+
+  // ---- Numbers ----
+  const MicrobatchTerms& terms() const { return terms_; }
+  int64_t declared_rows() const { return declared_rows_; }
+  int64_t accumulated_rows() const { return accumulated_rows_; }
+  int64_t bytes() const { return bytes_; }
+  bool kept() const { return kept_; }  // a stream of it has ended well
+  bool complete() const { return settled_rows_ == terms_.microbatch_rows; }
+  // It is part of the sum: rows were accumulated, or none has to be.
+  bool begun() const { return accumulated_rows_ > 0 || complete(); }
+  bool half_done() const { return accumulated_rows_ > 0 && !complete(); }
+
+ private:
+  // kIgnored: settled because there is nothing to accumulate, by a stream that has not ended yet.
+  enum RowState : uint8_t { kPending, kReserved, kSettled, kIgnored };
+  static bool IsSettled(uint8_t state) { return state >= kSettled; }
+
+  // Of a map's node and the heap's blocks, beside the rows.
+  static constexpr int64_t kRecordBytes = 256;
+  static constexpr int64_t kSegmentBytes = 288;
+
+  // The kinds of floats in RowContents, in its order.
+  static constexpr size_t kFloats = 4;
+  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f, 0.0f, 0.0f};
+  static std::array<absl::Span<const float>, kFloats> FloatsOf(const RowContents& contents);
+
+  // A contiguous run of declared rows.
+  struct Segment {
+    std::vector<int32_t> targets;
+    std::array<std::vector<float>, kFloats> floats;  // each may be empty
+    std::vector<uint8_t> states;
+
+    int64_t rows() const { return static_cast<int64_t>(states.size()); }
+    int64_t settled_rows() const;
+    int64_t bytes() const;
+    // The part [first, first + count).
+    Segment Part(size_t first, size_t count) const;
+    // The parts that stay if the rows [first, last) are withdrawn, [begin, end) by index.
+    std::vector<std::pair<size_t, size_t>> Staying(size_t first, size_t last) const;
+  };
+
+  // Calls fn(segment, first index in segment, number of rows, first row) for each run of declared rows in
+  // `rows`.
+  template <typename Record, typename Fn>
+  static void ForEachRun(Record& record, RowRange rows, Fn fn);
+  // Both keep the numbers.
+  void Insert(int64_t first_row, Segment segment);
+  Segment Remove(std::map<int64_t, Segment>::iterator it);
+  // Gives the reserved ones among the rows another state; returns how many.
+  int64_t ReplaceReserved(RowRange rows, RowState state);
+
+  MicrobatchTerms terms_;
+  std::map<int64_t, Segment> segments_;  // by first row; disjoint
+  int64_t declared_rows_ = 0;
+  int64_t settled_rows_ = 0;
+  int64_t accumulated_rows_ = 0;  // of the settled ones, those with a target
+  int64_t bytes_ = kRecordBytes;
+  bool kept_ = false;
+};
 
 class Ledger {
  public:
@@ -109,6 +233,166 @@ class Ledger {
   int64_t accumulated_rows_ = 0;
   int64_t declared_rows_ = 0;
   int64_t bytes_ = 0;
+};
+
+// A gradient that another stage accumulated for a parameter it shares with the head (tied embeddings): what a
+// caller hands to the engine to have it added, and what is known of its rows without a device.
+
+// Opens (part of) a contribution. Field names equal those of lossd.v1.OpenGradient, and errors name them so.
+struct ContributionSpec {
+  std::string head;
+  uint64_t step = 0;
+  std::optional<uint64_t> generation;  // HeadState::generation that it is meant for
+  std::string run;                     // of the program that trains, for people
+  uint64_t contribution_id = 0;
+  kernels::Param param = kernels::Param::kWeight;
+  std::optional<RowRange> contribution_rows;  // absent: all rows of the parameter
+  std::optional<RowRange> rows;               // carried by this call; absent: contribution_rows
+  kernels::DType dtype = kernels::DType::kFloat32;
+  float scale = 1.0f;
+};
+
+// What all calls of one contribution must agree on.
+struct ContributionTerms {
+  kernels::Param param = kernels::Param::kWeight;
+  RowRange rows;  // of the whole contribution
+  kernels::DType dtype = kernels::DType::kFloat32;
+  float scale = 1.0f;
+  friend bool operator==(const ContributionTerms&, const ContributionTerms&) = default;
+};
+
+class HeadSession;
+
+// Counts one call as long as it lives. Thread-safe.
+class CountedCall {
+ public:
+  using Counter = std::atomic<int64_t>;
+
+  explicit CountedCall(std::shared_ptr<Counter> counter) : counter_(std::move(counter)) { ++*counter_; }
+  ~CountedCall() { --*counter_; }
+  CountedCall(const CountedCall&) = delete;
+  CountedCall& operator=(const CountedCall&) = delete;
+
+ private:
+  const std::shared_ptr<Counter> counter_;
+};
+
+// An open call; Engine::AddRows takes its rows.
+struct Contribution {
+  std::shared_ptr<HeadSession> session;  // of the head, which may have been deleted since
+  HeadState state;                       // when it was opened
+  Binding binding;                       // all rows of a call are added to one generation
+  uint64_t id = 0;
+  ContributionTerms terms;
+  RowRange rows;     // carried by this call
+  int64_t cols = 1;  // elements of a row
+  std::string run;   // ContributionSpec::run
+  // Counts as an open call of the head until all copies are gone.
+  std::shared_ptr<const CountedCall> counted;
+
+  int64_t row_bytes() const { return cols * static_cast<int64_t>(kernels::SizeOf(terms.dtype)); }
+};
+
+// What became of the rows of one message.
+struct AddedRows {
+  int64_t rows = 0;  // that had not been added before
+  HeadState state;   // when they were added
+};
+
+// OUT_OF_RANGE naming the row and column of the first element that is not finite, or whose product with the
+// scale is not finite in fp32. `values` are `rows` of the
+// contribution.
+absl::Status CheckFinite(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
+
+// A 64-bit checksum of each row of `values`, whose rows have `row_bytes` > 0 bytes; never 0.
+std::vector<uint64_t> RowChecksums(absl::Span<const uint8_t> values, int64_t row_bytes);
+
+// Which rows of which contributions have been added in the open step of one head, so that none is added
+// twice. The counterpart of Ledger for gradients that come from outside; a row is known by a checksum of its
+// values.
+//
+// Memory: 8 bytes for each row of each contribution, at most max_rows rows of
+// max_contributions contributions.
+// Thread-compatible: guarded by the engine's lock.
+
+class ContributionLedger {
+ public:
+  // `memory` pays for the ledger, until Clear.
+  ContributionLedger(int64_t max_rows, int64_t max_contributions, RowMemory::Account memory = {})
+      : max_rows_(max_rows), max_contributions_(max_contributions), memory_(std::move(memory)) {}
+
+  // FAILED_PRECONDITION if the id is known with other terms; RESOURCE_EXHAUSTED if the ledger would exceed
+  // its limits; then nothing has changed.
+  absl::Status Declare(uint64_t id, const ContributionTerms& terms);
+  // What Declare would say, but for memory; changes nothing.
+  absl::Status CheckDeclare(uint64_t id, const ContributionTerms& terms) const;
+  bool Contains(uint64_t id) const { return contributions_.contains(id); }
+
+  // The members below take an id that was declared and rows of it.
+
+  // The runs of rows that have not been added. FAILED_PRECONDITION naming the first row that was added with
+  // another checksum. checksums [rows.size()], none 0.
+  absl::StatusOr<std::vector<RowRange>> Pending(uint64_t id, RowRange rows,
+                                                absl::Span<const uint64_t> checksums) const;
+  // The rows have been added.
+  void Commit(uint64_t id, RowRange rows, absl::Span<const uint64_t> checksums);
+  bool Complete(uint64_t id) const;
+  // E.g. "contribution 7: rows [128, 256) of [0, 1024)".
+  std::string DescribeMissing(uint64_t id) const;
+
+  // A line for each contribution outside `ids`, ascending, of which some rows were added and others not.
+  std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
+  // Those that were added in full, ascending.
+  std::vector<uint64_t> CompleteIds() const;
+
+  // Forgets everything (a new step).
+  void Clear();
+
+  int64_t contributions() const { return static_cast<int64_t>(contributions_.size()); }
+  // Of those, the ones that are part of the sum: rows were added, or there are none to add.
+  int64_t begun_contributions() const;
+  int64_t rows() const { return rows_; }
+  int64_t bytes() const { return rows_ * kRowBytes + contributions() * kRecordBytes; }
+
+ private:
+  static constexpr int64_t kRowBytes = sizeof(uint64_t);
+  static constexpr int64_t kRecordBytes = 192;  // of a map's node and the heap's blocks
+
+  struct Record {
+    ContributionTerms terms;
+    std::vector<uint64_t> checksums;  // [terms.rows.size()]; 0: not added yet
+    int64_t added_rows = 0;
+    bool complete() const { return added_rows == terms.rows.size(); }
+  };
+
+  const int64_t max_rows_;
+  const int64_t max_contributions_;
+  RowMemory::Account memory_;
+  std::map<uint64_t, Record> contributions_;
+  int64_t rows_ = 0;
+};
+
+// What has been accumulated in the open step of one head: the rows of microbatches, and those of gradient
+// contributions. A microbatch and a contribution never have the same id in one step.
+//
+// Plain state without threads or lock; the engine's lock guards it.
+
+struct StepLedgers {
+  // The limits hold for each of the two, and `memory` pays for both.
+  StepLedgers(int64_t max_rows, int64_t max_microbatches, const RowMemory::Account& memory)
+      : microbatches(max_rows, max_microbatches, memory), contributions(max_rows, max_microbatches, memory) {}
+
+  // A line for each of the ids that is not complete.
+  std::vector<std::string> Missing(absl::Span<const uint64_t> ids) const;
+  // A line for each microbatch or contribution outside `ids` that was begun and is not complete.
+  std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids) const;
+  // Of microbatches and contributions, ascending.
+  std::vector<uint64_t> CompleteIds() const;
+  // Empties both, which give their memory back.
+  void Clear();
+
+  Ledger microbatches;
+  ContributionLedger contributions;
 };
 
 }  // namespace lossd::engine

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "server/head/shards.h"
+#include "server/head/manifest.h"
 
 namespace lossd::engine {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
-// device are valid. The one place that knows the versions of a head (versions.h), and so what a call may
+// device are valid. The one place that knows the versions of a head (stream.h), and so what a call may
 // begin, go on with, or has to end for. It also decides whether a step may be closed.
 //
 // A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
@@ -17,18 +17,93 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "server/engine/contribution_ledger.h"
-#include "server/engine/last_step.h"
+#include "absl/time/time.h"
 #include "server/engine/ledger.h"
-#include "server/engine/step_history.h"
-#include "server/engine/step_ledgers.h"
-#include "server/engine/step_request.h"
-#include "server/engine/versions.h"
-#include "server/head/applied_step.h"
-#include "server/head/history.h"
-#include "server/head/progress.h"
+#include "server/engine/stream.h"
+#include "server/head/checkpoint.h"
+#include "server/head/head.h"
+#include "server/head/manifest.h"
 
 namespace lossd::engine {
+
+class LastStep {
+ public:
+  // The step `number` was closed by this engine with these microbatches and contributions complete,
+  // ascending.
+  void Set(uint64_t number, const head::AppliedStep& applied, std::vector<uint64_t> complete_ids);
+  // The step `number` was closed by the engine that wrote a checkpoint, as far as the checkpoint tells.
+  void SetLoaded(uint64_t number, const std::optional<head::AppliedStep>& applied);
+
+  // Nothing if it is not known how the step was closed, or if there was none.
+  const std::optional<head::AppliedStep>& applied() const { return applied_; }
+
+  // True if the request is for this step, so that the answer is Result.
+  bool IsRepeat(const StepRequest& request) const { return applied_.has_value() && request.step == number_; }
+
+  // The members below are for a step of which `applied` is known.
+
+  // FAILED_PRECONDITION unless the repeat means the step that was applied, ABORTED if that was with other
+  // gradients than it names; GetMissing (errors.h) lists the differences.
+  absl::Status CheckRepeat(const StepRequest& request) const;
+  // The answer to the request that closed the step. `now`: the state of the head.
+  StepResult Result(const HeadState& now) const;
+
+ private:
+  uint64_t number_ = 0;
+  std::optional<head::AppliedStep> applied_;
+  // The microbatches and contributions that were complete in it, ascending; nothing if another process
+  // applied it.
+  std::optional<std::vector<uint64_t>> complete_ids_;
+};
+
+// What is known of who trains a head and where its values come from, and the words in which a caller is told
+// that it named another step than the open one: another program trains the head, or the head went back.
+//
+// Plain state without threads, clock or lock; the engine's lock guards it.
+
+// A step that a call names, and the run that makes the call ("": it names none).
+struct NamedStep {
+  uint64_t step = 0;
+  absl::string_view run;
+};
+
+class StepHistory {
+ public:
+  // `origin` names where the values come from: another number with each OnReplaced, none twice in an engine.
+  explicit StepHistory(uint64_t origin) : origin_(origin) {}
+
+  const head::History& history() const { return history_; }
+  uint64_t origin() const { return origin_; }
+  // Of the first rows of the open step; "": it has none, or the run named none.
+  std::string open_run() const { return open_run_.value_or(""); }
+
+  // ---- Events ----
+  // Rows have been entered in a ledger.
+  void OnRows(absl::string_view run) {
+    if (!open_run_.has_value()) open_run_ = std::string(run);
+  }
+  void OnApplied(absl::string_view run, absl::Time now);
+  // The open step has no rows any more.
+  void OnDiscarded() { open_run_.reset(); }
+  // A checkpoint took the place of the values; `loaded` says what it knows.
+  void OnLoaded(uint64_t origin, const head::History& loaded);
+  void OnReset(uint64_t origin, absl::Time now);
+  // The values of `origin` with step `step` open were saved. Nothing if the head has others since.
+  void OnSaved(uint64_t origin, absl::string_view checkpoint, uint64_t step, absl::Time saved_at);
+
+  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a
+  // applied step 1 3 seconds ago". Never empty.
+  std::string WhyNotOpen(const NamedStep& named, uint64_t open, absl::Time now) const;
+
+ private:
+  void Replace(uint64_t origin, head::History history);
+
+  uint64_t origin_;
+  head::History history_;
+  bool applied_here_ = false;            // a step since `origin`
+  std::optional<absl::Time> reset_at_;   // the values of `origin` come from a reset
+  std::optional<std::string> open_run_;  // nothing: the open step has no rows
+};
 
 class OpenStep {
  public:

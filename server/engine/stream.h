@@ -6,17 +6,21 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/dtype.h"
-#include "kernels/loss_options.h"
-#include "server/engine/staging_pool.h"
+#include "kernels/head_config.h"
+#include "server/engine/staging.h"
+#include "server/head/head.h"
+#include "server/head/manifest.h"
 
 namespace lossd::engine {
 
@@ -227,6 +231,185 @@ class Stream {
   // Fails the stream with `why` (not OK): slices that wait or are queued are dropped, those on the device
   // finish.
   virtual void Cancel(absl::Status why) = 0;
+};
+
+// What an engine tells about itself and its heads at one moment. Plain data.
+
+// What a device has of a head whose classes are divided; times and rows are of all its heads
+// (kernels::MemberState).
+struct HeadDevice {
+  std::string device;
+  int32_t share = 0;
+  int64_t classes = 0;
+  int64_t rows = 0;
+  absl::Duration busy;
+  absl::Duration exchanging;
+};
+
+// A consistent view of one head.
+struct HeadSnapshot {
+  std::string name;
+  kernels::HeadConfig config;
+  kernels::DType compute_dtype = kernels::DType::kFloat32;
+  HeadState state;
+  SliceLimits limits;  // of its streams that accumulate; of all, if the head is frozen
+  int64_t chunk_rows = 0;
+  kernels::MemoryBytes memory;
+  std::vector<kernels::Choice> choices;             // HeadKernels::Describe
+  std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
+  double gradient_error = 0.0;                      // predicted, of the last chunk with sampled gradients
+  std::vector<HeadDevice> devices;                  // of a head whose classes several devices have
+  int64_t open_streams = 0;
+  int64_t queued_slices = 0;
+  uint64_t updates = 0;  // head::Progress
+  int64_t step_microbatches = 0;
+  int64_t step_contributions = 0;
+  int64_t retained_microbatches = 0;
+  // Deterministic mode: slices that wait for their turn outside the staging memory, and for what, e.g.
+  // "microbatch 3, rows [0, 128)"; empty if no slice waits.
+  int64_t waiting_slices = 0;
+  std::string waits_for;
+  int64_t step_rows = 0;   // valid rows accumulated in the open step
+  int64_t total_rows = 0;  // computed since the head was added
+  // OK, or why values and moments may be neither used nor kept: they may be half-written, or are being
+  // written.
+  absl::Status tensors_status;
+  // The step before the open one, if this engine applied it or BeginLoad told how it was applied.
+  std::optional<head::AppliedStep> last_step;
+  head::History history;
+  std::string open_run;  // that sent the first rows of the open step
+  uint64_t origin = 0;   // StepHistory::origin, for TensorReader::NoteSaved
+};
+
+struct EngineStats {
+  int64_t open_streams = 0;
+  int64_t queued_slices = 0;
+  int64_t waiting_slices = 0;  // deterministic mode: for their turn
+  int64_t queued_rows = 0;
+  int64_t staging_bytes = 0;
+  int64_t staging_used_bytes = 0;
+  int64_t staging_peak_bytes = 0;  // most that was used at once
+  int64_t area_buffers_lent = 0;   // deterministic mode: to slices that are received, computed or sent
+  int64_t heads = 0;
+  int64_t ledger_rows = 0;
+  int64_t ledger_bytes = 0;
+  int64_t row_bytes = 0;       // EngineOptions::ledger_bytes
+  int64_t row_bytes_used = 0;  // of them; ledger_bytes and what open streams have
+  int64_t retained_microbatches = 0;
+  int64_t retained_bytes_used = 0;
+  // How long, since the start, the device thread has worked or a chunk has been on the device.
+  absl::Duration device_busy;
+};
+
+// Closing a step: what a caller asks for and what it is told. Plain data.
+
+// Which step to close and what must be in it; see lossd.v1.ApplyStepRequest.
+struct StepRequest {
+  uint64_t step = 0;
+  kernels::OptimizerOptions optimizer;
+  std::vector<uint64_t> expected_microbatches;  // or contributions; inside the engine ascending, each once
+  std::optional<int64_t> expected_rows;
+  bool skip_non_finite = false;
+  std::optional<uint64_t> incarnation;  // the engine that accumulated the step's rows
+  std::optional<uint64_t> generation;   // HeadState::generation that they were accumulated in
+  bool begin_optimizer = false;         // moments and the count of updates are 0 before the step
+  std::string run;                      // that closes the step, for people
+};
+
+// What a reset of a head makes as it was when the head was created.
+enum class ResetScope : uint8_t {
+  kOptimizer,  // moments and the count of updates
+  kAll,        // besides, values and step
+};
+
+struct GradNormResult {
+  HeadState state;
+  double grad_norm = 0.0;
+};
+
+struct StepResult {
+  HeadState state;  // the step now open
+  double grad_norm = 0.0;
+  int64_t microbatches = 0;  // that are part of the sum, likewise contributions
+  int64_t rows = 0;
+  int64_t contributions = 0;
+  bool skipped = false;
+  bool repeated = false;
+  uint64_t applied_incarnation = 0;  // of the engine that applied the step
+};
+
+// The numbers that name the versions of one head, what a call under way is bound to, and which tensors are
+// being written. docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
+//
+// Numbers are drawn from a counter of the engine. So none is used twice within an incarnation, even if a head
+// is deleted and created again.
+//
+// Plain state; the engine's lock guards it.
+
+class VersionCounter {
+ public:
+  uint64_t Next() { return ++last_; }  // never 0
+
+ private:
+  uint64_t last_ = 0;
+};
+
+// The versions that a call under way rests on, or a deferred microbatch. What is absent may change.
+struct Binding {
+  std::optional<uint64_t> step;
+  std::optional<uint64_t> generation;
+  std::optional<uint64_t> weights;
+  std::optional<uint64_t> moments;
+  std::optional<uint64_t> accumulation;
+};
+
+// What a write replaces rows of.
+enum class Written : uint8_t { kValue, kMoment };
+
+class HeadVersions {
+ public:
+  // Step 0 of a new head. The counter outlives this.
+  explicit HeadVersions(VersionCounter* counter);
+
+  uint64_t step() const { return step_; }
+  uint64_t generation() const { return generation_; }  // of the gradients: since they were last zero
+  uint64_t weights() const { return weights_; }        // of the values of all parameters
+  uint64_t moments() const { return moments_; }  // of the optimizer's state, beside those of the weights
+  uint64_t accumulation() const { return accumulation_; }  // of the gradients' values
+
+  // ABORTED, saying what has changed, if the head has another version than one of those in `binding`.
+  absl::Status Check(const Binding& binding) const;
+
+  // ---- Changes. `why` is what Check says of them, e.g. "the gradients were zeroed". ----
+  void SetStep(uint64_t step, absl::string_view why);
+  void NewGeneration(absl::string_view why);
+  void NewWeights(absl::string_view why);
+  void NewMoments(absl::string_view why);
+  void NewAccumulation() { accumulation_ = counter_->Next(); }
+
+  // ---- Writes: from the first row to the last, the tensor is no version of anything ----
+  // Begins a write of some rows, which is a change by itself. Returns a token.
+  uint64_t BeginWrite(Written what);
+  // False if the write has ended, by EndWrite or EndWrites.
+  bool IsWriting(uint64_t token) const { return writes_.contains(token); }
+  // What the write leaves is a version of its own, if it took `several` operations. Nothing if it has ended.
+  void EndWrite(uint64_t token, bool several);
+  // The tensors are replaced as a whole.
+  void EndWrites() { writes_.clear(); }
+  bool being_written() const { return !writes_.empty(); }
+  bool values_being_written() const;
+
+ private:
+  void Change(Written what, absl::string_view why);
+
+  VersionCounter* const counter_;
+  uint64_t step_ = 0;
+  uint64_t generation_;
+  uint64_t weights_;
+  uint64_t moments_;
+  uint64_t accumulation_;
+  std::string step_change_, generation_change_, weights_change_, moments_change_;  // the last ones
+  std::map<uint64_t, Written> writes_;                                             // by token
 };
 
 }  // namespace lossd::engine

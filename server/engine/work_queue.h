@@ -11,6 +11,7 @@
 #ifndef LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 #define LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -21,13 +22,146 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
-#include "server/engine/chunk_policy.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
 #include "server/engine/ledger.h"
-#include "server/engine/slice_work.h"
+#include "server/engine/staging.h"
+#include "server/engine/stream.h"
+#include "server/engine/stream_state.h"
 #include "server/head/head.h"
 
 namespace lossd::engine {
+
+struct SliceWork {
+  std::shared_ptr<StreamState> stream;
+  RowRange rows;
+  int64_t bytes = 0;     // of its hidden states
+  IncomingSlice caller;  // how its rows are copied, and what is called then
+  StagingBuffer buffer;  // its memory, once it has been found
+  absl::Time queued;
+  int64_t round = 0;  // in which it is to be computed (WorkQueue)
+  // Set when it joins a chunk by arrival that accumulates.
+  std::vector<uint8_t> accumulate;  // [rows], 1: reserved for it
+  bool has_repeats = false;         // some of its rows were settled before
+
+  // ---- In a chunk ----
+  size_t index = 0;  // of its first row in the arrays over the chunk
+  double queue_seconds = 0.0;
+  int64_t bad_row = -1;  // of the microbatch: the first one without a result; -1: all have one
+  // If it is bad: rows of it are accumulated that it shares with other slices, or that lie behind such rows.
+  bool accumulated_all_the_same = false;
+  kernels::SliceSums sums;
+  int64_t accumulated_rows = 0;
+  int64_t repeated_rows = 0;
+  SliceOutput output;
+
+  bool is_good() const { return bad_row < 0; }
+};
+
+// What failed streams leave behind.
+struct DroppedSlices {
+  std::vector<std::unique_ptr<SliceWork>> queued;
+  std::vector<std::unique_ptr<SliceWork>> waiting;  // for memory
+};
+
+// The seed of a microbatch's random numbers (kernels/decision.h): a function of what identifies it and of
+// nothing else. So a row is sampled alike whenever and wherever it is computed: in a repeat, by another
+// connection, cut into other slices, in its backward pass, after a restart. Pure; thread-safe.
+
+// `step`: the one that was open when the rows were opened. The result may not change from one version of the
+// program to the next.
+uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_id);
+
+// A chunk on its way through the engine: rows that are computed together, described by the schedule that put
+// them together (schedule.h) and computed by a Flight (flight.h), which is the same for all schedules.
+//
+// A chunk is a list of segments. A segment is a run of rows of one microbatch; it belongs to the slices that
+// hold its rows: usually one, several if the same rows were sent twice, or none if rows have to be computed
+// that were not sent. Guarded by the engine's lock before the launch; a flight's own afterwards.
+
+struct Segment {
+  uint64_t microbatch_id = 0;
+  RowRange rows;
+  size_t index = 0;                // of its first row in the arrays over the chunk
+  std::vector<SliceWork*> slices;  // that hold the rows, in order of arrival
+  RowWants wants;                  // results that are computed
+  kernels::Slice input;            // all that the backend is given but for the results
+};
+
+struct ChunkWork {
+  virtual ~ChunkWork() = default;
+
+  // Called on the device thread, without the lock, right before the launch.
+  virtual void Prepare() = 0;
+  // The members below are called with the lock held.
+  // How the chunk was computed, before OnResults; not if that failed.
+  virtual void OnComputed(const kernels::Chunk& chunk) {}
+  // Results are there, and the memory of the slices is not in use any more. `all_good`: every slice has
+  // results.
+  virtual void OnResults(bool all_good) = 0;
+  // The chunk has left the device, and the ledger knows what of it is settled.
+  virtual void OnLeft() = 0;
+  // True if a stream depends on rows of this chunk besides its own: then it ends if the device fails half-way
+  // through accumulating the chunk.
+  virtual bool Affects(const StreamState& stream) const = 0;
+
+  std::vector<std::unique_ptr<SliceWork>> slices;  // in order of arrival
+  std::vector<Segment> segments;                   // by index
+  size_t rows = 0;                                 // length of the arrays over the chunk
+  kernels::LossOptions options;
+  kernels::DType hidden_dtype = kernels::DType::kBFloat16;
+  bool accumulates = false;  // rows of the segments are reserved in the ledger
+  // Rows are booked, and calls end, with the results instead of with the weight gradient.
+  bool settles_with_results = false;
+  uint64_t turn = 0;  // kernels::Chunk::turn
+};
+
+// Says which random numbers are those of some rows of the stream's microbatch.
+inline void NameSamples(const StreamState& stream, RowRange rows, kernels::Slice& slice) {
+  const StreamSpec& spec = stream.spec();
+  slice.sample_seed = SampleSeed(spec.head, stream.head_state().step, spec.microbatch_id);
+  slice.first_row = rows.begin;
+}
+
+// What the backend is given of rows of a stream. `memory`: where their hidden states are, unless they are
+// retained, and where their gradients go, if wanted.
+inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t* memory) {
+  kernels::Slice slice;
+  slice.rows = rows.size();
+  slice.hidden = stream.is_backward() ? nullptr : memory;
+  slice.retained_offset = stream.RetainedOffset(rows);
+  slice.targets = stream.targets(rows);
+  slice.row_weights = stream.row_weights(rows);
+  slice.grad_scale = stream.grad_scale();
+  slice.grad_loss = stream.grad_loss(rows);
+  slice.grad_lse = stream.grad_lse(rows);
+  slice.grad_entropy = stream.grad_entropy(rows);
+  slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
+  NameSamples(stream, rows, slice);
+  return slice;
+}
+
+// When a chunk is formed of what is queued.
+//
+// A chunk that accumulates reads and writes the whole fp32 weight gradient, however few rows it has. So rows
+// are worth waiting for, as long as the device does not idle over it: a chunk in flight has its results
+// before it computes its weight gradient, about a third of its time, and by then the next chunk is needed.
+// Until then it may fill. Nothing waits for a clock: with no such chunk in flight, what is there goes at
+// once.
+
+// What could be launched now.
+struct NextChunk {
+  int64_t rows = 0;  // 0: nothing
+  bool accumulates = false;
+  bool closed = false;  // no row can join it any more: it is full, or an operation is next
+};
+
+// `without_results`: accumulating chunks in flight whose results are not there yet.
+inline bool WaitsForRows(const NextChunk& next, int without_results) {
+  return next.accumulates && !next.closed && without_results > 0;
+}
 
 // Something to run on the device thread while no chunk of the head is in flight. Owned by the thread
 // that waits for `done`.

@@ -32,11 +32,8 @@
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/head/folder_lock.h"
 #include "server/head/manifest.h"
-#include "server/head/read_ahead.h"
 #include "server/head/shard_files.h"
-#include "server/head/shards.h"
 
 namespace lossd::head {
 
@@ -164,6 +161,14 @@ class CheckpointReader {
   std::vector<ManifestShard> shards_;
   std::vector<std::unique_ptr<formats::SafetensorsReader>> files_;  // of the shards
   std::vector<StoredPart> parts_;
+};
+
+// How far the training of a head has come. Plain data.
+
+struct Progress {
+  uint64_t step = 0;     // the open step: steps closed so far
+  uint64_t updates = 0;  // of them, those that updated the weights (bias correction counts these)
+  friend bool operator==(const Progress&, const Progress&) = default;
 };
 
 }  // namespace lossd::head

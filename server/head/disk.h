@@ -6,11 +6,14 @@
 #ifndef LOSSD_SERVER_HEAD_DISK_H_
 #define LOSSD_SERVER_HEAD_DISK_H_
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "proto/tensorfile/file.h"
 
 namespace lossd::head {
@@ -37,6 +40,98 @@ class Disk {
 
 // Removes a folder with everything in it, following no links; stops at the first error.
 absl::Status RemoveTree(Disk* disk, const std::string& folder);
+
+// How much a directory takes on the disk, against a limit. Stateless and thread-safe.
+
+// The bytes of all regular files below `directory`, at any depth; links are not followed.
+absl::StatusOr<int64_t> DirectoryBytes(const std::string& directory);
+
+// RESOURCE_EXHAUSTED naming all figures unless `bytes` more stay within `limit_bytes`. Not atomic: of two
+// servers that save into one directory at the same time, both may pass.
+absl::Status CheckRoom(const std::string& directory, int64_t bytes, int64_t limit_bytes);
+
+// A lock on a folder, against other threads and processes (flock). It tells those who would remove the folder
+// that it is being written or read. Where the file system has no locks, none is given (UNIMPLEMENTED).
+//
+// Thread-compatible. The lock ends with the object or the process.
+
+class FolderLock {
+ public:
+  enum class Kind { kShared, kExclusive };
+
+  // Never waits: FAILED_PRECONDITION if the folder is locked otherwise.
+  static absl::StatusOr<FolderLock> Try(const std::string& path, Kind kind);
+  // Waits for a lock that is held otherwise. NOT_FOUND if the folder was removed or renamed meanwhile.
+  static absl::StatusOr<FolderLock> Wait(const std::string& path, Kind kind);
+
+  FolderLock() = default;  // holds nothing
+  FolderLock(FolderLock&& other) noexcept;
+  FolderLock& operator=(FolderLock&& other) noexcept;
+  ~FolderLock();
+
+ private:
+  explicit FolderLock(int descriptor) : descriptor_(descriptor) {}
+  static absl::StatusOr<FolderLock> Lock(const std::string& path, int operation);
+
+  int descriptor_ = -1;
+};
+
+// Files of a few bytes, as a whole. Stateless and thread-safe.
+
+// Makes a file, and brings it to the disk.
+absl::Status WriteSmallFile(Disk* disk, const std::string& path, const std::string& text);
+
+// A file of exactly `bytes` bytes; DATA_LOSS if it has another size, else errors as OpenBelow.
+absl::StatusOr<std::string> ReadSmallFile(const std::string& folder, const std::string& name, size_t bytes);
+
+// A folder that becomes a checkpoint or disappears, and what interrupted work leaves of such folders. Their
+// names start with a dot, as no checkpoint's does, and they are locked while they are in use.
+//
+// Thread-compatible; the free functions are thread-safe.
+
+class TemporaryFolder {
+ public:
+  // Makes an empty one in `parent` for a checkpoint that will be called `name`. `disk` outlives it.
+  // FAILED_PRECONDITION if the file system has no locks. `kind`: shared if other processes write into it, who
+  // lock it too.
+  static absl::StatusOr<TemporaryFolder> Create(Disk* disk, const std::string& parent, absl::string_view name,
+                                                FolderLock::Kind kind = FolderLock::Kind::kExclusive);
+  // Turns the folder `name` of `parent` into one, so that after a crash it is either there as it was or not
+  // at all. FAILED_PRECONDITION if it is locked, because it is being read.
+  static absl::StatusOr<TemporaryFolder> Adopt(Disk* disk, const std::string& parent, absl::string_view name);
+
+  TemporaryFolder(TemporaryFolder&& other) noexcept;
+  TemporaryFolder& operator=(TemporaryFolder&&) = delete;
+  // Removes it, if it did not become something; errors are ignored: what is left is a leftover.
+  ~TemporaryFolder();
+
+  const std::string& path() const { return path_; }
+  std::string File(absl::string_view name) const;
+  // Brings it to the disk and renames it to `target`. ALREADY_EXISTS if there is something.
+  absl::Status Become(const std::string& target);
+
+ private:
+  TemporaryFolder(Disk* disk, std::string path) : disk_(disk), path_(std::move(path)) {}
+
+  Disk* const disk_;
+  std::string path_;  // empty: nothing to remove
+  FolderLock lock_;
+};
+
+// Gives the folder `name` of `parent` a temporary name and returns its new path: after a crash it is there as
+// it was, or a leftover. Who reads its files goes on. If it fails, the folder has its name, unless the disk
+// refuses that as well.
+absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, absl::string_view name);
+
+// INVALID_ARGUMENT unless a temporary folder may be called so.
+absl::Status ValidateTemporaryName(absl::string_view name);
+
+// Removes a temporary folder unless it is in use. True: it is gone; false: it is in use, or could not be
+// removed as a whole.
+bool RemoveIfUnused(Disk* disk, const std::string& path);
+
+// Removes temporary folders in `parent` that no process uses any more; what cannot be removed stays.
+void RemoveLeftovers(Disk* disk, const std::string& parent);
 
 }  // namespace lossd::head
 

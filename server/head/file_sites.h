@@ -7,6 +7,7 @@
 #define LOSSD_SERVER_HEAD_FILE_SITES_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,7 +16,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "kernels/remote_parts.h"
+#include "kernels/replica.h"
+#include "server/head/disk.h"
 #include "server/head/manifest.h"
 #include "server/head/shard_files.h"
 
@@ -94,6 +96,91 @@ TensorPart RowsOfReplica(const kernels::HeadConfig& config, const TensorPart& pa
 
 // How long a process may take to show what it sees.
 inline constexpr absl::Duration kProofTimeout = absl::Seconds(10);
+
+// The part that other processes take in a load: who of them reads what its part of the head needs by itself.
+//
+// Thread-compatible.
+
+class SiteLoading {
+ public:
+  // `config`: the head's.
+  SiteLoading(const kernels::HeadConfig& config, std::vector<std::unique_ptr<LoadSite>> sites);
+
+  // Lets go of the processes that do not see the checkpoint with this content.
+  void Open(const std::string& checkpoint, const std::string& content_digest);
+  // Of those that take part.
+  std::vector<int> ranks() const;
+  // Whether this process has to bring any of these rows to the head.
+  bool Wants(const TensorPart& part) const;
+
+  // Has the processes load. The head waits for that only.
+  void Start();
+  // Waits until all have ended; `status`, if that is an error: and they have no reason to go on. Returns the
+  // first error.
+  absl::Status Await(absl::Status status);
+
+ private:
+  kernels::HeadConfig config_;
+  std::vector<std::unique_ptr<LoadSite>> sites_;
+  std::vector<kernels::Replica> own_;  // the parts of the head that this process brings rows to
+  bool started_ = false;
+};
+
+// The part that other processes take in a save: who of them takes part, which files each writes, and whether
+// they lie there as those processes say.
+//
+// Thread-compatible, but for failed(), progress() and Cancel(), which are thread-safe once Divide has
+// returned.
+
+class SiteWriting {
+ public:
+  // `config` and `disk` outlive it.
+  SiteWriting(const kernels::HeadConfig& config, Disk* disk, std::vector<std::unique_ptr<SaveSite>> sites)
+      : config_(config), disk_(disk), sites_(std::move(sites)) {}
+
+  // Lets go of the processes that do not prove that they see `folder` of the head.
+  absl::Status Prove(const std::string& head, const TemporaryFolder& folder);
+  // All files of the checkpoint, in order. Each is of classes of one process; without others, those of
+  // DivideClasses.
+  std::vector<PlannedFile> Divide(const ShardRules& rules);
+  // Those that this process writes, by their places among all.
+  const std::vector<size_t>& own() const { return own_; }
+  // How many threads a process has for its files.
+  int threads() const { return threads_; }
+
+  // Has the processes write.
+  void Start();
+  // Waits until all have read their tensors, or one has failed, or `stopped` is true.
+  void AwaitRead(const std::function<bool()>& stopped) const;
+  // Waits until all have ended, after an error soon. Puts what they say of their files into `lines`, by
+  // places among all files.
+  absl::Status Await(std::vector<ManifestShard>& lines);
+
+  bool failed() const;
+  // Of all processes, without total_bytes.
+  SaveProgress progress() const;
+  void Cancel() const;
+
+ private:
+  // The files [first, first + files) are those of one process; null: of this one.
+  struct Group {
+    SaveSite* site = nullptr;
+    ClassRange classes;
+    size_t first = 0;
+    size_t files = 0;
+  };
+
+  absl::Status CheckProof(SaveSite& site, const TemporaryFolder& folder, const std::string& nonce);
+  std::vector<Group> Groups() const;
+
+  const kernels::HeadConfig& config_;
+  Disk* const disk_;
+  std::vector<std::unique_ptr<SaveSite>> sites_;
+  std::vector<Group> groups_;
+  std::vector<PlannedFile> files_;
+  std::vector<size_t> own_;
+  int threads_ = 1;
+};
 
 }  // namespace lossd::head
 

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/head_config.h"
 
 namespace lossd::head {
 
@@ -51,6 +52,36 @@ class Head {
   const kernels::HeadConfig config_;
   const std::unique_ptr<kernels::HeadKernels> kernels_;
   Written written_;
+};
+
+// Initial values of a head's tensors, drawn so that any part can be generated alone, in any order, and
+// comes out bit for bit the same on every machine.
+//
+// Element i of a parameter is a function of (seed, parameter, i) alone: SplitMix64's output function
+// (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) over a counter, whose stream
+// is chosen by seed and parameter. Thread-safe.
+
+// The bound 1 / sqrt(D) of torch.nn.Linear's weights and bias: Kaiming's uniform initialisation with
+// a = sqrt(5), sqrt(6 / ((1 + 5) D)).
+float KaimingBound(int64_t hidden_size);
+
+// Fills `out` with elements [first_element, first_element + out.size()) of `param`, uniform in
+// [-bound, bound] in 2^24 equal steps, symmetric around 0.
+void FillUniform(uint64_t seed, kernels::Param param, int64_t first_element, float bound,
+                 absl::Span<float> out);
+
+// Where the values of a head come from: who applied its last step, and which checkpoint holds or held them.
+// lossd.v1.HeadHistory, apart from the open step. Plain data.
+
+struct History {
+  std::string run;                      // that applied the last step; "": none was applied, or it named none
+  int64_t applied_unix_seconds = 0;     // when; 0: not known
+  std::string checkpoint;               // "<head>/<name>" that was saved or loaded last; "": none
+  uint64_t checkpoint_step = 0;         // the step that was open in it
+  int64_t checkpoint_unix_seconds = 0;  // when it was saved; 0: not known
+  bool loaded = false;                  // from `checkpoint`; false: saved to it
+
+  friend bool operator==(const History&, const History&) = default;
 };
 
 }  // namespace lossd::head

@@ -2,7 +2,10 @@
 // It is longer than 400 lines because what is written stands beside what reads it.
 #include "server/head/manifest.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -12,15 +15,95 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/types/span.h"
-#include "kernels/errors/bytes.h"
-#include "proto/tensorfile/strict_json.h"
-#include "server/head/checkpoint_layout.h"
-#include "server/head/checksum.h"
-#include "server/head/manifest_records.h"
+#include "kernels/errors/field_error.h"
+#include "proto/tensorfile/safetensors.h"
 #include "server/head/paths.h"
 
 namespace lossd::head {
+namespace {
+
+bool HasRowPerClass(kernels::Param param) {
+  return param == kernels::Param::kWeight || param == kernels::Param::kBias ||
+         param == kernels::Param::kClassWeights;
+}
+
+int64_t DividedUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+}  // namespace
+
+std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config) {
+  std::vector<kernels::TensorId> ids;
+  for (const kernels::Param param : kernels::kAllParams) {
+    for (const kernels::Role role :
+         {kernels::Role::kValue, kernels::Role::kMoment1, kernels::Role::kMoment2}) {
+      if (kernels::HasTensor(config, {param, role})) ids.push_back({param, role});
+    }
+  }
+  return ids;
+}
+
+int64_t CheckpointBytes(const kernels::HeadConfig& config) {
+  int64_t bytes = 0;
+  for (const kernels::TensorId id : CheckpointTensors(config)) {
+    bytes += Bytes(kernels::ShapeOf(config, id.param));
+  }
+  return bytes;
+}
+
+std::string ClassRange::Text() const { return absl::StrCat("classes [", begin, ", ", end, ")"); }
+
+std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ShardRules& rules) {
+  return DivideClasses(config, {0, config.vocab_size}, rules, kMostShards);
+}
+
+std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ClassRange& classes,
+                                      const ShardRules& rules, size_t most) {
+  int64_t bytes = 0;
+  for (const TensorPart& part : PartsOf(config, classes)) {
+    bytes += Bytes({part.rows, kernels::ShapeOf(config, part.id.param).cols});
+  }
+  const int64_t threads = std::max(rules.threads, 1);
+  int64_t shards = DividedUp(bytes, std::max<int64_t>(rules.most_bytes, 1));
+  shards = std::max(shards, std::min(threads, bytes / kLeastShardBytes));
+  if (shards > threads) shards = DividedUp(shards, threads) * threads;
+  shards = std::clamp<int64_t>(shards, 1, std::min<int64_t>(classes.size(), static_cast<int64_t>(most)));
+  std::vector<ClassRange> ranges;
+  const int64_t least = classes.size() / shards;
+  const int64_t larger = classes.size() % shards;  // ranges that have one class more
+  int64_t begin = classes.begin;
+  for (int64_t shard = 0; shard < shards; ++shard) {
+    const int64_t end = begin + least + (shard < larger ? 1 : 0);
+    ranges.push_back({begin, end});
+    begin = end;
+  }
+  return ranges;
+}
+
+std::vector<TensorPart> PartsOf(const kernels::HeadConfig& config, const ClassRange& classes) {
+  std::vector<TensorPart> parts;
+  for (const kernels::TensorId id : CheckpointTensors(config)) {
+    if (HasRowPerClass(id.param)) {
+      parts.push_back({id, classes.begin, classes.size()});
+    } else if (classes.begin == 0) {
+      parts.push_back({id, 0, kernels::ShapeOf(config, id.param).rows});
+    }
+  }
+  return parts;
+}
+
+std::string ShardFile(size_t shard, size_t shards) {
+  if (shards == 1) return kTensorFile;
+  return absl::StrFormat("tensors-%05d-of-%05d.safetensors", shard + 1, shards);
+}
+
+std::map<std::string, std::string> ShardMetadata(const kernels::HeadConfig& config,
+                                                 const ClassRange& classes) {
+  if (classes == ClassRange{0, config.vocab_size}) return {};
+  return {{"classes", absl::StrCat("[", classes.begin, ", ", classes.end, ") of ", config.vocab_size)}};
+}
+
 namespace {
 
 constexpr char kFormat[] = "lossd checkpoint";
@@ -305,6 +388,153 @@ std::string ContentDigest(const Manifest& manifest) {
         {{"classes", {shard.classes.begin, shard.classes.end}}, {"tensors", EncodeTensors(shard.tensors)}});
   }
   return DigestOf(content);
+}
+
+namespace {
+
+constexpr size_t kMostRunBytes = 512;                    // 128 characters
+constexpr int64_t kLatestUnixSeconds = 253'402'300'799;  // the end of the year 9999
+constexpr char kAdamW[] = "adamw";
+constexpr char kSgd[] = "sgd";
+
+// A counter that is out of range, or no whole number.
+absl::Status BadCount(absl::string_view field, const Json& value) {
+  return absl::DataLossError(absl::StrCat("the manifest's ", field, " is ",
+                                          value.dump().substr(0, kMostShown),
+                                          ", which is no whole number from 0 to ", kMostCounted));
+}
+
+template <typename Integer>
+absl::Status DecodeCount(const Json& json, absl::string_view path, const char* field, Integer* count) {
+  const Json& value = json.at(field);
+  if (!value.is_number_unsigned() || value.get<uint64_t>() > kMostCounted) {
+    return BadCount(absl::StrCat(path, field), value);
+  }
+  *count = static_cast<Integer>(value.get<uint64_t>());
+  return absl::OkStatus();
+}
+
+// JSON has no numbers for infinity and NaN.
+Json EncodeNumber(double value) { return std::isfinite(value) ? Json(value) : Json(absl::StrCat(value)); }
+
+bool DecodeNumber(const Json& json, double* value) {
+  if (json.is_string()) return absl::SimpleAtod(json.get<std::string>(), value) && !std::isfinite(*value);
+  *value = json.get<double>();
+  return true;
+}
+
+}  // namespace
+
+std::string EncodeIncarnation(uint64_t incarnation) {
+  return absl::StrCat(absl::Hex(incarnation, absl::kZeroPad16));
+}
+
+Json EncodeLastStep(const std::optional<AppliedStep>& step) {
+  if (!step.has_value()) return Json();
+  const kernels::OptimizerOptions& optimizer = step->optimizer;
+  const bool adamw = optimizer.kind == kernels::OptimizerOptions::Kind::kAdamW;
+  Json json = {{"incarnation", EncodeIncarnation(step->incarnation)},
+               {"generation", step->generation},
+               {"optimizer",
+                {{"kind", adamw ? kAdamW : kSgd},
+                 {"learning_rate", optimizer.learning_rate},
+                 {"weight_decay", optimizer.weight_decay},
+                 {"decay_vectors", optimizer.decay_vectors},
+                 {"grad_multiplier", optimizer.grad_multiplier},
+                 {"beta1", optimizer.beta1},
+                 {"beta2", optimizer.beta2},
+                 {"epsilon", optimizer.epsilon},
+                 {"momentum", optimizer.momentum},
+                 {"dampening", optimizer.dampening},
+                 {"nesterov", optimizer.nesterov}}},
+               {"grad_norm", EncodeNumber(step->grad_norm)},
+               {"microbatches", step->microbatches},
+               {"contributions", step->contributions},
+               {"rows", step->rows},
+               {"skipped", step->skipped}};
+  if (step->begin_optimizer) json["begin_optimizer"] = true;
+  return json;
+}
+
+// As DecodeSubject.
+bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
+  if (json.is_null()) return true;
+  if (!step->has_value()) return false;
+  AppliedStep& applied = **step;  // DecodeCounts has made it
+  kernels::OptimizerOptions& optimizer = applied.optimizer;
+  const Json& saved = json.at("optimizer");
+  const std::string kind = saved.at("kind").get<std::string>();
+  optimizer.kind =
+      kind == kAdamW ? kernels::OptimizerOptions::Kind::kAdamW : kernels::OptimizerOptions::Kind::kSgd;
+  optimizer.learning_rate = saved.at("learning_rate").get<double>();
+  optimizer.weight_decay = saved.at("weight_decay").get<double>();
+  optimizer.decay_vectors = saved.at("decay_vectors").get<bool>();
+  optimizer.grad_multiplier = saved.at("grad_multiplier").get<double>();
+  optimizer.beta1 = saved.at("beta1").get<double>();
+  optimizer.beta2 = saved.at("beta2").get<double>();
+  optimizer.epsilon = saved.at("epsilon").get<double>();
+  optimizer.momentum = saved.at("momentum").get<double>();
+  optimizer.dampening = saved.at("dampening").get<double>();
+  optimizer.nesterov = saved.at("nesterov").get<bool>();
+  applied.skipped = json.at("skipped").get<bool>();
+  applied.begin_optimizer = json.value("begin_optimizer", false);  // manifests of older servers have none
+  return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
+         absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
+         DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
+}
+
+Json EncodeHistory(const CheckpointSubject& subject) {
+  Json json = Json::object();
+  if (!subject.run.empty()) json["run"] = subject.run;
+  if (subject.applied_unix_seconds != 0) json["applied_unix_seconds"] = subject.applied_unix_seconds;
+  return json;
+}
+
+// As DecodeSubject. Manifests of older servers have none.
+bool DecodeHistory(const Json& json, CheckpointSubject* subject) {
+  if (!json.contains("history")) return true;
+  const Json& history = json.at("history");
+  if (!history.is_object()) return false;
+  if (history.contains("run")) subject->run = history.at("run").get<std::string>();
+  if (history.contains("applied_unix_seconds")) {
+    subject->applied_unix_seconds = history.at("applied_unix_seconds").get_ref<const int64_t&>();
+  }
+  const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  if (subject->applied_unix_seconds < 0 || subject->applied_unix_seconds > kLatestUnixSeconds) return false;
+  return subject->run.size() <= kMostRunBytes &&
+         std::none_of(subject->run.begin(), subject->run.end(), is_control);
+}
+
+absl::Status DecodeCounts(const Json& json, Manifest* manifest) {
+  CheckpointSubject& subject = manifest->subject;
+  absl::Status status = DecodeCount(json, "", "step", &subject.step);
+  if (status.ok()) status = DecodeCount(json, "", "updates", &subject.updates);
+  if (status.ok() && json.contains("save_number")) {  // manifests of older servers have none
+    status = DecodeCount(json, "", "save_number", &manifest->save_number);
+  }
+  const Json& last = json.at("last_step");
+  if (!status.ok() || !last.is_object()) return status;
+  AppliedStep& applied = subject.last_step.emplace();
+  constexpr absl::string_view kLast = "last_step.";
+  status.Update(DecodeCount(last, kLast, "microbatches", &applied.microbatches));
+  status.Update(DecodeCount(last, kLast, "contributions", &applied.contributions));
+  status.Update(DecodeCount(last, kLast, "rows", &applied.rows));
+  if (last.contains("generation")) {  // manifests of older servers have none
+    status.Update(DecodeCount(last, kLast, "generation", &applied.generation));
+  }
+  return status;
+}
+
+void Checksum::Free::operator()(XXH3_state_s* state) const { XXH3_freeState(state); }
+
+Checksum::Checksum() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
+
+void Checksum::Update(absl::Span<const uint8_t> bytes) {
+  XXH3_64bits_update(state_.get(), bytes.data(), bytes.size());
+}
+
+std::string Checksum::Digest() const {
+  return absl::StrCat(absl::Hex(XXH3_64bits_digest(state_.get()), absl::kZeroPad16));
 }
 
 }  // namespace lossd::head

@@ -7,9 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <memory>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -210,5 +213,32 @@ FolderBelow::~FolderBelow() {
 
 // The dot: the number alone is a link, which not everybody follows.
 std::string FolderBelow::path() const { return absl::StrCat("/proc/self/fd/", descriptor_, "/."); }
+
+absl::Status RunInThreads(int threads, size_t tasks, absl::FunctionRef<absl::Status(size_t)> task) {
+  std::atomic<size_t> next{0};
+  std::atomic<bool> failed{false};
+  std::vector<absl::Status> results(tasks);
+  const auto work = [&] {
+    while (!failed) {
+      const size_t number = next++;
+      if (number >= tasks) return;
+      results[number] = task(number);
+      if (!results[number].ok()) failed = true;
+    }
+  };
+  std::vector<std::thread> others;
+  const size_t wanted = std::min(tasks, static_cast<size_t>(std::max(threads, 1)));
+  try {
+    for (size_t i = 1; i < wanted; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // The system gives no more threads; those that there are do it all.
+  }
+  work();
+  for (std::thread& other : others) other.join();
+  for (absl::Status& result : results) {
+    if (!result.ok()) return result;
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace lossd::head

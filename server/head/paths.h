@@ -4,10 +4,12 @@
 #ifndef LOSSD_SERVER_HEAD_PATHS_H_
 #define LOSSD_SERVER_HEAD_PATHS_H_
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -52,6 +54,13 @@ class FolderBelow {
   int descriptor_;
   std::string name_;
 };
+
+// Work that several threads share. Thread-safe.
+
+// Calls `task` once with each number below `tasks`, in order, on this thread and on up to `threads` - 1
+// others; the threads end before this returns. After an error no further task begins. Of several errors that
+// of the lowest number is returned, so that it does not depend on the threads' speed.
+absl::Status RunInThreads(int threads, size_t tasks, absl::FunctionRef<absl::Status(size_t)> task);
 
 }  // namespace lossd::head
 

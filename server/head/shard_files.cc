@@ -1,17 +1,157 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/head/shard_files.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
-#include "server/head/checkpoint_layout.h"
-#include "server/head/parallel.h"
-#include "server/head/shard_writer.h"
+#include "proto/tensorfile/file.h"
+#include "proto/tensorfile/safetensors.h"
+#include "server/head/head.h"
+#include "server/head/manifest.h"
+#include "server/head/paths.h"
 
 namespace lossd::head {
+
+ReadAhead::ReadAhead(int64_t buffer_bytes, int64_t most_buffers, size_t lanes)
+    : buffer_bytes_(buffer_bytes), most_buffers_(most_buffers), lanes_(lanes) {}
+
+std::optional<ReadAhead::Block> ReadAhead::Take(absl::Time deadline) {
+  Block block;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!clocks::AwaitUntil(mutex_, absl::Condition(this, &ReadAhead::CanTake), deadline) || Over()) {
+      return std::nullopt;
+    }
+    if (free_.empty()) {
+      ++buffers_;
+    } else {
+      block.buffer = std::move(free_.back());
+      free_.pop_back();
+    }
+  }
+  if (block.buffer == nullptr) block.buffer = formats::AllocateAligned(buffer_bytes_);
+  return block;
+}
+
+void ReadAhead::Put(Block block, size_t lane) {
+  absl::MutexLock lock(&mutex_);
+  lanes_[lane].push_back(std::move(block));
+}
+
+size_t ReadAhead::ShortestLane(const std::vector<bool>& open) const {
+  absl::MutexLock lock(&mutex_);
+  size_t shortest = lanes_.size();
+  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
+    if (!open[lane]) continue;
+    if (shortest == lanes_.size() || lanes_[lane].size() < lanes_[shortest].size()) shortest = lane;
+  }
+  return shortest;
+}
+
+void ReadAhead::Close(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  closed_ = true;
+  closed_with_.Update(std::move(why));
+  if (closed_with_.ok()) return;
+  for (Lane& lane : lanes_) lane.clear();
+}
+
+bool ReadAhead::WaitUntilEnded(absl::Time deadline) {
+  absl::MutexLock lock(&mutex_);
+  return clocks::AwaitUntil(mutex_, absl::Condition(this, &ReadAhead::Ended), deadline);
+}
+
+absl::Status ReadAhead::result() const {
+  absl::MutexLock lock(&mutex_);
+  return result_;
+}
+
+std::optional<ReadAhead::Block> ReadAhead::Next(size_t lane) {
+  absl::MutexLock lock(&mutex_);
+  const auto can_go = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return closed_ || !result_.ok() || !lanes_[lane].empty();
+  };
+  mutex_.Await(absl::Condition(&can_go));
+  if (lanes_[lane].empty() || !result_.ok()) return std::nullopt;
+  Block block = std::move(lanes_[lane].front());
+  lanes_[lane].pop_front();
+  return block;
+}
+
+void ReadAhead::GiveBack(Block block) {
+  absl::MutexLock lock(&mutex_);
+  if (!closed_) free_.push_back(std::move(block.buffer));
+}
+
+absl::Status ReadAhead::closed_with() const {
+  absl::MutexLock lock(&mutex_);
+  return result_.ok() ? closed_with_ : result_;
+}
+
+void ReadAhead::Fail(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  result_.Update(std::move(why));
+}
+
+void ReadAhead::End(absl::Status result) {
+  absl::MutexLock lock(&mutex_);
+  ended_ = true;
+  result_.Update(std::move(result));
+}
+
+absl::StatusOr<std::unique_ptr<ShardWriter>> ShardWriter::Create(Disk* disk, const std::string& folder,
+                                                                 const std::string& name,
+                                                                 const kernels::HeadConfig& config,
+                                                                 const ClassRange& classes) {
+  std::unique_ptr<ShardWriter> shard(
+      new ShardWriter(config, absl::StrCat(folder, "/", name), {.file = name, .classes = classes}));
+  std::vector<formats::SafetensorsSpec> specs;
+  for (const TensorPart& part : shard->parts_) {
+    specs.push_back(
+        {TensorName(part.id), formats::DType::kFloat32, FileShape(config, part.id.param, part.rows)});
+  }
+  auto writer = formats::CreateSafetensors(
+      shard->path_, specs, ShardMetadata(config, classes),
+      [&](const std::string& path) { return disk->CreateLargeFile(path); }, formats::kDirectAlignment);
+  if (!writer.ok()) return writer.status();
+  shard->writer_ = *std::move(writer);
+  return shard;
+}
+
+absl::Status ShardWriter::Append(const ReadAhead::Block& block) {
+  if (is_complete() || block.part.id != parts_[part_].id) {
+    return absl::InternalError(
+        absl::StrCat(path_, ": rows of ", TensorName(block.part.id), " came too late"));
+  }
+  checksum_.Update(block.span());
+  line_.not_finite += CountNotFinite(block.span());
+  if (absl::Status status = writer_->Append(block.span()); !status.ok()) return status;
+  const TensorPart& part = parts_[part_];
+  bytes_ += static_cast<int64_t>(block.bytes);
+  const int64_t all_bytes = Bytes({part.rows, kernels::ShapeOf(config_, part.id.param).cols});
+  if (bytes_ < all_bytes) return absl::OkStatus();
+  line_.tensors.push_back({TensorName(part.id), all_bytes, checksum_.Digest()});
+  checksum_ = Checksum();
+  bytes_ = 0;
+  ++part_;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ManifestShard> ShardWriter::Finish() {
+  if (absl::Status status = writer_->Finish(); !status.ok()) return status;
+  struct stat status {};
+  if (stat(path_.c_str(), &status) != 0) return formats::FileError(path_, "stat", errno);
+  line_.file_bytes = status.st_size;
+  return std::move(line_);
+}
+
 namespace {
 
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(200);

@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::memory {
 namespace {

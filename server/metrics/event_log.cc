@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/errors/text.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::metrics {
 namespace {

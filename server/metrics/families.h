@@ -15,7 +15,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,6 +81,38 @@ inline prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Re
                                                                   const char* name, const char* help) {
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
+
+// Metrics of this process under the names that Prometheus client libraries share, read from /proc/self.
+//
+// Thread-safe.
+
+struct ProcessStats {
+  double cpu_seconds = 0.0;         // user and system
+  double start_time_seconds = 0.0;  // since the Unix epoch
+  int64_t virtual_bytes = 0;
+  int64_t resident_bytes = 0;
+  int64_t open_fds = 0;
+};
+
+// Nullopt if /proc cannot be read.
+std::optional<ProcessStats> ReadProcessStats();
+
+// Empty if /proc cannot be read.
+std::vector<prometheus::MetricFamily> CollectProcess();
+
+// Metrics of the memory that clients of the host share with the server. Pure functions; thread-safe.
+
+struct SharedMemoryUse {
+  std::string device;  // "GPU-...", or "host"
+  int64_t used_bytes = 0;
+  int64_t limit_bytes = 0;
+};
+
+// Called when metrics are collected.
+using ReadSharedMemory = std::function<std::vector<SharedMemoryUse>()>;
+
+void AddSharedMemoryFamilies(const std::vector<SharedMemoryUse>& uses,
+                             std::vector<prometheus::MetricFamily>* families);
 
 }  // namespace lossd::metrics
 

@@ -23,7 +23,6 @@
 #include "server/metrics/history.h"
 #include "server/metrics/http_router.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/sampler.h"
 #include "server/metrics/status_page.h"
 #include "server/metrics/trace_recorder.h"
 

@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "server/metrics/families.h"
-#include "server/metrics/process.h"
 
 namespace lossd::metrics {
 namespace {

@@ -29,14 +29,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
-#include "server/access/tls_material.h"
+#include "server/access/certificates.h"
 #include "server/engine/engine.h"
 #include "server/metrics/event_log.h"
+#include "server/metrics/families.h"
 #include "server/metrics/gpu_monitor.h"
 #include "server/metrics/head_metrics.h"
 #include "server/metrics/rank_metrics.h"
-#include "server/metrics/save_metrics.h"
-#include "server/metrics/shared_memory_metrics.h"
 #include "server/metrics/trace_recorder.h"
 
 namespace lossd::metrics {

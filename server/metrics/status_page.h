@@ -12,18 +12,102 @@
 #define LOSSD_SERVER_METRICS_STATUS_PAGE_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
 #include <optional>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
-#include "server/metrics/checkpoint_lists.h"
+#include "server/head/checkpoint_store.h"
 #include "server/metrics/history.h"
 #include "server/metrics/metrics.h"
 
 namespace lossd::metrics {
+
+// Text safe between tags and inside quoted attributes.
+std::string EscapeHtml(absl::string_view text);
+
+// "0 B", "512 B", "1.5 KiB", "3.2 GiB".
+std::string FormatBytes(double bytes);
+// "0", "35 us", "1.2 ms", "3.4 s"; "-" for NaN.
+// "3 d 4 h", "4 h 12 min", "12 min 5 s": of a time since a start, the two largest units.
+std::string FormatUptime(absl::Duration uptime);
+std::string FormatSeconds(double seconds);
+// 1234567 as "1,234,567".
+std::string Grouped(int64_t number);
+// Three or four digits: "0.0123", "12.3", "1.23e-05".
+std::string FormatNumber(double number);
+// The time of day in UTC, with the date if it is not that of `now`.
+std::string FormatTime(absl::Time time, absl::Time now);
+
+// A row of a table out of HTML, and a table with a head that can be scrolled sideways.
+std::string TableRow(const std::vector<std::string>& cells, absl::string_view tag = "td");
+std::string Table(const std::vector<std::string>& header, absl::string_view rows);
+// A figure with its name, both text.
+std::string Fact(absl::string_view name, absl::string_view value);
+// A bar from 0 to `most`.
+std::string Bar(double value, double most);
+// A place for a chart that the script of the page draws: `kind` is a name in page.js.
+std::string Chart(absl::string_view kind, absl::string_view title);
+
+// A whole document: `body` is HTML that the script renews every two seconds. `title` and `head` are text;
+// `head` is the head that the page is about, empty for none.
+std::string Document(absl::string_view title, absl::string_view head, absl::string_view body);
+
+// The checkpoints of heads, as their pages list them. A thread of its own reads the directory, since a disk
+// may be slow and the thread that answers HTTP may not wait for it.
+//
+// What is read is bounded: names and times of at most kMostFolders folders, and the manifests of the kShown
+// newest of them. It is read when somebody looks, at most once in kFresh for each head.
+//
+// Thread-safe.
+
+class CheckpointLists {
+ public:
+  static constexpr size_t kShown = 20;
+  static constexpr size_t kMostFolders = 10'000;
+  static constexpr size_t kMostHeads = 200;  // that are remembered
+  static constexpr absl::Duration kFresh = absl::Seconds(2);
+  static constexpr absl::Duration kPatience = absl::Milliseconds(50);  // of the first look at a head
+
+  // Empty `directory`: the server has none.
+  explicit CheckpointLists(std::string directory);
+  ~CheckpointLists();
+  CheckpointLists(const CheckpointLists&) = delete;
+  CheckpointLists& operator=(const CheckpointLists&) = delete;
+
+  // What was read last; an older list is read anew for the next look. nullopt: none was read yet.
+  std::optional<absl::StatusOr<head::NewestCheckpoints>> Of(absl::string_view head)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Entry {
+    std::optional<absl::StatusOr<head::NewestCheckpoints>> list;
+    absl::Time read_at = absl::InfinitePast();
+    absl::Time asked_at = absl::InfinitePast();
+    bool waits = false;  // to be read
+  };
+
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_);
+  void ForgetOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopped_ || !queue_.empty(); }
+
+  const std::string directory_;
+  absl::Mutex mutex_;
+  std::map<std::string, Entry, std::less<>> by_head_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::string> queue_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last
+};
 
 struct StatusPageOptions {
   std::string version;

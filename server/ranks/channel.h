@@ -11,9 +11,15 @@
 #include <grpcpp/support/channel_arguments.h>
 
 #include <cstdint>
+#include <deque>
+#include <optional>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace lossd::ranks {
@@ -38,6 +44,50 @@ std::string NewLocalName();
 // they differ. An empty secret admits everybody.
 void AddSecret(const std::string& secret, grpc::ClientContext* context);
 absl::Status CheckSecret(const std::string& secret, const grpc::ServerContext& context);
+
+// What this host is called, and at which of its addresses the others reach it.
+//
+// Stateless; thread-safe.
+
+// The address of this host from which `host` is reached; of `host` itself, where that is this one, an address
+// that others reach. A loopback address only if `host` is one. UNAVAILABLE if the name cannot be resolved.
+absl::StatusOr<std::string> LocalAddressFor(const std::string& host);
+
+// For people; "unknown" if the system does not say.
+std::string HostName();
+
+// Messages between two threads. Thread-safe.
+
+template <typename Message>
+class ThreadQueue {
+ public:
+  void Push(Message message) {
+    absl::MutexLock lock(&mutex_);
+    messages_.push_back(std::move(message));
+  }
+  void Close() {
+    absl::MutexLock lock(&mutex_);
+    closed_ = true;
+  }
+  // nullopt once it is closed; what is left is dropped.
+  std::optional<Message> Pop() {
+    absl::MutexLock lock(&mutex_);
+    const auto news = [this] {
+      mutex_.AssertHeld();
+      return closed_ || !messages_.empty();
+    };
+    mutex_.Await(absl::Condition(&news));
+    if (closed_) return std::nullopt;
+    Message message = std::move(messages_.front());
+    messages_.pop_front();
+    return message;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::deque<Message> messages_ ABSL_GUARDED_BY(mutex_);
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+};
 
 }  // namespace lossd::ranks
 

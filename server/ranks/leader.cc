@@ -3,33 +3,71 @@
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/sync_stream.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <map>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/clocks/waits.h"
+#include "kernels/group/group_backend.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
-#include "proto/wire/deadlines.h"
-#include "server/connections/grpc_taker.h"
+#include "lossd/ranks/v1/ranks.pb.h"
+#include "proto/wire/status_details.h"
+#include "server/connections/connection_acceptor.h"
 #include "server/log/log.h"
-#include "server/ranks/collectives.h"
-#include "server/ranks/first_news.h"
-#include "server/ranks/grpc_transport.h"
-#include "server/ranks/launch.h"
-#include "server/ranks/leader_rows.h"
-#include "server/ranks/local_address.h"
-#include "server/ranks/rank_files.h"
-#include "server/ranks/rank_replicas.h"
+#include "server/ranks/channel.h"
 #include "server/ranks/remote_backend.h"
+#include "server/ranks/rows.h"
+#include "server/ranks/start.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
+
+class GrpcTransport final : public WorkerTransport {
+ public:
+  using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
+  GrpcTransport(grpc::ServerContext* context, Stream* stream) : context_(context), stream_(stream) {}
+  bool Read(v1::FromWorker* message) override { return stream_->Read(message); }
+  bool Write(const v1::ToWorker& message) override { return stream_->Write(message); }
+  void Cancel() override { context_->TryCancel(); }
+
+ private:
+  grpc::ServerContext* const context_;
+  Stream* const stream_;
+};
+
+// How the leader's rows reach each worker: in memory that both have mapped (rows.h), or in messages.
+// Decided while the ranks come together, and logged once for each worker.
+//
+// For the thread that forms the group. What it makes of the group's options is thread-safe.
+
+class LeaderRows {
+ public:
+  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;  // all, by rank
+
+  // Asks all workers to prepare; with memory to share only if `share`. Once.
+  void Prepare(const Workers& workers, const std::string& collectives, bool share);
+  // A worker has prepared: its rows travel as it says.
+  void OnPrepared(WorkerStream& worker, const v1::Prepared& prepared);
+  // The group then has its staging memory from here, which outlives it, and computes nothing once a worker is
+  // lost: that one may still write gradients of the chunks that it had to where others would lie by then.
+  kernels::GroupOptions Complete(kernels::GroupOptions group, const Workers& workers);
+  // SharedRows::Silence, after Prepare.
+  absl::Duration Silence() const { return shared_ == nullptr ? absl::ZeroDuration() : shared_->Silence(); }
+
+ private:
+  std::unique_ptr<SharedRows> shared_;  // null: nothing is shared
+};
+
 namespace {
 
 // How often the wait for ranks looks whether it is to stop, and how long a worker may take to say who it is.
@@ -400,6 +438,45 @@ absl::StatusOr<std::unique_ptr<Leader>> Leader::Start(const LeaderOptions& optio
   auto leader = std::make_unique<LeaderImpl>(options);
   if (absl::Status status = leader->Listen(); !status.ok()) return status;
   return leader;
+}
+
+void LeaderRows::Prepare(const Workers& workers, const std::string& collectives, bool share) {
+  if (share) {
+    absl::StatusOr<std::unique_ptr<SharedRows>> shared =
+        SharedRows::Listen(static_cast<int>(workers.size()) + 1);
+    if (shared.ok()) {
+      shared_ = *std::move(shared);
+    } else {
+      log::Log(log::LogLevel::kWarning, "ranks share no memory", {{"error", shared.status().message()}});
+    }
+  }
+  for (const auto& [rank, worker] : workers) {
+    v1::Prepare prepare;
+    prepare.set_collectives(collectives);
+    if (shared_ != nullptr) {
+      prepare.set_rows_socket(shared_->socket());
+      prepare.set_rows_token(shared_->TokenOf(rank));
+    }
+    worker->Prepare(std::move(prepare));
+  }
+}
+
+void LeaderRows::OnPrepared(WorkerStream& worker, const v1::Prepared& prepared) {
+  if (shared_ != nullptr) worker.ShareRows(&shared_->regions());
+  log::Log(log::LogLevel::kInfo, "rows of a rank",
+           {{"rank", worker.rank()},
+            {"in", prepared.rows_refused().empty() ? "shared memory" : prepared.rows_refused()}});
+}
+
+kernels::GroupOptions LeaderRows::Complete(kernels::GroupOptions group, const Workers& workers) {
+  group.staging = shared_.get();
+  group.check_members = [workers] {
+    for (const auto& [rank, worker] : workers) {
+      if (worker->lost()) return absl::UnavailableError(absl::StrCat("rank ", rank, " is lost"));
+    }
+    return absl::OkStatus();
+  };
+  return group;
 }
 
 }  // namespace lossd::ranks

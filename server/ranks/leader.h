@@ -20,9 +20,9 @@
 #include "kernels/create_backend.h"
 #include "kernels/group/group_backend.h"
 #include "server/head/file_sites.h"
-#include "server/ranks/agreement.h"
 #include "server/ranks/channel.h"
-#include "server/ranks/rank_report.h"
+#include "server/ranks/start.h"
+#include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
 

@@ -6,10 +6,13 @@
 #ifndef LOSSD_SERVER_RANKS_MESSAGES_H_
 #define LOSSD_SERVER_RANKS_MESSAGES_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -56,6 +59,48 @@ v1::FileLine ToProto(const head::ManifestShard& shard);
 head::ManifestShard FromProto(const v1::FileLine& line);
 
 absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value);
+
+// Chunks and their slices as messages, and back. Stateless; thread-safe.
+
+// ---- The leader's side ----
+v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head);
+// Where bytes lie in memory that the worker has mapped; nullopt: in none.
+using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
+// `row_bytes`: of a row of hidden states, which may lie in the chunk's retained memory, or are to be kept
+// there, which is done here. UNIMPLEMENTED if the host cannot. Hidden states that have a place are named, and
+// so is where their gradients go; other gradients come with the results. Retained hidden states are copied to
+// the place of their gradients, if that has one. `is_part`: another part of the head delivers the gradients,
+// and keeps hidden states.
+absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
+                                         size_t row_bytes, bool is_part, FindPlace find);
+// Writes results to where the slice wants them. `in_place`: the worker was told where the gradients go, and
+// has written them there. INTERNAL if results are not as long as they have to be, or come another way.
+absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool in_place,
+                         kernels::Slice& slice);
+// Of a head that is split by vocabulary, whose first part delivers the results.
+void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
+
+// ---- The worker's side ----
+// The chunk without its slices.
+absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
+// Memory for a slice on the worker.
+struct SliceMemory {
+  void* own = nullptr;          // for hidden states that the message brings, and gradients that have no place
+  void* hidden = nullptr;       // those that the message names; null: it brings them
+  void* grad_hidden = nullptr;  // likewise
+};
+// Whether the slice needs SliceMemory::own.
+bool NeedsOwnMemory(const v1::ChunkSlice& message);
+// The slice, whose inputs lie in the message, whose row results go to `results`. Hidden states that the
+// message brings are copied to `memory.own`, where the gradients go too, unless they have a place. INTERNAL
+// if arrays have not the lengths that they have to have.
+absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const SliceMemory& memory,
+                                       v1::SliceResults& results);
+// What the slice says of itself after it was computed. `in_place`: its gradients are where the leader wants
+// them.
+void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);
+// Likewise, for TakePartResults.
+void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);
 
 }  // namespace lossd::ranks
 

@@ -2,13 +2,23 @@
 #include "server/ranks/remote_backend.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
+#include "server/log/log.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -222,5 +232,360 @@ absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> RemoteBackend::Allocate
   return OnlyAtTheLeader();
 }
 absl::Status RemoteBackend::PlanHostMemory(kernels::MemoryKind, int64_t) { return OnlyAtTheLeader(); }
+
+namespace {
+
+class RankReplicas final : public kernels::Replicas {
+ public:
+  RankReplicas(std::unique_ptr<kernels::Replicas> own, std::vector<RemoteHead*> others,
+               absl::Duration timeout)
+      : own_(std::move(own)), others_(std::move(others)), timeout_(timeout) {}
+
+  absl::Status SumGradients() override {
+    return Together(&RemoteHead::StartSumGradients, [this] { return own_->SumGradients(); });
+  }
+  absl::Status SpreadValues() override {
+    return Together(&RemoteHead::StartSpreadValues, [this] { return own_->SpreadValues(); });
+  }
+
+ private:
+  absl::Status Together(uint64_t (RemoteHead::*start)(), absl::FunctionRef<absl::Status()> own) {
+    std::vector<uint64_t> requests;
+    for (RemoteHead* other : others_) requests.push_back((other->*start)());
+    absl::Status status = own();
+    // Who waits longer for a rank than a collective may take, waits in vain; so after a failure.
+    const absl::Time deadline =
+        clocks::SteadyNow() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
+    absl::Status of_others, silent;
+    for (size_t i = 0; i < others_.size(); ++i) {
+      absl::Status answer = AnswerOf(*others_[i], requests[i], deadline, status);
+      (absl::IsDeadlineExceeded(answer) ? silent : of_others).Update(answer);
+    }
+    // What a worker says comes first: it is the cause where one is lost, and the leader only waited in vain.
+    of_others.Update(status);
+    if (of_others.ok() && !silent.ok()) return absl::UnavailableError(silent.message());
+    return of_others;
+  }
+
+  // A worker that does not answer is given up.
+  absl::Status AnswerOf(const RemoteHead& other, uint64_t request, absl::Time deadline,
+                        const absl::Status& own) const {
+    WorkerStream& worker = other.worker();
+    const absl::Status answer = worker.Await(request, deadline).status();
+    if (!absl::IsDeadlineExceeded(answer)) return answer;
+    const std::string reason = absl::StrCat("rank ", worker.rank(), " (", worker.hello().host(),
+                                            ") is lost: it has not done its part of a collective within ",
+                                            absl::FormatDuration(timeout_), " (--collective_timeout)");
+    worker.GiveUp(absl::UnavailableError(own.ok() ? reason : absl::StrCat(reason, "; ", own.message())));
+    return absl::DeadlineExceededError(reason);
+  }
+
+  const std::unique_ptr<kernels::Replicas> own_;
+  const std::vector<RemoteHead*> others_;
+  const absl::Duration timeout_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
+    kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads) {
+  absl::StatusOr<std::unique_ptr<kernels::Replicas>> own = link->Join(heads.front());
+  if (!own.ok()) return own.status();
+  std::vector<RemoteHead*> others;
+  for (kernels::HeadKernels* head : heads.subspan(1)) {
+    auto* const remote = dynamic_cast<RemoteHead*>(head);
+    if (remote == nullptr) return absl::InternalError("the head of a worker is none");
+    others.push_back(remote);
+  }
+  return std::make_unique<RankReplicas>(*std::move(own), std::move(others), timeout);
+}
+
+absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
+                             absl::Span<kernels::HeadKernels* const> heads) {
+  const int64_t rows = heads.front()->chunk_rows();
+  for (size_t rank = 1; same_chunks && rank < heads.size(); ++rank) {
+    if (heads[rank]->chunk_rows() == rows) continue;
+    return errors::FieldError(
+        absl::StrCat("rank ", rank, ": rows of a chunk"),
+        absl::StrCat("be as many as those of rank 0, ", rows, ": give all ranks the same --workspace_bytes"),
+        heads[rank]->chunk_rows());
+  }
+  return link->JoinClasses(heads.front());
+}
+
+namespace {
+
+// Work on files that one request has begun.
+class FileWork {
+ public:
+  FileWork(std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
+      : worker_(std::move(worker)), part_(part) {}
+  ~FileWork() {
+    if (request_ == 0 || awaited_) return;
+    Cancel();
+    worker_->requests().Forget(request_);
+  }
+  FileWork(const FileWork&) = delete;
+  FileWork& operator=(const FileWork&) = delete;
+
+  int rank() const { return worker_->rank(); }
+  const kernels::RemotePart& part() const { return part_; }
+
+  void Start(v1::Request request) {
+    request.set_head(part_.head);
+    request_ = worker_->Start(std::move(request));
+  }
+  absl::StatusOr<v1::FilesProgress> AwaitReady(absl::Time deadline) {
+    const bool in_time = worker_->requests().AwaitProgress(
+        request_, [](const v1::FilesProgress& progress) { return progress.ready(); }, deadline);
+    if (!in_time) return absl::DeadlineExceededError("it does not answer in time");
+    v1::FilesProgress progress = worker_->requests().Progress(request_);
+    if (progress.ready()) return progress;
+    const absl::Status ended = Await().status();
+    return ended.ok() ? absl::InternalError(absl::StrCat("rank ", rank(), " ends without having begun"))
+                      : ended;
+  }
+  void GoOn(v1::GoOn with) {
+    with.set_request(request_);
+    v1::Request request;
+    request.set_head(part_.head);
+    *request.mutable_go_on() = std::move(with);
+    Send(std::move(request));
+  }
+  bool AwaitRead(absl::Time deadline) const {
+    return worker_->requests().AwaitProgress(
+        request_, [](const v1::FilesProgress& progress) { return progress.all_read(); }, deadline);
+  }
+  // Errors name the rank.
+  absl::StatusOr<v1::Answer> Await() {
+    absl::StatusOr<v1::Answer> answer = worker_->Await(request_);
+    awaited_ = true;
+    if (answer.ok() || worker_->lost()) return answer;
+    return absl::Status(answer.status().code(),
+                        absl::StrCat("rank ", rank(), ": ", answer.status().message()));
+  }
+  // What it has said last, also once it has ended.
+  head::SaveProgress progress() {
+    const v1::FilesProgress progress = worker_->requests().Progress(request_);
+    if (progress.read_bytes() > read_bytes_) read_bytes_ = progress.read_bytes();
+    if (progress.written_bytes() > written_bytes_) written_bytes_ = progress.written_bytes();
+    return {.read_bytes = read_bytes_, .written_bytes = written_bytes_};
+  }
+  bool failed() const { return worker_->requests().HasFailed(request_); }
+  void Cancel() {
+    if (cancelled_.exchange(true)) return;
+    v1::Request request;
+    request.set_head(part_.head);
+    request.set_cancel_files(request_);
+    Send(std::move(request));
+  }
+
+ private:
+  void Send(v1::Request request) { worker_->requests().Forget(worker_->Start(std::move(request))); }
+
+  const std::shared_ptr<WorkerStream> worker_;
+  const kernels::RemotePart part_;
+  uint64_t request_ = 0;
+  bool awaited_ = false;
+  std::atomic<bool> cancelled_{false};
+  std::atomic<int64_t> read_bytes_{0}, written_bytes_{0};
+};
+
+class RankSave final : public head::SaveSite {
+ public:
+  RankSave(RankFiles* files, std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
+      : files_(files), work_(std::move(worker), part) {}
+
+  int rank() const override { return work_.rank(); }
+  const kernels::RemotePart& part() const override { return work_.part(); }
+
+  void StartProof(const std::string& head, const std::string& folder) override {
+    v1::Request request;
+    request.mutable_save_files()->set_head_name(head);
+    request.mutable_save_files()->set_folder(folder);
+    work_.Start(std::move(request));
+  }
+  absl::StatusOr<head::FolderProof> AwaitProof(absl::Time deadline) override {
+    const absl::StatusOr<v1::FilesProgress> ready = work_.AwaitReady(deadline);
+    if (!ready.ok()) return ready.status();
+    return head::FolderProof{ready->nonce(), ready->token()};
+  }
+  void NoteProof(const absl::Status& status) override { files_->Note(rank(), "saved", status); }
+
+  void StartWriting(const std::vector<head::PlannedFile>& files, size_t first, size_t all,
+                    int threads) override {
+    v1::GoOn go_on;
+    for (const head::PlannedFile& file : files) {
+      v1::FileClasses* const classes = go_on.add_files();
+      classes->set_begin(file.classes.begin);
+      classes->set_end(file.classes.end);
+    }
+    go_on.set_first(static_cast<uint32_t>(first));
+    go_on.set_all(static_cast<uint32_t>(all));
+    go_on.set_threads(static_cast<uint32_t>(threads));
+    work_.GoOn(std::move(go_on));
+  }
+  bool AwaitRead(absl::Time deadline) override { return work_.AwaitRead(deadline); }
+  absl::StatusOr<std::vector<head::ManifestShard>> Await() override {
+    const absl::StatusOr<v1::Answer> answer = work_.Await();
+    if (!answer.ok()) return answer.status();
+    std::vector<head::ManifestShard> lines;
+    for (const v1::FileLine& line : answer->lines()) lines.push_back(FromProto(line));
+    return lines;
+  }
+
+  head::SaveProgress progress() override { return work_.progress(); }
+  bool failed() const override { return work_.failed(); }
+  void Cancel() override { work_.Cancel(); }
+
+ private:
+  RankFiles* const files_;
+  FileWork work_;
+};
+
+class RankLoad final : public head::LoadSite {
+ public:
+  RankLoad(RankFiles* files, std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
+      : files_(files), work_(std::move(worker), part) {}
+
+  int rank() const override { return work_.rank(); }
+  const kernels::RemotePart& part() const override { return work_.part(); }
+
+  void StartOpening(const std::string& checkpoint, const std::string& checksum) override {
+    v1::Request request;
+    v1::LoadFiles* const load = request.mutable_load_files();
+    load->set_checkpoint(checkpoint);
+    load->set_checksum(checksum);
+    load->set_replica(static_cast<uint32_t>(part().replica.index));
+    load->set_replicas(static_cast<uint32_t>(part().replica.count));
+    work_.Start(std::move(request));
+  }
+  absl::Status AwaitOpened(absl::Time deadline) override { return work_.AwaitReady(deadline).status(); }
+  void NoteOpened(const absl::Status& status) override { files_->Note(rank(), "loaded", status); }
+  void StartLoading() override { work_.GoOn({}); }
+  absl::Status Await() override { return work_.Await().status(); }
+  void Cancel() override { work_.Cancel(); }
+
+ private:
+  RankFiles* const files_;
+  FileWork work_;
+};
+
+}  // namespace
+
+void RankFiles::SetWorkers(const Workers& workers) {
+  absl::MutexLock lock(&mutex_);
+  workers_ = workers;
+}
+
+std::shared_ptr<WorkerStream> RankFiles::Find(int rank) const {
+  absl::MutexLock lock(&mutex_);
+  const auto found = workers_.find(rank);
+  return found == workers_.end() ? nullptr : found->second;
+}
+
+std::vector<std::unique_ptr<head::SaveSite>> RankFiles::ForSave(absl::Span<const kernels::RemotePart> parts) {
+  std::vector<std::unique_ptr<head::SaveSite>> sites;
+  for (const kernels::RemotePart& part : parts) {
+    if (auto worker = Find(part.rank)) {
+      sites.push_back(std::make_unique<RankSave>(this, std::move(worker), part));
+    }
+  }
+  return sites;
+}
+
+std::vector<std::unique_ptr<head::LoadSite>> RankFiles::ForLoad(absl::Span<const kernels::RemotePart> parts) {
+  std::vector<std::unique_ptr<head::LoadSite>> sites;
+  for (const kernels::RemotePart& part : parts) {
+    if (auto worker = Find(part.rank)) {
+      sites.push_back(std::make_unique<RankLoad>(this, std::move(worker), part));
+    }
+  }
+  return sites;
+}
+
+void RankFiles::Note(int rank, const std::string& what, const absl::Status& status) {
+  const std::string way = status.ok() ? "by itself" : "through rank 0";
+  {
+    absl::MutexLock lock(&mutex_);
+    std::string& noted = noted_[{rank, what}];
+    if (noted == way) return;
+    noted = way;
+  }
+  const auto level = status.ok() ? log::LogLevel::kInfo : log::LogLevel::kWarning;
+  log::Log(level, absl::StrCat("checkpoints of a rank are ", what),
+           {{"rank", rank}, {"how", way}, {"reason", status.ok() ? "it sees the folder" : status.message()}});
+}
+
+namespace {
+
+absl::Status CheckOffer(const std::string& collectives, const std::string& nccl_version,
+                        const v1::Hello& worker) {
+  const auto& offered = worker.collectives();
+  if (std::find(offered.begin(), offered.end(), collectives) == offered.end()) {
+    return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": collectives"),
+                              absl::StrCat("have ", collectives, ", as rank 0 has"),
+                              absl::StrJoin(offered, ", "));
+  }
+  // Libraries of two versions do not exchange with each other.
+  if (collectives != kernels::kNccl || worker.nccl_version() == nccl_version) return absl::OkStatus();
+  return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": version of NCCL"),
+                            absl::StrCat("be what rank 0 has, ", nccl_version), worker.nccl_version());
+}
+
+}  // namespace
+
+absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
+                       absl::Span<const v1::Hello> workers) {
+  if (leader_gpu.empty()) return absl::OkStatus();
+  std::map<std::string, uint32_t> taken = {{leader_gpu, 0}};
+  for (const v1::Hello& worker : workers) {
+    const auto [other, is_new] = taken.emplace(worker.gpu_uuid(), worker.rank());
+    if (is_new) continue;
+    return errors::FieldError(
+        absl::StrCat("rank ", worker.rank(), ": device"),
+        absl::StrCat("be a GPU of its own for ", why, ", and rank ", other->second, " has this one"),
+        worker.gpu_uuid());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
+                                                    const std::string& leader_gpu,
+                                                    const std::string& nccl_version,
+                                                    absl::Span<const v1::Hello> workers) {
+  absl::Status in_the_way;  // of the best
+  for (const std::string& collectives : offered) {
+    absl::Status status =
+        collectives == kernels::kNccl ? CheckGpus("collectives nccl", leader_gpu, workers) : absl::OkStatus();
+    for (const v1::Hello& worker : workers) {
+      status.Update(CheckOffer(collectives, nccl_version, worker));
+    }
+    if (status.ok()) return CollectivesChoice{collectives, std::string(in_the_way.message())};
+    in_the_way.Update(status);
+  }
+  if (in_the_way.ok()) return absl::InternalError("rank 0 has no collectives");
+  return in_the_way;
+}
+
+absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
+                                           int devices, absl::Span<const v1::Hello> workers) {
+  if (devices > 1) {
+    absl::Status status = CheckGpus("processes of several devices", leader_gpu, workers);
+    if (!status.ok()) return status;
+  }
+  const absl::StatusOr<CollectivesChoice> choice =
+      ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers);
+  if (!choice.ok()) return choice.status();
+  const std::string& collectives = choice->collectives;
+  if (choice->reason.empty()) {
+    log::Log(log::LogLevel::kInfo, "ranks exchange", {{"collectives", collectives}});
+  } else {
+    log::Log(log::LogLevel::kWarning, "ranks exchange, but not the fastest way",
+             {{"collectives", collectives}, {"reason", choice->reason}});
+  }
+  if (absl::Status status = link->UseCollectives(collectives); !status.ok()) return status;
+  return collectives;
+}
 
 }  // namespace lossd::ranks

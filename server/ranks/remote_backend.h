@@ -8,10 +8,21 @@
 #define LOSSD_SERVER_RANKS_REMOTE_BACKEND_H_
 
 #include <atomic>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "kernels/remote_parts.h"
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "kernels/rank_link.h"
+#include "kernels/replica.h"
+#include "lossd/ranks/v1/ranks.pb.h"
+#include "server/head/file_sites.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
@@ -97,6 +108,73 @@ inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
 // Such messages that a tensor's read, write or addition has under way at a time: while one crosses the
 // network, the worker deals with another. Their bytes lie in both processes.
 inline constexpr size_t kPiecesUnderWay = 4;
+
+// The replicas of one head on all ranks, as the leader drives them: every rank is told to do its part, and
+// the leader does its own beside them. And the parts of a head that is split by vocabulary.
+
+// `heads`: the leader's own, of the backend of `link`, then those of the workers in the order of their ranks
+// (RemoteHead). An error of one rank is that of all: whatever a rank could not do may be done at others. A
+// worker that does not answer within `timeout`, and a little more for it to notice that itself, is given up.
+absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
+    kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
+
+// Joins the leader's part of a head that is split by vocabulary to those of the workers, who have joined
+// theirs. `heads` as above. INVALID_ARGUMENT naming rank and values if chunks have to be of the same size on
+// all ranks, and would not be.
+absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
+                             absl::Span<kernels::HeadKernels* const> heads);
+
+// The leader's end of the work of its workers on files of checkpoints (files.h).
+//
+// Thread-safe. The objects that it makes outlive neither it nor the leader.
+
+class RankFiles final : public head::FileSites {
+ public:
+  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
+
+  // Of all workers; once, before the rest.
+  void SetWorkers(const Workers& workers) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  std::vector<std::unique_ptr<head::SaveSite>> ForSave(absl::Span<const kernels::RemotePart> parts) override;
+  std::vector<std::unique_ptr<head::LoadSite>> ForLoad(absl::Span<const kernels::RemotePart> parts) override;
+
+  // Logs how a rank's part is saved, or loaded, when that is news. Not OK: why not by itself.
+  void Note(int rank, const std::string& what, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  std::shared_ptr<WorkerStream> Find(int rank) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  mutable absl::Mutex mutex_;
+  Workers workers_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::pair<int, std::string>, std::string> noted_ ABSL_GUARDED_BY(mutex_);
+};
+
+// What carries the sums and exchanges of all ranks, which the leader chooses when all have come.
+//
+// Stateless; thread-safe.
+
+// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU; `why`: what needs one for each. CPUs
+// have no names, and are not compared.
+absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
+                       absl::Span<const v1::Hello> workers);
+
+struct CollectivesChoice {
+  std::string collectives;  // kernels/rank_link.h
+  std::string reason;       // why not the best that the leader has; empty if it is that
+};
+
+// The first of what the leader offers that all workers offer as well and that can be: NCCL connects only
+// ranks with a GPU each and the same version of it; `nccl_version` is the leader's. INVALID_ARGUMENT naming
+// what is in the way if there is none.
+absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
+                                                    const std::string& leader_gpu,
+                                                    const std::string& nccl_version,
+                                                    absl::Span<const v1::Hello> workers);
+
+// The same for the leader's own link, which uses it from then on. Logs the choice. Processes that have
+// several `devices` each may have no GPU in common, whatever the collectives.
+absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
+                                           int devices, absl::Span<const v1::Hello> workers);
 
 }  // namespace lossd::ranks
 

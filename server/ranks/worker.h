@@ -15,10 +15,10 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/create_backend.h"
-#include "kernels/rank_state.h"
-#include "server/ranks/agreement.h"
+#include "kernels/rank_link.h"
 #include "server/ranks/channel.h"
-#include "server/ranks/worker_files.h"
+#include "server/ranks/files.h"
+#include "server/ranks/start.h"
 
 namespace lossd::ranks {
 

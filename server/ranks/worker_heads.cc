@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "server/ranks/chunk_messages.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {

@@ -5,19 +5,86 @@
 #ifndef LOSSD_SERVER_RANKS_WORKER_HEADS_H_
 #define LOSSD_SERVER_RANKS_WORKER_HEADS_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/backend.h"
 #include "kernels/rank_link.h"
 #include "lossd/ranks/v1/ranks.pb.h"
-#include "server/ranks/mapped_rows.h"
-#include "server/ranks/worker_buffers.h"
+#include "server/ranks/rows.h"
 
 namespace lossd::ranks {
+
+class WorkerBuffers {
+ public:
+  using Buffer = std::unique_ptr<kernels::StagingMemory>;
+
+  explicit WorkerBuffers(kernels::Backend* backend)
+      : backend_(backend), most_(static_cast<size_t>(backend->max_chunks_in_flight())) {}
+
+  // One of at least so many bytes. RESOURCE_EXHAUSTED if there is no memory.
+  absl::StatusOr<Buffer> Take(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_) {
+    {
+      absl::MutexLock lock(&mutex_);
+      for (Buffer& buffer : free_) {
+        if (SizeOf(buffer) < bytes) continue;
+        std::swap(buffer, free_.back());
+        Buffer taken = std::move(free_.back());
+        free_.pop_back();
+        return taken;
+      }
+    }
+    return backend_->AllocateStaging(bytes);
+  }
+  // From now on chunks of so many bytes find their memory, as many as are in flight at a time.
+  // RESOURCE_EXHAUSTED, which changes nothing.
+  absl::Status Reserve(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (bytes <= reserved_) return absl::OkStatus();
+    }
+    std::vector<Buffer> buffers;
+    while (buffers.size() < most_) {
+      absl::StatusOr<Buffer> buffer = backend_->AllocateStaging(bytes);
+      if (!buffer.ok()) return buffer.status();
+      buffers.push_back(*std::move(buffer));
+    }
+    absl::MutexLock lock(&mutex_);
+    reserved_ = bytes;
+    for (Buffer& buffer : buffers) Keep(std::move(buffer));
+    return absl::OkStatus();
+  }
+  void Return(Buffer buffer) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    Keep(std::move(buffer));
+  }
+
+ private:
+  static int64_t SizeOf(const Buffer& buffer) { return static_cast<int64_t>(buffer->bytes().size()); }
+  // Of more than can be in flight, the smallest goes.
+  void Keep(Buffer buffer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    free_.push_back(std::move(buffer));
+    if (free_.size() <= most_) return;
+    free_.erase(std::min_element(free_.begin(), free_.end(),
+                                 [](const Buffer& a, const Buffer& b) { return SizeOf(a) < SizeOf(b); }));
+  }
+
+  kernels::Backend* const backend_;
+  const size_t most_;  // chunks in flight
+  absl::Mutex mutex_;
+  std::vector<Buffer> free_ ABSL_GUARDED_BY(mutex_);  // at most so many
+  int64_t reserved_ ABSL_GUARDED_BY(mutex_) = 0;      // so many buffers, free or in use, have these bytes
+};
 
 class WorkerHeads {
  public:

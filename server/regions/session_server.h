@@ -17,7 +17,7 @@
 #include <thread>
 
 #include "absl/time/time.h"
-#include "kernels/heartbeat.h"
+#include "kernels/exchange_times.h"
 #include "proto/wire/region_packets.h"
 #include "server/connections/entrance.h"
 #include "server/regions/regions.h"

@@ -13,9 +13,55 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
-#include "server/rpc/peer.h"
 
 namespace lossd::rpc {
+namespace {
+
+using access::Role;
+
+constexpr absl::string_view kHeads = "lossd.v1.HeadService";
+constexpr absl::string_view kLosses = "lossd.v1.LossService";
+constexpr absl::string_view kServer = "lossd.v1.ServerService";
+
+// Rare calls that create, replace, keep or throw away what training has made are audited. Those of every step
+// (ComputeLoss, AddGradient, ApplyStep, reads) are not: metrics count them.
+constexpr MethodAccess kTable[] = {
+    {kServer, "GetServer", Role::kReader, false},       //
+    {kServer, "ListStreams", Role::kReader, false},     //
+    {kHeads, "DescribeHead", Role::kReader, false},     //
+    {kHeads, "ListHeads", Role::kReader, false},        //
+    {kHeads, "ListCheckpoints", Role::kReader, false},  //
+
+    {kLosses, "ComputeLoss", Role::kTrainer, false},        //
+    {kLosses, "ReleaseMicrobatch", Role::kTrainer, false},  //
+    {kHeads, "AddGradient", Role::kTrainer, false},         //
+    {kHeads, "GradNorm", Role::kTrainer, false},            //
+    {kHeads, "ApplyStep", Role::kTrainer, false},           //
+    {kHeads, "ReadTensor", Role::kTrainer, false},          //
+    {kHeads, "ZeroGradients", Role::kTrainer, true},        //
+    {kHeads, "SaveCheckpoint", Role::kTrainer, true},       //
+    {kHeads, "DeleteCheckpoint", Role::kTrainer, true},     //
+
+    {kHeads, "CreateHead", Role::kAdmin, true},      //
+    {kHeads, "PlanHead", Role::kAdmin, true},        //
+    {kHeads, "DeleteHead", Role::kAdmin, true},      //
+    {kHeads, "ResetHead", Role::kAdmin, true},       //
+    {kHeads, "SetShares", Role::kAdmin, true},       //
+    {kHeads, "WriteTensor", Role::kAdmin, true},     //
+    {kHeads, "LoadCheckpoint", Role::kAdmin, true},  //
+};
+
+}  // namespace
+
+absl::Span<const MethodAccess> MethodAccessTable() { return kTable; }
+
+const MethodAccess* FindMethodAccess(absl::string_view method) {
+  for (const MethodAccess& line : kTable) {
+    if (line.method == method) return &line;
+  }
+  return nullptr;
+}
+
 namespace {
 
 constexpr size_t kMaxNames = 100;  // of one certificate that are looked at
@@ -148,6 +194,19 @@ uint64_t ConnectionNumber(const grpc::CallbackServerContext& context) {
 
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity) {
   return identity.empty() ? PeerOf(context.peer(), ConnectionNumber(context)) : std::string(identity);
+}
+
+std::string PeerOf(absl::string_view uri, uint64_t connection) {
+  if (absl::StartsWith(uri, "inproc")) return "";
+  if (absl::StartsWith(uri, "unix:")) return absl::StrCat("unix#", absl::Hex(connection));
+  const bool is_ipv4 = absl::ConsumePrefix(&uri, "ipv4:");
+  const bool is_ipv6 = !is_ipv4 && absl::ConsumePrefix(&uri, "ipv6:");
+  if (!is_ipv4 && !is_ipv6) return std::string(uri);
+  const std::string text = absl::StrReplaceAll(uri, {{"%5B", "["}, {"%5D", "]"}, {"%25", "%"}});
+  const bool loopback = is_ipv4 ? absl::StartsWith(text, "127.")
+                                : absl::StartsWith(text, "[::1]") || absl::StartsWith(text, "[::ffff:127.");
+  if (loopback) return text;
+  return text.substr(0, text.rfind(':'));
 }
 
 }  // namespace lossd::rpc

@@ -8,6 +8,7 @@
 
 #include <grpcpp/server_context.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -15,12 +16,25 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "server/access/audit_log.h"
 #include "server/access/authority.h"
-#include "server/access/certificate_ends.h"
-#include "server/rpc/method_access.h"
+#include "server/access/certificates.h"
+#include "server/access/roles.h"
 
 namespace lossd::rpc {
+
+struct MethodAccess {
+  absl::string_view service;  // "lossd.v1.HeadService"
+  absl::string_view method;   // "CreateHead"; no two services have a method of one name
+  access::Role role = access::Role::kAdmin;
+  bool audited = true;  // each call of it is an audit line
+};
+
+absl::Span<const MethodAccess> MethodAccessTable();
+
+// The line of a method; null if there is none.
+const MethodAccess* FindMethodAccess(absl::string_view method);
 
 // A call that was admitted, as its audit line needs it when it ends.
 struct AdmittedCall {
@@ -79,6 +93,16 @@ std::string PeerAddress(const grpc::CallbackServerContext& context);
 // Whom a limit for each peer counts a call for: the identity if the server asks for one ("dns:trainer-1",
 // "token:pipeline-1"), else what PeerOf says of the connection.
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
+
+// Who is at the other end of a call whose client has not shown who it is, as far as limits are concerned
+// (PeerKey of access_control.h).
+
+// The peer of a connection that gRPC calls `uri`, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234":
+// its address without the port, "10.0.0.7". The address of the server's own machine does not tell one process
+// from another, so there each connection is a peer of its own ("127.0.0.1:41234"). A connection over a Unix
+// socket has no address at all; `connection` tells it from the others that are open. "" for callers in this
+// process, which have no limits of their own. Thread-safe.
+std::string PeerOf(absl::string_view uri, uint64_t connection);
 
 }  // namespace lossd::rpc
 

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/clocks/waits.h"
 #include "server/access/authority.h"
 
 namespace lossd::rpc {

@@ -3,19 +3,268 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
+#include "proto/wire/status_details.h"
+#include "server/log/log.h"
 #include "server/messages/convert.h"
-#include "server/messages/errors.h"
-#include "server/rpc/region_ranges.h"
+#include "server/messages/texts.h"
+#include "server/rpc/status.h"
 
 namespace lossd::rpc {
+
+void CallInbox::OnMemory(absl::AnyInvocable<void()> receive) { Post(std::move(receive)); }
+
+void CallInbox::OnSlice(engine::SliceOutput output) {
+  Post(Slice{.output = std::move(output), .ready = clocks::SteadyNow()});
+}
+
+void CallInbox::OnFinished(absl::Status status, const engine::StreamSummary& summary) {
+  Post(End{.status = std::move(status), .summary = summary});
+}
+
+void CallInbox::Post(Event event) {
+  const bool quick = IsQuick(event);
+  {
+    absl::MutexLock lock(&mutex_);
+    events_.push_back(std::move(event));
+    if (std::exchange(turn_scheduled_, true)) return;
+  }
+  if (quick) {
+    TakeQuickTurn();
+  } else {
+    ScheduleTurn();
+  }
+}
+
+bool CallInbox::IsQuick(const Event& event) {
+  if (auto* const slice = std::get_if<Slice>(&event)) return handler_->IsQuick(*slice);
+  return std::holds_alternative<End>(event);
+}
+
+void CallInbox::ScheduleTurn() {
+  auto turn = [self = shared_from_this()] { self->TakeTurn(); };
+  if (!workers_->Schedule(turn)) turn();
+}
+
+void CallInbox::TakeQuickTurn() {
+  while (true) {
+    std::optional<Event> event;
+    {
+      absl::MutexLock lock(&mutex_);
+      turn_scheduled_ = !events_.empty();
+      if (events_.empty()) return;
+      if (IsQuick(events_.front())) {
+        event = std::move(events_.front());
+        events_.pop_front();
+      }
+    }
+    if (!event.has_value()) return ScheduleTurn();
+    Deliver(*std::move(event));
+  }
+}
+
+void CallInbox::TakeTurn() {
+  while (true) {
+    std::deque<Event> events;
+    {
+      absl::MutexLock lock(&mutex_);
+      events.swap(events_);
+      turn_scheduled_ = !events.empty();
+    }
+    if (events.empty()) return;
+    for (Event& event : events) Deliver(std::move(event));
+  }
+}
+
+void CallInbox::Deliver(Event event) {
+  if (auto* const receive = std::get_if<absl::AnyInvocable<void()>>(&event)) {
+    (*receive)();
+  } else if (auto* const slice = std::get_if<Slice>(&event)) {
+    handler_->Handle(std::move(*slice));
+  } else {
+    handler_->Handle(std::get<End>(std::move(event)));
+  }
+}
+
+absl::StatusOr<std::shared_ptr<regions::Region>> ClaimRegion(regions::Regions* regions,
+                                                             absl::string_view field, const std::string& id,
+                                                             const std::string& identity) {
+  std::shared_ptr<regions::Region> region = regions == nullptr ? nullptr : regions->Claim(id, identity);
+  if (region != nullptr) return region;
+  return errors::FieldError(field, "be a region of this client that is open", "another one",
+                            absl::StatusCode::kUnavailable);
+}
+
+absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl::string_view field,
+                                            const v1::RegionRange& range) {
+  const absl::Span<uint8_t> memory = region.bytes();
+  if (range.offset() % kRegionAlignment != 0) {
+    return errors::FieldError(absl::StrCat(field, ".offset"),
+                              absl::StrCat("be a multiple of ", kRegionAlignment), range.offset());
+  }
+  if (range.offset() >= memory.size()) {
+    return errors::FieldError(absl::StrCat(field, ".offset"),
+                              absl::StrCat("be below ", memory.size(), ", the size of the region"),
+                              range.offset());
+  }
+  const uint64_t most = memory.size() - range.offset();
+  if (range.bytes() == 0 || range.bytes() > most) {
+    return errors::FieldError(absl::StrCat(field, ".bytes"),
+                              absl::StrCat("be in [1, ", most, "] at offset ", range.offset()),
+                              range.bytes());
+  }
+  return memory.subspan(range.offset(), range.bytes());
+}
+
+absl::Status SlicePlaces::UseForGradients(std::shared_ptr<regions::Region> region,
+                                          const v1::RegionRange& range, int64_t first_row) {
+  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region, "backward.in_region", range);
+  if (!bytes.ok()) return bytes.status();
+  region_ = std::move(region);
+  gradients_ = *bytes;
+  first_row_ = first_row;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& header,
+                                                        const engine::RowRange& rows,
+                                                        wire::PayloadView payload) {
+  engine::IncomingSlice slice{.rows = rows};
+  if (!header.has_in_region()) {
+    slice.bytes = static_cast<int64_t>(payload.size());
+    slice.copy = [payload = std::move(payload)](uint8_t* to) { payload.CopyTo(to); };
+    return slice;
+  }
+  if (!payload.empty()) {
+    return errors::FieldError("payload", "be empty for a slice in a region",
+                              errors::ExactBytes(payload.size()));
+  }
+  if (region_ == nullptr)
+    return errors::FieldError("slice.in_region", "come with open.region", "a slice without a region");
+  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region_, "slice.in_region", header.in_region());
+  if (!bytes.ok()) return bytes.status();
+  slice.bytes = static_cast<int64_t>(bytes->size());
+  slice.in_place = engine::StagingBuffer(bytes->data(), slice.bytes, [region = region_] {});
+  slice.copy = [region = region_, from = *bytes](uint8_t* to) {
+    // A device that fails has failed for good, and the chunk with it.
+    if (to != from.data()) region->memory().CopyToHost(from, to).IgnoreError();
+  };
+  absl::MutexLock lock(&mutex_);
+  // A slice that repeats rows is refused later, maybe while the first one's gradients are on their way.
+  in_region_.try_emplace(rows.begin, *bytes);
+  return slice;
+}
+
+uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
+  if (!gradients_.empty()) {
+    const int64_t row_bytes = output.grad_bytes / output.rows.size();
+    const int64_t fitting = static_cast<int64_t>(gradients_.size()) / row_bytes;  // rows
+    if (output.rows.end - first_row_ > fitting) return nullptr;
+    return gradients_.data() + (output.rows.begin - first_row_) * row_bytes;
+  }
+  absl::MutexLock lock(&mutex_);
+  const auto place = in_region_.find(output.rows.begin);
+  if (place == in_region_.end() || static_cast<int64_t>(place->second.size()) < output.grad_bytes)
+    return nullptr;
+  return place->second.data();
+}
+
+bool SlicePlaces::AnswerCopies(const engine::SliceOutput& output) {
+  if (!output.grad_hidden) return false;
+  const uint8_t* const in_region = Place(output);
+  return in_region != nullptr && in_region != output.grad_hidden.data();
+}
+
+grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
+  v1::ComputeLossResponse response;
+  *response.mutable_slice() = messages::ToProto(output);
+  if (!output.grad_hidden) return wire::Encode(response);
+  uint8_t* const in_region = Place(output);
+  const uint8_t* const data = output.grad_hidden.data();
+  const auto bytes = static_cast<size_t>(output.grad_bytes);
+  if (in_region != nullptr &&
+      (data == in_region || region_->memory().CopyFromHost(data, {in_region, bytes}).ok())) {
+    response.mutable_slice()->set_in_region(true);
+    return wire::Encode(response);
+  }
+  return wire::Encode(response, {data, bytes},
+                      [buffer = std::move(output.grad_hidden)]() mutable { buffer.Release(); });
+}
+
+void PeerTable::Peer::Open(absl::Time now) {
+  absl::MutexLock lock(&mutex_);
+  ++totals_.open_streams;
+  ++totals_.streams;
+  totals_.last_active = now;
+}
+
+void PeerTable::Peer::Queued(int64_t bytes, absl::Time now) {
+  absl::MutexLock lock(&mutex_);
+  totals_.received_bytes += bytes;
+  totals_.last_active = now;
+}
+
+void PeerTable::Peer::Computed(double device_wait_seconds) {
+  absl::MutexLock lock(&mutex_);
+  totals_.device_wait_seconds += device_wait_seconds;
+}
+
+void PeerTable::Peer::Sent(int64_t rows, int64_t bytes, absl::Time now) {
+  absl::MutexLock lock(&mutex_);
+  totals_.rows += rows;
+  totals_.sent_bytes += bytes;
+  totals_.last_active = now;
+}
+
+void PeerTable::Peer::Close() {
+  absl::MutexLock lock(&mutex_);
+  --totals_.open_streams;
+}
+
+PeerTotals PeerTable::Peer::totals() const {
+  absl::MutexLock lock(&mutex_);
+  return totals_;
+}
+
+std::shared_ptr<PeerTable::Peer> PeerTable::Open(const std::string& peer, absl::Time now) {
+  absl::MutexLock lock(&mutex_);
+  auto found = peers_.find(peer);
+  if (found == peers_.end()) {
+    while (peers_.size() >= most_ && ForgetOne()) {
+    }
+    found = peers_.emplace(peer, std::make_shared<Peer>()).first;
+  }
+  found->second->Open(now);
+  return found->second;
+}
+
+bool PeerTable::ForgetOne() {
+  auto idlest = peers_.end();
+  absl::Time since = absl::InfiniteFuture();
+  for (auto it = peers_.begin(); it != peers_.end(); ++it) {
+    const PeerTotals totals = it->second->totals();
+    if (totals.open_streams > 0 || totals.last_active >= since) continue;
+    since = totals.last_active;
+    idlest = it;
+  }
+  if (idlest == peers_.end()) return false;
+  peers_.erase(idlest);
+  return true;
+}
+
+std::vector<PeerTable::Entry> PeerTable::List() const {
+  std::vector<Entry> entries;
+  absl::MutexLock lock(&mutex_);
+  for (const auto& [name, peer] : peers_) entries.push_back({.peer = name, .totals = peer->totals()});
+  return entries;
+}
 
 namespace {
 
@@ -316,6 +565,210 @@ void ComputeLossCall::Handle(CallInbox::End end) {
   }
   ending_ = std::move(end.status);
   Pump();
+}
+
+// ComputeLossCall: writing, time, and the end. Reading is in compute_loss_call.cc.
+
+namespace {
+
+// That a slice of `stream` was written, which was ready to be at `ready`.
+void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl::Time ready,
+               metrics::TraceRecorder* trace) {
+  trace->Add(stream.head(), {.kind = metrics::SpanKind::kSend,
+                             .id = stream.microbatch_id(),
+                             .first_row = rows.begin,
+                             .rows = rows.size(),
+                             .begin = ready,
+                             .end = clocks::SteadyNow()});
+}
+
+v1::StreamWait ToProto(CallClock::Waits waits) {
+  switch (waits) {
+    case CallClock::Waits::kNothing:
+      return v1::STREAM_WAIT_END;
+    case CallClock::Waits::kOpen:
+      return v1::STREAM_WAIT_OPEN;
+    case CallClock::Waits::kMessage:
+      return v1::STREAM_WAIT_CLIENT;
+    case CallClock::Waits::kTurn:
+      return v1::STREAM_WAIT_SERVER;
+    case CallClock::Waits::kSend:
+      return v1::STREAM_WAIT_SEND;
+  }
+  return v1::STREAM_WAIT_UNSPECIFIED;
+}
+
+}  // namespace
+
+absl::Status CancellationStatus(const grpc::CallbackServerContext& context) {
+  if (wire::HasPassed(context.raw_deadline())) {
+    return absl::DeadlineExceededError("the call's deadline has passed");
+  }
+  return absl::CancelledError("the client cancelled the call or went away");
+}
+
+// ---- Writing and ending ----
+
+void ComputeLossCall::Pump() {
+  if (broken_) writes_.clear();
+  if (write_active_ || finished_) return;
+  if (writes_.empty()) {
+    if (ending_.has_value()) FinishLocked();
+    return;
+  }
+  writing_ = std::move(writes_.front());
+  writes_.pop_front();
+  write_active_ = true;
+  Progress();
+  if (writes_.empty() && !writing_.is_slice && ending_.has_value() && ending_->ok()) {
+    finished_ = true;  // the summary leaves with the end, in one piece
+    StartWriteAndFinish(&writing_.message, {}, grpc::Status::OK);
+  } else {
+    StartWrite(&writing_.message);
+  }
+}
+
+void ComputeLossCall::OnWriteDone(bool ok) {
+  std::optional<engine::RowRange> next;
+  {
+    absl::MutexLock lock(&mutex_);
+    next = FinishWrite(ok);
+  }
+  ReceiveRetained(next);
+}
+
+std::optional<engine::RowRange> ComputeLossCall::FinishWrite(bool ok) {
+  std::optional<engine::RowRange> next;
+  write_active_ = false;
+  if (writing_.is_slice) {
+    staging_bytes_ -= writing_.staging_bytes;
+    environment_->metrics->AddPayloadOut(ok ? writing_.payload_bytes : 0);
+    if (ok) {
+      traffic_.sent_rows += writing_.rows;
+      traffic_.sent_bytes += writing_.payload_bytes;
+      totals_->Sent(writing_.rows, writing_.payload_bytes, clocks::SteadyNow());
+    }
+    environment_->metrics->ObservePhase(metrics::Phase::kSend,
+                                        absl::ToDoubleSeconds(clocks::SteadyNow() - writing_.ready));
+    if (stream_ != nullptr && environment_->metrics->trace().recording()) {
+      TraceSend(*stream_, writing_.range, writing_.ready, &environment_->metrics->trace());
+    }
+  }
+  writing_ = Outgoing();
+  Progress();
+  if (!ok) {
+    broken_ = true;
+    FailLocked(CancellationStatus(*context_));
+  } else if (read_withheld_) {
+    next = NextSlice();
+  }
+  Pump();
+  return next;
+}
+
+void ComputeLossCall::OnCancel() {
+  absl::MutexLock lock(&mutex_);
+  broken_ = true;
+  FailLocked(CancellationStatus(*context_));
+  Pump();
+}
+
+void ComputeLossCall::Fail(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  FailLocked(std::move(why));
+}
+
+void ComputeLossCall::FailLocked(absl::Status why) {
+  if (ending_.has_value()) return;
+  if (stream_ != nullptr) {
+    stream_->Cancel(std::move(why));  // ends with the engine's OnFinished
+    return;
+  }
+  ending_ = std::move(why);
+  Pump();
+}
+
+void ComputeLossCall::FinishLocked() {
+  finished_ = true;
+  const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
+  if (!status.ok()) {
+    environment_->metrics->CountError(kComputeLoss, CodeName(status));
+  }
+  if (!status.ok() && !IsRefusal(status)) {
+    environment_->access->Failed(peer_, kComputeLoss, CodeName(status), status.error_message());
+  }
+  Finish(status);
+}
+
+std::shared_ptr<engine::Stream> ComputeLossCall::stream() {
+  absl::MutexLock lock(&mutex_);
+  return stream_;
+}
+
+void ComputeLossCall::Progress() {
+  using Waits = CallClock::Waits;
+  if (finished_ || ending_.has_value()) {
+    clock_.Set(write_active_ ? Waits::kSend : Waits::kNothing);
+  } else if (write_active_) {
+    clock_.Set(Waits::kSend);
+  } else if (reading_ && staging_bytes_ == 0) {
+    clock_.Set(stream_ == nullptr ? Waits::kOpen : Waits::kMessage);
+  } else {
+    clock_.Set(Waits::kTurn);
+  }
+}
+
+absl::string_view ComputeLossCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::MutexLock lock(&mutex_);
+  absl::string_view limit;
+  absl::Status late = clock_.Check(now, timeouts, &limit);
+  if (late.ok() || broken_) return "";
+  const bool sending = clock_.what() == CallClock::Waits::kSend;
+  clock_.Set(CallClock::Waits::kNothing);  // it is told once
+  log::Log(log::LogLevel::kWarning, "ending a call that waited too long",
+           {{"method", kComputeLoss}, {"reason", late.message()}, {"peer", context_->peer()}});
+  if (sending) {
+    context_->TryCancel();  // nothing can be said to a client that reads nothing
+  } else {
+    FailLocked(std::move(late));
+  }
+  return limit;
+}
+
+void ComputeLossCall::EndWith(absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_) FailLocked(std::move(why));
+}
+
+void ComputeLossCall::Describe(absl::Time now, v1::StreamDescription* description) {
+  absl::MutexLock lock(&mutex_);
+  // A slice may be computed and sent before OnQueued has booked it.
+  const int64_t queued_rows = std::max(traffic_.queued_rows, traffic_.sent_rows);
+  description->set_head(traffic_.head);
+  description->set_microbatch_id(traffic_.microbatch_id);
+  description->set_backward(backward_);
+  description->set_shared_memory(traffic_.shared_memory);
+  description->set_rows(static_cast<uint64_t>(traffic_.rows));
+  description->set_queued_rows(static_cast<uint64_t>(queued_rows));
+  description->set_sent_rows(static_cast<uint64_t>(traffic_.sent_rows));
+  description->set_received_bytes(static_cast<uint64_t>(traffic_.received_bytes));
+  description->set_sent_bytes(static_cast<uint64_t>(traffic_.sent_bytes));
+  description->set_staging_bytes(static_cast<uint64_t>(std::max<int64_t>(0, staging_bytes_)));
+  description->set_waits_for(ToProto(clock_.what()));
+  description->set_wait_seconds(std::max(0.0, absl::ToDoubleSeconds(now - clock_.since())));
+  description->set_age_seconds(std::max(0.0, absl::ToDoubleSeconds(now - came_)));
+}
+
+void ComputeLossCall::OnDone() {
+  if (totals_ != nullptr) totals_->Close();
+  environment_->registry->Remove(this);
+  std::shared_ptr<engine::Stream> stream;  // holds the inbox, which holds this: the circle ends here
+  {
+    absl::MutexLock lock(&mutex_);
+    stream = std::move(stream_);
+  }
+  stream.reset();
+  const std::shared_ptr<ComputeLossCall> self = std::move(self_);
 }
 
 }  // namespace lossd::rpc

@@ -15,7 +15,7 @@
 // transport drops its slice. Ending. With an engine stream open, the call always finishes through the
 // engine's OnFinished; every other reason to end cancels the engine stream first.
 //
-// Threads. gRPC's reactions and the turns of the inbox (call_inbox.h) share mutex_, under which all gRPC
+// Threads. gRPC's reactions and the turns of the inbox (compute_loss_call.h) share mutex_, under which all gRPC
 // operations are started (gRPC never runs a reaction from within them). A slice is copied on the thread of
 // the reaction that received it, or in a turn if it had to wait for memory; never with mutex_ held. Lifetime.
 // Shared by gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received.
@@ -27,30 +27,204 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/engine/engine.h"
+#include "server/engine/stream.h"
 #include "server/metrics/metrics.h"
 #include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
-#include "server/rpc/call_inbox.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/peer_table.h"
-#include "server/rpc/slice_places.h"
-#include "server/rpc/worker_pool.h"
+#include "server/rpc/workers.h"
 
 namespace lossd::rpc {
+
+class CallInbox final : public engine::StreamObserver, public std::enable_shared_from_this<CallInbox> {
+ public:
+  struct Slice {
+    engine::SliceOutput output;
+    absl::Time ready;  // when the engine had it
+  };
+  struct End {
+    absl::Status status;
+    engine::StreamSummary summary;
+  };
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    // Whether Handle takes only microseconds. Called by one thread at a time, and with slices in their order.
+    virtual bool IsQuick(const Slice& slice) = 0;
+    virtual void Handle(Slice slice) = 0;
+    // The last call.
+    virtual void Handle(End end) = 0;
+  };
+
+  // `workers` outlives the inbox.
+  CallInbox(std::shared_ptr<Handler> handler, WorkerPool* workers)
+      : handler_(std::move(handler)), workers_(workers) {}
+
+  // engine::StreamObserver. A slice that has got its memory is received in a turn, too.
+  void OnMemory(absl::AnyInvocable<void()> receive) override;
+  void OnSlice(engine::SliceOutput output) override;
+  void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
+
+ private:
+  using Event = std::variant<absl::AnyInvocable<void()>, Slice, End>;
+
+  void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Whether the thread that brings an event may deliver it.
+  bool IsQuick(const Event& event);
+  // Delivers what there is.
+  void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same on the thread that brings an event: leaves the rest to a worker from the first one on that takes
+  // its time.
+  void TakeQuickTurn() ABSL_LOCKS_EXCLUDED(mutex_);
+  void ScheduleTurn();
+  void Deliver(Event event);
+
+  const std::shared_ptr<Handler> handler_;
+  WorkerPool* const workers_;
+  absl::Mutex mutex_;
+  std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
+  bool turn_scheduled_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// What a call says of a region of shared memory: which one, and which part of it. Everything is checked here
+// before any of the memory is used.
+//
+// Thread-safe.
+
+inline constexpr uint64_t kRegionAlignment = 256;  // of ranges in a region
+
+// The region that a caller of this identity names in `field`. UNAVAILABLE, which says nothing of regions of
+// others, if it has no such region. `regions` null: the server shares no memory.
+absl::StatusOr<std::shared_ptr<regions::Region>> ClaimRegion(regions::Regions* regions,
+                                                             absl::string_view field, const std::string& id,
+                                                             const std::string& identity);
+
+// The memory of a part of the region that is named in `field`. INVALID_ARGUMENT, naming field and value, if
+// the region has no such part.
+absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl::string_view field,
+                                            const v1::RegionRange& range);
+
+// Where the slices of one ComputeLoss call lie, and so their gradients: in messages, or in a region of shared
+// memory.
+//
+// What the client says of a region is checked against the region's size before anything is read. Hidden
+// states in a region may change while they are read, so nothing but their values depends on them, and they
+// are read once.
+//
+// Thread-safe after Use or UseForGradients.
+
+class SlicePlaces {
+ public:
+  // Slices may lie in `region` from now on. Its memory stays as long as this object.
+  void Use(std::shared_ptr<regions::Region> region) { region_ = std::move(region); }
+  // Of rows that the server has: the gradients of `first_row` and of those behind it go to `range` of the
+  // region, as far as it reaches. INVALID_ARGUMENT, naming field and value, if there is no such range.
+  absl::Status UseForGradients(std::shared_ptr<regions::Region> region, const v1::RegionRange& range,
+                               int64_t first_row);
+
+  // The slice as the engine takes it, but for on_queued. INVALID_ARGUMENT, naming field and value, if it
+  // cannot lie where the header says.
+  absl::StatusOr<engine::IncomingSlice> Take(const v1::SliceHeader& header, const engine::RowRange& rows,
+                                             wire::PayloadView payload) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // Whether Answer copies the gradients to the region, which on a device waits for work under way there.
+  bool AnswerCopies(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // The message with the results of a slice. Its gradients are where its hidden states were, or where
+  // UseForGradients says: the message refers to their memory, or they are in the region.
+  grpc::ByteBuffer Answer(engine::SliceOutput output) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  // Where the gradients of a slice go; null: in the message.
+  uint8_t* Place(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  std::shared_ptr<regions::Region> region_;  // null: all slices are in messages
+  absl::Span<uint8_t> gradients_;            // of first_row_ and those behind it
+  int64_t first_row_ = 0;
+  absl::Mutex mutex_;
+  std::map<int64_t, absl::Span<uint8_t>> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
+};
+
+// What each client has sent and taken since the server knows it, for ListStreams.
+//
+// Memory: an entry for each client. There are at most `most`, or as many as have open calls if these are
+// more. When another client comes, those that have been idle longest go.
+//
+// Thread-safe.
+
+// Of all ComputeLoss calls of a client.
+struct PeerTotals {
+  int64_t open_streams = 0;
+  int64_t streams = 0;         // with those that have ended
+  int64_t rows = 0;            // whose results the client has taken
+  int64_t received_bytes = 0;  // hidden states that were queued
+  int64_t sent_bytes = 0;      // gradients that the client has taken
+  double device_wait_seconds = 0.0;
+  absl::Time last_active;  // it last opened a call, sent or took something
+};
+
+class PeerTable {
+ public:
+  explicit PeerTable(size_t most) : most_(most) {}
+
+  // The numbers of one client, as long as one of its calls is open.
+  class Peer {
+   public:
+    void Queued(int64_t bytes, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+    void Computed(double device_wait_seconds) ABSL_LOCKS_EXCLUDED(mutex_);
+    void Sent(int64_t rows, int64_t bytes, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+    // The call that was opened has ended.
+    void Close() ABSL_LOCKS_EXCLUDED(mutex_);
+    PeerTotals totals() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+   private:
+    friend class PeerTable;
+    void Open(absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+
+    mutable absl::Mutex mutex_;
+    PeerTotals totals_ ABSL_GUARDED_BY(mutex_);
+  };
+
+  // A call of `peer` begins; Peer::Close is called when it ends.
+  std::shared_ptr<Peer> Open(const std::string& peer, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  struct Entry {
+    std::string peer;
+    PeerTotals totals;
+  };
+  std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // by name
+
+ private:
+  // The client that was idle longest; false if all have open calls.
+  bool ForgetOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const size_t most_;
+  mutable absl::Mutex mutex_;  // taken before that of a Peer
+  std::map<std::string, std::shared_ptr<Peer>> peers_ ABSL_GUARDED_BY(mutex_);
+};
 
 inline constexpr absl::string_view kComputeLoss = "ComputeLoss";
 

@@ -13,13 +13,33 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/time/time.h"
-#include "kernels/heartbeat.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/exchange_times.h"
 #include "proto/wire/region_packets.h"
-#include "server/rpc/periodic.h"
 
 namespace lossd::rpc {
+
+class Periodic {
+ public:
+  // The first run is after one `pause`. `run` must be quick: the destructor waits for it.
+  Periodic(absl::Duration pause, absl::AnyInvocable<void()> run)
+      : thread_([this, pause, run = std::move(run)]() mutable {
+          while (!stopping_.AwaitFor(pause)) run();
+        }) {}
+  ~Periodic() {
+    stopping_.Notify();
+    thread_.join();
+  }
+
+ private:
+  clocks::Event stopping_;
+  std::thread thread_;
+};
 
 class Pulse {
  public:

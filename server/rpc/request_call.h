@@ -10,12 +10,14 @@
 #ifndef LOSSD_SERVER_RPC_REQUEST_CALL_H_
 #define LOSSD_SERVER_RPC_REQUEST_CALL_H_
 
+#include <google/protobuf/descriptor.h>
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -48,7 +50,7 @@ class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteB
   void OnReadDone(bool ok) final ABSL_LOCKS_EXCLUDED(mutex_);
 
  protected:
-  // `method` is a name in the table of method_access.h that outlives the call.
+  // `method` is a name in the table of access_control.h that outlives the call.
   RequestCall(const RequestEnvironment* environment, grpc::CallbackServerContext* context,
               absl::string_view method)
       : environment_(environment), context_(context), method_(method) {}
@@ -120,6 +122,27 @@ class UnaryCall final : public RequestCall {
 
   const Handler handler_;
   grpc::ByteBuffer answer_;
+};
+
+// Registers methods of a generated service whose calls are RequestCalls (request_call.h).
+//
+// Thread-compatible: for the constructors of services.
+
+// `Service` is generated, or derived from what is.
+template <typename Service>
+class WithRequestMethods : public Service {
+ protected:
+  using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+  // Has calls of the method begin with `start`. `service` describes the service in the protocol.
+  void Serve(const google::protobuf::ServiceDescriptor* service, absl::string_view method,
+             std::function<Reactor*(grpc::CallbackServerContext*)> start) {
+    const int index = service->FindMethodByName(std::string(method))->index();
+    // Streamed: the server sees the call before its request.
+    this->MarkMethodStreamed(index, nullptr);
+    this->MarkMethodRawCallback(
+        index, new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>(std::move(start)));
+  }
 };
 
 }  // namespace lossd::rpc

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "proto/wire/status_details.h"
-#include "server/messages/errors.h"
+#include "server/messages/texts.h"
 
 namespace lossd::rpc {
 

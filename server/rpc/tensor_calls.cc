@@ -6,13 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "kernels/errors/bytes.h"
 #include "kernels/errors/field_error.h"
+#include "proto/wire/payload_codec.h"
 #include "server/messages/convert.h"
-#include "server/messages/enums.h"
-#include "server/messages/errors.h"
+#include "server/messages/texts.h"
+#include "server/rpc/compute_loss_call.h"
 #include "server/rpc/status.h"
 
 namespace lossd::rpc {
@@ -309,6 +310,237 @@ absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
   response.set_added_rows(static_cast<uint64_t>(added_.rows));
   response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_.rows));
   return wire::Encode(response);
+}
+
+SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context) {
+  const std::shared_ptr<SaveCall> call(new SaveCall(environment, context));
+  call->self_ = call;
+  call->Receive();
+  return call.get();
+}
+
+void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
+  const std::shared_ptr<SaveCall> keep = self_;
+  {
+    absl::MutexLock lock(&mutex_);
+    received_ = true;
+  }
+  if (absl::Status scheduled = Schedule(request); !scheduled.ok()) End(std::move(scheduled));
+}
+
+absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
+  const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
+  if (!decoded.ok()) return decoded.status();
+  peer_ = PeerKey(*context(), "");
+  absl::StatusOr<AdmittedCall> admitted =
+      environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
+  if (!admitted.ok()) return admitted.status();
+  admitted_ = *std::move(admitted);
+  if (admitted_.role < access::Role::kAdmin) {
+    absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
+    if (!keeps.ok())
+      return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
+  }
+  peer_ = PeerKey(*context(), admitted_.identity);
+  absl::Status added = environment_->registry->Add(this, peer_);
+  if (!added.ok()) return added;
+  environment_->count(1);
+  if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
+  environment_->count(-1);
+  return absl::ResourceExhaustedError("too many saves are waiting (--max_saves)");
+}
+
+void SaveCall::Run() {
+  v1::SaveCheckpointUpdate update;
+  update.mutable_progress()->set_phase(v1::SAVE_PHASE_WAITING);
+  Post(std::move(update));
+  absl::StatusOr<v1::SaveCheckpointResponse> saved = environment_->checkpoints->Save(
+      request_, {.on_progress =
+                     [this](const v1::SaveProgress& progress) {
+                       v1::SaveCheckpointUpdate news;
+                       *news.mutable_progress() = progress;
+                       Post(std::move(news));
+                     },
+                 .cancelled = [this] { return request_.cancel_with_call() && gone_; }});
+  const absl::Status status = saved.status();
+  if (saved.ok()) {
+    pruned_.assign(saved->pruned().begin(), saved->pruned().end());
+    v1::SaveCheckpointUpdate last;
+    *last.mutable_saved() = *std::move(saved);
+    Post(std::move(last));
+  }
+  End(status);
+  environment_->count(-1);
+}
+
+void SaveCall::Post(v1::SaveCheckpointUpdate update) {
+  absl::MutexLock lock(&mutex_);
+  next_ = std::move(update);
+  Continue();
+}
+
+void SaveCall::End(absl::Status status) {
+  grpc::Status end = environment_->ended(peer_, std::move(status));
+  environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
+  absl::MutexLock lock(&mutex_);
+  end_ = std::move(end);
+  Continue();
+}
+
+void SaveCall::Continue() {
+  if (writing_ || finished_) return;
+  if (gone_) {
+    finished_ = true;
+    Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the client cancelled the call or went away"));
+  } else if (next_.has_value()) {
+    message_ = wire::Encode(*next_);
+    next_.reset();
+    writing_ = true;
+    clock_.Set(CallClock::Waits::kSend);
+    StartWrite(&message_);
+  } else if (end_.has_value()) {
+    finished_ = true;
+    Finish(*end_);
+  }
+}
+
+void SaveCall::OnWriteDone(bool ok) {
+  absl::MutexLock lock(&mutex_);
+  writing_ = false;
+  clock_.Set(CallClock::Waits::kNothing);
+  if (!ok) gone_ = true;
+  Continue();
+}
+
+void SaveCall::OnCancel() {
+  absl::MutexLock lock(&mutex_);
+  gone_ = true;
+  if (received_) Continue();
+}
+
+absl::string_view SaveCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::MutexLock lock(&mutex_);
+  const absl::string_view limit = clock_.StopIfLate(now, timeouts);
+  if (!limit.empty()) context()->TryCancel();
+  return limit;
+}
+
+void SaveCall::OnDone() {
+  environment_->registry->Remove(this);
+  const std::shared_ptr<SaveCall> last = std::move(self_);
+}
+
+namespace {
+
+constexpr absl::string_view kReadTensor = "ReadTensor";
+constexpr int64_t kMessageBytes = int64_t{4} << 20;
+
+}  // namespace
+
+ReadTensorCall* ReadTensorCall::Start(TensorCallEnvironment* environment,
+                                      grpc::CallbackServerContext* context) {
+  auto* const call = new ReadTensorCall(environment, context);
+  call->Receive();
+  return call;
+}
+
+void ReadTensorCall::OnRequest(const grpc::ByteBuffer& request) {
+  AdmittedCall admitted;
+  absl::Status status = AdmitTensorCall(environment_, *context(), this, kReadTensor, &admitted, &peer_);
+  if (status.ok()) status = wire::Decode(request, &request_).status();
+  if (!status.ok()) return End(std::move(status));
+  identity_ = admitted.identity;
+  Schedule(&ReadTensorCall::Begin);
+}
+
+void ReadTensorCall::Schedule(void (ReadTensorCall::*step)()) {
+  const AdminTask task{.peer = peer_, .head = read_.tensor.head, .kind = AdminKind::kRows};
+  absl::Status scheduled = environment_->workers->Schedule(task, [this, step] { (this->*step)(); });
+  if (!scheduled.ok()) End(std::move(scheduled));
+}
+
+void ReadTensorCall::Begin() {
+  absl::StatusOr<admin::TensorRead> read = environment_->operations->OpenRead(request_);
+  if (!read.ok()) return End(read.status());
+  read_ = *std::move(read);
+  next_row_ = read_.tensor.rows.begin;
+  if (absl::Status status = UseRegion(); !status.ok()) return End(std::move(status));
+  ReadSlice();
+}
+
+absl::Status ReadTensorCall::UseRegion() {
+  if (request_.region().empty() && !request_.has_in_region()) return absl::OkStatus();
+  if (request_.region().empty() || !request_.has_in_region()) {
+    return errors::FieldError("in_region", "come with region, and only with it",
+                              request_.has_in_region() ? "a range without a region" : "nothing");
+  }
+  const auto bytes = static_cast<uint64_t>(read_.tensor.rows.size() * read_.tensor.row_bytes());
+  if (request_.in_region().bytes() != bytes) {
+    return errors::FieldError("in_region.bytes", absl::StrCat("be ", bytes, ", the bytes of the rows"),
+                              request_.in_region().bytes());
+  }
+  auto region = ClaimRegion(environment_->regions, "region", request_.region(), identity_);
+  if (!region.ok()) return region.status();
+  const auto place = BytesOf(**region, "in_region", request_.in_region());
+  if (!place.ok()) return place.status();
+  region_ = *std::move(region);
+  in_region_ = *place;
+  return absl::OkStatus();
+}
+
+void ReadTensorCall::ReadSlice() {
+  if (cancelled_) return End(absl::CancelledError("the client cancelled the call or went away"));
+  const admin::TensorRows& tensor = read_.tensor;
+  if (next_row_ >= tensor.rows.end) return End(absl::OkStatus());
+  const int64_t most_rows = std::max<int64_t>(1, kMessageBytes / tensor.row_bytes());
+  const engine::RowRange rows{next_row_, std::min(next_row_ + most_rows, tensor.rows.end)};
+  const auto size = static_cast<size_t>(rows.size() * tensor.row_bytes());
+  const bool shared = !in_region_.empty();
+  auto bytes = std::make_shared<std::vector<uint8_t>>(shared ? 0 : size);
+  const auto offset = static_cast<size_t>((rows.begin - tensor.rows.begin) * tensor.row_bytes());
+  absl::StatusOr<v1::HeadState> state = environment_->operations->ReadRows(
+      read_, rows, shared ? in_region_.subspan(offset, size) : absl::MakeSpan(*bytes));
+  if (!state.ok()) return End(state.status());
+  v1::TensorSlice slice;
+  *slice.mutable_state() = *std::move(state);
+  *slice.mutable_rows() = messages::ToProto(rows);
+  slice.set_tensor_rows(static_cast<uint64_t>(tensor.shape.rows));
+  slice.set_tensor_cols(static_cast<uint64_t>(tensor.shape.cols));
+  slice.set_dtype(messages::ToProto(tensor.dtype));
+  slice.set_in_region(shared);
+  next_row_ = rows.end;
+  message_ = shared ? wire::Encode(slice) : wire::Encode(slice, *bytes, [bytes] {});
+  {
+    absl::MutexLock lock(&mutex_);
+    clock_.Set(CallClock::Waits::kSend);
+  }
+  StartWrite(&message_);
+}
+
+void ReadTensorCall::OnWriteDone(bool ok) {
+  {
+    absl::MutexLock lock(&mutex_);
+    clock_.Set(CallClock::Waits::kNothing);
+  }
+  message_.Clear();
+  if (!ok) return End(absl::CancelledError("the client cancelled the call or went away"));
+  Schedule(&ReadTensorCall::ReadSlice);
+}
+
+void ReadTensorCall::End(absl::Status status) {
+  Finish(EndedTensorCall(environment_, kReadTensor, std::move(status)));
+}
+
+absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {
+  absl::MutexLock lock(&mutex_);
+  const absl::string_view limit = clock_.StopIfLate(now, timeouts);
+  if (!limit.empty()) context()->TryCancel();
+  return limit;
+}
+
+void ReadTensorCall::OnDone() {
+  environment_->registry->Remove(this);
+  delete this;
 }
 
 }  // namespace lossd::rpc

@@ -6,11 +6,14 @@
 #ifndef LOSSD_SERVER_RPC_TRANSPORT_H_
 #define LOSSD_SERVER_RPC_TRANSPORT_H_
 
+#include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "absl/time/time.h"
+#include "server/access/certificates.h"
 
 namespace lossd::rpc {
 
@@ -29,6 +32,26 @@ struct TransportOptions {
 };
 
 void Configure(const TransportOptions& options, grpc::ServerBuilder* builder);
+
+// gRPC over TLS with certificates that are looked up again for each connection, so that new files are taken
+// without a restart. Connections that stand keep theirs.
+
+enum class ClientCertificates {
+  kNone,      // are not asked for
+  kOptional,  // are verified if there is one
+  kRequired,  // a client without a valid one gets no connection
+};
+
+// `material` outlives the credentials, and the credentials outlive every server that has them: gRPC does not
+// keep them. TLS 1.2 or 1.3.
+std::shared_ptr<grpc::ServerCredentials> TlsCredentials(access::ReloadedTls* material,
+                                                        ClientCertificates clients);
+
+// gRPC's own messages as lines of the log. gRPC writes one for each TLS handshake that fails, which whoever
+// reaches the port can cause, so that their number is bounded (log::LineBudget).
+
+// For the whole process; may be repeated. Thread-safe.
+void LogGrpcMessages();
 
 }  // namespace lossd::rpc
 

@@ -18,7 +18,7 @@
 #include "lossd/v1/loss.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/engine/stream.h"
-#include "server/rpc/slice_places.h"
+#include "server/rpc/compute_loss_call.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace lossd::fuzz {

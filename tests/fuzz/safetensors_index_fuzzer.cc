@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "proto/tensorfile/safetensors_index.h"
+#include "proto/tensorfile/safetensors.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/heap_watch.h"
 #include "tests/fuzz/nesting.h"

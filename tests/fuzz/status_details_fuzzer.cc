@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "kernels/errors/text.h"
+#include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"
 #include "tests/fuzz/fuzz.h"
 

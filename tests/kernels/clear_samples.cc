@@ -6,8 +6,8 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/reference/sampled_row.h"
-#include "kernels/sampling.h"
+#include "kernels/decision.h"
+#include "kernels/reference/reference.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/tolerances.h"
 

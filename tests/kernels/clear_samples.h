@@ -11,7 +11,7 @@ namespace lossd::kernels::testing {
 
 bool MayBeSampled(const Problem& problem);
 // A slice's rows for the reference of sampled gradients: with the errors of logits and of their log-sum-exp
-// from which it is known which classes are undecided (kernels/reference/sampled_row.h).
+// from which it is known which classes are undecided (kernels/reference/reference.h).
 reference::Rows SampledRows(const Problem& problem, const SliceData& slice);
 // The problem, if it is or may be sampled, with random numbers of which rounding moves as few decisions about
 // classes as is easily found. In fp32 those are few in any case, in 16-bit numbers most.

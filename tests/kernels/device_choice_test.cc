@@ -4,10 +4,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "kernels/exchange_times.h"
 
 namespace lossd::kernels::device_choice_test {
 namespace {
@@ -72,3 +76,82 @@ TEST(DeviceChoiceTest, UnlikeGpusAreRefused) {
 
 }  // namespace
 }  // namespace lossd::kernels::device_choice_test
+
+namespace lossd::kernels::gpu_sharing_test {
+namespace {
+
+constexpr char kPriority[] = "CUDA_MPS_CLIENT_PRIORITY";
+constexpr char kShare[] = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+
+class GpuSharingTest : public ::testing::Test {
+ protected:
+  GpuSharingTest() { Clear(); }
+  ~GpuSharingTest() override { Clear(); }
+  static void Clear() {
+    unsetenv(kPriority);
+    unsetenv(kShare);
+  }
+};
+
+TEST_F(GpuSharingTest, WithoutMpsProgramsTakeTurnsWhateverTheEnvironmentSays) {
+  setenv(kPriority, "1", 1);
+  EXPECT_EQ(GpuSharing(false), "time slices");
+}
+
+TEST_F(GpuSharingTest, UnderMpsItSaysPriorityAndShare) {
+  EXPECT_EQ(GpuSharing(true), "MPS, client priority 0 (normal)");
+  setenv(kPriority, "1", 1);
+  EXPECT_EQ(GpuSharing(true), "MPS, client priority 1 (below normal)");
+  setenv(kShare, "25", 1);
+  EXPECT_EQ(GpuSharing(true), "MPS, client priority 1 (below normal), 25 % of the multiprocessors");
+  for (const char* all : {"100", "0", "-3", "many", ""}) {
+    setenv(kShare, all, 1);
+    EXPECT_EQ(GpuSharing(true), "MPS, client priority 1 (below normal)") << all;
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::gpu_sharing_test
+
+namespace lossd::kernels::heartbeat_test {
+namespace {
+
+TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
+  Heartbeat beating;
+  Heartbeat silent;
+  absl::SleepFor(absl::Milliseconds(50));
+  beating.Beat();
+  const absl::Duration since_the_beat = beating.Silence();
+  EXPECT_GE(since_the_beat, absl::ZeroDuration());
+  EXPECT_GE(silent.Silence(), since_the_beat + absl::Milliseconds(50));
+}
+
+}  // namespace
+}  // namespace lossd::kernels::heartbeat_test
+
+namespace lossd::kernels::busy_clock_test {
+namespace {
+
+BusyClock::Clock::time_point At(int seconds) {
+  return BusyClock::Clock::time_point() + std::chrono::seconds(seconds);
+}
+
+TEST(BusyClockTest, TimesThatOverlapCountOnce) {
+  BusyClock clock;
+  EXPECT_EQ(clock.Total(At(5)), absl::ZeroDuration());
+  clock.Begin(At(10));
+  EXPECT_EQ(clock.Total(At(11)), absl::Seconds(1)) << "what is under way counts";
+  clock.Begin(At(12));
+  clock.End(At(14));
+  EXPECT_EQ(clock.Total(At(15)), absl::Seconds(5));
+  clock.End(At(16));
+  EXPECT_EQ(clock.Total(At(100)), absl::Seconds(6));
+  clock.Begin(At(100));
+  clock.End(At(103));
+  EXPECT_EQ(clock.Total(At(200)), absl::Seconds(9));
+  clock.Add(std::chrono::seconds(4));
+  EXPECT_EQ(clock.Total(At(200)), absl::Seconds(13));
+}
+
+}  // namespace
+}  // namespace lossd::kernels::busy_clock_test

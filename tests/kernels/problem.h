@@ -14,9 +14,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "kernels/dtype.h"
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
 
 namespace lossd::kernels::testing {
 

@@ -6,6 +6,7 @@
 #define LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <string>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace lossd::kernels::cuda {
 
@@ -49,5 +51,54 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
   do {                                                                                     \
     if (absl::Status lossd_status = (expression); !lossd_status.ok()) return lossd_status; \
   } while (false)
+
+namespace lossd::kernels::cuda {
+
+// Functions of CUDA's driver, found at run time: nothing links the driver, so that programs start without it.
+//
+// Stateless and thread-safe.
+
+// Sets `function` to the driver's function of this name as CUDA 12.0 has it; null if the driver lacks it.
+template <typename Function>
+cudaError_t FindDriverFunction(const char* name, Function& function) {
+  constexpr unsigned kVersion = 12000;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
+  const bool is_there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+  function = is_there ? reinterpret_cast<Function>(found) : nullptr;
+  return error;
+}
+
+// A library that is loaded at run time, so that programs start where it is missing.
+//
+// Driven by one thread.
+
+class SharedLibrary {
+ public:
+  SharedLibrary() = default;
+  ~SharedLibrary();
+  SharedLibrary(const SharedLibrary&) = delete;
+  SharedLibrary& operator=(const SharedLibrary&) = delete;
+
+  // The first of these files that can be loaded. UNAVAILABLE with `message` and what is wrong with each.
+  absl::Status Load(absl::Span<const char* const> names, absl::string_view message);
+
+  // False if the library has no such function; dlerror() says so.
+  template <typename Function>
+  bool Find(const char* name, Function& function) const {
+    function = reinterpret_cast<Function>(dlsym(file_, name));
+    return function != nullptr;
+  }
+
+  // From now on the library stays when the object goes.
+  void KeepLoaded() { file_ = nullptr; }
+
+ private:
+  void* file_ = nullptr;
+};
+
+}  // namespace lossd::kernels::cuda
 
 #endif  // LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_

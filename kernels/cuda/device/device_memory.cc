@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels::cuda {
 

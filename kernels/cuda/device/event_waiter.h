@@ -12,18 +12,54 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "kernels/exchange_times.h"
 
 namespace lossd::kernels::cuda {
+
+class EnqueueWatch {
+ public:
+  // `on_late` is called once, on a thread of the object's own, when something has been under way for `limit`.
+  EnqueueWatch(absl::Duration limit, std::function<void()> on_late);
+  ~EnqueueWatch();
+  EnqueueWatch(const EnqueueWatch&) = delete;
+  EnqueueWatch& operator=(const EnqueueWatch&) = delete;
+
+  // It is under way until the result ends.
+  [[nodiscard]] auto During() {
+    return absl::MakeCleanup([this, key = Begin()] { End(key); });
+  }
+
+ private:
+  int64_t Begin() ABSL_LOCKS_EXCLUDED(mutex_);
+  void End(int64_t key) ABSL_LOCKS_EXCLUDED(mutex_);
+  // True once something has been under way for `limit`, false when the object ends.
+  bool AwaitLate() ABSL_LOCKS_EXCLUDED(mutex_);
+  bool UnderWay() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ending_ || !begun_.empty(); }
+
+  const absl::Duration limit_;
+  const std::function<void()> on_late_;
+  absl::Mutex mutex_;
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<int64_t, absl::Time> begun_ ABSL_GUARDED_BY(mutex_);  // in the order of their beginning
+  std::thread thread_;
+};
 
 // How long a thread that can only ask again and again sleeps after it has waited for `waited`: it asks
 // without a pause for kSpin, and then sleeps so that what it waits for is noticed at most a tenth of the time
@@ -59,6 +95,47 @@ class EventWaiter {
   const std::shared_ptr<State> state_;  // the thread's too
   absl::Mutex turn_;                    // of the threads that wait
   std::thread thread_;
+};
+
+// How long a stream is at exchanges with other GPUs, from events around them.
+//
+// Thread-safe.
+
+class StreamTimer {
+ public:
+  // Exchanges whose end is still to come; of more, the time is not counted.
+  static constexpr size_t kMostUnderWay = 256;
+
+  // `clocks` outlive the object. The device is that of the threads that call.
+  explicit StreamTimer(ExchangeClocks* clocks) : clocks_(clocks) {}
+  ~StreamTimer();
+  StreamTimer(const StreamTimer&) = delete;
+  StreamTimer& operator=(const StreamTimer&) = delete;
+
+  // Calls `enqueue`, and counts the time that the stream is at what it enqueues. What cannot be timed is
+  // enqueued all the same.
+  absl::Status Time(ExchangeKind kind, cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Adds what has ended to the clocks. Waits for nothing.
+  void Collect() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Pair {
+    cudaEvent_t begin = nullptr, end = nullptr;
+  };
+  struct UnderWay {
+    ExchangeKind kind;
+    Pair events;
+  };
+  static bool Create(Pair* pair);
+  // False if there is none: of kMostUnderWay all are under way, or the device has failed.
+  bool Take(Pair* pair) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  ExchangeClocks* const clocks_;
+  absl::Mutex mutex_;
+  std::vector<Pair> free_ ABSL_GUARDED_BY(mutex_);
+  std::deque<UnderWay> under_way_ ABSL_GUARDED_BY(mutex_);  // in the order of the stream
 };
 
 }  // namespace lossd::kernels::cuda

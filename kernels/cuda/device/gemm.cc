@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/device/shared_library.h"
 
 namespace lossd::kernels::cuda {
 namespace {

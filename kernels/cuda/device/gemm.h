@@ -16,9 +16,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/choice.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

@@ -10,10 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "kernels/clocks/waits.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/cuda/device/driver_function.h"
 
 namespace lossd::kernels::cuda {
 namespace {

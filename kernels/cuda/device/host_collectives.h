@@ -28,7 +28,7 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/cuda/device/collectives.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/host_transfers.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
 

@@ -13,10 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "kernels/clocks/waits.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/device/shared_library.h"
-#include "kernels/nccl_environment.h"
+#include "kernels/device_choice.h"
 
 namespace lossd::kernels::cuda {
 namespace {

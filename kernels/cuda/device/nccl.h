@@ -22,9 +22,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/cuda/device/collectives.h"
-#include "kernels/cuda/device/enqueue_watch.h"
 #include "kernels/cuda/device/event_waiter.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {

@@ -9,8 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/device/driver_function.h"
-#include "kernels/errors/bytes.h"
+#include "kernels/errors/field_error.h"
 
 namespace lossd::kernels::cuda {
 namespace {

@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/device_memory_sharer.h"
+#include "kernels/device_choice.h"
 
 namespace lossd::kernels::cuda {
 

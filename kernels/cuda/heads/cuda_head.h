@@ -14,17 +14,32 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/cuda/heads/chunk_planner.h"
-#include "kernels/cuda/heads/chunk_slots.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/heads/head_norm.h"
 #include "kernels/cuda/heads/head_tensors.h"
 #include "kernels/cuda/heads/row_transfers.h"
+#include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/cuda/paths/head_paths.h"
+#include "kernels/cuda/paths/kept_entries.h"
 
 namespace lossd::kernels::cuda {
+
+class ChunkPlanner {
+ public:
+  // `norm` outlives it.
+  ChunkPlanner(const Device& device, const HeadConfig& config, const HeadSizes& sizes, const HeadNorm* norm);
+
+  // What a chunk by itself is planned to be.
+  ChunkPlan Plan(const LossOptions& options, const ChunkFacts& facts, DType hidden_dtype) const;
+  // The plan of the next chunk, which gets `slot`; notes what became of the slot's last chunk.
+  ChunkPlan Next(const Chunk& chunk, const ChunkFacts& facts, ChunkSlot& slot);
+
+ private:
+  const PlanLimits limits_;
+  const HeadNorm* const norm_;
+  FilterBackoff backoff_;
+};
 
 class CudaHead : public HeadKernels {
  public:

@@ -2,18 +2,22 @@
 #include "kernels/cuda/heads/head_memory.h"
 
 #include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/cuda/heads/param_blocks.h"
 #include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/cuda/paths/path_claims.h"
-#include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/cuda/paths/sample_plan.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -198,6 +202,117 @@ MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int mul
   plan[MemoryKind::kStaging] =
       kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows));
   return plan;
+}
+
+namespace {
+
+absl::string_view WhyNoMoreRows(const HeadSizes& sizes, int64_t most_rows) {
+  if (sizes.chunk_rows >= most_rows) return "more are not allowed";
+  const bool in_panels = sizes.fused && sizes.chunk_rows % hopper::kPanelRows == 0;
+  return in_panels ? "the workspace holds no more whole panels" : "the workspace holds no more";
+}
+
+Choice BlocksChoice(const HeadConfig& config, const HeadSizes& sizes, const ChunkPlan& plan,
+                    int multiprocessors) {
+  const RecomputedShape shape = RecomputedShapeOf(config, sizes, multiprocessors).For(plan.fused());
+  return DescribeBlocks(ChooseRecomputedBlocks(shape, sizes.chunk_rows, sizes.arena_bytes),
+                        sizes.arena_bytes);
+}
+
+}  // namespace
+
+Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const MemoryBytes& memory,
+                   int64_t max_chunk_rows) {
+  int64_t most_rows = max_chunk_rows;
+  if (config.logits == Logits::kRecomputed) most_rows = std::min(most_rows, kRecomputedChunkRows);
+  return {.what = "chunk",
+          .choice = absl::StrCat("up to ", sizes.chunk_rows, " rows"),
+          .reason = std::string(WhyNoMoreRows(sizes, most_rows)),
+          .workspace_bytes = memory[MemoryKind::kWorkspace]};
+}
+
+absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& device) {
+  if (absl::Status status = ValidateOn(config, device.replica.count); !status.ok()) return status;
+  const int sms = device.limits.multiprocessors;
+  HeadPlan plan;
+  plan.sizes = SizesFor(config, device.workspace_bytes, device.max_chunk_rows, sms,
+                        device.limits.fused_clusters > 0, device.replica);
+  if (absl::Status status = CheckWorkspace(config, plan.sizes, sms); !status.ok()) return status;
+  plan.memory = PlanMemory(config, plan.sizes, sms, device.replica);
+
+  ChunkFacts full;
+  full.terms.vocab = plan.sizes.vocab;
+  full.terms.elsewhere = plan.sizes.all_classes - plan.sizes.vocab;
+  full.rows = full.padded_rows = plan.sizes.chunk_rows;
+  full.wants_gradient = true;
+  const PlanLimits limits = {config.logits, PlannedShapeOf(config, plan.sizes), device.limits,
+                             device.fused_loss, plan.sizes.is_split()};
+  const ChunkPlan chunk = PlanChunk({.gradients = config.gradients}, full, limits);
+  plan.choices = {ChunkChoice(config, plan.sizes, plan.memory, device.max_chunk_rows)};
+  if (config.logits == Logits::kRecomputed) {
+    plan.choices.push_back(BlocksChoice(config, plan.sizes, chunk, sms));
+  }
+  std::vector<Choice> kernels = Describe(chunk);
+  std::move(kernels.begin(), kernels.end(), std::back_inserter(plan.choices));
+  return plan;
+}
+
+ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
+  const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
+  // A replica by rows without classes updates none; a part without any still has its padding.
+  const int64_t rows = shard.classes > 0 || sizes.vocab == 0 ? end - shard.first_class : 0;
+  return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
+          .bias = {shard.first_class, rows},
+          .norm = {0, shard.norm ? sizes.padded_hidden : 0}};
+}
+
+Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica) {
+  return ShardOf(sizes.vocab, CopyOf(config, replica));
+}
+
+ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
+  return CarveRanges(config, ShardRanges::Of(sizes, ShardOf(sizes.vocab, {})), base);
+}
+
+ParamBlock ParamBlock::CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base) {
+  Carver carver(base);
+  const auto take = [&](bool has, const ShardRange& range) {
+    return has && range.count > 0 ? carver.Take<float>(range.count) : nullptr;
+  };
+  ParamBlock block;
+  block.weight = take(true, ranges.weight);
+  block.bias = take(config.has_bias, ranges.bias);
+  block.norm_gain = take(config.norm != Norm::kNone, ranges.norm);
+  block.norm_shift = take(config.norm == Norm::kLayerNorm, ranges.norm);
+  block.bytes = carver.used();
+  return block;
+}
+
+ValueBuffer ValueBuffer::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
+  ValueBuffer values;
+  values.params = ParamBlock::Carve(config, sizes, base);
+  Carver carver(base == nullptr ? nullptr : base + values.params.bytes);
+  if (config.has_class_weights) values.class_weights = carver.Take<float>(RoundUp(sizes.all_classes, 8));
+  if (config.compute_dtype == DType::kFloat32) {
+    values.compute_weight = values.params.weight;
+  } else {
+    values.compute_weight = carver.Take<uint16_t>(sizes.padded_vocab * sizes.padded_hidden);
+  }
+  values.bytes = values.params.bytes + carver.used();
+  return values;
+}
+
+int MomentCount(const HeadConfig& config) {
+  if (!config.trainable) return 0;
+  switch (config.optimizer_state) {
+    case OptimizerState::kNone:
+      return 0;
+    case OptimizerState::kMomentum:
+      return 1;
+    case OptimizerState::kAdam:
+      return 2;
+  }
+  return 0;
 }
 
 }  // namespace lossd::kernels::cuda

@@ -6,12 +6,16 @@
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/cuda_options.h"
+#include "kernels/cuda/device/device_limits.h"
+#include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/paths/head_sizes.h"
-#include "kernels/cuda/paths/path_memory.h"
 #include "kernels/head_config.h"
-#include "kernels/memory.h"
 #include "kernels/replica.h"
 
 namespace lossd::kernels::cuda {
@@ -61,6 +65,83 @@ absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, in
 // What a head takes, by kind, as allocated; of a replica, with the moments of its shard.
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
+
+// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how a full chunk is
+// computed. The backend creates a head by the same arithmetic, so that a plan made on another machine is what
+// the server allocates. Pure functions; thread-safe; also of programs without CUDA.
+
+// What a plan needs to know of a GPU and of the backend's options (cuda_options.h).
+struct PlanDevice {
+  DeviceLimits limits;
+  int64_t workspace_bytes = kDefaultWorkspace;  // > 0
+  int64_t max_chunk_rows = CudaBackendOptions().max_chunk_rows;
+  FusedLoss fused_loss = FusedLoss::kWhereFaster;
+  Replica replica;
+};
+
+struct HeadPlan {
+  HeadSizes sizes;
+  MemoryBytes memory;  // by kind, as allocated
+  // The rows of a chunk, the blocks of one whose logits are recomputed, and the kernels of a full chunk with
+  // gradients and default options. The library's algorithms are chosen when the head is created, and norms by
+  // the GPU.
+  std::vector<Choice> choices;
+};
+
+// INVALID_ARGUMENT naming the field if the config is invalid or its workspace too small.
+absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& device);
+
+// How many rows a chunk has, and why no more.
+Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const MemoryBytes& memory,
+                   int64_t max_chunk_rows);
+
+// The tensors of a head on the device and where they lie in their buffers: one function lays out a buffer for
+// counting (null base) and for use, so that a plan is what is allocated. Pure functions; thread-safe.
+
+// Consecutive floats of a tensor, padding included.
+struct ShardRange {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+// What a replica updates of each tensor: whole rows of the weight; all of the norm's two vectors or nothing.
+struct ShardRanges {
+  ShardRange weight, bias, norm;
+
+  static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
+};
+
+// What a replica updates, its classes counted as those here: its shard among the copies of the head
+// (validation.h), which is all that it has where there is one copy.
+Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica);
+
+// One role's tensors (value, gradient or a moment): all trained parameters one after the other.
+struct ParamBlock {
+  float* weight = nullptr;      // [padded_vocab, padded_hidden]
+  float* bias = nullptr;        // [padded_vocab] or null, likewise below
+  float* norm_gain = nullptr;   // [padded_hidden]
+  float* norm_shift = nullptr;  // [padded_hidden]
+  int64_t bytes = 0;
+
+  static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+  // Of the ranges alone: every tensor begins with its range, and those with none are null.
+  static ParamBlock CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base);
+  float* first() const { return weight; }
+  int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }
+};
+
+// Values, class weights and the 16-bit copy of the weight.
+struct ValueBuffer {
+  ParamBlock params;
+  float* class_weights = nullptr;  // [all_classes], rounded up, or null
+  void* compute_weight = nullptr;  // [padded_vocab, padded_hidden] compute dtype; fp32: the weight itself
+  int64_t bytes = 0;
+
+  static ValueBuffer Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+};
+
+// How many moments a head keeps of each parameter.
+int MomentCount(const HeadConfig& config);
 
 }  // namespace lossd::kernels::cuda
 

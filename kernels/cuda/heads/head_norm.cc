@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
-#include "kernels/cuda/paths/split_rows.h"
+#include "kernels/cuda/paths/split_gradients.h"
 
 namespace lossd::kernels::cuda {
 

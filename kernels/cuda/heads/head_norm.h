@@ -5,13 +5,12 @@
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_NORM_H_
 
 #include "absl/status/status.h"
-#include "kernels/cuda/device/class_exchange.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/cuda/heads/chunk_slots.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/heads/head_tensors.h"
+#include "kernels/cuda/heads/row_transfers.h"
 #include "kernels/cuda/kernels/norm/norm.h"
-#include "kernels/cuda/paths/chunk_job.h"
+#include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {

@@ -8,7 +8,6 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
-#include "kernels/shard_rows.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {

@@ -12,14 +12,13 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/cuda/heads/param_blocks.h"
+#include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/head_config.h"
-#include "kernels/optimizer_options.h"
 #include "kernels/replica.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
 

@@ -5,14 +5,42 @@
 #ifndef LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 
+#include <array>
+#include <optional>
+
 #include "absl/status/status.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/cuda/heads/chunk_slots.h"
+#include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/heads/head_memory.h"
-#include "kernels/cuda/paths/chunk_job.h"
+#include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
+
+struct ChunkSlot {
+  SlotMemory memory;
+  PinnedBuffer host_inputs;
+  PinnedBuffer host_outputs;
+  RowInputBlock host_in, device_in;
+  RowOutputBlock host_out, device_out;
+  Event uploaded, row_results, hidden_gradient, results, done;
+  DeviceBranch loss_branch, weight_branch;  // of a filtered chunk
+  // The options of its chunk if that says whether others should try the filter, in host_out.decision.
+  std::optional<LossOptions> trial;
+};
+
+class ChunkSlots {
+ public:
+  absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes, const Workspace& workspace);
+  // The slots take turns. The chunk that had it before has left the device.
+  ChunkSlot& Next();
+  const ChunkSlot& first() const { return slots_[0]; }
+
+ private:
+  std::array<ChunkSlot, kChunkSlots> slots_;
+  size_t next_ = 0;
+};
 
 class RowTransfers {
  public:

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

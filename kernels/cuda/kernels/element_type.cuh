@@ -7,7 +7,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

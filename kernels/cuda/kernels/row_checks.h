@@ -9,7 +9,7 @@ namespace lossd::kernels::cuda {
 
 // What has to be finite of a row, or its slice fails.
 enum class RowCheck : int32_t {
-  kNothing,         // the row is absent (kernels/absent_row.h)
+  kNothing,         // the row is absent (kernels/backend.h)
   kLoss,            // its results
   kHiddenGradient,  // and dx, because it is wanted or goes through a norm into the norm's gradients
 };

@@ -13,7 +13,7 @@
 
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/kernels/scratch_sizes.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

@@ -10,8 +10,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/kernels/rows.h"
-#include "kernels/dtype.h"
-#include "kernels/optimizer_options.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

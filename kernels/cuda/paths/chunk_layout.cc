@@ -5,8 +5,8 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/absent_row.h"
-#include "kernels/sampling.h"
+#include "kernels/backend.h"
+#include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
 namespace {

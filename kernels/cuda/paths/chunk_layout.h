@@ -65,7 +65,7 @@ struct SliceLayout {
   int64_t raw_begin = 0;      // first raw row in the chunk
   int64_t compact_begin = 0;  // first compact row in the chunk
   int64_t compact_rows = 0;
-  int64_t absent_rows = 0;    // of these (kernels/absent_row.h)
+  int64_t absent_rows = 0;    // of these (kernels/backend.h)
   int64_t device_index = -1;  // among the slices with compact rows
 };
 

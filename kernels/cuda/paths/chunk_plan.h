@@ -9,14 +9,13 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
-#include "kernels/choice.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/norm/norm_plan.h"
 #include "kernels/cuda/paths/filter_plan.h"
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
 
 namespace lossd::kernels::cuda {
 

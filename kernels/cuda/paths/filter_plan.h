@@ -11,12 +11,31 @@
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/filtered/filtered_memory.h"
 #include "kernels/cuda/paths/head_sizes.h"
-#include "kernels/cuda/paths/kept_buffers.h"
-#include "kernels/dtype.h"
 #include "kernels/head_config.h"
-#include "kernels/loss_options.h"
 
 namespace lossd::kernels::cuda {
+
+// Bits of an entry's key: those of the row, and all that a sort has to look at.
+int RowBits(int64_t rows);
+int KeyBits(int64_t rows, int64_t vocab);
+
+// Where the entries are, [capacity] each unless said otherwise.
+struct KeptBuffers {
+  uint64_t* keys = nullptr;  // as in KeptList
+  float* coefs = nullptr;
+  float* weight_sum = nullptr;  // [padded_hidden], of label smoothing
+
+  // Used when all entries are there.
+  uint64_t* spare_keys = nullptr;
+  float* spare_coefs = nullptr;
+  int32_t* runs = nullptr;  // [2 * capacity]
+  uint8_t* sort_scratch = nullptr;
+  float* hidden_sum = nullptr;  // [padded_hidden]
+  float* partials = nullptr;    // ColumnSumScratch(padded_hidden); also of weight_sum
+
+  // Takes the two groups from these, which may be the same.
+  static KeptBuffers Carve(int64_t capacity, int64_t padded_hidden, Carver& lists, Carver& scratch);
+};
 
 // Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
 // chunk exact.

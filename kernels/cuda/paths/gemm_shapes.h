@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/device/gemm.h"
 #include "kernels/cuda/paths/head_sizes.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

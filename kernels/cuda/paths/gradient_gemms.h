@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kernels/choice.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
@@ -62,6 +62,29 @@ class OwnGemms final : public GradientGemms {
   absl::Status Run(hopper::GradientGemmParams product) const;
 
   const PathContext& context_;
+};
+
+// The gradients of a chunk from a matrix of ds in device memory: what the paths of stored logits have in
+// common.
+//
+// Each function enqueues on the device's compute stream. Driven by the backend's thread.
+
+class StoredGradients {
+ public:
+  explicit StoredGradients(const PathContext& context)
+      : context_(context), library_(context), own_(context) {}
+
+  // The GEMMs that the plan says.
+  const GradientGemms& GemmsOf(const ChunkPlan& plan) const;
+  // dx into Region::kHiddenGradient.
+  absl::Status HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const;
+  // db and dW; the factors of the rows are in job.hidden already.
+  absl::Status WeightGradient(const ChunkJob& job, const StoredGradient& gradient) const;
+
+ private:
+  const PathContext& context_;
+  const LibraryGemms library_;
+  const OwnGemms own_;
 };
 
 }  // namespace lossd::kernels::cuda

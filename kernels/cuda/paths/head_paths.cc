@@ -6,12 +6,9 @@
 
 #include "absl/types/span.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/paths/filtered_recomputed_path.h"
-#include "kernels/cuda/paths/filtered_stored_path.h"
-#include "kernels/cuda/paths/fused_stored_path.h"
+#include "kernels/cuda/paths/filtered_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
-#include "kernels/cuda/paths/sampled_recomputed_path.h"
-#include "kernels/cuda/paths/sampled_stored_path.h"
+#include "kernels/cuda/paths/sampled_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 
 namespace lossd::kernels::cuda {

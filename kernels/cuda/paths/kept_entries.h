@@ -8,12 +8,33 @@
 
 #include <cstdint>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/paths/chunk_path.h"
-#include "kernels/cuda/paths/kept_buffers.h"
+#include "kernels/cuda/paths/filter_plan.h"
+#include "kernels/decision.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
+
+inline constexpr int kFilterPatience = 16;
+
+class FilterBackoff {
+ public:
+  // Whether the next chunk, with these options, is to try. Other options than the last chunk's begin anew.
+  bool Next(const LossOptions& options);
+  // What became of a chunk that tried with these options, some chunks ago.
+  void Note(const LossOptions& options, Decision decision);
+
+ private:
+  bool Paused() const { return exact_in_a_row_ >= kFilterPatience; }
+
+  LossOptions options_;
+  int exact_in_a_row_ = 0;
+  int without_trial_ = 0;  // chunks since the last one that tried
+};
 
 // Makes the rows of job.hidden 0 that may not reach the accumulators.
 absl::Status ZeroDroppedHidden(const PathContext& context, const ChunkJob& job);
@@ -29,6 +50,54 @@ absl::Status AddEntries(const PathContext& context, const ChunkJob& job, const K
 absl::Status SumWeights(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);
 // Adds to the weight gradients what label smoothing gives every class.
 absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);
+
+// What filtered gradients do with the candidates of a chunk once they are found: dx row by row, the list of
+// kept elements, the decision whether the chunk is filtered after all, and dW from the list
+// (docs/kernels/filtered.md). A path finds the candidates and says where the lists lie.
+//
+// Each function enqueues on the device's compute stream. Driven by the backend's thread.
+
+class CandidateFilter {
+ public:
+  // Both outlive it.
+  CandidateFilter(const PathContext& context, const FilterBuffers& buffers)
+      : context_(context), buffers_(buffers) {}
+
+  // An empty pool of candidates.
+  absl::Status Begin(const ChunkJob& job) const;
+  // The selection of the rows from `begin` on.
+  RowSelection Selection(const ChunkJob& job, int64_t begin) const;
+  // Whether the chunk is filtered, from the selection of all rows, into job.decision.
+  absl::Status Decide(const ChunkJob& job) const;
+  // What FilterRows needs once a chunk: an empty list of kept elements, and the sum of the weights.
+  absl::Status PrepareRows(const ChunkJob& job) const;
+  // Row results in fp32, dx as the GEMM of an exact chunk would leave it, the dropped mass and the kept
+  // elements of selected rows; `in` and `out` are those from `begin` on.
+  absl::Status FilterRows(const ChunkJob& job, const RowInputs& in, const RowResults& out,
+                          int64_t begin) const;
+  // Adds the kept elements to the weight gradients. Dropped rows of job.hidden are 0.
+  absl::Status AddKept(const ChunkJob& job) const;
+
+ private:
+  const PathContext& context_;
+  const FilterBuffers& buffers_;
+};
+
+// The exact way of a filtered chunk drops nothing: zeroes job.dropped_mass.
+absl::Status ZeroDroppedMass(const ChunkJob& job, cudaStream_t stream);
+
+// What a chunk goes on with when the device has decided whether it is exact (kernels/decision.h).
+
+// Enqueues on the device's compute stream what `exact` enqueues if job.decision is to be exact, else what
+// `planned` does. As DeviceBranch::Enqueue(); a chunk that is sampled whatever its data enqueues `planned`
+// without a branch. Driven by the backend's thread.
+absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
+                              absl::FunctionRef<absl::Status()> exact,
+                              absl::FunctionRef<absl::Status()> planned);
+
+// The same by any number of the device: `if_set` if it is not 0.
+absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
+                          absl::FunctionRef<absl::Status()> if_set, absl::FunctionRef<absl::Status()> if_not);
 
 }  // namespace lossd::kernels::cuda
 

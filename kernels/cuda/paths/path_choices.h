@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several paths say of themselves, for people (kernels/choice.h).
+// What several paths say of themselves, for people (kernels/backend.h).
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_
 
@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "kernels/choice.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/device/gemm.h"
 #include "kernels/cuda/paths/chunk_path.h"
 

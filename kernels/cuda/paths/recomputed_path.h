@@ -13,9 +13,8 @@
 #include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/gemm_shapes.h"
-#include "kernels/cuda/paths/recomputed_plan.h"
-#include "kernels/cuda/paths/row_block.h"
-#include "kernels/cuda/paths/split_rows.h"
+#include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/cuda/paths/split_gradients.h"
 
 namespace lossd::kernels::cuda {
 

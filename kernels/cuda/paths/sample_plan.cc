@@ -2,9 +2,12 @@
 #include "kernels/cuda/paths/sample_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/cuda/kernels/scratch_sizes.h"
-#include "kernels/cuda/paths/recomputed_plan.h"
+#include "kernels/cuda/paths/chunk_layout.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -130,6 +133,201 @@ HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver) {
   hot.popularity = carver.Take<float>(hot.vocab);
   hot.histogram = carver.Take<int32_t>(kHotBins);
   return hot;
+}
+
+namespace {
+
+constexpr int64_t kClassUnit = 256;
+
+// One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
+constexpr double kTileSeconds = 12.2e-9;    // 128 x 256 of a product, one step of its inner dimension
+constexpr double kIdleShare = 2.0 / 3.0;    // of its time that an idle cluster of the logit pass costs
+constexpr double kBytesPerSecond = 3.9e12;  // of device memory
+constexpr double kBlockSeconds = 30e-6;     // three launches, and dx in fp32 read and written in L2
+
+// Tiles a multiprocessor. Where some are idle the power limit lets the others run faster, until half are.
+double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
+  const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
+  return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
+}
+
+// Of the logit pass, whose clusters work on whole panels: what its last round leaves idle is mostly lost.
+double PassRounds(int64_t rows, int64_t classes, int multiprocessors) {
+  const int64_t tiles = hopper::Panels(rows) * CeilDiv(classes, hopper::kColumnTile);
+  const double rounds = static_cast<double>(tiles) / std::max(multiprocessors / hopper::kClusterBlocks, 1);
+  return rounds + kIdleShare * (std::ceil(rounds) - rounds);
+}
+
+// A block's gradient and its three products.
+double BlockSeconds(const RecomputedShape& shape, int64_t rows, int64_t classes) {
+  const int sms = shape.multiprocessors;
+  const auto d = static_cast<double>(shape.padded_hidden);
+  const double logits = shape.fused ? PassRounds(rows, classes, sms) : Rounds(rows, classes, sms);
+  const double steps = logits * d + Rounds(rows, shape.padded_hidden, sms) * static_cast<double>(classes) +
+                       Rounds(classes, shape.padded_hidden, sms) * static_cast<double>(rows);
+  return steps * kTileSeconds + kBlockSeconds;
+}
+
+// A block of at least `block_rows` of `rows` rows in whole panels, which is what the logit pass works on.
+int64_t InPanels(int64_t block_rows, int64_t rows) {
+  return std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
+}
+
+// Rows of a block if there are to be `blocks`.
+int64_t BlockRows(const RecomputedShape& shape, int64_t rows, int64_t blocks) {
+  const int64_t padded = PadRows(CeilDiv(rows, blocks));
+  return shape.fused && padded > hopper::kPanelRows ? InPanels(padded, rows) : padded;
+}
+
+int64_t BlockClasses(const RecomputedShape& shape, int64_t blocks) {
+  return std::min(RoundUp(CeilDiv(shape.padded_vocab, blocks), kClassUnit), shape.padded_vocab);
+}
+
+bool BlocksFit(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t bytes) {
+  return RecomputedArena::Carve(shape, blocks, nullptr).bytes <= bytes;
+}
+
+// Of either selection.
+int64_t FilterBytes(const RecomputedShape& shape, const FilterShape& chunk, const FilterBlock& block) {
+  const int64_t bytes = FilterArena::Carve(chunk, Selection::kFromLogits, block, nullptr).bytes;
+  if (!shape.fused) return bytes;
+  return std::max(bytes, FilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
+}
+
+// Of chunks of either kind.
+int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks) {
+  const int64_t bytes = RecomputedArena::Carve(shape.For(false), blocks, nullptr).bytes;
+  return std::max(bytes, RecomputedArena::Carve(shape, blocks, nullptr).bytes);
+}
+
+// Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
+void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, int64_t bytes,
+              RecomputedBlocks& best, double& best_seconds) {
+  constexpr int kCandidates = 48;
+  const int64_t most = CeilDiv(shape.padded_vocab, kClassUnit);
+  int64_t fewest = 1;  // blocks of classes that fit, by bisection
+  for (int64_t fits = most; fewest < fits;) {
+    const int64_t middle = fewest + (fits - fewest) / 2;
+    const bool ok = BlocksFit(shape, {block_rows, BlockClasses(shape, middle)}, bytes);
+    (ok ? fits : fewest) = ok ? middle : middle + 1;
+  }
+  for (int64_t n = fewest; n <= std::min(most, fewest + kCandidates); ++n) {
+    const RecomputedBlocks blocks = {block_rows, BlockClasses(shape, n)};
+    const double seconds = PredictRecomputedSeconds(shape, blocks, rows);
+    if (seconds >= best_seconds || !BlocksFit(shape, blocks, bytes)) continue;
+    best = blocks;
+    best_seconds = seconds;
+  }
+}
+
+}  // namespace
+
+RecomputedShape RecomputedShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  return {.padded_hidden = sizes.padded_hidden,
+          .vocab = sizes.most_classes,
+          .padded_vocab = sizes.planned_vocab(),
+          .element = sizes.element,
+          .fused = sizes.fused,
+          .bias = config.has_bias && config.trainable,
+          .multiprocessors = multiprocessors};
+}
+
+RecomputedArena RecomputedArena::Carve(const RecomputedShape& shape, const RecomputedBlocks& blocks,
+                                       uint8_t* base) {
+  RecomputedArena arena;
+  Carver carver(base);
+  const int64_t element = shape.fused ? shape.element : static_cast<int64_t>(sizeof(float));
+  arena.logits = carver.Take<uint8_t>(blocks.rows * blocks.classes * element);
+  arena.hidden_gradient = carver.Take<float>(blocks.rows * shape.padded_hidden);
+  if (shape.bias) arena.partials = carver.Take<float>(ColumnSumScratch(blocks.classes));
+  Carver tiles(base);
+  if (shape.fused) arena.tiles = hopper::TilePartials::Carve(tiles, blocks.rows, shape.vocab);
+  arena.bytes = std::max(carver.used(), tiles.used());
+  return arena;
+}
+
+double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows) {
+  const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
+  // `total` in parts of `size`, the last one smaller.
+  const auto sum = [](int64_t total, int64_t size, const auto& seconds_of) {
+    const int64_t whole = total / size, rest = total % size;
+    return static_cast<double>(whole) * seconds_of(size) + (rest > 0 ? seconds_of(rest) : 0.0);
+  };
+  return sum(rows, blocks.rows, [&](int64_t block_rows) {
+    return dw_bytes / kBytesPerSecond + sum(shape.padded_vocab, blocks.classes, [&](int64_t classes) {
+             return BlockSeconds(shape, block_rows, classes);
+           });
+  });
+}
+
+RecomputedBlocks SmallestRecomputedBlocks(const RecomputedShape& shape) {
+  return {kLeastBlockRows, std::min(shape.padded_vocab, kClassUnit)};
+}
+
+RecomputedBlocks ChooseRecomputedBlocks(const RecomputedShape& shape, int64_t rows, int64_t arena_bytes) {
+  RecomputedBlocks best = SmallestRecomputedBlocks(shape);
+  double seconds = 1e300;
+  int64_t last = 0;
+  for (int64_t n = 1; n <= rows / kLeastBlockRows; ++n) {
+    const int64_t block_rows = BlockRows(shape, rows, n);
+    if (block_rows != last) Consider(shape, block_rows, rows, arena_bytes, best, seconds);
+    last = block_rows;
+  }
+  return best;
+}
+
+Choice DescribeBlocks(const RecomputedBlocks& blocks, int64_t arena_bytes) {
+  return {.what = "blocks",
+          .choice = absl::StrCat(blocks.rows, " rows, ", blocks.classes, " classes"),
+          .reason = "the fastest that fit, by calculation",
+          .workspace_bytes = arena_bytes};
+}
+
+FilterArena FilterArena::Carve(const FilterShape& chunk, Selection selection, const FilterBlock& block,
+                               uint8_t* base) {
+  Carver own(nullptr), lists(nullptr), scratch(nullptr);
+  FilterBuffers::Carve(chunk, own, lists, scratch);
+  FilterArena arena;
+  Carver carver(base == nullptr ? nullptr : base + lists.used());
+  if (selection == Selection::kInPass) {
+    arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
+    arena.lists = hopper::CandidateLists::Carve(carver, block.rows, chunk.vocab, block.listed);
+  } else {
+    arena.logits = carver.Take<float>(block.rows * chunk.padded_vocab);
+    arena.tiles = hopper::TilePartials::Carve(carver, block.rows, chunk.vocab);
+  }
+  arena.bytes = lists.used() + RoundUp(std::max(carver.used(), scratch.used()), 256);
+  return arena;
+}
+
+FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int64_t rows,
+                              int64_t arena_bytes) {
+  const auto fits = [&](const FilterBlock& block) {
+    return FilterArena::Carve(chunk, selection, block, nullptr).bytes <= arena_bytes;
+  };
+  int64_t most = 1;  // in units of 8
+  int64_t fails = rows / kLeastBlockRows + 1;
+  while (fails - most > 1) {
+    const int64_t middle = most + (fails - most) / 2;
+    (fits({middle * kLeastBlockRows}) ? most : fails) = middle;
+  }
+  const int64_t block_rows = CeilDiv(rows, CeilDiv(rows, most * kLeastBlockRows));
+  const int64_t in_panels = InPanels(block_rows, rows);
+  FilterBlock block = {RoundUp(block_rows, kLeastBlockRows)};
+  if (selection == Selection::kInPass && fits({in_panels})) block.rows = in_panels;
+  const FilterBlock roomy = {block.rows, hopper::kMostListed};
+  return fits(roomy) ? roomy : block;
+}
+
+int64_t LeastArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
+  return std::max({BlockBytes(shape, SmallestRecomputedBlocks(shape)),
+                   FilterBytes(shape, chunk, {kLeastBlockRows}), LeastSampledArenaBytes(chunk)});
+}
+
+int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk) {
+  const RecomputedBlocks all = {chunk.chunk_rows, shape.padded_vocab};
+  return std::max({BlockBytes(shape, all), FilterBytes(shape, chunk, {chunk.chunk_rows, hopper::kMostListed}),
+                   LeastSampledArenaBytes(chunk)});
 }
 
 }  // namespace lossd::kernels::cuda

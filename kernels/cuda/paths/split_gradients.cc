@@ -6,6 +6,32 @@
 
 namespace lossd::kernels::cuda {
 
+RowMerger::RowMerger(const PathContext& context)
+    : context_(context), rows_(SplitRows::Carve(context.sizes, context.memory[Region::kSplitRows])) {}
+
+void RowMerger::UseIn(hopper::FusedRows& rows) const {
+  if (context_.sizes.is_split()) rows.sum_reference = rows_.sum_reference;
+}
+
+absl::Status RowMerger::Merge(const LossTerms& terms, const RowInputs& in,
+                              const hopper::FusedRows& rows) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRecordRows(terms, in, rows, rows_.own, stream), "record kernel");
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(rows_.own, rows_.all,
+                                                        in.rows * static_cast<int64_t>(sizeof(RowRecord))));
+  return ToStatus(LaunchMergeRows(terms, in, rows_.all, context_.sizes.parts, rows, stream), "merge kernel");
+}
+
+absl::Status RowMerger::Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRecordRows(terms, in, rows, rows_.own, stream), "record kernel");
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(rows_.own, rows_.all,
+                                                        in.rows * static_cast<int64_t>(sizeof(RowRecord))));
+  return ToStatus(LaunchMergeRows(terms, in, rows_.all, context_.sizes.parts, rows, stream), "merge kernel");
+}
+
 GradientMerger::GradientMerger(const PathContext& context)
     : context_(context), rows_(SplitRows::Carve(context.sizes, context.memory[Region::kSplitRows])) {}
 
@@ -68,6 +94,34 @@ absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCount
                                 .dropped_mass = job.dropped_mass,
                                 .rows = job.rows()};
   return ToStatus(LaunchDecideListed(p, context_.device->compute()), "decision kernel");
+}
+
+absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {
+  const LossOptions& options = job.options();
+  DecideSampledParams p = {.rows = job.rows(),
+                           .threshold = options.sample_threshold,
+                           .decision = job.decision,
+                           .chosen_threshold = job.sample_threshold};
+  p.list = {.counters = counters, .variance = job.variance, .square = job.square};
+  if (job.plan.gradients == Gradients::kAuto) p.max_error = options.max_gradient_error;
+  return ToStatus(LaunchDecideSampled(p, context.device->compute()), "decision kernel");
+}
+
+SampledHiddenParams HiddenParamsOf(const PathContext& context, const ChunkJob& job, const SampleList& list,
+                                   const RowInputs& in, int64_t begin) {
+  SampledHiddenParams p;
+  p.list = list;
+  p.terms = job.terms;
+  p.in = in;
+  p.dtype = context.config.compute_dtype;
+  p.weight = context.weight;
+  p.ld = context.sizes.padded_hidden;
+  if (!job.wants_hidden_gradient) return p;
+  p.gradient_dtype = job.hidden_gradient_dtype;
+  p.hidden_gradient =
+      context.memory[Region::kHiddenGradient] + begin * p.ld * static_cast<int64_t>(SizeOf(p.gradient_dtype));
+  p.gradient_scale = job.hidden_gradient_scale;
+  return p;
 }
 
 }  // namespace lossd::kernels::cuda

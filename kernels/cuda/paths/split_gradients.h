@@ -7,12 +7,30 @@
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SPLIT_GRADIENTS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SPLIT_GRADIENTS_H_
 
+#include <cstdint>
+
 #include "absl/status/status.h"
 #include "kernels/cuda/kernels/sampled/sampled.h"
+#include "kernels/cuda/kernels/split_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
-#include "kernels/cuda/paths/split_rows.h"
+#include "kernels/cuda/paths/path_claims.h"
 
 namespace lossd::kernels::cuda {
+
+class RowMerger {
+ public:
+  explicit RowMerger(const PathContext& context);
+
+  // Sums of rows become those over the classes of all parts.
+  absl::Status Merge(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows) const;
+  absl::Status Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const;
+  // Where merged sums of fused rows are relative to something else than what is stored.
+  void UseIn(hopper::FusedRows& rows) const;
+
+ private:
+  const PathContext& context_;
+  const SplitRows rows_;
+};
 
 class GradientMerger {
  public:
@@ -41,6 +59,22 @@ class GradientMerger {
   const PathContext& context_;
   const SplitRows rows_;
 };
+
+// What the paths of sampled gradients have in common, whether logits are stored or recomputed.
+
+// From which size on elements are listed as they are; filtered ones are, all that is left of them.
+inline float ThresholdOf(const ChunkJob& job) {
+  return job.plan.sampled() ? job.options().sample_threshold : 0.0f;
+}
+
+// Enqueues the decision about a chunk whose rows have all been sampled, into job.decision and
+// job.sample_threshold. Driven by the backend's thread.
+absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters);
+
+// What dx of the rows from `begin` on takes; `in` is theirs. Without kept entries, hot classes and the
+// uniform part of label smoothing. Pure.
+SampledHiddenParams HiddenParamsOf(const PathContext& context, const ChunkJob& job, const SampleList& list,
+                                   const RowInputs& in, int64_t begin);
 
 }  // namespace lossd::kernels::cuda
 

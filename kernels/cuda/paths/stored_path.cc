@@ -1,13 +1,64 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/stored_path.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/paths/kept_entries.h"
 #include "kernels/cuda/paths/path_choices.h"
 
 namespace lossd::kernels::cuda {
+
+StagedLogits::StagedLogits(const PathContext& context)
+    : context_(context), shapes_{context.sizes.padded_hidden, context.config.compute_dtype} {}
+
+absl::Status StagedLogits::Prepare(const ChunkJob& job, Kept kept) const {
+  for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) {
+    LOSSD_RETURN_IF_ERROR(
+        context_.device->gemms().Prepare(shapes_.Logits(block.rows, context_.sizes.padded_vocab)));
+  }
+  return absl::OkStatus();
+}
+
+bool StagedLogits::UsesSpare(const ChunkJob& job, Kept kept) const {
+  const std::vector<StagedBlock> blocks = Blocks(job.padded_rows(), kept);
+  return std::any_of(blocks.begin(), blocks.end(), [](const StagedBlock& block) { return block.in_spare; });
+}
+
+absl::Status StagedLogits::ForEachBlock(
+    const ChunkJob& job, Kept kept,
+    absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const {
+  Device& device = *context_.device;
+  const HeadSizes& sizes = context_.sizes;
+  const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
+  for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) {
+    const RowBlock rows = {block.begin, job.in.Block(block.begin, block.rows), job.out.From(block.begin)};
+    const LogitMatrix logits = {At(block), DType::kFloat32, sizes.padded_vocab, sizes.vocab};
+    if (rows.in.rows > 0) {
+      LOSSD_RETURN_IF_ERROR(
+          device.gemms().Run(shapes_.Logits(block.rows, sizes.padded_vocab),
+                             {.a = context_.weight,
+                              .b = hidden + block.begin * sizes.padded_hidden * sizes.element,
+                              .c = logits.data},
+                             device.gemm_workspace(), device.compute()));
+    }
+    LOSSD_RETURN_IF_ERROR(step(rows, logits));
+  }
+  return absl::OkStatus();
+}
+
+GemmShape StagedLogits::LargestGemm() const {
+  const StagedBlock block = Blocks(context_.sizes.chunk_rows, Kept::kGradient).front();
+  return shapes_.Logits(block.rows, context_.sizes.padded_vocab);
+}
+
+void* StagedLogits::LargestBlock() const {
+  return At(Blocks(context_.sizes.chunk_rows, Kept::kGradient).front());
+}
+
 namespace {
 
 Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
@@ -121,6 +172,64 @@ absl::Status StoredPath::Tune(const void* hidden) {
   if (!context_.config.trainable) return absl::OkStatus();
   return tune(shapes_.WeightGradient(rows, vocab),
               {.a = hidden, .b = logits, .c = context_.accumulators->weight, .alpha = 1e-3f, .beta = 1.0f});
+}
+
+FusedStoredPath::FusedStoredPath(const PathContext& context)
+    : context_(context), gradients_(context), merger_(context) {
+  const HeadSizes& sizes = context.sizes;
+  Carver rows(context.memory[Region::kFusedRows]);
+  rows_ = hopper::FusedRows::Carve(rows, sizes.chunk_rows);
+  merger_.UseIn(rows_);
+  Carver partials(context.memory[Region::kHiddenGradient]);
+  rows_.partials = hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
+}
+
+absl::Status FusedStoredPath::Prepare(const ChunkJob& job) {
+  return gradients_.GemmsOf(job.plan).Prepare(job);
+}
+
+absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
+  const DeviceLimits& limits = context_.device->limits();
+  const cudaStream_t stream = context_.device->compute();
+  const HeadSizes& sizes = context_.sizes;
+  const hopper::FusedLossParams p = {.operands = {job.hidden, context_.weight, context_.config.compute_dtype,
+                                                  sizes.padded_hidden, sizes.padded_vocab},
+                                     .terms = job.terms,
+                                     .in = job.in,
+                                     .out = job.out,
+                                     .rows = rows_,
+                                     .order = &limits.cluster_order};
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
+  void* const exponentials = job.wants_gradient() ? context_.memory[Region::kLogits] : nullptr;
+  LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),
+                             "fused loss kernels");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, job.in, rows_));
+  return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
+}
+
+// Where dx goes was free when the partials were written there (Loss).
+absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) { return HiddenGemm(job); }
+
+absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {
+  LOSSD_RETURN_IF_ERROR(WeightGemm(job));
+  context_.accumulators->weight_is_zero = false;
+  return absl::OkStatus();
+}
+
+absl::Status FusedStoredPath::WeightGemm(const ChunkJob& job) const {
+  const int64_t ld = context_.sizes.padded_hidden;
+  const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      LaunchScaleRows(hidden, rows_.factor, 1.0f, context_.keep, job.rows(), context_.device->compute()),
+      "kernel over hidden states");
+  return gradients_.WeightGradient(job, Gradient());
+}
+
+absl::StatusOr<std::vector<Choice>> FusedStoredPath::Describe(const ChunkPlan& plan) {
+  std::vector<Choice> choices = cuda::Describe(plan);
+  choices.push_back(FusedLogitsChoice(context_.device->limits()));
+  LOSSD_RETURN_IF_ERROR(gradients_.GemmsOf(plan).Describe(choices));
+  return choices;
 }
 
 }  // namespace lossd::kernels::cuda

@@ -1,9 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/format.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "client/cli/describe.h"
+#include "client/cli/http.h"
+#include "client/cli/random_rows.h"
+#include "client/cli/share_balance.h"
+#include "client/cli/tensor_io.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::cli::format_test {
 namespace {
@@ -110,3 +124,326 @@ TEST(FormatTest, FieldsAlign) {
 
 }  // namespace
 }  // namespace lossd::cli::format_test
+
+namespace lossd::cli::events_text_test {
+namespace {
+
+constexpr char kAnswer[] = R"({"incarnation":"00ab","last_id":9,"missed":true,"events":[
+  {"id":8,"time":"2026-01-02T03:04:05.678Z","first_time":"2026-01-02T03:00:00.000Z","count":12,"level":"warning",
+   "kind":"call_failed","head":"","text":"ApplyStep ended with NOT_FOUND"},
+  {"id":9,"time":"2026-01-02T03:04:06.000Z","first_time":"2026-01-02T03:04:06.000Z","count":1,"level":"info",
+   "kind":"head_created","head":"lm","text":"head\u001b[2J created"}]})";
+
+TEST(EventsTextTest, ReadsWhatTheServerAnswers) {
+  const absl::StatusOr<Events> events = ParseEvents(kAnswer);
+  ASSERT_TRUE(events.ok()) << events.status();
+  EXPECT_EQ(events->incarnation, "00ab");
+  EXPECT_EQ(events->last_id, 9);
+  EXPECT_TRUE(events->missed);
+  ASSERT_EQ(events->events.size(), 2);
+  EXPECT_EQ(EventLine(events->events[0]),
+            "2026-01-02T03:04:05.678Z warning ApplyStep ended with NOT_FOUND (12 times)");
+  EXPECT_EQ(EventLine(events->events[1]), "2026-01-02T03:04:06.000Z info    lm: head?[2J created");
+}
+
+TEST(EventsTextTest, OtherAnswersAreErrors) {
+  EXPECT_FALSE(ParseEvents("").ok());
+  EXPECT_FALSE(ParseEvents("<html>").ok());
+  EXPECT_FALSE(ParseEvents("[]").ok());
+  const std::string answer = kAnswer;
+  for (const char* part :
+       {"incarnation", "last_id", "missed", "events", "\"id", "time", "count", "level", "kind", "text"}) {
+    std::string other = answer;
+    other.replace(other.find(part), 1, part[0] == '"' ? "\"x" : "x");
+    EXPECT_FALSE(ParseEvents(other).ok()) << part;
+  }
+}
+
+}  // namespace
+}  // namespace lossd::cli::events_text_test
+
+namespace lossd::cli::head_history_test {
+namespace {
+
+v1::HeadDescription SomeHead() {
+  v1::HeadDescription head;
+  head.mutable_spec()->set_name("lm");
+  head.mutable_state()->set_step(180);
+  return head;
+}
+
+TEST(HeadHistoryTest, OneLine) {
+  v1::HeadHistory history;
+  EXPECT_EQ(HistoryText(history), "");
+  history.set_applied_unix_seconds(1'700'000'000);
+  EXPECT_EQ(HistoryText(history), "last step 2023-11-14 22:13:20Z");
+  history.set_run("run-\n1");
+  history.set_checkpoint("lm/best");
+  history.set_checkpoint_step(1007);
+  EXPECT_EQ(HistoryText(history).find('\n'), std::string::npos);
+  history.set_run("run-1");
+  EXPECT_EQ(HistoryText(history), "run run-1, last step 2023-11-14 22:13:20Z; saved as lm/best (step 1,007)");
+  history.set_loaded(true);
+  history.set_checkpoint_unix_seconds(1'700'000'060);
+  history.set_open_run("run-1");
+  EXPECT_EQ(
+      HistoryText(history),
+      "run run-1, last step 2023-11-14 22:13:20Z; loaded from lm/best (step 1,007), of 2023-11-14 22:14:20Z");
+  history.set_open_run("run-2");
+  EXPECT_TRUE(HistoryText(history).ends_with("; rows of the open step from run run-2"));
+}
+
+TEST(HeadHistoryTest, WhatIsLost) {
+  v1::HeadDescription head = SomeHead();
+  EXPECT_EQ(WhatIsLost(head), "head \"lm\" is at step 180: no checkpoint known");
+  head.mutable_history()->set_checkpoint("lm/best");
+  head.mutable_history()->set_checkpoint_step(179);
+  EXPECT_EQ(WhatIsLost(head), "head \"lm\" is at step 180: 1 step since checkpoint lm/best");
+  head.mutable_history()->set_checkpoint_step(180);
+  EXPECT_EQ(StepsSinceSave(head), 0u);
+  head.mutable_history()->set_checkpoint_step(200);  // the head went back
+  EXPECT_EQ(WhatIsLost(head), "head \"lm\" is at step 180: no checkpoint known");
+}
+
+TEST(HeadHistoryTest, DescribeShowsIt) {
+  v1::HeadDescription head = SomeHead();
+  EXPECT_EQ(HeadText(head).find("\nhistory"), std::string::npos);
+  EXPECT_EQ(ToJson(head)["history"]["run"], "");
+  head.mutable_history()->set_run("run-1");
+  EXPECT_NE(HeadText(head).find("history"), std::string::npos);
+  EXPECT_NE(HeadText(head).find("run run-1\n"), std::string::npos);
+  EXPECT_EQ(ToJson(head)["history"]["run"], "run-1");
+}
+
+}  // namespace
+}  // namespace lossd::cli::head_history_test
+
+namespace lossd::cli::http_address_test {
+namespace {
+
+std::string Address(const std::string& http, const std::string& target) {
+  v1::ServerDescription server;
+  server.set_http(http);
+  const auto address = HttpAddressOf(server, target);
+  return address.ok() ? *address : std::string(address.status().message());
+}
+
+TEST(HttpAddressTest, TheServerSaysWhereItListens) {
+  EXPECT_EQ(Address("http://127.0.0.1:7071", "127.0.0.1:7070"), "http://127.0.0.1:7071");
+  EXPECT_EQ(Address("http://127.0.0.1:7071", "localhost:7070"), "http://127.0.0.1:7071");
+  EXPECT_EQ(Address("http://10.0.0.5:80", "gpu-7:7070"), "http://10.0.0.5:80");
+  EXPECT_EQ(Address("http://[::1]:80", "unix:/run/lossd"), "http://[::1]:80");
+}
+
+TEST(HttpAddressTest, EveryAddressIsTheOneThatGrpcHas) {
+  EXPECT_EQ(Address("http://0.0.0.0:7071", "gpu-7:7070"), "http://gpu-7:7071");
+  EXPECT_EQ(Address("http://[::]:7071", "[fd00::7]:7070"), "http://[fd00::7]:7071");
+  EXPECT_EQ(Address("http://0.0.0.0:7071", "unix:/run/lossd"), "http://127.0.0.1:7071");
+  EXPECT_EQ(Address("http://[::]:7071", "unix:/run/lossd"), "http://[::1]:7071");
+}
+
+TEST(HttpAddressTest, WithTlsTheHostIsTheOneOfTheCertificate) {
+  EXPECT_EQ(Address("https://10.0.0.5:7071", "gpu-7:7070"), "https://gpu-7:7071");
+  EXPECT_EQ(Address("https://127.0.0.1:7071", "localhost:7070"), "https://localhost:7071");
+  EXPECT_EQ(Address("https://127.0.0.1:7071", "unix:/run/lossd"), "https://127.0.0.1:7071");
+}
+
+TEST(HttpAddressTest, WhatCannotBeReachedIsSaid) {
+  EXPECT_THAT(Address("", "gpu-7:7070"), ::testing::HasSubstr("the server at gpu-7:7070 has no HTTP side"));
+  EXPECT_THAT(Address("http://127.0.0.1:7071", "gpu-7:7070"),
+              ::testing::HasSubstr(
+                  "answers HTTP only on its own machine, at http://127.0.0.1:7071; name an address"));
+  EXPECT_THAT(Address("nonsense", "gpu-7:7070"), ::testing::HasSubstr("which is no URL"));
+}
+
+TEST(HttpAddressTest, AnOldServerHasTheUsualPort) {
+  EXPECT_EQ(*HttpAddressOf(v1::ServerDescription(), "gpu-7:9000"), "http://gpu-7:7071");
+  EXPECT_EQ(*HttpAddressOf(v1::ServerDescription(), "[::1]:9000"), "http://[::1]:7071");
+}
+
+}  // namespace
+}  // namespace lossd::cli::http_address_test
+
+namespace lossd::cli::metrics_text_test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+TEST(MetricsTextTest, ReadsSamples) {
+  const auto samples = ParseMetrics(
+      "# HELP rows_total Rows.\n"
+      "# TYPE rows_total counter\n"
+      "rows_total{head=\"a\",note=\"quote \\\" brace } comma , slash \\\\ line \\n\"} 12.5 1700000000\n"
+      "plain 3\n"
+      "empty{} 4\n"
+      "big +Inf\n"
+      "\n"
+      "broken{head=\"a\n"
+      "nothing\n"
+      "word abc\n");
+  ASSERT_EQ(samples.size(), 4u);
+  EXPECT_EQ(samples[0].name, "rows_total");
+  EXPECT_EQ(samples[0].labels.at("head"), "a");
+  EXPECT_EQ(samples[0].labels.at("note"), "quote \" brace } comma , slash \\ line \n");
+  EXPECT_EQ(samples[0].value, 12.5);
+  EXPECT_EQ(samples[1].value, 3);
+  EXPECT_EQ(samples[2].labels.size(), 0u);
+  EXPECT_EQ(samples[3].value, kInfinity);
+}
+
+TEST(MetricsTextTest, NothingCrashesIt) {
+  for (const char* text : {"{", "a{", "a{b", "a{b=", "a{b=\"", "a{b=\"c\\", "a{b=\"c\"", "a{b=\"c\",",
+                           "a{b=\"c\"}", "\"", " "}) {
+    EXPECT_THAT(ParseMetrics(text), ::testing::IsEmpty()) << text;
+  }
+}
+
+TEST(MetricsTextTest, BucketsOfSeveralLabelSetsAddUp) {
+  const auto samples = ParseMetrics(
+      "t_bucket{phase=\"a\",le=\"0.1\"} 1\n"
+      "t_bucket{phase=\"a\",le=\"+Inf\"} 3\n"
+      "t_bucket{phase=\"b\",le=\"0.1\"} 10\n"
+      "t_bucket{phase=\"b\",le=\"+Inf\"} 10\n"
+      "other_bucket{le=\"0.1\"} 100\n"
+      "t_count 13\n");
+  EXPECT_THAT(BucketsOf(samples, "t"),
+              ::testing::ElementsAre(::testing::Pair(0.1, 11), ::testing::Pair(kInfinity, 13)));
+}
+
+TEST(MetricsTextTest, Quantiles) {
+  const Buckets buckets = {{1, 0}, {2, 50}, {4, 100}, {kInfinity, 100}};
+  EXPECT_DOUBLE_EQ(*Quantile(buckets, 0.5), 2);
+  EXPECT_DOUBLE_EQ(*Quantile(buckets, 0.25), 1.5);
+  EXPECT_DOUBLE_EQ(*Quantile(buckets, 0.75), 3);
+  EXPECT_DOUBLE_EQ(*Quantile(buckets, 1), 4);
+  EXPECT_DOUBLE_EQ(*Quantile({{1, 5}, {kInfinity, 10}}, 0.9), 1) << "beyond the last bound";
+  EXPECT_FALSE(Quantile({}, 0.5).has_value());
+  EXPECT_FALSE(Quantile({{1, 0}, {kInfinity, 0}}, 0.5).has_value());
+  const Buckets later = {{1, 0}, {2, 50}, {4, 300}, {kInfinity, 300}};
+  EXPECT_DOUBLE_EQ(*Quantile(Difference(later, buckets), 0.5), 3);
+}
+
+}  // namespace
+}  // namespace lossd::cli::metrics_text_test
+
+namespace lossd::cli::share_balance_test {
+namespace {
+
+using ::testing::ElementsAre;
+
+TEST(ShareBalanceTest, EqualDevicesGetTheSame) {
+  EXPECT_THAT(BalancedShares({{100, 1.0, 0}, {100, 1.0, 0}}), ElementsAre(500, 500));
+  // However the classes lie now.
+  EXPECT_THAT(BalancedShares({{300, 3.0, 0}, {100, 1.0, 0}, {0, 0, 0}}), ElementsAre(333, 333, 333));
+}
+
+TEST(ShareBalanceTest, ASlowerDeviceGetsLess) {
+  EXPECT_THAT(BalancedShares({{100, 1.0, 0}, {100, 3.0, 0}}), ElementsAre(750, 250));
+}
+
+// As lossd.torch.balance() fills stages.
+TEST(ShareBalanceTest, TheHeadFillsWhatStagesLeave) {
+  EXPECT_THAT(BalancedShares({{100, 2.0, 10}, {100, 2.0, 1}, {0, 0, 1}}), ElementsAre(0, 500, 500));
+  EXPECT_THAT(BalancedShares({{100, 2.0, 3}, {100, 2.0, 1}}), ElementsAre(250, 750));
+}
+
+TEST(ShareBalanceTest, DevicesThatHaveClassesEndTogether) {
+  const std::vector<DeviceLoad> loads = {{1000, 2.0, 5.0}, {3000, 9.0, 4.0}, {500, 0.5, 6.0}, {0, 0, 20.0}};
+  const std::vector<uint32_t> shares = BalancedShares(loads);
+  const uint32_t whole = std::accumulate(shares.begin(), shares.end(), 0u);
+  EXPECT_NEAR(whole, 1000, 2);
+  EXPECT_EQ(shares[3], 0);
+  const double first = SecondsWith(loads[0], loads, shares[0], whole);
+  for (size_t i = 1; i < 3; ++i)
+    EXPECT_NEAR(SecondsWith(loads[i], loads, shares[i], whole), first, 0.02 * first);
+  EXPECT_LT(first, 20.0);
+}
+
+}  // namespace
+}  // namespace lossd::cli::share_balance_test
+
+namespace lossd::cli::tensor_io_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+template <typename T>
+TensorData Make(formats::DType dtype, std::vector<int64_t> shape, const std::vector<T>& values) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
+  return {dtype, std::move(shape), std::vector<uint8_t>(bytes, bytes + values.size() * sizeof(T))};
+}
+
+class TensorIoTest : public ::testing::Test {
+ protected:
+  std::string Path(const std::string& name) { return folder_.File(name); }
+
+  test::TempFolder folder_;
+};
+
+TEST_F(TensorIoTest, ThereAndBack) {
+  const TensorData tensor = Make<float>(formats::DType::kFloat32, {2, 3}, {1, 2, 3, 4, 5, 6});
+  for (const std::string name : {"a.npy", "a.safetensors"}) {
+    ASSERT_TRUE(SaveTensors(Path(name), {{"x", tensor}}).ok());
+    const auto loaded = LoadTensor(Path(name));
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ(loaded->shape, tensor.shape);
+    EXPECT_EQ(loaded->bytes, tensor.bytes);
+    EXPECT_EQ(SaveTensors(Path(name), {{"x", tensor}}).code(), absl::StatusCode::kAlreadyExists);
+  }
+  EXPECT_EQ(LoadTensor(Path("a.safetensors:x"))->bytes, tensor.bytes);
+  EXPECT_EQ(LoadTensor(Path("a.safetensors:y")).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(TensorIoTest, OneOfSeveralTensorsMustBeNamed) {
+  const TensorData tensor = Make<float>(formats::DType::kFloat32, {1}, {1});
+  ASSERT_TRUE(SaveTensors(Path("a.safetensors"), {{"x", tensor}, {"y", tensor}}).ok());
+  EXPECT_THAT(std::string(LoadTensor(Path("a.safetensors")).status().message()),
+              HasSubstr("(x, y); name one"));
+  EXPECT_TRUE(LoadTensor(Path("a.safetensors:y")).ok());
+  EXPECT_EQ(SaveTensors(Path("a.npy"), {{"x", tensor}, {"y", tensor}}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(LoadTensor("a.txt").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(CheckOutputPath("a.txt", 1).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(TensorIoTest, Bf16BecomesFp32InNpy) {
+  const TensorData tensor = Make<uint16_t>(formats::DType::kBFloat16, {2}, {0x3f80, 0xc000});  // 1, -2
+  ASSERT_TRUE(SaveTensors(Path("a.npy"), {{"x", tensor}}).ok());
+  const auto loaded = LoadTensor(Path("a.npy"));
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->dtype, formats::DType::kFloat32);
+  EXPECT_EQ(loaded->bytes, Make<float>(formats::DType::kFloat32, {2}, {1, -2}).bytes);
+}
+
+TEST_F(TensorIoTest, IntegersNarrowWithChecks) {
+  EXPECT_THAT(*ToInt32(Make<int64_t>(formats::DType::kInt64, {3}, {-100, 0, 2147483647})),
+              ::testing::ElementsAre(-100, 0, 2147483647));
+  EXPECT_THAT(*ToInt32(Make<uint16_t>(formats::DType::kUInt16, {1}, {65535})), ::testing::ElementsAre(65535));
+  EXPECT_THAT(
+      std::string(ToInt32(Make<int64_t>(formats::DType::kInt64, {2}, {0, 2147483648})).status().message()),
+      HasSubstr("element 1 is 2147483648"));
+  EXPECT_EQ(ToInt32(Make<float>(formats::DType::kFloat32, {1}, {1})).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ConvertTo(v1::DTYPE_FP32, Make<int64_t>(formats::DType::kInt64, {1}, {1})).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(RandomRowsTest, SameSeedSameRows) {
+  const auto a = RandomRows(100, 33, 7, v1::DTYPE_FP32, 5), b = RandomRows(100, 33, 7, v1::DTYPE_FP32, 5);
+  EXPECT_EQ(a->hidden, b->hidden);
+  EXPECT_EQ(a->targets, b->targets);
+  EXPECT_NE(a->hidden, RandomRows(100, 33, 7, v1::DTYPE_FP32, 6)->hidden);
+  std::vector<float> values(100 * 33);
+  std::memcpy(values.data(), a->hidden.data(), a->hidden.size());
+  double sum = 0, squares = 0;
+  for (double value : values) {
+    sum += value;
+    squares += value * value;
+  }
+  EXPECT_NEAR(sum / 3300, 0, 0.1);
+  EXPECT_NEAR(squares / 3300, 1, 0.1);
+  EXPECT_THAT(a->targets, ::testing::Each(::testing::AllOf(::testing::Ge(0), ::testing::Lt(7))));
+}
+
+}  // namespace
+}  // namespace lossd::cli::tensor_io_test

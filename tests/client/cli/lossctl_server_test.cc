@@ -18,7 +18,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "kernels/data/real_data.h"
+#include "kernels/data/real_rows.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temp_folder.h"

@@ -3,15 +3,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <httplib.h>
+#include <pty.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -358,3 +365,663 @@ TEST_F(LossctlTest, BrokenCallsAreSentAgain) {
 
 }  // namespace
 }  // namespace lossd::cli::lossctl_test
+
+namespace lossd::cli::lossctl_output_test {
+
+// How lossctl prints: documents, wide tables, colours. The commands' own words are lossctl_test.cc's.
+
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+constexpr char kEscape = '\033';
+
+using LossctlOutputTest = LossctlTest;
+
+// Every command that prints, with arguments that work on a new head, in an order that works.
+const char* const kCommands[] = {"health",
+                                 "server",
+                                 "heads",
+                                 "describe head",
+                                 "create other --hidden 4 --vocab 10",
+                                 "loss head --random 5 --accumulate",
+                                 "grad-norm head",
+                                 "step head --lr 0.1",
+                                 "zero-grad head",
+                                 "read head weight",
+                                 "save head",
+                                 "checkpoints",
+                                 "checkpoints rm head/old --yes",
+                                 "reset head --scope optimizer --yes",
+                                 "bench head --microbatches 1 --rows 4",
+                                 "watch --count 1",
+                                 "top --count 1 --interval 0.05",
+                                 "context list",
+                                 "context show",
+                                 "delete other --yes"};
+
+TEST_F(LossctlOutputTest, EveryCommandPrintsYamlThatSaysWhatItsJsonSays) {
+  if (std::system("python3 -c 'import yaml' 2>/dev/null") != 0) GTEST_SKIP() << "no python3-yaml";
+  for (const char* command : kCommands) {
+    SCOPED_TRACE(command);
+    const Outcome outcome = Run(absl::StrCat("-o yaml ", command));
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    EXPECT_THAT(outcome.out, Not(StartsWith("{")));
+    std::ofstream(folder_.File("yaml")) << outcome.out;
+    const std::string convert = absl::StrCat(
+        "python3 -c 'import json, sys, yaml; print(json.dumps(list(yaml.safe_load_all(sys.stdin))[0]))' <",
+        folder_.File("yaml"), " >", folder_.File("json"));
+    ASSERT_EQ(std::system(convert.c_str()), 0) << outcome.out;
+    const auto yaml = nlohmann::json::parse(Read(folder_.File("json")));
+    EXPECT_TRUE(yaml.is_object() || yaml.is_array()) << yaml;
+  }
+  const Outcome yaml = Run("-o yaml describe head");
+  EXPECT_THAT(yaml.out, StartsWith("name: head\nhidden_size: 4\nvocab_size: 10\nbias: true\n"));
+  EXPECT_THAT(yaml.out, HasSubstr("norm_epsilon: 1.0e-05\n"));
+}
+
+TEST_F(LossctlOutputTest, JsonIsTheSameByEitherOption) {
+  for (const char* command : {"heads", "server", "describe head"}) {
+    const Outcome json = Run(absl::StrCat("--json ", command));
+    EXPECT_EQ(json.out, Run(absl::StrCat(command, " -o json")).out);
+    EXPECT_EQ(json.out, Run(absl::StrCat(command, " --output=json")).out);
+    EXPECT_FALSE(nlohmann::json::parse(json.out, nullptr, false).is_discarded());
+  }
+  EXPECT_EQ(Run("--json -o yaml heads").exit_code, 2);
+  EXPECT_EQ(Run("-o xml heads").exit_code, 2);
+}
+
+TEST_F(LossctlOutputTest, WideTablesHaveMoreColumns) {
+  const std::string usual = Run("heads").out, wide = Run("-o wide heads").out;
+  EXPECT_EQ(Run("-o table heads").out, usual);
+  EXPECT_THAT(usual, Not(HasSubstr("OPTIMIZER")));
+  EXPECT_THAT(wide,
+              HasSubstr("MEMORY  OPTIMIZER  LOGITS  GRADIENTS  UPDATES  RETAINED  CHUNK ROWS  INCARNATION"));
+  EXPECT_THAT(Run("-o wide server").out, HasSubstr("\nHTTP "));
+  EXPECT_THAT(Run("-o wide describe head").out, HasSubstr("\nweights version "));
+}
+
+TEST_F(LossctlOutputTest, ColoursAreForTerminalsAndForThoseWhoAsk) {
+  EXPECT_THAT(Run("server").out, Not(HasSubstr(std::string(1, kEscape))));
+  EXPECT_THAT(Run("--color=always server").out, HasSubstr("\033[32mserving\033[0m"));
+  EXPECT_THAT(Run("--color=always describe none").err, StartsWith("\033[1;31mlossctl:\033[0m "));
+  EXPECT_THAT(Run("describe none").err, StartsWith("lossctl: "));
+  EXPECT_THAT(Run("--color=always --json heads").out, Not(HasSubstr(std::string(1, kEscape))));
+  EXPECT_EQ(Run("--color=sometimes heads").exit_code, 2);
+}
+
+TEST_F(LossctlOutputTest, ATerminalHasColoursUnlessTheEnvironmentSaysNo) {
+  if (std::system("script -qec true /dev/null >/dev/null 2>&1 </dev/null") != 0) {
+    GTEST_SKIP() << "no script(1), or no pseudo-terminal";
+  }
+  const auto on_terminal = [this](const std::string& environment, const std::string& options) {
+    const std::string command = absl::StrCat("env -u NO_COLOR ", environment, " " LOSSCTL_PATH " --server ",
+                                             server_.target(), " ", options, " server");
+    EXPECT_EQ(std::system(absl::StrCat("script -qec '", command, "' ", folder_.File("typescript"),
+                                       " >/dev/null </dev/null")
+                              .c_str()),
+              0);
+    return Read(folder_.File("typescript"));
+  };
+  const std::string escape = "\033[32mserving";
+  EXPECT_THAT(on_terminal("TERM=xterm", ""), HasSubstr(escape));
+  EXPECT_THAT(on_terminal("TERM=xterm NO_COLOR=1", ""), Not(HasSubstr(escape)));
+  EXPECT_THAT(on_terminal("TERM=xterm NO_COLOR=", ""), HasSubstr(escape));
+  EXPECT_THAT(on_terminal("TERM=dumb", ""), Not(HasSubstr(escape)));
+  EXPECT_THAT(on_terminal("TERM=xterm", "--color=never"), Not(HasSubstr(escape)));
+  EXPECT_THAT(on_terminal("TERM=dumb NO_COLOR=1", "--color=always"), HasSubstr(escape));
+}
+
+}  // namespace
+}  // namespace lossd::cli::lossctl_output_test
+
+namespace lossd::cli::lossctl_usage_test {
+
+// What lossctl says of command lines that are wrong, of numbers that are too large, and of output that goes
+// nowhere.
+
+namespace {
+
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+using LossctlUsageTest = LossctlTest;
+
+// What is wrong, and with which value; then where to read on.
+TEST_F(LossctlUsageTest, WrongCommandLinesAreSaidInWords) {
+  const auto first_line = [this](const std::string& arguments) {
+    const Outcome outcome = Run(arguments);
+    EXPECT_EQ(outcome.exit_code, 2) << arguments;
+    EXPECT_EQ(outcome.out, "") << arguments;
+    EXPECT_THAT(outcome.err, StartsWith("lossctl: ")) << arguments;
+    EXPECT_THAT(outcome.err, HasSubstr("\n`lossctl ")) << arguments;
+    return outcome.err.substr(std::strlen("lossctl: "), outcome.err.find('\n') - std::strlen("lossctl: "));
+  };
+  EXPECT_EQ(first_line(""), "a command is missing, such as `lossctl heads`");
+  EXPECT_EQ(first_line("context"), "context wants a command of its own");
+  EXPECT_EQ(first_line("helth"), "there is no command \"helth\". Did you mean health?");
+  EXPECT_EQ(first_line("context remvoe x"), "context has no command \"remvoe\". Did you mean remove?");
+  EXPECT_EQ(first_line("create --hiden 8 x --vocab 8"),
+            "create has no option --hiden. Did you mean --hidden?");
+  EXPECT_EQ(first_line("--verbose heads"), "lossctl has no option --verbose");
+  EXPECT_EQ(first_line("heads head"), "heads takes no further argument, got \"head\"");
+  EXPECT_EQ(first_line("step head --lr"), "--lr wants a value: FLOAT");
+  EXPECT_EQ(first_line("create x --hidden 8"), "--vocab is required");
+  EXPECT_EQ(first_line("--context a --server b:1 heads"), "--server cannot be given together with --context");
+  EXPECT_EQ(first_line("read head weigth"),
+            "PARAM must be one of bias|class-weights|norm-gain|norm-shift|weight, got \"weigth\"");
+  for (const char* number : {"-8", "8.5", "8k", "99999999999999999999", "nan", "\"\"", "\" 8\""}) {
+    const std::string got = number[0] == '"' ? number : absl::StrCat("\"", number, "\"");
+    EXPECT_EQ(first_line(absl::StrCat("create x --vocab 8 --hidden ", number)),
+              absl::StrCat("--hidden must be a whole number from 0 to 2^64 - 1, got ", got));
+    EXPECT_EQ(first_line(absl::StrCat("loss head --random ", number)),
+              absl::StrCat("--random must be a whole number from 1 to 2^64 - 1, got ", got));
+  }
+  EXPECT_EQ(first_line("save head --keep 5000000000"), "--keep cannot be \"5000000000\"");
+  for (const char* seconds : {"-1", "0", "abc", "1e400", "inf", "nan"}) {
+    EXPECT_EQ(first_line(absl::StrCat("heads --timeout ", seconds)),
+              absl::StrCat("--timeout must be a number above 0, got \"", seconds, "\""));
+  }
+  EXPECT_EQ(first_line("step head --lr fast"), "--lr must be a number, got \"fast\"");
+  EXPECT_EQ(first_line("watch --count -1"), "--count must be a whole number from 0 to 2^64 - 1, got \"-1\"");
+  EXPECT_EQ(first_line("watch --interval 0"), "--interval must be a number from 0.05 to 3600, got \"0\"");
+  EXPECT_EQ(first_line("bench head --in-flight 0"),
+            "--in-flight must be a whole number from 1 to 1024, got \"0\"");
+  EXPECT_EQ(first_line("bench head --transport smoke"),
+            "--transport must be one of auto|cuda_ipc|grpc|shared_memory, got \"smoke\"");
+  EXPECT_EQ(first_line("bench head --slice-bytes 3X"),
+            "--slice-bytes must be a number of bytes such as 4096, 64KiB or 2GiB, got \"3X\"");
+  EXPECT_EQ(first_line("read head weight --rows -1:3"),
+            "--rows must be BEGIN:END, such as 0:16 or 16:, got \"-1:3\"");
+  EXPECT_THAT(first_line("--incarnation zz heads"), HasSubstr("hexadecimal digits"));
+  EXPECT_EQ(first_line("load head"),
+            "CHECKPOINT must be HEAD/NAME, as `lossctl checkpoints` prints it, got \"head\"");
+  EXPECT_EQ(first_line("save head --name ''"), "--name must not be empty");
+  for (const char* address :
+       {"7", "host", "host:0", "host:99999", "ftp://host:1", "http://", "a b:1", "unix:/x"}) {
+    EXPECT_THAT(first_line(absl::StrCat("metrics --http '", address, "'")),
+                StartsWith("--http must be HOST:PORT, http://HOST:PORT or https://HOST:PORT, got"))
+        << address;
+  }
+  EXPECT_THAT(Run("step head --lr fast").err, ::testing::EndsWith("\n`lossctl step --help` describes it.\n"));
+}
+
+TEST_F(LossctlUsageTest, WrongCommandLinesAreDocumentsForThoseWhoAsk) {
+  for (const char* arguments :
+       {"--json helth", "create x --json --hidden 8.5 --vocab 8", "-o yaml heads --bogus", "--json"}) {
+    const Outcome outcome = Run(arguments);
+    EXPECT_EQ(outcome.exit_code, 2);
+    const auto error = nlohmann::json::parse(outcome.err, nullptr, /*allow_exceptions=*/false);
+    ASSERT_TRUE(error.is_object()) << arguments << ": " << outcome.err;
+    EXPECT_EQ(error["error"]["code"], "INVALID_ARGUMENT");
+    EXPECT_EQ(error["error"]["exit_code"], 2);
+  }
+}
+
+TEST_F(LossctlUsageTest, RowsThatNoMachineHasMemoryForAreRefused) {
+  for (const char* arguments :
+       {"loss head --random 1000000000000000", "loss head --random 18446744073709551615",
+        "bench head --rows 1000000000000000"}) {
+    const Outcome outcome = Run(arguments);
+    EXPECT_EQ(outcome.exit_code, 4) << arguments << outcome.err;
+    EXPECT_THAT(outcome.err,
+                ContainsRegex("^lossctl: --r[a-z]+ must be at most [0-9,]+ with 4 values a row"));
+  }
+}
+
+TEST_F(LossctlUsageTest, WhatCannotBePrintedIsAnError) {
+  const auto with_stdout = [this](const std::string& redirection, const std::string& arguments) {
+    const std::string err = folder_.File("err");
+    const int status = std::system(absl::StrCat("LOSSD_SERVER=", server_.target(), " " LOSSCTL_PATH " ",
+                                                arguments, " ", redirection, " 2>", err)
+                                       .c_str());
+    return Outcome{WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", Read(err)};
+  };
+  for (const char* command :
+       {"heads", "--json heads", "completion bash", "watch --count 1 --interval 0.05"}) {
+    const Outcome full = with_stdout(">/dev/full", command);
+    EXPECT_EQ(full.exit_code, 1) << command;
+    EXPECT_THAT(full.err, HasSubstr("cannot write to the standard output: No space left on device"));
+    EXPECT_EQ(with_stdout(">&-", command).exit_code, 1) << command;
+  }
+  EXPECT_EQ(with_stdout(">/dev/null <&-", "heads").exit_code, 0);
+}
+
+}  // namespace
+}  // namespace lossd::cli::lossctl_usage_test
+
+namespace lossd::cli::lossctl_plan_test {
+
+// Runs `lossctl plan`.
+
+namespace {
+
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+
+TEST_F(LossctlTest, PlanNeedsNoServer) {
+  const std::string no_server = "--server 127.0.0.1:1 ";
+  EXPECT_EQ(Json(no_server + "plan --hidden 4096 --vocab 128256")["server"][0]["chunk_rows"], 8192);
+  EXPECT_EQ(Run(no_server + "plan").exit_code, 4);
+  EXPECT_THAT(Run(no_server + "plan --hidden 4096 --vocab 128256 --trainers 0").err, HasSubstr("trainers"));
+}
+
+TEST_F(LossctlTest, PlanOfACardThatWasNotMeasuredSaysSo) {
+  const std::string asked = "plan --hidden 4096 --vocab 128256 ";
+  EXPECT_THAT(
+      Run(asked + "--card h100-sxm").out,
+      HasSubstr("Server: 1 NVIDIA H100 SXM with 74.5 GiB; not measured: bounds by data sheets, from times "
+                "on an NVIDIA H200 of real rows"));
+  const auto json = Json(asked + "--card h100-sxm");
+  EXPECT_EQ(json["measured_on"], "NVIDIA H200");
+  EXPECT_EQ(json["times"][0]["microbatch"]["basis"], "bounds by data sheets");
+  EXPECT_FALSE(Json(asked).contains("measured_on"));
+  EXPECT_THAT(Run(asked + "--card a100").err, HasSubstr("card must be one of h100-nvl, h100-sxm, h200"));
+}
+
+TEST_F(LossctlTest, PlanOfATrainersMemory) {
+  std::ofstream(folder_.File("config.json"))
+      << R"({"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "num_hidden_layers": 32,
+             "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8})";
+  const std::string asked = "plan config.json --trainer-gpus 16 --trainer-memory 75GiB ";
+  const auto memory = Json(asked + "--bytes-per-parameter 8")["trainer_memory"];
+  EXPECT_EQ(memory["parameters"], 8'030'261'248);
+  EXPECT_EQ(memory["heads"][0]["logit_bytes"], int64_t{65'536} * 128'256 * 4);
+  EXPECT_EQ(memory["heads"][0]["largest_batch"], 1'579'332);  // published: 1,579,333, rounded to the nearest
+  EXPECT_EQ(memory["heads"][1]["largest_batch"], 4'670'135);
+  EXPECT_FALSE(Json("plan config.json").contains("trainer_memory"));
+  const std::string text = Run(asked + "--bytes-per-parameter 8 --trainer-rows 2000000").out;
+  EXPECT_THAT(text,
+              HasSubstr("Memory of a trainer with 16 GPUs of 75.0 GiB for a batch of 2,000,000 rows\n"));
+  EXPECT_THAT(text, ContainsRegex("stored logits .*1,579,332 rows  the batch does not fit\n"));
+  EXPECT_THAT(text, ContainsRegex("fused loss .*4,670,135 rows  2.96 times\n"));
+  EXPECT_THAT(text, HasSubstr("8,030,261,248 parameters of 8 bytes; activations: 262,144 bytes a row"));
+  // Other sizes than the file's have another number of parameters.
+  EXPECT_THAT(Run(asked + "--vocab 32000").err, HasSubstr("parameters must be given"));
+  EXPECT_EQ(Json(asked + "--vocab 32000 --parameters 7.24B")["trainer_memory"]["parameters"], 7'240'000'000);
+}
+
+TEST_F(LossctlTest, PlanOfATrainersMemoryKeepsAnEmbeddingThatIsTheClassifier) {
+  std::ofstream(folder_.File("config.json"))
+      << R"({"model_type": "gemma2", "hidden_size": 2304, "vocab_size": 256000, "num_hidden_layers": 26,
+             "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256})";
+  const auto memory = Json("plan config.json --trainer-gpus 1")["trainer_memory"];
+  EXPECT_EQ(memory["heads"][2]["head"], "server");
+  EXPECT_EQ(memory["heads"][2]["state_bytes"], 16 * 2'614'341'888);
+  const std::string text = Run("plan config.json --trainer-gpus 1").out;
+  EXPECT_THAT(text, HasSubstr("Memory of a trainer with 1 GPU of 131 GiB for a batch of 65,536 rows\n"));
+  EXPECT_THAT(text, HasSubstr("The classifier is the embedding, whose state is counted"));
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("A GPU")));
+}
+
+TEST_F(LossctlTest, PlanOfATrainersMemoryNamesWhatIsWrong) {
+  const auto refused = [&](const std::string& options, int exit_code, const std::string& says) {
+    const Outcome outcome = Run("plan --hidden 4096 --vocab 128256 " + options);
+    EXPECT_EQ(outcome.exit_code, exit_code) << options;
+    EXPECT_EQ(outcome.out, "") << options;
+    EXPECT_THAT(outcome.err, HasSubstr(says)) << options;
+  };
+  refused("--trainer-gpus 0", 2, "--trainer-gpus");
+  refused("--trainer-memory 75GiB", 2, "--trainer-gpus");
+  const std::string asked = "--trainer-gpus 16 ";
+  refused(asked, 4, "parameters must be given");
+  refused(asked + "--parameters many", 2, "--parameters");
+  refused(asked + "--parameters 0", 2, "--parameters");
+  refused(asked + "--parameters 1M", 4, "parameters must be at least the 525336576 of the head, got 1000000");
+  refused(asked + "--parameters 8B", 4, "layers must be from 1 to 65536, got 0");
+  const std::string complete = asked + "--parameters 8B --layers 32 ";
+  refused(complete + "--trainer-memory 0", 4, "trainer_memory must be > 0, got 0");
+  refused(complete + "--trainer-memory 8192GiB", 4, "trainer_memory");
+  refused(complete + "--trainer-rows 0", 2, "--trainer-rows");
+  refused(complete + "--bytes-per-parameter -8", 4,
+          "bytes_per_parameter must be > 0 and at most 1024, got -8");
+  refused(complete + "--activation-bytes -1", 2, "--activation-bytes");
+  refused(complete + "--logit-bytes 0", 4, "logit_bytes must be from 1 to 64, got 0");
+}
+
+TEST_F(LossctlTest, PlanOfAPipelineHasSharesToPaste) {
+  const std::string asked =
+      "plan --hidden 2304 --vocab 256000 --layers 13 --stages 4 --rows 196608 --layer-seconds 0.007 ";
+  const std::string text = Run(asked).out;
+  EXPECT_THAT(text, ContainsRegex("local, compiled .* 1\\.00 .* GiB"));
+  EXPECT_THAT(text, ContainsRegex("server, exact .*held up by the server\n"));
+  EXPECT_THAT(text, ContainsRegex("colocated, exact .*--shares [0-9]+,[0-9]+,[0-9]+,[0-9]+\n"));
+  EXPECT_THAT(text, ContainsRegex("colocated, sampled, no MPS .*--shares "));
+  EXPECT_THAT(text, ContainsRegex("Steps are predicted by [0-9]+ measured ones.* % apart \\[[0-9, ]+\\]"));
+  EXPECT_THAT(Run(asked + "--memory 20GiB").out, ContainsRegex("colocated, exact .*; does not fit\n"));
+  const auto json = Json(asked + "--head-seconds 0.06 --embedding-seconds 0.002");
+  const auto& colocated = json["pipelines"][5];
+  EXPECT_EQ(colocated["kind"], "colocated");
+  EXPECT_EQ(colocated["mps"], true);
+  EXPECT_EQ(colocated["head_seconds"], 0.06);
+  EXPECT_EQ(colocated["stage_bytes"].size(), 4u);
+  EXPECT_LT(colocated["shares"][0], colocated["shares"][1]);
+  EXPECT_THAT(Run(asked + "--layer-seconds 0.1,0.2").err, HasSubstr("layer_seconds must be one"));
+  EXPECT_THAT(Run("plan --hidden 64 --vocab 1000 --head-seconds 1").err, HasSubstr("--stages"));
+}
+
+}  // namespace
+}  // namespace lossd::cli::lossctl_plan_test
+
+namespace lossd::cli::lossctl_asking_test {
+
+// Commands that throw something away: they ask on a terminal, and want --yes in scripts.
+
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class LossctlAskingTest : public LossctlTest {
+ protected:
+  // The same on a terminal, where somebody types `answer`. What stands on the terminal is `out`.
+  Outcome RunOnTerminal(const std::string& arguments, const std::string& answer) {
+    int terminal = -1;
+    const pid_t child = forkpty(&terminal, nullptr, nullptr, nullptr);
+    if (child == 0) {
+      setenv("LOSSD_SERVER", server_.target().c_str(), 1);
+      std::vector<std::string> words = absl::StrSplit(absl::StrCat(LOSSCTL_PATH " ", arguments), ' ');
+      std::vector<char*> argv;
+      for (std::string& word : words) argv.push_back(word.data());
+      argv.push_back(nullptr);
+      execv(argv[0], argv.data());
+      _exit(127);
+    }
+    Outcome outcome;
+    bool answered = false;
+    char buffer[4096];
+    for (ssize_t count = 0; (count = read(terminal, buffer, sizeof(buffer))) > 0;) {
+      outcome.out.append(buffer, static_cast<size_t>(count));
+      if (!answered && outcome.out.find("[y/N] ") != std::string::npos) {
+        answered = true;
+        EXPECT_EQ(write(terminal, answer.data(), answer.size()), static_cast<ssize_t>(answer.size()));
+      }
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    close(terminal);
+    outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    return outcome;
+  }
+  bool HeadIsThere() { return Run("describe head").exit_code == 0; }
+};
+
+TEST_F(LossctlAskingTest, ScriptsNeedYes) {
+  std::ofstream(folder_.File("yes")) << "y\n";
+  for (const char* arguments : {"delete head", "reset head --scope all", "reset head --scope=optimizer",
+                                "checkpoints rm head/old", "checkpoints rm head/old head/older"}) {
+    const Outcome outcome = Run(absl::StrCat(arguments, " </dev/null"));
+    EXPECT_EQ(outcome.exit_code, 2) << arguments;
+    EXPECT_EQ(outcome.out, "");
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr("--yes"), HasSubstr("stdin is no terminal"))) << arguments;
+    EXPECT_EQ(Run(absl::StrCat("--json ", arguments, " </dev/null")).exit_code, 2);
+    EXPECT_EQ(Run(absl::StrCat(arguments, " <yes")).exit_code, 2) << "what a file says is no answer";
+  }
+  EXPECT_TRUE(HeadIsThere());
+  EXPECT_EQ(server_.deletions(), 0u);
+  EXPECT_EQ(Run("checkpoints rm head/old --yes </dev/null").out, "removed head/old (3.00 MiB)\n");
+  EXPECT_EQ(Run("delete head -y </dev/null").out, "deleted head \"head\"\n");
+  EXPECT_FALSE(HeadIsThere());
+  EXPECT_EQ(Run("delete head --yes </dev/null").exit_code, 4);
+}
+
+TEST_F(LossctlAskingTest, TerminalsAreAsked) {
+  for (const char* answer : {"n\n", "\n", "yess\n", "\x04", "Y es\n"}) {
+    const Outcome outcome = RunOnTerminal("delete head", answer);
+    EXPECT_EQ(outcome.exit_code, 1) << answer;
+    EXPECT_THAT(outcome.out,
+                AllOf(HasSubstr("head \"head\" is at step 0: no checkpoint known. Delete it? [y/N]"),
+                      HasSubstr("not deleted")));
+    EXPECT_TRUE(HeadIsThere()) << answer;
+  }
+  ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
+  ASSERT_EQ(Run("loss head --random 5 --accumulate").exit_code, 0);
+  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out,
+              HasSubstr("at step 1: no checkpoint known, and 5 rows in the open"));
+  const Outcome missing = RunOnTerminal("delete nothing", "y\n");
+  EXPECT_EQ(missing.exit_code, 4);
+  EXPECT_THAT(missing.out, Not(HasSubstr("[y/N]")));
+  EXPECT_EQ(RunOnTerminal("delete head", " YES \n").exit_code, 0);
+  EXPECT_FALSE(HeadIsThere());
+}
+
+TEST_F(LossctlAskingTest, SaysHowManyStepsAreLost) {
+  ASSERT_EQ(Run("save head --name best").exit_code, 0);
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
+  EXPECT_THAT(RunOnTerminal("delete head", "n\n").out,
+              HasSubstr("at step 3: 3 steps since checkpoint head/best. Delete"));
+  EXPECT_THAT(RunOnTerminal("load head/best", "n\n").out,
+              HasSubstr("at step 3: 3 steps since checkpoint head/best. Load head/best over it?"));
+  EXPECT_EQ(Run("load head/best </dev/null").exit_code, 0);
+  EXPECT_THAT(RunOnTerminal("reset head --scope=all", "n\n").out, HasSubstr("Reset all of it? [y/N]"));
+  EXPECT_THAT(RunOnTerminal("reset head --scope=optimizer", "n\n").out,
+              AllOf(HasSubstr("has made 3 updates. Reset its optimizer?"), HasSubstr("not reset")));
+  ASSERT_EQ(Run("save head --name last").exit_code, 0);
+  EXPECT_EQ(RunOnTerminal("load head/last", "").exit_code, 0) << "nothing is lost, so nothing is asked";
+}
+
+TEST_F(LossctlAskingTest, RemovesCheckpoints) {
+  EXPECT_THAT(RunOnTerminal("checkpoints rm head/a head/b", "n\n").out,
+              AllOf(HasSubstr("Remove 2 checkpoints: head/a, head/b? [y/N]"), HasSubstr("not removed")));
+  EXPECT_EQ(server_.deletions(), 0u);
+  EXPECT_EQ(RunOnTerminal("checkpoints rm head/a", "y\n").exit_code, 0);
+  EXPECT_EQ(server_.deletions(), 1u);
+  // The rest goes on.
+  const Outcome some = Run("checkpoints rm --yes head/b head/missing head/c head/b");
+  EXPECT_EQ(some.exit_code, 4);
+  EXPECT_EQ(some.out, "removed head/b (3.00 MiB)\nremoved head/c (3.00 MiB)\n");
+  EXPECT_THAT(some.err, HasSubstr("no such checkpoint"));
+  EXPECT_EQ(server_.deletions(), 3u);
+  const auto json = Json("checkpoints rm head/d --yes");
+  EXPECT_EQ(json["removed"][0]["checkpoint"], "head/d");
+  EXPECT_EQ(json["removed"][0]["bytes"], 3 << 20);
+  EXPECT_EQ(Run("checkpoints rm --yes").exit_code, 2);
+  EXPECT_EQ(Run("checkpoints rm head --yes").exit_code, 2);
+  // Lists as before.
+  EXPECT_THAT(Run("checkpoints head").out, HasSubstr("head/step-0000000007"));
+  EXPECT_EQ(Run("checkpoints head other").exit_code, 2);
+}
+
+TEST_F(LossctlAskingTest, ResetsHeads) {
+  ASSERT_EQ(Run("step head --lr 0.1").exit_code, 0);
+  EXPECT_EQ(Run("reset head --scope=optimizer --yes").out, "reset the optimizer of head \"head\", step 1\n");
+  EXPECT_EQ(Json("reset head --scope=all --yes")["step"], 0);
+  for (const char* arguments :
+       {"reset head --yes", "reset head --scope=some --yes", "reset --scope=all --yes",
+        "reset head --scope=optimizer --zeros --yes", "reset head --scope=optimizer --seed 0 --yes",
+        "reset head --scope=all --zeros --seed 1 --yes"}) {
+    EXPECT_EQ(Run(arguments).exit_code, 2) << arguments;
+  }
+  EXPECT_EQ(Run("reset nothing --scope=all --yes").exit_code, 4);
+}
+
+TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
+  ASSERT_EQ(Run("create other --hidden 3 --vocab 5").exit_code, 0);
+  ASSERT_EQ(Run("step other --lr 0.1").exit_code, 0);
+  EXPECT_EQ(Run("create other --hidden 3 --vocab 5").exit_code, 4);
+  EXPECT_EQ(Run("create other --hidden 3 --vocab 5 --if-exists=error").exit_code, 4);
+  EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=keep")["step"], 1);
+  const Outcome different = Run("create other --hidden 4 --vocab 5 --bias --norm rmsnorm --if-exists=keep");
+  EXPECT_EQ(different.exit_code, 4);
+  EXPECT_THAT(different.err,
+              AllOf(HasSubstr("hidden_size 3 instead of 4"), HasSubstr("bias false instead of true"),
+                    HasSubstr("norm NORM_NONE instead of NORM_RMSNORM")));
+  EXPECT_EQ(Run("create other --hidden 4 --vocab 5 --if-exists=reset").exit_code, 4);
+  EXPECT_EQ(Json("describe other")["step"], 1);
+  EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=reset")["step"], 0);
+  EXPECT_EQ(Json("create another --hidden 3 --vocab 5 --if-exists=reset")["step"], 0);
+  EXPECT_EQ(Run("create other --hidden 3 --vocab 5 --if-exists=maybe").exit_code, 2);
+  EXPECT_EQ(Run("create other --hidden 3 --vocab 5 --if-exists=keep --dry-run").exit_code, 2);
+}
+
+}  // namespace
+}  // namespace lossd::cli::lossctl_asking_test
+
+namespace lossd::cli::lossctl_contexts_test {
+
+// `lossctl context`, and which server and credentials a command uses.
+
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class LossctlContextsTest : public LossctlTest {
+ protected:
+  // Without LOSSD_SERVER; `environment` like "LOSSD_TOKEN=x".
+  Outcome Lossctl(const std::string& arguments, const std::string& environment = "") {
+    const std::string out = folder_.File("out"), err = folder_.File("err");
+    const std::string command =
+        absl::StrCat("cd ", folder_.path(), " && env -u LOSSD_SERVER -u LOSSD_CONTEXT LOSSD_CONFIG=", File(),
+                     " ", environment, " " LOSSCTL_PATH " ", arguments, " >", out, " 2>", err);
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Read(out), Read(err)};
+  }
+  nlohmann::json Show(const std::string& options, const std::string& environment = "") {
+    const Outcome outcome = Lossctl(options + " --json context show", environment);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out, nullptr, false);
+  }
+  static std::string Normal(const std::string& path) {
+    return std::filesystem::path(path).lexically_normal();
+  }
+  std::string File() const { return folder_.File("config/contexts.json"); }
+  void Add(const std::string& name, const std::string& options) {
+    const Outcome outcome = Lossctl(absl::StrCat("context add ", name, " ", options));
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+  }
+  void WriteToken(int mode) {
+    std::ofstream(folder_.File("token")) << "0123456789abcdef\n";
+    ASSERT_EQ(chmod(folder_.File("token").c_str(), static_cast<mode_t>(mode)), 0);
+  }
+};
+
+TEST_F(LossctlContextsTest, ContextsAreAddedListedUsedAndRemoved) {
+  EXPECT_THAT(Lossctl("context list").out, HasSubstr("no contexts in "));
+  WriteToken(0600);
+  Add("lab", "--server gpu-7:7070 --http gpu-7:7171 --token-file token");
+  Add("here", absl::StrCat("--server ", server_.target(), " --use"));
+  EXPECT_EQ(Lossctl("context list").out,
+            absl::StrCat("CURRENT  NAME  SERVER", std::string(server_.target().size() - 6, ' '),
+                         "  TLS  SHOWS\n*        here  ", server_.target(),
+                         "  no   none\n         lab   gpu-7:7070",
+                         std::string(server_.target().size() - 10, ' '), "  no   token\n"));
+  EXPECT_THAT(Lossctl("context list -o wide").out, HasSubstr(Normal(folder_.File("token"))));
+  const auto list = nlohmann::json::parse(Lossctl("context list -o json").out);
+  EXPECT_EQ(list["current"], "here");
+  EXPECT_EQ(list["contexts"][1]["token_file"], Normal(folder_.File("token"))) << "paths are absolute";
+  EXPECT_EQ(Lossctl("health").out, absl::StrCat(server_.target(), ": serving\n"));
+  EXPECT_EQ(Lossctl("context use lab").out, "using context \"lab\"\n");
+  EXPECT_EQ(Show("")["server"], "gpu-7:7070");
+  EXPECT_EQ(Lossctl("context remove lab").exit_code, 0);
+  EXPECT_EQ(Show("")["server"], "127.0.0.1:7070") << "none is the current one";
+  EXPECT_EQ(Lossctl("context use here").exit_code, 0);
+  EXPECT_EQ(Lossctl("context use --none").exit_code, 0);
+  EXPECT_EQ(Show("")["context"], "");
+  struct stat file = {};
+  ASSERT_EQ(stat(File().c_str(), &file), 0);
+  EXPECT_EQ(file.st_mode & 07777, 0600);
+}
+
+TEST_F(LossctlContextsTest, MistakesChangeNothing) {
+  Add("lab", "--server gpu-7:7070");
+  const std::string before = Read(File());
+  for (const auto& [arguments, says] :
+       {std::pair("context add lab --server x:1", "already, for gpu-7:7070; --replace"),
+        {"context add other", "--server must be given"},
+        {"context add other --server foo", "--server is 'foo'; it has no port"},
+        {"context add .x --server x:1", "context must have 1 to 64 characters"},
+        {"context add other --server http://x", "write the address without"},
+        {"context add other --server x:1 --ca none.pem", "none.pem"},
+        {"context add other --server x:1 --cert a", "is not given"},
+        {"context add other --server x:1 --token-file none", "none cannot be read"},
+        {"context use other", "there is no context \"other\""},
+        {"context remove other", "there is no context \"other\""}}) {
+    const Outcome outcome = Lossctl(arguments);
+    EXPECT_EQ(outcome.exit_code, 4) << arguments << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr(says)) << arguments;
+    EXPECT_EQ(Read(File()), before) << arguments;
+  }
+  EXPECT_EQ(Lossctl("context use").exit_code, 2);
+  EXPECT_EQ(Lossctl("context").exit_code, 2);
+  EXPECT_EQ(Lossctl("--context lab --server x:1 health").exit_code, 2);
+  EXPECT_EQ(Lossctl("context add lab --server x:1 --replace").exit_code, 0);
+  EXPECT_EQ(Show("--context lab")["server"], "x:1");
+}
+
+TEST_F(LossctlContextsTest, FlagsGoBeforeTheEnvironmentAndThatBeforeContexts) {
+  Add("lab", "--server lab:1 --use");
+  Add("other", "--server other:1");
+  EXPECT_EQ(Show("")["server"], "lab:1");
+  EXPECT_EQ(Show("", "LOSSD_CONTEXT=other")["server"], "other:1");
+  EXPECT_EQ(Show("", "LOSSD_CONTEXT=other LOSSD_SERVER=environment:1")["server"], "environment:1");
+  EXPECT_EQ(Show("--context lab", "LOSSD_CONTEXT=other LOSSD_SERVER=environment:1")["server"], "lab:1");
+  EXPECT_EQ(Show("--server flag:1", "LOSSD_CONTEXT=other LOSSD_SERVER=environment:1")["server"], "flag:1");
+  EXPECT_EQ(Show("--context lab")["context"], "lab");
+  EXPECT_EQ(Show("--server flag:1")["context"], "");
+  const Outcome unknown = Lossctl("--context none health");
+  EXPECT_EQ(unknown.exit_code, 4);
+  EXPECT_THAT(unknown.err, HasSubstr("there is no context \"none\" in " + File() + "; it has lab, other"));
+}
+
+TEST_F(LossctlContextsTest, CredentialsGoToTheirOwnServerOnly) {
+  std::filesystem::create_directories(folder_.File("config"));
+  std::ofstream(File()) << R"({"current": "lab", "contexts": {"lab": {"server": "lab:1", "ca": "ca.pem",
+      "cert": "me.pem", "key": "me.key", "token_file": "../token"}}})";
+  WriteToken(0600);
+  const auto lab = Show("");
+  EXPECT_EQ(lab["ca"], folder_.File("config/ca.pem")) << "relative to the file";
+  EXPECT_EQ(lab["cert"], folder_.File("config/me.pem"));
+  EXPECT_EQ(lab["token"], true);
+  for (const auto& other : {Show("--server other:1"), Show("", "LOSSD_SERVER=other:1")}) {
+    EXPECT_EQ(other["ca"], "");
+    EXPECT_EQ(other["cert"], "");
+    EXPECT_EQ(other["token"], false);
+  }
+  const auto mixed = Show("--ca flag.pem", "LOSSD_CA=variable.pem LOSSD_CERT=c LOSSD_KEY=k");
+  EXPECT_EQ(mixed["ca"], "flag.pem");
+  EXPECT_EQ(mixed["cert"], "c");
+  EXPECT_EQ(mixed["key"], "k");
+  EXPECT_EQ(mixed["server"], "lab:1");
+}
+
+TEST_F(LossctlContextsTest, ATokenThatOthersCanReadIsRefused) {
+  WriteToken(0600);
+  Add("here", absl::StrCat("--server ", server_.target(), " --token-file token --use"));
+  EXPECT_EQ(Lossctl("health").exit_code, 0);
+  WriteToken(0644);
+  const Outcome refused = Lossctl("health");
+  EXPECT_EQ(refused.exit_code, 4);
+  EXPECT_THAT(refused.err, HasSubstr("token has the mode 0644, so others can read it; `chmod 600 "));
+  EXPECT_THAT(refused.err, Not(HasSubstr("0123456789abcdef")));
+  EXPECT_EQ(Lossctl("health", "LOSSD_TOKEN=fedcba9876543210").exit_code, 0) << "the file is not needed";
+  EXPECT_EQ(Lossctl("context list").exit_code, 0);
+}
+
+TEST_F(LossctlContextsTest, AFileThatIsNotInOrderIsNamedWithItsLine) {
+  std::filesystem::create_directories(folder_.File("config"));
+  std::ofstream(File()) << "{\"contexts\": {\n  \"lab\": {\n    \"sever\": \"x:1\"}}}";
+  const Outcome outcome = Lossctl("health");
+  EXPECT_EQ(outcome.exit_code, 4);
+  EXPECT_THAT(outcome.err, HasSubstr(File() + ":3: contexts.lab.sever must be one of server, ca"));
+  EXPECT_EQ(Lossctl("--server 127.0.0.1:1 health").exit_code, 3)
+      << "a command that does not need it does not read it";
+}
+
+TEST_F(LossctlContextsTest, NamesAreCompleted) {
+  Add("lab", "--server gpu-7:7070");
+  Add("lob", "--server gpu-8:7070");
+  EXPECT_EQ(Lossctl("__complete --context l").out, "lab\nlob\n");
+  EXPECT_EQ(Lossctl("__complete context use la").out, "lab\n");
+  EXPECT_THAT(Lossctl("__complete context ''").out, HasSubstr("remove\t"));
+  EXPECT_THAT(Lossctl("__complete -o ''").out, ::testing::AllOf(HasSubstr("yaml"), HasSubstr("wide")));
+  EXPECT_THAT(Lossctl("context remov lab").err, HasSubstr("Did you mean remove?"));
+}
+
+}  // namespace
+}  // namespace lossd::cli::lossctl_contexts_test

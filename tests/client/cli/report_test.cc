@@ -8,7 +8,7 @@
 #include "client/cli/bench_report.h"
 #include "client/cli/describe.h"
 #include "client/cli/errors.h"
-#include "client/cli/http_fetch.h"
+#include "client/cli/http.h"
 #include "client/cli/value_checks.h"
 #include "client/cpp/client.h"
 #include "kernels/errors/field_error.h"

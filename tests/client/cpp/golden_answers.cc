@@ -7,9 +7,9 @@
 #include <functional>
 
 #include "absl/strings/str_replace.h"
-#include "client/cpp/peer.h"
-#include "client/cpp/stream_messages.h"
-#include "client/cpp/tensor_messages.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/loss_stream.h"
+#include "client/cpp/tensor_transfer.h"
 #include "tests/client/cpp/golden.h"
 #include "tests/client/scripted_server.h"
 

@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
-#include "client/cpp/target.h"
+#include "client/cpp/probe.h"
 #include "kernels/clocks/clock.h"
 #include "tests/client/cpp/golden.h"
 #include "tests/client/cpp/listener.h"

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "client/cpp/loss_plan.h"
-#include "client/cpp/stream_messages.h"
-#include "client/cpp/tensor_messages.h"
+#include "client/cpp/loss_stream.h"
+#include "client/cpp/tensor_transfer.h"
 #include "proto/wire/payload_codec.h"
 #include "tests/client/cpp/golden.h"
 

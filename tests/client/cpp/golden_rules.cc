@@ -8,11 +8,10 @@
 #include <optional>
 #include <stdexcept>
 
-#include "client/cpp/answer_check.h"
-#include "client/cpp/connection_chooser.h"
+#include "client/cpp/call_errors.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/core.h"
 #include "client/cpp/head_cache.h"
-#include "client/cpp/retry.h"
-#include "client/cpp/step_errors.h"
 #include "proto/wire/status_details.h"
 #include "tests/client/cpp/golden.h"
 

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Slices that find no room in a region, whose other calls have all of it: played by the test, which takes it.
-#include "client/cpp/slice_places.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -16,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
+#include "client/cpp/loss_work.h"
 #include "client/cpp/shared_region.h"
 #include "tests/support/server_process.h"
 

@@ -18,8 +18,7 @@
 #include "client/plan/local_head.h"
 #include "client/plan/measured.h"
 #include "client/plan/plan.h"
-#include "client/plan/rates.h"
-#include "kernels/cuda/heads/head_plan.h"
+#include "kernels/cuda/heads/head_memory.h"
 
 namespace lossd::plan::results_test {
 namespace {

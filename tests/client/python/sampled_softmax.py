@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The softmax of sampled gradients and its random numbers ("Sampled gradients" in docs/math.md), written anew from
-kernels/sampling.h and server/engine/sample_seed.h: what they say may not change from one version to the next."""
+kernels/decision.h and server/engine/work_queue.h: what they say may not change from one version to the next."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The exchange between ranks over transfers in memory: the bits of threads of one process, whatever goes into
 // one message, and an end when a rank cannot be reached.
-#include "kernels/cpu/rank_exchange.h"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -16,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/cpu/class_exchange.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing::rank_exchange_test {

@@ -3,11 +3,16 @@
 #include "kernels/cpu/row_loops.h"
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "Eigen/Core"
 #include "gtest/gtest.h"
+#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/row_loss.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing::row_loops_test {
@@ -174,3 +179,199 @@ TEST(SelectRowLoopsTest, TakesTheWidest) { EXPECT_EQ(&SelectRowLoops(), Availabl
 
 }  // namespace
 }  // namespace lossd::kernels::testing::row_loops_test
+
+namespace lossd::kernels::row_sampling_test {
+namespace {
+
+constexpr int64_t kClasses = 10'007;
+
+// Sizes from far above the threshold to far below, zeros among them, of both signs.
+std::vector<float> Gradient(float threshold) {
+  std::vector<float> gradient(kClasses);
+  for (int64_t v = 0; v < kClasses; ++v) {
+    float size = threshold * std::exp2(3.0f - 0.002f * static_cast<float>((v * 7919) % kClasses));
+    if (v % 7 == 0) size = 0.0f;
+    gradient[static_cast<size_t>(v)] = v % 5 == 0 ? -size : size;
+  }
+  return gradient;
+}
+
+TEST(RowSampler, TakesWhatThePointsFallOn) {
+  for (const float threshold : {1e-30f, 0x1p-10f, 1.0f, 1e30f}) {
+    for (const float omega : {0.0f, 0.3f, 0x1.fffffep-1f}) {
+      const std::vector<float> gradient = Gradient(threshold);
+      std::vector<float> got = gradient;
+      RowSampler sampler(omega, threshold);
+      sampler.Sample(got.data(), 4000);  // in two parts, as around a target
+      sampler.Sample(got.data() + 4000, kClasses - 4000);
+      double end = 0.0, variance = 0.0, square = 0.0;
+      for (size_t v = 0; v < gradient.size(); ++v) {
+        const double size = std::fabs(double{gradient[v]});
+        square += size * size;
+        const double begin = end;
+        end += std::min(1.0, size / double{threshold});
+        if (size >= double{threshold}) {
+          ASSERT_EQ(got[v], gradient[v]) << v;
+          continue;
+        }
+        variance += size * (double{threshold} - size);
+        ASSERT_TRUE(got[v] == 0.0f || got[v] == std::copysign(threshold, gradient[v])) << v;
+        const double point =
+            omega + std::max(omega == 0.0f ? 1.0 : 0.0, std::floor(begin - omega + 1e-9) + 1.0);
+        const double first = begin < double{omega} ? double{omega} : point;
+        if (std::fabs(first - end) < 1e-6) continue;
+        ASSERT_EQ(got[v] != 0.0f, size > 0.0 && first < end) << v << " at " << omega;
+      }
+      EXPECT_NEAR(sampler.variance(), variance, 1e-9 * variance);
+      EXPECT_NEAR(sampler.square(), square, 1e-9 * square);
+    }
+  }
+}
+
+// The sum of what is taken is that of the sizes, but for less than one class: the points are evenly spaced.
+TEST(RowSampler, KeepsTheSumOfARow) {
+  for (const float omega : {0.0f, 0.25f, 0.7f}) {
+    std::vector<float> gradient(kClasses, 0.013f);
+    RowSampler sampler(omega, 1.0f);
+    sampler.Sample(gradient.data(), kClasses);
+    double sum = 0.0;
+    for (const float g : gradient) sum += double{g};
+    EXPECT_NEAR(sum, 0.013 * kClasses, 1.001);
+  }
+}
+
+TEST(RowSampler, ThresholdZeroLeavesAll) {
+  std::vector<float> gradient = Gradient(1.0f);
+  const std::vector<float> before = gradient;
+  RowSampler sampler(0.5f, 0.0f);
+  sampler.Sample(gradient.data(), kClasses);
+  EXPECT_EQ(gradient, before);
+  EXPECT_EQ(sampler.variance(), 0.0);
+}
+
+// Classes so narrow that they hardly move a float, together half as wide as the distance of the points: half
+// of all rows take one.
+TEST(RowSampler, CountsTheNarrowestClasses) {
+  constexpr int64_t kNarrow = int64_t{1} << 18;
+  int64_t count = 0;
+  for (const float omega : {0.125f, 0.375f, 0.625f, 0.875f}) {
+    RowSampler sampler(omega, 1.0f);
+    for (int part = 0; part < 64; ++part) {
+      std::vector<float> narrow(kNarrow, 0x1p-25f);
+      sampler.Sample(narrow.data(), kNarrow);
+      count += kNarrow - std::count(narrow.begin(), narrow.end(), 0.0f);
+    }
+  }
+  EXPECT_EQ(count, 2);
+}
+
+}  // namespace
+}  // namespace lossd::kernels::row_sampling_test
+
+namespace lossd::kernels::testing::convert_test {
+namespace {
+
+// Every 16-bit pattern widens as Eigen's types do and narrows back to itself.
+template <typename T>
+void CheckAllPatterns(DType dtype) {
+  std::vector<uint16_t> bits(1 << 16);
+  for (size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<uint16_t>(i);
+  std::vector<float> values(bits.size());
+  std::vector<uint16_t> back(bits.size());
+  ToFloat(dtype, bits.data(), 1 << 16, values.data());
+  FromFloat(dtype, values.data(), 1 << 16, back.data());
+  for (size_t i = 0; i < bits.size(); ++i) {
+    const float want = static_cast<float>(std::bit_cast<T>(bits[i]));
+    if (std::isnan(want)) {
+      EXPECT_TRUE(std::isnan(values[i])) << i;
+      EXPECT_TRUE(std::isnan(static_cast<float>(std::bit_cast<T>(back[i])))) << i;
+    } else {
+      EXPECT_EQ(std::bit_cast<uint32_t>(values[i]), std::bit_cast<uint32_t>(want)) << i;
+      EXPECT_EQ(back[i], bits[i]);
+    }
+  }
+}
+
+// fp32 patterns all over the range, at an odd address.
+void CheckNarrowing(DType dtype, Rng& rng) {
+  std::vector<float> values = {
+      0.0f,      -0.0f,           65519.0f,       65520.0f,       65535.99f,       65536.0f,  1e30f,
+      0x1p-14f,  0x1p-24f,        0x1.8p-25f,     0x1p-25f,       0x1.000002p-25f, 0x1p-149f, INFINITY,
+      -INFINITY, 0x1.ffffffp-15f, 1.00048828125f, 1.00146484375f, 3.3895314e38f,   3.4e38f};
+  for (int i = 0; i < 200000; ++i) {
+    const float value = std::bit_cast<float>(static_cast<uint32_t>(rng()));
+    if (!std::isnan(value)) values.push_back(value);
+    values.push_back(std::ldexp(Uniform(rng, -1.0f, 1.0f), static_cast<int>(UniformInt(rng, -30, 20))));
+  }
+  const std::vector<uint8_t> want = Encode(dtype, values);
+  std::vector<uint8_t> got(want.size() + 1);
+  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()), got.data() + 1);
+  for (size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(got[2 * i + 1], want[2 * i]) << values[i];
+    EXPECT_EQ(got[2 * i + 2], want[2 * i + 1]) << values[i];
+  }
+}
+
+TEST(ConvertTest, Float16) {
+  Rng rng = FreshRng();
+  CheckAllPatterns<Eigen::half>(DType::kFloat16);
+  CheckNarrowing(DType::kFloat16, rng);
+}
+
+TEST(ConvertTest, BFloat16) {
+  Rng rng = FreshRng();
+  CheckAllPatterns<Eigen::bfloat16>(DType::kBFloat16);
+  CheckNarrowing(DType::kBFloat16, rng);
+}
+
+TEST(ConvertTest, NanStaysNan) {
+  const float payloads[] = {std::bit_cast<float>(0x7f800001u), std::bit_cast<float>(0xffffffffu), NAN};
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    uint8_t bytes[12];
+    float back[3];
+    FromFloat(dtype, payloads, 3, bytes);
+    ToFloat(dtype, bytes, 3, back);
+    for (float value : back) EXPECT_TRUE(std::isnan(value)) << Name(dtype);
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::testing::convert_test
+
+namespace lossd::kernels::parallel_for_test {
+namespace {
+
+TEST(ThreadPoolTest, CoversEveryIndexOnce) {
+  for (int threads : {1, 2, 3, 8}) {
+    ThreadPool pool(threads);
+    EXPECT_EQ(pool.threads(), threads);
+    for (int64_t n : {0, 1, 2, 7, 8, 9, 1000}) {
+      for (int64_t grain : {0, 1, 3, 5000}) {
+        std::vector<int> hits(static_cast<size_t>(n), 0);
+        std::atomic<int> calls = 0;
+        pool.ParallelFor(n, grain, [&](int64_t begin, int64_t end) {
+          ++calls;
+          EXPECT_LT(begin, end);
+          for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
+        });
+        EXPECT_EQ(hits, std::vector<int>(static_cast<size_t>(n), 1));
+        EXPECT_LE(calls, threads);
+        if (grain >= n) {
+          EXPECT_EQ(calls, n > 0 ? 1 : 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(ThreadPoolTest, ManyLoopsInARow) {
+  ThreadPool pool(3);
+  std::atomic<int64_t> total = 0;
+  for (int i = 0; i < 2000; ++i) {
+    pool.ParallelFor(3, 1, [&](int64_t begin, int64_t end) { total += end - begin; });
+  }
+  EXPECT_EQ(total, 6000);
+}
+
+}  // namespace
+}  // namespace lossd::kernels::parallel_for_test

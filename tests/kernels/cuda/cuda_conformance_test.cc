@@ -6,7 +6,6 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/cuda_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/cuda/cuda_test_device.h"

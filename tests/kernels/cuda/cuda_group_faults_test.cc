@@ -16,7 +16,6 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/cuda_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/cuda/cuda_test_device.h"

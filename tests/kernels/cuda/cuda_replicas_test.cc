@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two GPUs with a replica each hold what one GPU with the whole head holds: sums of gradients, updated
 // values, and what is computed with them.
-#include "kernels/cuda/cuda_replicas.h"
-
 #include <cmath>
 #include <memory>
 #include <utility>

@@ -13,11 +13,10 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/head_planner.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 #include "tests/kernels/chunk_run.h"
 
 namespace lossd::kernels::testing::grid_test {

@@ -7,16 +7,316 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_replicas.h"
+#include "kernels/device_choice.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"
+#include "tests/kernels/deferred_rows.h"
+#include "tests/kernels/group/member_group.h"
 #include "tests/kernels/group/scripted_member.h"
+#include "tests/server/app/forwarding_backend.h"
+
+namespace lossd::kernels::testing::deferred_rows_test {
+namespace {
+
+// What the test knows of a member, and wants of it. Thread-safe.
+class Watch {
+ public:
+  struct Rows {
+    int64_t kept = 0;   // whose hidden states the member kept
+    int64_t taken = 0;  // or took from where they were kept
+    int64_t direct = 0;
+  };
+
+  // The member fails its next chunk.
+  void FailNext() {
+    absl::MutexLock lock(&mutex_);
+    fails_ = true;
+  }
+  // Whether the chunk is to fail; else counts its rows.
+  bool OnChunk(const Chunk& chunk) {
+    absl::MutexLock lock(&mutex_);
+    if (std::exchange(fails_, false)) return true;
+    for (const Slice& slice : chunk.slices) {
+      int64_t& rows = slice.retained_offset < 0 ? rows_.direct
+                      : slice.hidden == nullptr ? rows_.taken
+                                                : rows_.kept;
+      rows += slice.rows;
+    }
+    return false;
+  }
+  Rows rows() const {
+    absl::MutexLock lock(&mutex_);
+    return rows_;
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  bool fails_ ABSL_GUARDED_BY(mutex_) = false;
+  Rows rows_ ABSL_GUARDED_BY(mutex_);
+};
+
+class WatchedHead final : public ForwardingHead {
+ public:
+  WatchedHead(std::unique_ptr<HeadKernels> head, Watch* watch)
+      : ForwardingHead(std::move(head)), watch_(watch) {}
+
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
+    if (!watch_->OnChunk(*chunk)) return ForwardingHead::Submit(chunk, std::move(callbacks));
+    callbacks.on_results(absl::InternalError("the member fails"));
+    callbacks.on_done(absl::InternalError("the member fails"));
+  }
+
+ private:
+  Watch* const watch_;
+};
+
+class WatchedBackend final : public ForwardingBackend {
+ public:
+  WatchedBackend(std::unique_ptr<Backend> backend, Watch* watch)
+      : ForwardingBackend(std::move(backend)), watch_(watch) {}
+
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
+    auto head = ForwardingBackend::CreateHead(config);
+    if (!head.ok()) return head;
+    return std::make_unique<WatchedHead>(*std::move(head), watch_);
+  }
+
+ private:
+  Watch* const watch_;
+};
+
+absl::StatusOr<std::unique_ptr<Replicas>> Connect(absl::Span<HeadKernels* const> heads) {
+  std::vector<HeadKernels*> inner;
+  for (HeadKernels* const head : heads) inner.push_back(&static_cast<WatchedHead*>(head)->inner());
+  return MakeCpuReplicas(inner);
+}
+
+class GroupDeferredRowsTest : public ::testing::TestWithParam<int> {
+ protected:
+  // Chunks of fewer rows than `least_rows` are one member's.
+  void MakeGroup(int64_t least_rows) {
+    auto members = CreateCpuMembers({.threads = 1, .workspace_bytes = 4 << 20}, GetParam());
+    ASSERT_TRUE(members.ok()) << members.status();
+    std::vector<std::unique_ptr<Backend>> watched;
+    watches_ = std::vector<Watch>(static_cast<size_t>(GetParam()));
+    for (size_t i = 0; i < watches_.size(); ++i) {
+      watched.push_back(std::make_unique<WatchedBackend>(std::move((*members)[i]), &watches_[i]));
+    }
+    auto group = CreateGroupBackend(std::move(watched), Connect,
+                                    {.least_rows = least_rows, .members_share_memory = true});
+    ASSERT_TRUE(group.ok()) << group.status();
+    group_ = *std::move(group);
+  }
+
+  ProblemSpec Spec() const {
+    ProblemSpec spec;
+    spec.config.hidden_size = 13;
+    spec.config.vocab_size = 37;
+    spec.config.split = Split::kRows;
+    return spec;
+  }
+
+  std::vector<Watch> watches_;
+  std::unique_ptr<Backend> group_;
+  Rng rng_ = FreshRng();
+};
+
+TEST_P(GroupDeferredRowsTest, AreDividedAsOthers) {
+  for (const int64_t least_rows : {0, 512}) {
+    SCOPED_TRACE(absl::StrCat("least_rows ", least_rows));
+    MakeGroup(least_rows);
+    DeferredRows rows(*group_, Spec(), rng_);
+    for (int repeat = 0; repeat < 250; ++repeat) {
+      Chance(rng_, 0.5) ? rows.Forward() : rows.Backward();
+      if (Chance(rng_, 0.4)) rows.Release();
+    }
+    rows.ExpectGradients();
+    for (const Watch& watch : watches_) {
+      EXPECT_GT(watch.rows().kept, 0);
+      EXPECT_GT(watch.rows().taken, 0);
+      EXPECT_GT(watch.rows().direct, 0);
+    }
+  }
+}
+
+TEST_P(GroupDeferredRowsTest, OutliveTheFailuresOfAMember) {
+  MakeGroup(0);
+  DeferredRows rows(*group_, Spec(), rng_);
+  rows.ExpectFailures(true);
+  for (int repeat = 0; repeat < 60; ++repeat) {
+    if (Chance(rng_, 0.3)) watches_[static_cast<size_t>(UniformInt(rng_, 0, GetParam() - 1))].FailNext();
+    Chance(rng_, 0.5) ? rows.Forward() : rows.Backward();
+    if (Chance(rng_, 0.3)) rows.Release();
+    if (Chance(rng_, 0.1)) rows.ExpectGradients();
+  }
+  EXPECT_GT(rows.failures(), 0);
+  rows.ExpectGradients();
+}
+
+INSTANTIATE_TEST_SUITE_P(Members, GroupDeferredRowsTest, ::testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace lossd::kernels::testing::deferred_rows_test
+
+namespace lossd::kernels::device_memory_test {
+
+// Memory that a group shares with other programs: it is the member's that is asked for, and all members reach
+// it.
+
+namespace {
+
+// What has been asked of the members.
+struct Asked {
+  std::vector<std::string> calls;
+  int shared = 0;  // memory that is there now
+};
+
+class Memory final : public SharedDeviceMemory {
+ public:
+  Memory(Asked* asked, int64_t bytes) : asked_(asked), bytes_(static_cast<size_t>(bytes)) {
+    ++asked_->shared;
+  }
+  ~Memory() override { --asked_->shared; }
+  absl::Span<uint8_t> bytes() const override { return absl::MakeSpan(bytes_); }
+  int descriptor() const override { return -1; }
+  absl::Status CopyToHost(absl::Span<const uint8_t>, uint8_t*) const override { return absl::OkStatus(); }
+  absl::Status CopyFromHost(const uint8_t*, absl::Span<uint8_t>) const override { return absl::OkStatus(); }
+
+ private:
+  Asked* const asked_;
+  mutable std::vector<uint8_t> bytes_;
+};
+
+class Sharer final : public ForwardingBackend, public DeviceMemorySharer {
+ public:
+  Sharer(std::unique_ptr<Backend> backend, std::string device, Asked* asked, bool reaches)
+      : ForwardingBackend(std::move(backend)), device_(std::move(device)), asked_(asked), reaches_(reaches) {}
+
+  std::vector<std::string> SharingDevices() const override {
+    return device_.empty() ? std::vector<std::string>() : std::vector<std::string>{device_};
+  }
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                        int64_t bytes) override {
+    EXPECT_EQ(device, device_);
+    asked_->calls.push_back(absl::StrCat(device_, " gives ", bytes));
+    return std::make_unique<Memory>(asked_, bytes);
+  }
+  absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
+    asked_->calls.push_back(absl::StrCat(device_, " reaches ", memory.size()));
+    return reaches_ ? absl::OkStatus() : absl::UnimplementedError("nothing connects them");
+  }
+
+ private:
+  const std::string device_;
+  Asked* const asked_;
+  const bool reaches_;
+};
+
+struct Member {
+  bool shares = true;
+  std::string device;
+  bool reaches = true;
+};
+
+std::unique_ptr<Backend> GroupOf(const std::vector<Member>& members, Asked* asked) {
+  auto backends = CreateCpuMembers({.threads = 1}, static_cast<int>(members.size()));
+  EXPECT_TRUE(backends.ok()) << backends.status();
+  for (size_t i = 0; i < members.size(); ++i) {
+    std::unique_ptr<Backend>& backend = (*backends)[i];
+    if (members[i].shares)
+      backend = std::make_unique<Sharer>(std::move(backend), members[i].device, asked, members[i].reaches);
+  }
+  auto group = CreateGroupBackend(*std::move(backends), MakeCpuReplicas, {.members_share_memory = true});
+  EXPECT_TRUE(group.ok()) << group.status();
+  return *std::move(group);
+}
+
+DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
+
+TEST(GroupDeviceMemoryTest, IsTheMembersThatIsAskedForAndReachedByAll) {
+  Asked asked;
+  const auto group = GroupOf({{true, "a"}, {true, "b"}, {true, "c"}}, &asked);
+  EXPECT_EQ(SharerOf(*group).SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
+  const std::map<std::string, std::vector<std::string>> wanted = {
+      {"a", {"a gives 4096", "b reaches 4096", "c reaches 4096"}},
+      {"b", {"b gives 4096", "a reaches 4096", "c reaches 4096"}},
+      {"c", {"c gives 4096", "a reaches 4096", "b reaches 4096"}}};
+  for (const auto& [device, calls] : wanted) {
+    asked.calls.clear();
+    auto memory = SharerOf(*group).ShareDeviceMemory(device, 4096);
+    ASSERT_TRUE(memory.ok()) << memory.status();
+    EXPECT_EQ((*memory)->bytes().size(), 4096u);
+    EXPECT_EQ(asked.calls, calls);
+    memory->reset();
+    EXPECT_EQ(asked.shared, 0);
+  }
+}
+
+TEST(GroupDeviceMemoryTest, IsOfNoOtherDevice) {
+  Asked asked;
+  const auto group = GroupOf({{true, "a"}, {true, "b"}}, &asked);
+  for (const std::string device : {"", "c", "A", "a, b"}) {
+    const absl::Status refused = SharerOf(*group).ShareDeviceMemory(device, 4096).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    const auto violation = errors::GetFieldViolation(refused);
+    ASSERT_TRUE(violation.has_value());
+    EXPECT_EQ(violation->field, "device");
+    EXPECT_EQ(violation->rule, "must be one of a, b");
+    EXPECT_EQ(violation->value, device);
+  }
+  EXPECT_TRUE(asked.calls.empty());
+}
+
+TEST(GroupDeviceMemoryTest, IsNotGivenIfAMemberDoesNotReachIt) {
+  for (const std::string apart : {"a", "b", "c"}) {
+    Asked asked;
+    const auto group =
+        GroupOf({{true, "a", apart != "a"}, {true, "b", apart != "b"}, {true, "c", apart != "c"}}, &asked);
+    for (const std::string owner : {"a", "b", "c"}) {
+      const auto memory = SharerOf(*group).ShareDeviceMemory(owner, 4096);
+      // Its own memory it always has.
+      EXPECT_EQ(memory.status(),
+                owner == apart ? absl::OkStatus()
+                               : absl::UnimplementedError(absl::StrCat("the server's GPU ", apart,
+                                                                       " does not reach memory of ", owner,
+                                                                       ": nothing connects them")));
+    }
+    EXPECT_EQ(asked.shared, 0) << "what the owner gave is gone";
+  }
+}
+
+TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
+  for (const Member& other : {Member{.shares = false, .device = ""}, Member{.shares = true, .device = ""}}) {
+    for (const bool first : {true, false}) {
+      Asked asked;
+      const Member sharer{true, "a"};
+      const auto group = GroupOf({first ? other : sharer, first ? sharer : other}, &asked);
+      EXPECT_TRUE(SharerOf(*group).SharingDevices().empty());
+      EXPECT_EQ(SharerOf(*group).ShareDeviceMemory("a", 4096).status().code(),
+                absl::StatusCode::kUnimplemented);
+      EXPECT_TRUE(asked.calls.empty());
+    }
+  }
+  EXPECT_TRUE(SharerOf(*testing::MakeCpuGroup(2, 8)).SharingDevices().empty())
+      << "memory of the host is no device's";
+}
+
+}  // namespace
+}  // namespace lossd::kernels::device_memory_test
 
 namespace lossd::kernels::testing::group_head_test {
 namespace {

@@ -13,7 +13,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 #include "tests/kernels/chunk_run.h"
 
 namespace lossd::kernels::testing::group_invariants_test {

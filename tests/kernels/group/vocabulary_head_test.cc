@@ -14,10 +14,9 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
-#include "kernels/shard_rows.h"
+#include "kernels/validation.h"
 #include "tests/kernels/chunk_run.h"
 
 namespace lossd::kernels::testing::vocabulary_head_test {

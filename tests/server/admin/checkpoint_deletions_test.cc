@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DeleteCheckpoint beside loads and saves, and its repeats.
-#include "server/admin/checkpoint_deletions.h"
-
 #include "kernels/errors/field_error.h"
+#include "server/admin/checkpoints.h"
 #include "tests/server/admin/checkpoints_fixture.h"
 #include "tests/support/head_folder.h"
 

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/admin/named_locks.h"
-
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -8,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "server/admin/checkpoints.h"
 
 namespace lossd::admin::named_locks_test {
 namespace {

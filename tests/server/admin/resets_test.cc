@@ -6,7 +6,7 @@
 #include <set>
 
 #include "kernels/errors/field_error.h"
-#include "server/admin/reset_log.h"
+#include "server/admin/head_operations.h"
 #include "tests/server/admin/checkpoints_fixture.h"
 
 namespace lossd::admin {

@@ -5,7 +5,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
-#include "client/cli/http_fetch.h"
+#include "client/cli/http.h"
 #include "tests/server/app/security_fixture.h"
 #include "tests/support/raw_http.h"
 

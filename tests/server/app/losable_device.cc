@@ -10,7 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/gpu_backend.h"
+#include "kernels/create_backend.h"
 #include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::kernels {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Metrics of workers on the leader's page: what a worker would answer a scrape, with the label rank.
-#include "server/app/rank_families.h"
-
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,9 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "server/app/server_parts.h"
 #include "server/metrics/gpu_monitor.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/worker_metrics.h"
+#include "server/metrics/rank_metrics.h"
 
 namespace lossd::app::rank_families_test {
 namespace {

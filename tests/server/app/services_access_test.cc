@@ -6,7 +6,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
-#include "server/rpc/method_access.h"
+#include "server/rpc/access_control.h"
 #include "tests/server/app/security_fixture.h"
 
 namespace lossd::services_access_test {

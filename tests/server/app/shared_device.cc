@@ -23,12 +23,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_classes.h"
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/create_backend.h"
-#include "kernels/device_memory_sharer.h"
+#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/gpu_backend.h"
 #include "kernels/group/group_backend.h"
 #include "tests/server/app/forwarding_backend.h"
 

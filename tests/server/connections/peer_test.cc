@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/peer.h"
-
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -13,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/wire/region_packets.h"
+#include "server/connections/entrance.h"
 
 namespace lossd::connections::peer_test {
 namespace {

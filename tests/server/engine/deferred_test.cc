@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Microbatches whose rows the engine keeps until their gradients come.
-#include "server/engine/deferred.h"
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -12,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "kernels/clocks/clock.h"
 #include "server/engine/engine.h"
-#include "server/engine/stream_rows.h"
+#include "server/engine/stream_state.h"
 #include "tests/server/engine/engine_fixture.h"
 
 namespace lossd::engine::deferred_test {

@@ -1,15 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine in deterministic mode: order, waiting and repeats on a scripted device.
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "server/engine/deterministic_schedule.h"
+#include "server/engine/engine.h"
 #include "tests/server/engine/deterministic_fixture.h"
+#include "tests/server/engine/row_collector.h"
+#include "tests/server/engine/sent_slice.h"
 #include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine::deterministic_test {
@@ -305,3 +314,298 @@ TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
 
 }  // namespace
 }  // namespace lossd::engine::deterministic_test
+
+namespace lossd::engine::deterministic_decisions_test {
+
+// Deterministic mode on the CPU backend with gradients `auto`: what a group has decided holds for its
+// repeats.
+
+namespace {
+
+using kernels::Gradients;
+
+struct Observer : SilentObserver {
+  void OnChunk(const ChunkReport& report) override {
+    absl::MutexLock lock(&mutex);
+    gradients.push_back(report.gradients);
+  }
+  Gradients Last() {
+    absl::MutexLock lock(&mutex);
+    return gradients.back();
+  }
+  absl::Mutex mutex;
+  std::vector<Gradients> gradients ABSL_GUARDED_BY(mutex);  // of every chunk
+};
+
+// A head of which rows with large hidden states have peaked softmaxes, and are computed without an error if
+// they are sampled; rows with small ones have flat softmaxes and an error of about 0.22.
+class DeterministicDecisionsTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kD = 24, kV = 300, kRows = 40;  // one group
+  using Grads = std::map<int64_t, std::vector<float>>;
+
+  void SetUp() override {
+    auto backend = kernels::CreateCpuBackend({.threads = 2, .workspace_bytes = 1 << 20});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    const EngineOptions options{.slice_bytes = 8192, .staging_bytes = 16384, .deterministic = true};
+    auto engine = Engine::Create(options, backend_.get(), 42, {&observer_});
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    ASSERT_TRUE(engine_->CreateHead("head", {.hidden_size = kD, .vocab_size = kV, .trainable = true}).ok());
+    ASSERT_TRUE(engine_->PublishHead("head").ok());
+    ASSERT_GE(engine_->Describe("head")->limits.row_grid, kRows);
+    WriteWeights();
+    MakeRows();
+  }
+  void TearDown() override { engine_ = nullptr; }  // before the observer
+
+  // Sends rows of a microbatch of kRows, of which the first `peaked` are peaked; returns their gradients.
+  Grads Send(uint64_t id, int64_t peaked, RowRange rows, Gradients gradients = Gradients::kAuto) {
+    StreamSpec spec;
+    spec.head = "head";
+    spec.step = 0;
+    spec.microbatch_id = id;
+    spec.microbatch_rows = kRows;
+    spec.rows = rows;
+    spec.hidden_dtype = kernels::DType::kFloat32;
+    spec.targets.assign(targets_.begin() + rows.begin, targets_.begin() + rows.end);
+    spec.want_grad_hidden = spec.accumulate_gradients = true;
+    spec.options.gradients = gradients;
+    spec.options.sample_threshold = 0.05f;
+    spec.options.max_gradient_error = 0.1f;
+    auto results = std::make_shared<RowCollector>();
+    auto stream = engine_->Open(spec, results);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    if (!stream.ok()) return {};
+    (*stream)->Start();
+    std::vector<float> hidden;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      for (int64_t d = 0; d < kD; ++d)
+        hidden.push_back((row < peaked ? 1000.0f : 1.0f) * rows_[static_cast<size_t>(row * kD + d)]);
+    }
+    EXPECT_TRUE(SendSlice(**stream, rows, std::move(hidden)));
+    EXPECT_TRUE(results->Wait().ok()) << results->Wait();
+    EXPECT_TRUE(engine_->OnDevice("head", [](head::Head&) { return absl::OkStatus(); }).ok());
+    return results->grads();
+  }
+  // Every row of the repeat has the bits that it had.
+  static void ExpectSameBits(const Grads& repeat, const Grads& before) {
+    for (const auto& [row, gradient] : repeat) ASSERT_EQ(gradient, before.at(row)) << "row " << row;
+  }
+
+  Observer observer_;
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<Engine> engine_;
+
+ private:
+  void WriteWeights() {
+    std::mt19937_64 rng(5);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(static_cast<size_t>(kV * kD));
+    for (float& value : values) value = 0.02f * normal(rng);
+    const auto write = [&](head::Head& head) {
+      return head.kernels().WriteTensor({kernels::Param::kWeight, kernels::Role::kValue}, 0, kV,
+                                        kernels::DType::kFloat32,
+                                        {reinterpret_cast<const uint8_t*>(values.data()), values.size() * 4});
+    };
+    ASSERT_TRUE(engine_->OnDevice("head", write).ok());
+  }
+  void MakeRows() {
+    std::mt19937_64 rng(7);
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < kRows * kD; ++i) rows_.push_back(normal(rng));
+    for (int64_t i = 0; i < kRows; ++i)
+      targets_.push_back(static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));
+  }
+
+  std::vector<float> rows_;
+  std::vector<int32_t> targets_;
+};
+
+// The zeros in place of rows that are not sent again have flat softmaxes; they would make it exact.
+TEST_F(DeterministicDecisionsTest, ZerosInPlaceOfOtherRowsDecideNothing) {
+  const Grads all = Send(0, kRows, {0, kRows});
+  ASSERT_EQ(observer_.Last(), Gradients::kSampled);
+  for (const RowRange rows : {RowRange{0, kRows}, {0, 5}, {7, 20}, {39, 40}}) {
+    const Grads repeat = Send(0, kRows, rows);
+    EXPECT_EQ(observer_.Last(), Gradients::kSampled) << rows.begin;
+    ExpectSameBits(repeat, all);
+  }
+}
+
+// Alone, the peaked rows would be sampled, and in another group are.
+TEST_F(DeterministicDecisionsTest, ARepeatIsComputedAsItsGroupWas) {
+  constexpr int64_t kPeaked = 8;
+  const Grads all = Send(0, kPeaked, {0, kRows});
+  ASSERT_EQ(observer_.Last(), Gradients::kExact);
+  for (const RowRange rows : {RowRange{0, kPeaked}, {3, 4}, {0, kRows}}) {
+    const Grads repeat = Send(0, kPeaked, rows);
+    EXPECT_EQ(observer_.Last(), Gradients::kExact) << rows.begin;
+    ExpectSameBits(repeat, all);
+  }
+  Send(1, kRows, {0, kRows});
+  EXPECT_EQ(observer_.Last(), Gradients::kSampled);
+}
+
+// A flat row among peaked ones would be exact by itself.
+TEST_F(DeterministicDecisionsTest, ARepeatIsSampledIfItsGroupWas) {
+  const Grads all = Send(0, kRows - 2, {0, kRows});
+  ASSERT_EQ(observer_.Last(), Gradients::kSampled);
+  const Grads repeat = Send(0, kRows - 2, {kRows - 2, kRows});
+  EXPECT_EQ(observer_.Last(), Gradients::kSampled);
+  ExpectSameBits(repeat, all);
+}
+
+// The next step's groups decide for themselves.
+TEST_F(DeterministicDecisionsTest, ZeroedGradientsForgetWhatWasDecided) {
+  Send(0, 0, {0, kRows});
+  ASSERT_EQ(observer_.Last(), Gradients::kExact);
+  ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
+  const Grads all = Send(0, kRows, {0, kRows});
+  ASSERT_EQ(observer_.Last(), Gradients::kSampled);
+  ExpectSameBits(Send(0, kRows, {4, 9}), all);
+  EXPECT_EQ(observer_.Last(), Gradients::kSampled);
+}
+
+}  // namespace
+}  // namespace lossd::engine::deterministic_decisions_test
+
+namespace lossd::engine::deterministic_deferred_test {
+
+// Deferred microbatches in deterministic mode, on a scripted device.
+
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
+
+class DeterministicDeferredTest : public DeterministicTest {
+ protected:
+  // The forward pass of a whole microbatch whose rows are kept.
+  void Forward(uint64_t id, int64_t rows) {
+    StreamSpec spec = Spec(id, rows, {0, rows});
+    spec.reduction = Reduction::kNone;
+    spec.retain = true;
+    spec.want_grad_hidden = spec.accumulate_gradients = false;
+    Call call = Open(spec);
+    for (int64_t row = 0; row < rows; row += 10) ASSERT_TRUE(Send(call, id, {row, std::min(rows, row + 10)}));
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+  }
+  static BackwardSpec Backward(uint64_t id, RowRange rows) {
+    BackwardSpec spec{.head = "head", .step = 0, .microbatch_id = id, .rows = rows};
+    spec.want_grad_hidden = spec.accumulate_gradients = true;
+    spec.grad_loss.assign(static_cast<size_t>(rows.size()), 2.0f);
+    return spec;
+  }
+  Call Open(const BackwardSpec& spec) {
+    Call call;
+    auto stream = engine_->OpenBackward(spec, call.results);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    (*stream)->Start();
+    call.stream = *std::move(stream);
+    return call;
+  }
+  using DeterministicTest::Open;
+  // Sends all of the call's slices, one after the other.
+  static void SendRetained(const Call& call) {
+    for (RowRange rows : call.stream->RetainedSlices()) ASSERT_TRUE(SentSlice(*call.stream, rows).Wait());
+  }
+};
+
+TEST_F(DeterministicDeferredTest, RetainedRowsTakeTheirTurn) {
+  Start({.retained_bytes = 4096});
+  for (uint64_t id : {1, 0}) Forward(id, 20);
+  Call second = Open(Backward(1, {0, 20}));
+  EXPECT_THAT(second.stream->RetainedSlices(), ElementsAre(RowRange{0, 16}, RowRange{16, 20}));
+  const SentSlice waits(*second.stream, {0, 16});
+  EXPECT_FALSE(waits.queued());
+  Call first = Open(Backward(0, {0, 20}));
+  SendRetained(first);
+  ASSERT_TRUE(first.results->Wait().ok()) << first.results->Wait();
+  EXPECT_TRUE(waits.Wait());
+  EXPECT_TRUE(SentSlice(*second.stream, {16, 20}).Wait());
+  ASSERT_TRUE(second.results->Wait().ok());
+  EXPECT_THAT(second.results->grads()[18], ElementsAre(2 * RowName(1, 18), 1.0f, 1.0f));
+  std::vector<float> expected = Names(0, {0, 20});
+  for (float name : Names(1, {0, 20})) expected.push_back(name);
+  EXPECT_THAT(device_.accumulated(), ElementsAreArray(expected));
+}
+
+// The largest factor of a group's gradients may decide about the bits of them all.
+TEST_F(DeterministicDeferredTest, RowsThatAreNotSentAgainKeepTheirGradients) {
+  Start({.retained_bytes = 4096});
+  Forward(0, 8);
+  std::vector<float> lse, entropy;
+  device_.inspect = [&](const kernels::Slice& slice) {
+    ASSERT_TRUE(slice.grad_loss != nullptr && slice.grad_lse != nullptr && slice.grad_entropy != nullptr);
+    lse.insert(lse.end(), slice.grad_lse, slice.grad_lse + slice.rows);
+    entropy.insert(entropy.end(), slice.grad_entropy, slice.grad_entropy + slice.rows);
+  };
+  for (RowRange rows : {RowRange{0, 8}, {0, 8}, {3, 5}}) {  // once, and twice again
+    BackwardSpec spec = Backward(0, rows);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      spec.grad_lse.push_back(static_cast<float>(row));
+      spec.grad_entropy.push_back(static_cast<float>(10 * row));
+    }
+    lse.clear();
+    entropy.clear();
+    Call call = Open(spec);
+    SendRetained(call);
+    ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
+    EXPECT_THAT(lse, ElementsAre(0, 1, 2, 3, 4, 5, 6, 7));
+    EXPECT_THAT(entropy, ElementsAre(0, 10, 20, 30, 40, 50, 60, 70));
+  }
+}
+
+}  // namespace
+}  // namespace lossd::engine::deterministic_deferred_test
+
+namespace lossd::engine::group_decisions_test {
+namespace {
+
+using kernels::Gradients;
+
+kernels::Chunk Computed(Gradients asked, Gradients gradients, float threshold = 0x1p-10f) {
+  kernels::Chunk chunk;
+  chunk.options.gradients = asked;
+  chunk.gradients = gradients;
+  chunk.sample_threshold = threshold;
+  return chunk;
+}
+
+kernels::LossOptions Asked(Gradients gradients) {
+  kernels::LossOptions options;
+  options.gradients = gradients;
+  return options;
+}
+
+TEST(GroupDecisionsTest, APartIsComputedAsItsGroupWas) {
+  GroupDecisions decisions;
+  const kernels::LossOptions asked = Asked(Gradients::kAuto);
+  EXPECT_EQ(decisions.For({3, 1}, asked), asked) << "nothing is known";
+  decisions.Note({3, 1}, Computed(Gradients::kAuto, Gradients::kExact));
+  decisions.Note({3, 2}, Computed(Gradients::kAuto, Gradients::kSampled, 0x1p-8f));
+  EXPECT_EQ(decisions.For({3, 1}, asked).gradients, Gradients::kExact);
+  EXPECT_EQ(decisions.For({3, 2}, asked).gradients, Gradients::kAuto);
+  EXPECT_EQ(decisions.For({3, 2}, asked).sample_threshold, 0x1p-8f);
+  EXPECT_GT(decisions.For({3, 2}, asked).max_gradient_error, 1e30f);
+  EXPECT_EQ(decisions.For({4, 1}, asked), asked);
+  decisions.Note({3, 1}, Computed(Gradients::kFiltered, Gradients::kFiltered));  // another attempt
+  EXPECT_EQ(decisions.For({3, 1}, Asked(Gradients::kFiltered)), Asked(Gradients::kFiltered));
+  decisions.Clear();
+  EXPECT_EQ(decisions.For({3, 2}, asked), asked);
+}
+
+TEST(GroupDecisionsTest, ManyGroupsAreRememberedButNotAll) {
+  GroupDecisions decisions;
+  const auto groups = static_cast<int64_t>(GroupDecisions::kMostGroups);
+  for (int64_t i = 0; i <= groups; ++i) decisions.Note({0, i}, Computed(Gradients::kAuto, Gradients::kExact));
+  for (int64_t i = 0; i < groups; ++i) {
+    ASSERT_EQ(decisions.For({0, i}, Asked(Gradients::kAuto)).gradients, Gradients::kExact) << i;
+  }
+  EXPECT_EQ(decisions.For({0, groups}, Asked(Gradients::kAuto)), Asked(Gradients::kAuto));
+}
+
+}  // namespace
+}  // namespace lossd::engine::group_decisions_test

@@ -1,17 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/engine/device_loop.h"
 
+#include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/clocks/clock.h"
+#include "server/engine/engine.h"
+#include "server/engine/engine_options.h"
+#include "tests/server/engine/engine_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine::device_loop_test {
 namespace {
@@ -292,3 +302,136 @@ TEST_F(DeviceLoopTest, ARemovedSourceIsAskedNoMore) {
 
 }  // namespace
 }  // namespace lossd::engine::device_loop_test
+
+namespace lossd::engine::device_errors_test {
+
+// What the engine tells as a failure of the device: what the backend has said, and nothing that it says
+// itself. The server ends when it is told UNAVAILABLE.
+
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class DeviceErrorsTest : public EngineTest {
+ protected:
+  struct Errors final : SilentObserver {
+    void OnDeviceError(const absl::Status& status) override { told.emplace_back(status.message()); }
+    std::vector<std::string> told;
+  };
+
+  void SetUp() override { Start({}, {&errors_}); }
+  absl::Status Read() {
+    auto reader = engine_->OpenReader("head");
+    if (!reader.ok()) return reader.status();
+    std::vector<uint8_t> values(static_cast<size_t>(10 * kHidden) * 4);
+    return (*reader)->Read({}, {0, 10}, kernels::DType::kFloat32, absl::MakeSpan(values)).status();
+  }
+
+  Errors errors_;
+};
+
+TEST_F(DeviceErrorsTest, AHeadThatIsBeingLoadedIsNoLossOfTheDevice) {
+  ASSERT_TRUE(engine_->BeginLoad("head", {.step = 3, .updates = 3}, std::nullopt).ok());
+  EXPECT_EQ(engine_->GradNorm("head", std::nullopt).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 3}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Read().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(errors_.told, IsEmpty());
+}
+
+TEST_F(DeviceErrorsTest, ATensorThatIsBeingWrittenIsNoLossOfTheDevice) {
+  auto writer = engine_->OpenWriter("head");
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  (*writer)->SetRows({}, {0, 10});
+  const std::vector<uint8_t> values(static_cast<size_t>(5 * kHidden) * 4);
+  ASSERT_TRUE((*writer)->Write({0, 5}, kernels::DType::kFloat32, values).ok());
+  EXPECT_EQ(engine_->ApplyStep("head", {.step = 0}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Read().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(errors_.told, IsEmpty());
+}
+
+TEST_F(DeviceErrorsTest, TheNormOfAStepNoticesALostDevice) {
+  device_.fail_norm = absl::UnavailableError("fell off the bus");
+  EXPECT_FALSE(engine_->GradNorm("head", std::nullopt).ok());
+  EXPECT_THAT(errors_.told, ElementsAre("fell off the bus"));
+  EXPECT_FALSE(engine_->ApplyStep("head", {.step = 0}).ok());
+  EXPECT_THAT(errors_.told, ElementsAre("fell off the bus", "fell off the bus"));
+}
+
+}  // namespace
+}  // namespace lossd::engine::device_errors_test
+
+namespace lossd::engine::device_silence_test {
+
+// Engine::DeviceSilence: an idle engine beats, and one whose device thread or device hangs falls silent until
+// it goes on.
+
+namespace {
+
+class DeviceSilenceTest : public EngineTest {
+ protected:
+  // Whether the silence gets so long within a minute.
+  bool FallsSilent() {
+    return Becomes([&] { return engine_->DeviceSilence() > 3 * kDeviceBeat; });
+  }
+  // Whether a beat comes within a minute.
+  bool Beats() {
+    absl::Duration longest = absl::ZeroDuration();
+    return Becomes([&] {
+      const absl::Duration silence = engine_->DeviceSilence();
+      if (silence < longest) return true;
+      longest = silence;
+      return false;
+    });
+  }
+
+ private:
+  static bool Becomes(absl::FunctionRef<bool()> condition) {
+    const absl::Time limit = clocks::SteadyNow() + absl::Minutes(1);
+    while (!condition()) {
+      if (clocks::SteadyNow() > limit) return false;
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    return true;
+  }
+};
+
+TEST_F(DeviceSilenceTest, AnIdleEngineBeats) {
+  Start();
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(Beats());
+}
+
+TEST_F(DeviceSilenceTest, AnOperationThatHangs) {
+  Start();
+  absl::Notification go_on;
+  std::thread caller([&] {
+    EXPECT_TRUE(engine_
+                    ->OnDevice("head",
+                               [&](head::Head&) {
+                                 go_on.WaitForNotification();
+                                 return absl::OkStatus();
+                               })
+                    .ok());
+  });
+  EXPECT_TRUE(FallsSilent());
+  go_on.Notify();
+  caller.join();
+  EXPECT_TRUE(Beats());
+}
+
+TEST_F(DeviceSilenceTest, ADeviceThatHangs) {
+  device_.asynchronous = true;  // the device thread itself is free
+  Start();
+  device_.Close();
+  auto collector = std::make_shared<RowCollector>();
+  auto stream = Open(Whole(1, 4), collector);
+  Send(*stream, 1, {0, 4});
+  stream->HalfClose();
+  EXPECT_TRUE(FallsSilent());
+  device_.Open();
+  EXPECT_TRUE(collector->Wait().ok());
+  EXPECT_TRUE(Beats());
+}
+
+}  // namespace
+}  // namespace lossd::engine::device_silence_test

@@ -11,7 +11,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/engine/sample_seed.h"
+#include "server/engine/work_queue.h"
 #include "tests/server/engine/deterministic_fixture.h"
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"

@@ -10,8 +10,8 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/engine/arrival_schedule.h"
 #include "server/engine/deterministic_schedule.h"
+#include "server/engine/schedule.h"
 #include "tests/server/engine/session_fixture.h"
 
 namespace lossd::engine::schedules_test {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/engine/sequencer.h"
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,6 +7,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/engine/deterministic_schedule.h"
 
 namespace lossd::engine::sequencer_test {
 namespace {

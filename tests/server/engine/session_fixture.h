@@ -10,7 +10,6 @@
 #include "gtest/gtest.h"
 #include "server/engine/engine_context.h"
 #include "server/engine/head_session.h"
-#include "server/engine/stream_handle.h"
 #include "tests/server/engine/fake_backend.h"
 #include "tests/server/engine/row_collector.h"
 #include "tests/server/engine/sent_slice.h"

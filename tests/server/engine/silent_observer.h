@@ -3,7 +3,7 @@
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SILENT_OBSERVER_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SILENT_OBSERVER_H_
 
-#include "server/engine/engine_observer.h"
+#include "server/engine/engine_options.h"
 
 namespace lossd::engine {
 

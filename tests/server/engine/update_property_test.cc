@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/engine/engine.h"
-#include "server/head/shards.h"
+#include "server/head/manifest.h"
 #include "tests/server/engine/silent_observer.h"
 
 namespace lossd::engine::update_property_test {

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/engine/versions.h"
-
 #include <set>
 #include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/engine/stream.h"
 
 namespace lossd::engine::versions_test {
 namespace {

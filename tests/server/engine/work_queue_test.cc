@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/engine/work_queue.h"
 
+#include <cstdint>
 #include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/server/engine/engine_fixture.h"
+#include "tests/server/engine/silent_observer.h"
 #include "tests/server/engine/stream_specs.h"
 
 namespace lossd::engine::work_queue_test {
@@ -186,3 +191,89 @@ TEST(ChunkPolicyTest, OnlyAnOpenChunkThatAccumulatesWaitsAndOnlyForOneThatIsComp
 
 }  // namespace
 }  // namespace lossd::engine::work_queue_test
+
+namespace lossd::engine::sample_seed_test {
+namespace {
+
+// The same in every process, and in every version from now on.
+TEST(SampleSeed, GoldenValues) {
+  EXPECT_EQ(SampleSeed("", 0, 0), 0x5a103ecf0aced9f3u);
+  EXPECT_EQ(SampleSeed("head", 0, 0), 0xc23ec26e590eac17u);
+  EXPECT_EQ(SampleSeed("head", 1, 0), 0x228fbb2d4b1eb1fbu);
+  EXPECT_EQ(SampleSeed("head", 0, 1), 0x5367f5d3b94e128u);
+  EXPECT_EQ(SampleSeed("head", ~uint64_t{0}, ~uint64_t{0}), 0xccfc09a255cf1dd7u);
+}
+
+TEST(SampleSeed, EachMicrobatchHasItsOwn) {
+  std::set<uint64_t> seeds;
+  for (const char* head : {"", "a", "b", "ab", "lm_head"}) {
+    for (uint64_t step = 0; step < 100; ++step) {
+      for (uint64_t id = 0; id < 100; ++id) seeds.insert(SampleSeed(head, step, id));
+    }
+  }
+  EXPECT_EQ(seeds.size(), 5u * 100 * 100);
+}
+
+}  // namespace
+}  // namespace lossd::engine::sample_seed_test
+
+namespace lossd::engine::chunk_reports_test {
+
+// What the engine tells of the chunks it has computed: how, and how their gradients turned out.
+
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+TEST_F(EngineTest, TellsWhenChunksAreComputedOtherwise) {
+  struct Observer : SilentObserver {
+    void OnChoices(const ChoicesReport& report) override {
+      EXPECT_EQ(report.head, "head");
+      seen.push_back(report.choices.front().choice);
+    }
+    std::vector<std::string> seen;  // read when no chunk is under way
+  } observer;
+  Start({}, {&observer});
+  EXPECT_THAT(engine_->Describe("head")->choices,
+              ElementsAre(kernels::Choice{.what = "head", .choice = "fake"}));
+  EXPECT_THAT(engine_->Describe("head")->last_chunk_choices, IsEmpty());
+  using kernels::Gradients;
+  uint64_t id = 0;
+  for (Gradients gradients : {Gradients::kAuto, Gradients::kAuto, Gradients::kExact, Gradients::kAuto}) {
+    StreamSpec spec = Whole(++id, 2);
+    spec.options.gradients = gradients;
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 2});
+    ASSERT_TRUE(collector->Wait().ok());
+    EXPECT_EQ(engine_->Describe("head")->last_chunk_choices.front().choice, Name(gradients));
+  }
+  EXPECT_THAT(observer.seen, ElementsAre("auto", "exact", "auto"));
+  engine_ = nullptr;  // before the observer
+}
+
+TEST_F(EngineTest, TellsHowTheGradientsOfChunksTurnedOut) {
+  using kernels::Gradients;
+  struct Observer : SilentObserver {
+    void OnChunk(const ChunkReport& report) override { seen.push_back(report.gradients); }
+    std::vector<Gradients> seen;  // read when no chunk is under way
+  } observer;
+  Start({}, {&observer});
+  uint64_t id = 0;
+  device_.on_chunk = [](const kernels::Chunk& chunk) { EXPECT_FALSE(chunk.independent); };
+  for (const Gradients gradients : {Gradients::kSampled, Gradients::kExact}) {
+    device_.decide = [gradients](const kernels::Chunk&) { return gradients; };
+    StreamSpec spec = Whole(++id, 2);
+    spec.options.gradients = Gradients::kAuto;
+    auto collector = std::make_shared<RowCollector>();
+    auto stream = Open(spec, collector);
+    Send(*stream, id, {0, 2});
+    ASSERT_TRUE(collector->Wait().ok());
+  }
+  EXPECT_THAT(observer.seen, ElementsAre(Gradients::kSampled, Gradients::kExact));
+  engine_ = nullptr;  // before the observer
+}
+
+}  // namespace
+}  // namespace lossd::engine::chunk_reports_test

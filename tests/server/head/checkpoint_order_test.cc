@@ -8,9 +8,8 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-#include "server/head/checkpoint_infos.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/checksum.h"
+#include "server/head/manifest.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
 namespace lossd::head::checkpoint_order_test {

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // One checkpoint is removed: at once for those who look for it, and later for those who read it.
-#include "server/head/checkpoint_removal.h"
-
 #include <atomic>
 #include <thread>
 
 #include "server/head/checkpoint_store.h"
-#include "server/head/temporary_folder.h"
+#include "server/head/disk.h"
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/server/head/faulty_disk.h"
 

@@ -6,8 +6,8 @@
 #include <map>
 #include <thread>
 
+#include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/head/small_files.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
 namespace lossd::head::checkpoint_sites_test {

@@ -7,9 +7,8 @@
 
 #include <cerrno>
 
-#include "server/head/checkpoint_removal.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/temporary_folder.h"
+#include "server/head/disk.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
 namespace {

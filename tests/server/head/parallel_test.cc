@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/head/parallel.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "server/head/paths.h"
 
 namespace lossd::head::parallel_test {
 namespace {

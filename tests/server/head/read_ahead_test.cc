@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/head/read_ahead.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -10,6 +8,7 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
+#include "server/head/shard_files.h"
 
 namespace lossd::head::read_ahead_test {
 namespace {

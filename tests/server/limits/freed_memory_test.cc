@@ -15,7 +15,7 @@
 namespace lossd::app::testing::freed_memory_test {
 namespace {
 
-// That the allocator may keep (server/app/heap.h), and what else stays after the first calls.
+// That the allocator may keep (server/app/process.h), and what else stays after the first calls.
 constexpr int64_t kMostFree = (64 + 16) * kMebibyte;
 
 class FreedMemoryTest : public AttacksTest {

@@ -5,8 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <string>
 
+#include "absl/strings/match.h"
 #include "kernels/errors/field_error.h"
+#include "lossd/v1/types.pb.h"
+#include "proto/wire/status_details.h"
+#include "server/engine/errors.h"
+#include "server/messages/texts.h"
 
 namespace lossd::messages::convert_test {
 namespace {
@@ -173,3 +179,168 @@ TEST(ConvertTest, SliceResultsKeepTheirOrder) {
 
 }  // namespace
 }  // namespace lossd::messages::convert_test
+
+namespace lossd::messages::enums_test {
+namespace {
+
+// Every value of the protocol, the last of which is `last`, comes back. UNSPECIFIED, 0, is none.
+template <typename Proto, typename To>
+void ExpectThereAndBack(Proto last, To to) {
+  for (int value = 1; value <= last; ++value) {
+    const auto inside = to(static_cast<Proto>(value), "spec.field");
+    ASSERT_TRUE(inside.ok()) << inside.status();
+    EXPECT_EQ(ToProto(*inside), value);
+  }
+}
+
+template <typename Proto, typename To>
+void ExpectRefused(Proto value, To to) {
+  const absl::Status status = to(value, "spec.field").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << static_cast<int>(value);
+  EXPECT_TRUE(absl::StrContains(status.message(), std::to_string(static_cast<int>(value)))) << status;
+  EXPECT_EQ(errors::GetFieldViolation(status).value_or(errors::FieldViolation()).field, "spec.field");
+}
+
+absl::StatusOr<kernels::DType> ToAnyDType(v1::DType dtype, absl::string_view field) {
+  return ToDType(dtype, field);
+}
+
+TEST(EnumsTest, ValuesComeBack) {
+  ExpectThereAndBack(v1::DType_MAX, ToAnyDType);
+  ExpectThereAndBack(v1::Norm_MAX, ToNorm);
+  ExpectThereAndBack(v1::OptimizerState_MAX, ToOptimizerState);
+  ExpectThereAndBack(v1::Logits_MAX, ToLogits);
+  ExpectThereAndBack(v1::Gradients_MAX, ToGradients);
+}
+
+TEST(EnumsTest, EveryValueOfTheProtocolIsKnown) {
+  for (int value = 1; value <= v1::Param_MAX; ++value)
+    EXPECT_TRUE(ToParam(static_cast<v1::Param>(value), "param").ok()) << value;
+  for (int value = 1; value <= v1::Role_MAX; ++value)
+    EXPECT_TRUE(ToRole(static_cast<v1::Role>(value), "role").ok()) << value;
+  for (int value = 1; value <= v1::Reduction_MAX; ++value)
+    EXPECT_TRUE(ToReduction(static_cast<v1::Reduction>(value), "reduction").ok()) << value;
+}
+
+TEST(EnumsTest, OtherValuesAreRefused) {
+  ExpectRefused(static_cast<v1::DType>(99), ToAnyDType);
+  ExpectRefused(static_cast<v1::Norm>(99), ToNorm);
+  ExpectRefused(static_cast<v1::OptimizerState>(99), ToOptimizerState);
+  ExpectRefused(static_cast<v1::Logits>(99), ToLogits);
+  ExpectRefused(static_cast<v1::Split>(99), ToSplit);
+  ExpectRefused(static_cast<v1::Gradients>(99), ToGradients);
+  ExpectRefused(static_cast<v1::Param>(99), ToParam);
+  ExpectRefused(static_cast<v1::Role>(99), ToRole);
+  ExpectRefused(static_cast<v1::Reduction>(99), ToReduction);
+}
+
+TEST(EnumsTest, UnspecifiedIsADefaultOrRefused) {
+  EXPECT_EQ(*ToDType(v1::DTYPE_UNSPECIFIED, "dtype", kernels::DType::kBFloat16), kernels::DType::kBFloat16);
+  EXPECT_EQ(*ToNorm(v1::NORM_UNSPECIFIED, "norm"), kernels::Norm::kNone);
+  EXPECT_EQ(*ToOptimizerState(v1::OPTIMIZER_STATE_UNSPECIFIED, "state"), kernels::OptimizerState::kAdam);
+  EXPECT_EQ(*ToLogits(v1::LOGITS_UNSPECIFIED, "logits"), kernels::Logits::kStored);
+  EXPECT_EQ(*ToSplit(v1::SPLIT_UNSPECIFIED, "split"), kernels::Split::kAny);
+  EXPECT_EQ(*ToGradients(v1::GRADIENTS_UNSPECIFIED, "gradients"), kernels::Gradients::kExact);
+  EXPECT_EQ(*ToRole(v1::ROLE_UNSPECIFIED, "role"), kernels::Role::kValue);
+  ExpectRefused(v1::DTYPE_UNSPECIFIED, ToAnyDType);
+  ExpectRefused(v1::PARAM_UNSPECIFIED, ToParam);
+  ExpectRefused(v1::REDUCTION_UNSPECIFIED, ToReduction);
+}
+
+}  // namespace
+}  // namespace lossd::messages::enums_test
+
+namespace lossd::messages {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(TextsTest, CharactersAreCountedNotBytes) {
+  std::string umlauts, faces;
+  for (int i = 0; i < 128; ++i) {
+    umlauts += "\u00e4";
+    faces += "\U0001f600";
+  }
+  for (const std::string& run :
+       {std::string(), std::string("host:17-0123abcd"), std::string(128, 'x'), umlauts, faces}) {
+    EXPECT_TRUE(CheckRun("run", run).ok()) << run;
+  }
+  for (const std::string& run : {std::string(129, 'x'), umlauts + "x", faces + "x"}) {
+    const absl::Status status = CheckRun("open.run", run);
+    EXPECT_EQ(std::string(status.message()),
+              "open.run must be at most 128 printable characters, got 129 characters");
+    EXPECT_EQ(errors::GetFieldViolation(status)->field, "open.run");
+  }
+}
+
+TEST(TextsTest, WhatIsNotPrintableIsRefused) {
+  for (const std::string& run :
+       {std::string("a\nb"), std::string("a\0b", 3), std::string("\x1b[31m"), std::string("\x7f"),
+        std::string("\u0085"), std::string("\u202e"), std::string("\u2028"), std::string("\ufeff"),
+        std::string("\xff"), std::string("\xc3")}) {
+    EXPECT_THAT(std::string(CheckRun("run", run).message()), HasSubstr("not printable")) << run;
+  }
+}
+
+TEST(TextsTest, AnIdIsNotEmpty) {
+  EXPECT_TRUE(CheckCallId("reset_id", "a").ok());
+  EXPECT_TRUE(CheckCallId("reset_id", std::string(64, 'a')).ok());
+  EXPECT_EQ(std::string(CheckCallId("reset_id", "").message()),
+            "reset_id must be 1 to 64 printable characters, got nothing");
+  EXPECT_FALSE(CheckCallId("reset_id", std::string(65, 'a')).ok());
+}
+
+}  // namespace
+}  // namespace lossd::messages
+
+namespace lossd::messages::errors_test {
+namespace {
+
+v1::ErrorDetail DetailOnTheWire(const absl::Status& status, uint64_t incarnation = 9) {
+  return wire::GetErrorDetail(WithDetail(status, incarnation)).value_or(v1::ErrorDetail());
+}
+
+TEST(ErrorsTest, FieldAndValueReachTheDetail) {
+  const absl::Status status = errors::Within("open.", errors::FieldError("x", "be small", 12));
+  EXPECT_EQ(WithDetail(status, 9).message(), "open.x must be small, got 12");
+  const v1::ErrorDetail detail = DetailOnTheWire(status);
+  EXPECT_EQ(detail.field(), "open.x");
+  EXPECT_EQ(detail.value(), "12");
+  EXPECT_EQ(detail.incarnation(), 9u);
+  EXPECT_FALSE(detail.has_current_step());
+}
+
+TEST(ErrorsTest, EngineErrorsGetTheirDetail) {
+  const v1::ErrorDetail step = DetailOnTheWire(engine::StepNotOpen("open.step", 4, 3, "why"));
+  EXPECT_EQ(step.field(), "open.step");
+  EXPECT_EQ(step.value(), "4");
+  EXPECT_EQ(step.current_step(), 3u);
+  const v1::ErrorDetail head = DetailOnTheWire(engine::UnknownHead("x must y, got z"));
+  EXPECT_EQ(head.field(), "head");
+  EXPECT_EQ(head.value(), "x must y, got z");
+}
+
+TEST(ErrorsTest, NothingIsReadOutOfMessages) {
+  const v1::ErrorDetail detail = DetailOnTheWire(absl::InternalError("the disk must rest, got tired"));
+  EXPECT_EQ(detail.field(), "");
+  EXPECT_EQ(detail.value(), "");
+  EXPECT_FALSE(detail.has_current_step());
+  EXPECT_EQ(detail.incarnation(), 9u);
+}
+
+TEST(ErrorsTest, MissingRowsTravelInTheDetail) {
+  const absl::Status status = engine::WithMissing(absl::FailedPreconditionError("rows are missing"),
+                                                  {"microbatch 7", "microbatch 9"});
+  EXPECT_THAT(DetailOnTheWire(status).missing(), ::testing::ElementsAre("microbatch 7", "microbatch 9"));
+}
+
+TEST(ErrorsTest, AnotherProcessIsNotMeant) {
+  EXPECT_TRUE(CheckIncarnation("open.incarnation", 5, 5).ok());
+  const absl::Status status = CheckIncarnation("open.incarnation", 0xab, 5);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOnTheWire(status).field(), "open.incarnation");
+  EXPECT_EQ(DetailOnTheWire(status).value(), "00000000000000ab");
+}
+
+}  // namespace
+}  // namespace lossd::messages::errors_test

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <string>
 
-#include "server/metrics/nvml.h"
+#include "server/metrics/gpu_monitor.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/ranks/launch.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "server/ranks/start.h"
 
 namespace lossd::ranks::launch_test {
 namespace {

@@ -2,7 +2,6 @@
 #include "absl/strings/match.h"
 #include "kernels/cpu/gloo_transfers.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/cuda_link.h"
 #include "tests/server/ranks/rank_backend.h"
 
 namespace lossd::ranks::testing {

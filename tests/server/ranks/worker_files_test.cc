@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // A worker's work on files, asked for by a leader that may say anything.
-#include "server/ranks/worker_files.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,8 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/head/checkpoint.h"
+#include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/head/small_files.h"
+#include "server/ranks/files.h"
 #include "tests/server/head/memory_kernels.h"
 #include "tests/support/temp_folder.h"
 

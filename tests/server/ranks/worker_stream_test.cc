@@ -7,10 +7,190 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/host_bytes.h"
+#include "server/ranks/worker_heads.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
+
+namespace lossd::ranks::worker_buffers_test {
+namespace {
+
+using kernels::MemoryKind;
+
+// A backend with two chunks in flight, whose memory can come to its end.
+class LimitedBackend final : public kernels::Backend {
+ public:
+  kernels::BackendInfo info() const override { return cpu_->info(); }
+  kernels::MemoryStats memory() const override { return cpu_->memory(); }
+  int max_chunks_in_flight() const override { return 2; }
+  absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig& config) const override {
+    return cpu_->PlanHead(config);
+  }
+  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
+      const kernels::HeadConfig& config) override {
+    return cpu_->CreateHead(config);
+  }
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override {
+    if (left_ == 0) return absl::ResourceExhaustedError("no memory");
+    --left_;
+    return cpu_->AllocateStaging(bytes);
+  }
+  absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override {
+    return cpu_->AllocateRetained(bytes);
+  }
+  absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
+    return cpu_->PlanHostMemory(kind, bytes);
+  }
+
+  int64_t staging() const { return memory().current[MemoryKind::kStaging]; }
+  void AllowMore(int buffers) { left_ = buffers; }
+
+ private:
+  const std::unique_ptr<kernels::Backend> cpu_ = kernels::CreateCpuBackend({.threads = 1}).value();
+  int left_ = 100;
+};
+
+TEST(WorkerBuffersTest, WhatIsReservedIsThereForAsManyChunksAsAreInFlight) {
+  LimitedBackend backend;
+  WorkerBuffers buffers(&backend);
+  ASSERT_TRUE(buffers.Reserve(1000).ok());
+  backend.AllowMore(0);
+  for (int round = 0; round < 3; ++round) {
+    auto first = buffers.Take(1000), second = buffers.Take(1);
+    ASSERT_TRUE(first.ok() && second.ok());
+    EXPECT_GE((*first)->bytes().size(), 1000u);
+    EXPECT_EQ(buffers.Take(1000).status().code(), absl::StatusCode::kResourceExhausted);
+    buffers.Return(*std::move(first));
+    buffers.Return(*std::move(second));
+  }
+}
+
+TEST(WorkerBuffersTest, WhatIsReservedStaysWhenALargerOneIsNotToBeHad) {
+  LimitedBackend backend;
+  WorkerBuffers buffers(&backend);
+  ASSERT_TRUE(buffers.Reserve(1000).ok());
+  backend.AllowMore(1);
+  EXPECT_EQ(buffers.Reserve(5000).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(buffers.Take(5000).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(buffers.Take(1000).ok());
+  EXPECT_TRUE(buffers.Take(1000).ok());
+}
+
+// Chunks of another head are under way while a larger one is created.
+TEST(WorkerBuffersTest, SmallerOnesGoWhenLargerOnesAreReserved) {
+  LimitedBackend backend;
+  WorkerBuffers buffers(&backend);
+  auto first = buffers.Take(100), second = buffers.Take(100);
+  ASSERT_TRUE(first.ok() && second.ok());
+  ASSERT_TRUE(buffers.Reserve(1000).ok());
+  buffers.Return(*std::move(first));
+  buffers.Return(*std::move(second));
+  EXPECT_EQ(backend.staging(), 2000);
+  backend.AllowMore(0);
+  auto large = buffers.Take(1000), also_large = buffers.Take(1000);
+  EXPECT_TRUE(large.ok() && also_large.ok());
+}
+
+TEST(WorkerBuffersTest, WithoutAReserveTheLargestChunkDecides) {
+  LimitedBackend backend;
+  WorkerBuffers buffers(&backend);
+  for (const int64_t bytes : {100, 900, 300, 900}) {
+    auto buffer = buffers.Take(bytes);
+    ASSERT_TRUE(buffer.ok());
+    EXPECT_GE(static_cast<int64_t>((*buffer)->bytes().size()), bytes);
+    buffers.Return(*std::move(buffer));
+  }
+  EXPECT_LE(backend.staging(), 1000);
+}
+
+}  // namespace
+}  // namespace lossd::ranks::worker_buffers_test
+
+namespace lossd::ranks::worker_state_test {
+
+// What the leader knows of a worker: memory, traffic, metrics.
+
+namespace {
+
+using testing::kHidden;
+using testing::kRows;
+using testing::kSlices;
+using testing::WorkerStreamTest;
+
+// Chunks take memory of a worker too, and steps may be far between.
+TEST_F(WorkerStreamTest, MemoryIsWhatTheWorkerSaidLastWithChunksToo) {
+  Submit();
+  Say(SliceResults(1, 0));
+  Say(SliceResults(1, 1));
+  Say(Results(1));
+  v1::FromWorker done = Done(1);
+  done.mutable_done()->mutable_memory()->set_peak_total(77);
+  Say(done);
+  worker_.AwaitHeard();
+  EXPECT_EQ(stream_.memory().peak_total, 77);
+  EXPECT_EQ(stream_.report().state.memory.peak_total, 77);
+}
+
+TEST_F(WorkerStreamTest, TrafficIsCounted) {
+  Submit();
+  Say(SliceResults(1, 0));
+  Say(SliceResults(1, 1));
+  Say(Results(1));
+  Say(Done(1));
+  worker_.AwaitHeard();
+  const kernels::RankState once = stream_.report().state;
+  EXPECT_EQ(once.chunks, 1);
+  EXPECT_EQ(once.rows, kSlices * kRows);
+  const int64_t payload = kSlices * kRows * kHidden * sizeof(float);
+  ASSERT_TRUE(once.traffic.has_value());
+  EXPECT_GT(once.traffic->sent_bytes, payload);
+  EXPECT_GT(once.traffic->received_bytes, payload);
+  EXPECT_LT(once.traffic->sent_bytes, payload + 400);
+  EXPECT_LT(once.traffic->received_bytes, payload + 400);
+  Submit();  // number 2, which fails
+  v1::FromWorker failed = Results(2);
+  failed.mutable_results()->mutable_status()->set_code(static_cast<int>(absl::StatusCode::kInternal));
+  Say(failed);
+  v1::FromWorker done = Done(2);
+  done.mutable_done()->mutable_status()->set_code(static_cast<int>(absl::StatusCode::kInternal));
+  Say(done);
+  worker_.AwaitHeard();
+  const kernels::RankState twice = stream_.report().state;
+  EXPECT_EQ(twice.chunks, 1);
+  EXPECT_EQ(twice.rows, once.rows);
+  ASSERT_TRUE(twice.traffic.has_value());
+  EXPECT_EQ(twice.traffic->sent_bytes, 2 * once.traffic->sent_bytes);
+}
+
+v1::FromWorker MetricsWith(const std::string& help) {
+  v1::FromWorker message;
+  v1::MetricFamily* const family = message.mutable_metrics()->add_families();
+  family->set_name("lossd_something");
+  family->set_help(help);
+  return message;
+}
+
+TEST_F(WorkerStreamTest, MetricsAreThoseThatCameLast) {
+  EXPECT_EQ(stream_.report().metrics.families_size(), 0);
+  Say(MetricsWith("first"));
+  Say(MetricsWith("second"));
+  worker_.AwaitHeard();
+  const v1::Metrics metrics = stream_.report().metrics;
+  ASSERT_EQ(metrics.families_size(), 1);
+  EXPECT_EQ(metrics.families(0).help(), "second");
+}
+
+TEST_F(WorkerStreamTest, MoreMetricsThanThereCanBeAreALoss) {
+  Submit();
+  Say(MetricsWith(std::string(kMostMetricsBytes, 'x')));
+  ExpectLost("too many metrics");
+}
+
+}  // namespace
+}  // namespace lossd::ranks::worker_state_test
 
 namespace lossd::ranks::worker_stream_test {
 namespace {

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/device_memory_sharer.h"
-#include "kernels/staging_adopter.h"
+#include "kernels/device_choice.h"
 #include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::regions::regions_test {

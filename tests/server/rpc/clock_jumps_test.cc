@@ -6,9 +6,9 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-#include "server/log/line_budget.h"
+#include "server/log/log.h"
 #include "server/rpc/call_registry.h"
-#include "server/rpc/periodic.h"
+#include "server/rpc/pulse.h"
 #include "tests/support/system_clock.h"
 
 namespace lossd::rpc::clock_jumps_test {

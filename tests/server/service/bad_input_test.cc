@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bad loss calls; bad_input_fixture.h says what has to hold after each.
 #include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <set>
+#include <string>
+#include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/server/service/bad_input_fixture.h"
@@ -270,3 +278,414 @@ TEST_F(BadInputTest, Deadline) {
 
 }  // namespace
 }  // namespace lossd::app::testing::bad_input_test
+
+namespace lossd::app::testing::error_fields_test {
+
+// Every field that a client can get wrong: the error's detail names it by its full path and repeats what was
+// sent. A field of these messages that the tables below leave out has to be listed as one that takes every
+// value.
+//
+// The file is longer than 400 lines because each field of the messages has a line of its own.
+
+namespace {
+
+using ::testing::UnorderedElementsAreArray;
+
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+constexpr auto kFailedPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kAborted = absl::StatusCode::kAborted;
+
+template <typename MessageT>
+struct Case {
+  std::function<void(MessageT&)> spoil;
+  std::string field;  // the whole path
+  std::string value;
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+};
+
+// "rows" of "open.rows.end" and of "open.rows[3]" with the prefix "open."
+std::string FirstOf(absl::string_view path, absl::string_view prefix) {
+  absl::ConsumePrefix(&path, prefix);
+  return std::string(path.substr(0, path.find_first_of(".[")));
+}
+
+class ErrorFieldsTest : public BadInputTest {
+ protected:
+  void ExpectDetail(const absl::Status& status, absl::StatusCode code, const std::string& field,
+                    const std::string& value) {
+    EXPECT_EQ(status.code(), code) << status;
+    const v1::ErrorDetail detail = wire::GetErrorDetail(status).value_or(v1::ErrorDetail());
+    EXPECT_EQ(detail.field(), field) << status;
+    EXPECT_EQ(detail.value(), value) << status;
+    EXPECT_EQ(detail.incarnation(), server_.server().incarnation());
+  }
+
+  // Runs each case with `call`, and checks that the cases and `free` together are all fields of MessageT.
+  template <typename MessageT, typename Call>
+  void Walk(absl::string_view prefix, const std::vector<Case<MessageT>>& cases, std::set<std::string> free,
+            const Call& call) {
+    for (const Case<MessageT>& c : cases) {
+      SCOPED_TRACE(absl::StrCat(c.field, " = ", c.value));
+      ExpectDetail(call(c.spoil), c.code, c.field, c.value);
+      if (absl::StartsWith(c.field, prefix)) free.insert(FirstOf(c.field, prefix));
+    }
+    std::vector<std::string> all;
+    const google::protobuf::Descriptor* descriptor = MessageT::descriptor();
+    for (int i = 0; i < descriptor->field_count(); ++i) all.push_back(descriptor->field(i)->name());
+    for (int i = 0; i < descriptor->real_oneof_decl_count(); ++i) {
+      all.push_back(descriptor->oneof_decl(i)->name());  // named where none of it was sent
+    }
+    EXPECT_THAT(free, UnorderedElementsAreArray(all)) << descriptor->full_name();
+  }
+
+  void CreateHead(const std::string& name, bool frozen) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name(name);
+    request.mutable_spec()->set_hidden_size(kHidden);
+    request.mutable_spec()->set_vocab_size(kClasses);
+    request.mutable_spec()->set_frozen(frozen);
+    const auto created = client_->CreateHead(request);
+    EXPECT_TRUE(created.ok()) << created.status();
+  }
+
+  // A microbatch that waits for its upstream gradients.
+  void Retain(const std::string& head, uint64_t id) {
+    v1::OpenMicrobatch open = GoodOpen(id);
+    open.set_head(head);
+    open.set_reduction(v1::REDUCTION_NONE);
+    open.set_want_grad_hidden(false);
+    open.set_accumulate_gradients(false);
+    open.set_retain(true);
+    const auto stream = client_->OpenLoss();
+    stream->SendOpen(open);
+    stream->SendSlice(0, kRows, Payload(0, kRows));
+    const absl::Status status = stream->Finish().status;
+    EXPECT_TRUE(status.ok()) << status;
+  }
+
+  template <typename MessageT>
+  void NameGeneration(uint64_t generation, MessageT* message) {
+    message->set_incarnation(server_.server().incarnation());
+    message->set_generation(generation);
+  }
+
+  const uint64_t other_incarnation_ = 0xabcdef;
+  const std::string other_incarnation_text_ = "0000000000abcdef";
+};
+
+TEST_F(ErrorFieldsTest, HeadSpec) {
+  const auto call = [&](const std::function<void(v1::HeadSpec&)>& spoil) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("other");
+    request.mutable_spec()->set_hidden_size(4);
+    request.mutable_spec()->set_vocab_size(4);
+    spoil(*request.mutable_spec());
+    return client_->CreateHead(request).status();
+  };
+  using Spec = v1::HeadSpec;
+  Walk<Spec>(
+      "spec.",
+      {{[](Spec& s) { s.set_name("a/b"); }, "spec.name", "a/b"},
+       {[](Spec& s) { s.set_name("head"); }, "spec.name", "head", absl::StatusCode::kAlreadyExists},
+       {[](Spec& s) { s.set_hidden_size(0); }, "spec.hidden_size", "0"},
+       {[](Spec& s) { s.set_hidden_size(20000); }, "spec.hidden_size",
+        "20000"},  // a row is more than a slice
+       {[](Spec& s) { s.set_hidden_size(uint64_t{1} << 63); }, "spec.hidden_size", "9223372036854775808"},
+       {[](Spec& s) { s.set_vocab_size(0); }, "spec.vocab_size", "0"},
+       {[](Spec& s) { s.set_vocab_size(uint64_t{1} << 63); }, "spec.vocab_size", "9223372036854775808"},
+       {[](Spec& s) { s.set_norm(static_cast<v1::Norm>(9)); }, "spec.norm", "9"},
+       {[](Spec& s) { s.set_norm_epsilon(-1.0f); }, "spec.norm_epsilon", "-1"},
+       {[](Spec& s) { s.set_compute_dtype(static_cast<v1::DType>(9)); }, "spec.compute_dtype", "9"},
+       {[](Spec& s) { s.set_optimizer_state(static_cast<v1::OptimizerState>(9)); }, "spec.optimizer_state",
+        "9"},
+       {[](Spec& s) { s.set_logits(static_cast<v1::Logits>(17)); }, "spec.logits", "17"},
+       {[](Spec& s) { s.set_gradients(static_cast<v1::Gradients>(17)); }, "spec.gradients", "17"},
+       {[](Spec& s) { s.set_split(static_cast<v1::Split>(17)); }, "spec.split", "17"},
+       {[](Spec& s) { s.add_shares(0); }, "spec.shares", "0"},
+       {[](Spec& s) { s.add_shares(uint32_t{1} << 31); }, "spec.shares[0]", "2147483648"},
+       {[](Spec& s) { s.set_replicas(65537); }, "spec.replicas", "65537"},
+       {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
+        "9223372036854775808"}},
+      {"bias", "class_weights", "frozen"}, call);
+}
+
+TEST_F(ErrorFieldsTest, LossOptions) {
+  const auto call = [&](const std::function<void(v1::LossOptions&)>& spoil) {
+    return RunWith([&](v1::OpenMicrobatch& open) { spoil(*open.mutable_options()); });
+  };
+  using Options = v1::LossOptions;
+  Walk<Options>(
+      "open.options.",
+      {{[](Options& o) { o.set_label_smoothing(1.5f); }, "open.options.label_smoothing", "1.5"},
+       {[](Options& o) { o.set_z_loss(-0.5f); }, "open.options.z_loss", "-0.5"},
+       {[](Options& o) { o.set_softcap(-1.0f); }, "open.options.softcap", "-1"},
+       {[](Options& o) { o.set_logit_scale(0.0f); }, "open.options.logit_scale", "0"},
+       {[](Options& o) { o.set_use_class_weights(true); }, "open.options.use_class_weights", "true"},
+       {[](Options& o) { o.set_gradients(static_cast<v1::Gradients>(17)); }, "open.options.gradients", "17"},
+       {[](Options& o) { o.set_filter_epsilon(1.0f); }, "open.options.filter_epsilon", "1"},
+       {[](Options& o) { o.set_sample_threshold(2.0f); }, "open.options.sample_threshold", "2"},
+       {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"}},
+      {"ignore_index"}, call);
+}
+
+TEST_F(ErrorFieldsTest, OpenMicrobatch) {
+  CreateHead("frozen", /*frozen=*/true);
+  using Open = v1::OpenMicrobatch;
+  Walk<Open>(
+      "open.",
+      {{[](Open& o) { o.set_head("x must be y, got z"); }, "open.head", "x must be y, got z", kNotFound},
+       {[](Open& o) { o.set_run("\x01"); }, "open.run", "a character that is not printable"},
+       {[](Open& o) { o.set_step(5); }, "open.step", "5", kFailedPrecondition},
+       {[](Open& o) { o.clear_step(); }, "open.step", "nothing"},
+       {[](Open& o) {
+          o.set_microbatch_id(1);
+          o.set_targets(0, 20);
+        },
+        "open.microbatch_id", "1", kFailedPrecondition},
+       {[](Open& o) {
+          o.set_microbatch_id(1);
+          o.set_grad_output(3.0f);
+        },
+        "open.microbatch_id", "1", kFailedPrecondition},
+       {[](Open& o) { o.set_microbatch_rows(uint64_t{1} << 31); }, "open.microbatch_rows", "2147483648"},
+       {[](Open& o) { o.mutable_rows()->set_end(13); }, "open.rows.end", "13"},
+       {[](Open& o) { o.set_hidden_dtype(static_cast<v1::DType>(7)); }, "open.hidden_dtype", "7"},
+       {[](Open& o) { o.mutable_options()->set_softcap(-1.0f); }, "open.options.softcap", "-1"},
+       {[](Open& o) { o.set_reduction(static_cast<v1::Reduction>(7)); }, "open.reduction", "7"},
+       {[](Open& o) { o.set_reduction(v1::REDUCTION_NONE); }, "open.reduction", "none"},
+       {[](Open& o) { o.set_normalizer(NAN); }, "open.normalizer", "nan"},
+       {[](Open& o) {
+          o.set_reduction(v1::REDUCTION_SUM);
+          o.set_normalizer(2.0);
+        },
+        "open.normalizer", "2"},
+       {[](Open& o) { o.set_grad_output(-INFINITY); }, "open.grad_output", "-inf"},
+       {[](Open& o) { o.set_head("frozen"); }, "open.accumulate_gradients", "true", kFailedPrecondition},
+       {[](Open& o) { o.set_targets(3, kClasses); }, "open.targets[3]", "30"},
+       {[](Open& o) { o.add_targets(1); }, "open.targets.size", "13"},
+       {[](Open& o) { o.add_row_weights(1.0f); }, "open.row_weights.size", "1"},
+       {[](Open& o) {
+          for (int64_t i = 0; i < kRows; ++i) o.add_row_weights(i == 5 ? NAN : 1.0f);
+        },
+        "open.row_weights[5]", "nan"},
+       {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
+       {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
+        absl::StatusCode::kUnavailable},
+       {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
+      {"want_grad_hidden", "want_row_loss", "want_row_lse", "want_row_entropy", "want_row_logprob",
+       "want_row_argmax"},
+      [&](const std::function<void(Open&)>& spoil) { return RunWith(spoil); });
+}
+
+TEST_F(ErrorFieldsTest, OpenBackward) {
+  CreateHead("frozen", /*frozen=*/true);
+  Retain("frozen", 7);
+  Retain("head", 7);
+  const auto call = [&](const std::function<void(v1::OpenBackward&)>& spoil) {
+    v1::ComputeLossRequest request;
+    v1::OpenBackward& backward = *request.mutable_backward();
+    backward.set_head("head");
+    backward.set_step(0);
+    backward.set_microbatch_id(7);
+    backward.mutable_rows()->set_end(kRows);
+    for (int64_t i = 0; i < kRows; ++i) backward.add_grad_loss(1.0f);
+    spoil(backward);
+    const auto stream = client_->OpenLoss();
+    stream->Send(request);
+    stream->HalfClose();
+    return stream->Finish().status;
+  };
+  using Backward = v1::OpenBackward;
+  Walk<Backward>(
+      "backward.",
+      {{[](Backward& b) { b.set_head("missing"); }, "backward.head", "missing", kNotFound},
+       {[](Backward& b) { b.set_run("\x01"); }, "backward.run", "a character that is not printable"},
+       {[](Backward& b) { b.set_step(5); }, "backward.step", "5", kFailedPrecondition},
+       {[](Backward& b) {
+          b.clear_step();
+          b.set_accumulate_gradients(true);
+        },
+        "backward.step", "nothing"},
+       {[](Backward& b) { b.set_microbatch_id(99); }, "backward.microbatch_id", "99", kNotFound},
+       {[](Backward& b) {
+          b.set_microbatch_id(7);
+          b.mutable_rows()->set_end(0);
+        },
+        "backward.rows", "[0, 0)"},
+       {[](Backward& b) { b.mutable_rows()->set_begin(20); }, "backward.rows.end", "12"},
+       {[](Backward& b) {
+          b.set_head("frozen");
+          b.set_accumulate_gradients(true);
+        },
+        "backward.accumulate_gradients", "true", kFailedPrecondition},
+       {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
+       {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
+       {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},
+       {[](Backward& b) { b.add_grad_entropy(1.0f); }, "backward.grad_entropy", "1"},
+       {[this](Backward& b) { b.set_incarnation(other_incarnation_); }, "backward.incarnation",
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Backward& b) { b.set_generation(77); }, "backward.generation", "77"},
+       {[this](Backward& b) { NameGeneration(77777, &b); }, "backward.generation", "77777", kAborted},
+       {[](Backward& b) {
+          b.set_want_grad_hidden(true);
+          b.set_region("no such region");
+          b.mutable_in_region()->set_bytes(1);
+        },
+        "backward.region", "another one", absl::StatusCode::kUnavailable},
+       {[](Backward& b) { b.mutable_in_region(); }, "backward.in_region", "a range without a region"}},
+      {"want_grad_hidden"}, call);
+}
+
+TEST_F(ErrorFieldsTest, OpenGradient) {
+  const auto call = [&](const std::function<void(v1::OpenGradient&)>& spoil) {
+    v1::OpenGradient open;
+    open.set_head("head");
+    open.set_contribution_id(5);
+    open.set_param(v1::PARAM_WEIGHT);
+    spoil(open);
+    return client_->AddGradient(open, std::string(kClasses * kHidden * sizeof(float), '\0')).status();
+  };
+  using Open = v1::OpenGradient;
+  Walk<Open>(
+      "open.",
+      {{[](Open& o) { o.set_head("missing"); }, "open.head", "missing", kNotFound},
+       {[](Open& o) { o.set_run("\x01"); }, "open.run", "a character that is not printable"},
+       {[](Open& o) { o.set_step(5); }, "open.step", "5", kFailedPrecondition},
+       {[](Open& o) { o.set_contribution_id(1); }, "open.contribution_id", "1", kFailedPrecondition},
+       {[](Open& o) { o.set_param(static_cast<v1::Param>(77)); }, "open.param", "77"},
+       {[](Open& o) { o.set_param(v1::PARAM_NORM_GAIN); }, "open.param", "norm.gain", kFailedPrecondition},
+       {[](Open& o) { o.mutable_contribution_rows()->set_end(31); }, "open.contribution_rows", "[0, 31)"},
+       {[](Open& o) { o.mutable_rows()->set_end(31); }, "open.rows", "[0, 31)"},
+       {[](Open& o) { o.set_dtype(static_cast<v1::DType>(9)); }, "open.dtype", "9"},
+       {[](Open& o) { o.set_scale(INFINITY); }, "open.scale", "inf"},
+       {[this](Open& o) { o.set_incarnation(other_incarnation_); }, "open.incarnation",
+        other_incarnation_text_, kFailedPrecondition},
+       {[](Open& o) { o.set_generation(77); }, "open.generation", "77"},
+       {[this](Open& o) { NameGeneration(77777, &o); }, "open.generation", "77777", kAborted}},
+      {}, call);
+}
+
+class OptimizerFieldsTest : public ErrorFieldsTest {
+ protected:
+  absl::Status Apply(const std::function<void(v1::Optimizer&)>& spoil) {
+    v1::ApplyStepRequest request;
+    request.set_head("head");
+    spoil(*request.mutable_optimizer());
+    return client_->ApplyStep(request).status();
+  }
+};
+
+TEST_F(OptimizerFieldsTest, Common) {
+  using Optimizer = v1::Optimizer;
+  Walk<Optimizer>(
+      "optimizer.",
+      {{[](Optimizer& o) { o.clear_adamw(); }, "optimizer.kind", "nothing"},
+       {[](Optimizer& o) { o.mutable_adamw()->set_beta1(1.0); }, "optimizer.adamw.beta1", "1"},
+       {[](Optimizer& o) {
+          o.clear_adamw();
+          o.mutable_sgd()->set_momentum(-1.0);
+        },
+        "optimizer.sgd.momentum", "-1"},
+       {[](Optimizer& o) { o.set_grad_multiplier(INFINITY); }, "optimizer.grad_multiplier", "inf"}},
+      {"decay_vectors"}, [&](const std::function<void(Optimizer&)>& spoil) {
+        return Apply([&](Optimizer& optimizer) {
+          optimizer.mutable_adamw()->set_learning_rate(0.1);
+          spoil(optimizer);
+        });
+      });
+}
+
+TEST_F(OptimizerFieldsTest, AdamW) {
+  using AdamW = v1::AdamW;
+  Walk<AdamW>("optimizer.adamw.",
+              {{[](AdamW& a) { a.set_learning_rate(-1); }, "optimizer.adamw.learning_rate", "-1"},
+               {[](AdamW& a) { a.set_beta1(1.0); }, "optimizer.adamw.beta1", "1"},
+               {[](AdamW& a) { a.set_beta2(-0.5); }, "optimizer.adamw.beta2", "-0.5"},
+               {[](AdamW& a) { a.set_epsilon(NAN); }, "optimizer.adamw.epsilon", "nan"},
+               {[](AdamW& a) { a.set_weight_decay(-2); }, "optimizer.adamw.weight_decay", "-2"}},
+              {}, [&](const std::function<void(AdamW&)>& spoil) {
+                return Apply([&](v1::Optimizer& optimizer) { spoil(*optimizer.mutable_adamw()); });
+              });
+}
+
+TEST_F(OptimizerFieldsTest, Sgd) {
+  using Sgd = v1::Sgd;
+  Walk<Sgd>("optimizer.sgd.",
+            {{[](Sgd& s) { s.set_learning_rate(-1); }, "optimizer.sgd.learning_rate", "-1"},
+             {[](Sgd& s) { s.set_momentum(-0.5); }, "optimizer.sgd.momentum", "-0.5"},
+             {[](Sgd& s) { s.set_nesterov(true); }, "optimizer.sgd.momentum", "0"},
+             {[](Sgd& s) { s.set_dampening(NAN); }, "optimizer.sgd.dampening", "nan"},
+             {[](Sgd& s) { s.set_weight_decay(-2); }, "optimizer.sgd.weight_decay", "-2"}},
+            {"nesterov"}, [&](const std::function<void(Sgd&)>& spoil) {
+              return Apply([&](v1::Optimizer& optimizer) { spoil(*optimizer.mutable_sgd()); });
+            });
+}
+
+TEST_F(ErrorFieldsTest, OtherCalls) {
+  v1::ReadTensorRequest read;
+  read.set_head("missing");
+  read.set_param(v1::PARAM_WEIGHT);
+  ExpectDetail(client_->ReadTensor(read).status(), kNotFound, "head", "missing");
+  v1::OpenTensor write;
+  write.set_head("missing");
+  write.set_param(v1::PARAM_WEIGHT);
+  ExpectDetail(client_->WriteTensor(write, ""), kNotFound, "open.head", "missing");
+  ExpectDetail(client_->DescribeHead("missing").status(), kNotFound, "head", "missing");
+  ExpectDetail(client_->DeleteHead("missing"), kNotFound, "head", "missing");
+  ExpectDetail(client_->ZeroGradients("head", 4), kFailedPrecondition, "step", "4");
+  ExpectDetail(client_->SaveCheckpoint("missing", "").status(), kNotFound, "head", "missing");
+  ExpectDetail(client_->SaveCheckpoint("head", "../up").status(), absl::StatusCode::kInvalidArgument, "name",
+               "../up");
+  ExpectDetail(client_->ListCheckpoints("../up").status(), absl::StatusCode::kInvalidArgument, "head",
+               "../up");
+  ExpectDetail(client_->LoadCheckpoint("../up", "").status(), absl::StatusCode::kInvalidArgument,
+               "checkpoint", "../up");
+  ExpectDetail(client_->LoadCheckpoint("head/none", "").status(), kNotFound, "checkpoint", "head/none");
+}
+
+TEST_F(ErrorFieldsTest, SetShares) {
+  using Request = v1::SetSharesRequest;
+  const std::vector<Case<Request>> cases = {
+      {[](Request& r) { r.set_head("missing"); }, "head", "missing", kNotFound},
+      {[](Request& r) { r.add_shares(1u << 31); }, "shares[0]", "2147483648"},
+      {[](Request& r) { r.set_change_id(""); }, "change_id", "nothing"},
+      {[](Request& r) { r.set_incarnation(77); }, "incarnation", "000000000000004d", kFailedPrecondition},
+  };
+  Walk<Request>("", cases, {}, [&](const auto& spoil) {
+    Request request;
+    request.set_head("head");
+    request.set_change_id("a");
+    spoil(request);
+    return client_->SetShares(request);
+  });
+}
+
+TEST_F(ErrorFieldsTest, ApplyStepsGeneration) {
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  request.set_generation(77);
+  ExpectDetail(client_->ApplyStep(request).status(), absl::StatusCode::kInvalidArgument, "generation", "77");
+  NameGeneration(77777, &request);
+  ExpectDetail(client_->ApplyStep(request).status(), kAborted, "generation", "77777");
+  EXPECT_EQ(client_->DescribeHead("head")->state().step(), 0u);
+}
+
+TEST_F(ErrorFieldsTest, TensorFile) {
+  v1::CreateHeadRequest request;
+  request.mutable_spec()->set_name("other");
+  request.mutable_spec()->set_hidden_size(4);
+  request.mutable_spec()->set_vocab_size(4);
+  request.mutable_tensor_file()->set_weight("w");
+  request.mutable_tensor_file()->set_path("missing.safetensors");
+  ExpectDetail(client_->CreateHead(request).status(), kNotFound, "tensor_file.path", "missing.safetensors");
+  request.mutable_tensor_file()->set_path("../../etc/passwd");
+  ExpectDetail(client_->CreateHead(request).status(), absl::StatusCode::kInvalidArgument, "tensor_file.path",
+               "../../etc/passwd");
+}
+
+}  // namespace
+}  // namespace lossd::app::testing::error_fields_test

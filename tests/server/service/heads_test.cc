@@ -5,9 +5,132 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "kernels/clocks/clock.h"
+#include "proto/wire/status_details.h"
+#include "tests/server/service/bad_input_fixture.h"
 #include "tests/server/service/heads_fixture.h"
+#include "tests/server/service/small_training.h"
+#include "tests/server/service/test_server.h"
+
+namespace lossd::app::testing::bad_head_input_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+using BadHeadInputTest = BadInputTest;
+
+TEST_F(BadHeadInputTest, HeadSpecs) {
+  const auto create = [&](const std::function<void(v1::HeadSpec&)>& spoil) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("other");
+    request.mutable_spec()->set_hidden_size(4);
+    request.mutable_spec()->set_vocab_size(4);
+    spoil(*request.mutable_spec());
+    return client_->CreateHead(request).status();
+  };
+  ExpectInvalid(create([](auto& spec) { spec.set_name("../up"); }), "spec.name", "../up");
+  ExpectInvalid(create([](auto& spec) { spec.set_name(""); }), "spec.name", "");
+  ExpectInvalid(create([](auto& spec) { spec.set_hidden_size(0); }), "spec.hidden_size", "0");
+  ExpectInvalid(create([](auto& spec) { spec.set_vocab_size(uint64_t{1} << 40); }), "spec.vocab_size",
+                "1099511627776");
+  ExpectInvalid(create([](auto& spec) { spec.set_norm(static_cast<v1::Norm>(9)); }), "spec.norm", "9");
+  ExpectInvalid(create([](auto& spec) { spec.set_norm_epsilon(-1.0f); }), "spec.norm_epsilon", "-1");
+  ExpectError(create([](auto& spec) { spec.set_name("head"); }), absl::StatusCode::kAlreadyExists,
+              "spec.name", "head");
+  // A long name is shown in part, up to the end of a character.
+  std::string accents = "n";
+  for (int i = 0; i < 200; ++i) accents += "\xc3\xa9";
+  ExpectInvalid(create([&](auto& spec) { spec.set_name(accents); }), "spec.name", accents.substr(0, 91));
+  EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
+}
+
+TEST_F(BadHeadInputTest, TensorFiles) {
+  const auto create = [&](const std::function<void(v1::TensorFile&)>& spoil) {
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name("other");
+    request.mutable_spec()->set_hidden_size(4);
+    request.mutable_spec()->set_vocab_size(4);
+    request.mutable_tensor_file()->set_weight("w");
+    spoil(*request.mutable_tensor_file());
+    return client_->CreateHead(request).status();
+  };
+  EXPECT_EQ(create([](auto& file) { file.set_path("missing.safetensors"); }).code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_EQ(create([](auto& file) { file.set_path("../../etc/passwd"); }).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(create([](auto& file) { file.set_path("/etc/passwd"); }).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(client_->ListHeads()->heads_size(), 1);
+}
+
+TEST_F(BadHeadInputTest, Tensors) {
+  v1::ReadTensorRequest read;
+  read.set_head("head");
+  ExpectInvalid(client_->ReadTensor(read).status(), "param", "0");
+  read.set_param(v1::PARAM_NORM_GAIN);
+  ExpectError(client_->ReadTensor(read).status(), absl::StatusCode::kNotFound, "param", "norm.gain");
+  read.set_param(v1::PARAM_WEIGHT);
+  read.mutable_rows()->set_end(kClasses + 1);
+  ExpectInvalid(client_->ReadTensor(read).status(), "rows.end", "31");
+  read.set_head("missing");
+  ExpectError(client_->ReadTensor(read).status(), absl::StatusCode::kNotFound, "head", "missing");
+
+  v1::OpenTensor open;
+  open.set_head("head");
+  open.set_param(v1::PARAM_BIAS);
+  open.set_role(v1::ROLE_GRADIENT);
+  ExpectError(client_->WriteTensor(open, std::string(kClasses * 4, 'x')),
+              absl::StatusCode::kFailedPrecondition, "open.role", "ROLE_GRADIENT");
+  open.set_role(v1::ROLE_VALUE);
+  const std::string zeros(kClasses * 4, '\0');
+  ExpectInvalid(client_->WriteTensor(open, zeros.substr(0, 8)), "payload", "row 2");
+  ExpectInvalid(client_->WriteTensor(open, zeros + "1234"), "payload", "row 31");
+  ExpectInvalid(client_->WriteTensor(open, zeros.substr(0, 7)), "payload", "7");
+}
+
+TEST_F(BadHeadInputTest, Steps) {
+  v1::ApplyStepRequest step;
+  step.set_head("head");
+  ExpectInvalid(client_->ApplyStep(step).status(), "optimizer.kind", "nothing");
+  step.mutable_optimizer()->mutable_adamw()->set_learning_rate(-1);
+  ExpectInvalid(client_->ApplyStep(step).status(), "optimizer.adamw.learning_rate", "-1");
+  step.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  step.mutable_optimizer()->set_grad_multiplier(NAN);
+  ExpectInvalid(client_->ApplyStep(step).status(), "optimizer.grad_multiplier", "nan");
+  step.mutable_optimizer()->set_grad_multiplier(1);
+  step.set_step(3);
+  ExpectError(client_->ApplyStep(step).status(), absl::StatusCode::kFailedPrecondition, "step", "3");
+  step.set_step(0);
+  step.add_expected_microbatches(1);
+  step.add_expected_microbatches(99);
+  const absl::Status missing = client_->ApplyStep(step).status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kFailedPrecondition) << missing;
+  const auto detail = wire::GetErrorDetail(missing);
+  ASSERT_TRUE(detail.has_value());
+  ASSERT_EQ(detail->missing_size(), 1);
+  EXPECT_THAT(detail->missing(0), HasSubstr("99"));
+}
+
+TEST_F(BadHeadInputTest, Checkpoints) {
+  EXPECT_EQ(client_->SaveCheckpoint("head", "../up").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(client_->SaveCheckpoint("missing", "").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->LoadCheckpoint("head/none", "").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->LoadCheckpoint("../head", "").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace lossd::app::testing::bad_head_input_test
 
 namespace lossd::app::testing::heads_test {
 namespace {
@@ -213,3 +336,381 @@ TEST_F(HeadsTest, FrozenHeadsTakeNoGradients) {
 
 }  // namespace
 }  // namespace lossd::app::testing::heads_test
+
+namespace lossd::app::testing::plan_head_test {
+
+// PlanHead through the service: it answers what CreateHead would, and leaves no trace.
+
+namespace {
+
+using ::testing::HasSubstr;
+
+v1::CreateHeadRequest Request(const std::string& name = "head") {
+  v1::CreateHeadRequest request;
+  v1::HeadSpec& spec = *request.mutable_spec();
+  spec.set_name(name);
+  spec.set_hidden_size(24);
+  spec.set_vocab_size(101);
+  spec.set_bias(true);
+  spec.set_norm(v1::NORM_RMSNORM);
+  return request;
+}
+
+// What a plan may leave behind.
+std::string Traces(client::Client& client) {
+  const auto server = client.GetServer();
+  EXPECT_TRUE(server.ok()) << server.status();
+  return absl::StrCat(client.ListHeads()->size(), " heads, ", server->memory().ShortDebugString());
+}
+
+// Also on several devices, whichever way they divide the head, and on a deterministic server.
+TEST(PlanHead, AnswersWhatCreateHeadThenDoes) {
+  for (const std::string split : {"", "rows", "vocabulary", "deterministic"}) {
+    SCOPED_TRACE(split);
+    ServerOptions options = SmallServer();
+    options.deterministic = split == "deterministic";
+    if (split == "rows" || split == "vocabulary") {
+      options.backend = "cpu";
+      options.cpu_devices = 2;
+      options.split = split;
+    }
+    TestServer server(options);
+    const auto client = Connect(server.target());
+    const std::string before = Traces(*client);
+    const auto planned = client->PlanHead(Request());
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    EXPECT_EQ(Traces(*client), before);
+    EXPECT_EQ(client->DescribeHead("head").status().code(), absl::StatusCode::kNotFound);
+
+    const auto created = client->CreateHead(Request());  // the name is free
+    ASSERT_TRUE(created.ok()) << created.status();
+    EXPECT_EQ(planned->spec().ShortDebugString(), created->spec().ShortDebugString());
+    EXPECT_EQ(planned->memory().ShortDebugString(), created->memory().ShortDebugString());
+    EXPECT_EQ(planned->slice_limits().ShortDebugString(), created->slice_limits().ShortDebugString());
+    EXPECT_EQ(planned->chunk_rows(), created->chunk_rows());
+    EXPECT_EQ(planned->compute_dtype(), created->compute_dtype());
+    EXPECT_EQ(planned->state().incarnation(), created->state().incarnation());
+    ASSERT_EQ(planned->choices_size(), created->choices_size());
+    for (int i = 0; i < planned->choices_size(); ++i) {
+      EXPECT_EQ(planned->choices(i).ShortDebugString(), created->choices(i).ShortDebugString());
+    }
+    EXPECT_EQ(planned->state().generation(), 0u) << "there is none";
+    EXPECT_NE(created->state().generation(), 0u);
+  }
+}
+
+TEST(PlanHead, EndsWithTheErrorsOfCreateHead) {
+  ServerOptions options = SmallServer();
+  options.memory_limit_bytes = 8 << 20;
+  TestServer server(options);
+  const auto client = Connect(server.target());
+  ASSERT_TRUE(client->CreateHead(Request("taken")).ok());
+  const std::string before = Traces(*client);
+  const std::pair<const char*, std::function<void(v1::CreateHeadRequest&)>> kBad[] = {
+      {"no name", [](auto& r) { r.mutable_spec()->set_name(""); }},
+      {"a name that is taken", [](auto& r) { r.mutable_spec()->set_name("taken"); }},
+      {"no classes", [](auto& r) { r.mutable_spec()->set_vocab_size(0); }},
+      {"an unknown norm", [](auto& r) { r.mutable_spec()->set_norm(static_cast<v1::Norm>(9)); }},
+      {"rows that fit no slice", [](auto& r) { r.mutable_spec()->set_hidden_size(1 << 20); }},
+      {"more than the limit", [](auto& r) { r.mutable_spec()->set_vocab_size(100'000); }},
+      {"a file that is not there",
+       [](auto& r) {
+         r.mutable_tensor_file()->set_path("missing.safetensors");
+         r.mutable_tensor_file()->set_weight("w");
+       }},
+      {"a file outside", [](auto& r) {
+         r.mutable_tensor_file()->set_path("../../etc/passwd");
+         r.mutable_tensor_file()->set_weight("w");
+       }}};
+  for (const auto& [what, spoil] : kBad) {
+    SCOPED_TRACE(what);
+    v1::CreateHeadRequest request = Request();
+    spoil(request);
+    const absl::Status planned = client->PlanHead(request).status();
+    EXPECT_FALSE(planned.ok());
+    EXPECT_EQ(planned, client->CreateHead(request).status());
+    EXPECT_EQ(Traces(*client), before);
+  }
+}
+
+// Members that share a limit: together they need more than it, and each alone does not.
+TEST(PlanHead, AddsUpWhatDevicesOfOneMemoryNeed) {
+  ServerOptions options = SmallServer();
+  options.backend = "cpu";
+  options.cpu_devices = 3;
+  options.split = "rows";
+  options.memory_limit_bytes = 16 << 20;
+  TestServer server(options);
+  const auto client = Connect(server.target());
+  int refused = 0, fit = 0;
+  for (uint64_t classes = 1'000; classes < 200'000; classes = classes * 3 / 2) {
+    v1::CreateHeadRequest request = Request();
+    request.mutable_spec()->set_vocab_size(classes);
+    const absl::Status planned = client->PlanHead(request).status();
+    const absl::Status created = client->CreateHead(request).status();
+    EXPECT_EQ(planned.code(), created.code()) << classes << ": " << planned << "; " << created;
+    ++(created.ok() ? fit : refused);
+    if (created.ok()) {
+      EXPECT_TRUE(client->DeleteHead("head").ok());
+    }
+  }
+  EXPECT_GT(fit, 2);
+  EXPECT_GT(refused, 2);
+}
+
+}  // namespace
+}  // namespace lossd::app::testing::plan_head_test
+
+namespace lossd::app::testing::restore_test {
+
+// --restore=latest: a server starts with every head as its newest checkpoint has it, or not at all.
+
+namespace {
+
+using ::testing::HasSubstr;
+
+class RestoreTest : public HeadsTest {
+ protected:
+  // A server beside the fixture's, on the same folder of checkpoints.
+  absl::StatusOr<std::unique_ptr<Server>> StartAgain(const std::string& restore = "latest") const {
+    ServerOptions options = SmallServer();
+    options.checkpoint_directory = server_.checkpoint_directory();
+    options.restore = restore;
+    return Server::Start(options);
+  }
+  void TrainAndSave(const std::string& head, uint64_t step, const std::string& name) {
+    ASSERT_TRUE(Train(*client_, head, step, 1, rng_).ok());
+    ASSERT_TRUE(Step(*client_, head, step).ok());
+    ASSERT_TRUE(client_->SaveCheckpoint(head, name).ok());
+  }
+  // The largest file of a checkpoint, which has its tensors.
+  std::filesystem::path TensorsOf(const std::string& checkpoint) const {
+    std::filesystem::path largest;
+    for (const auto& entry :
+         std::filesystem::directory_iterator(server_.checkpoint_directory() + "/" + checkpoint)) {
+      if (largest.empty() || entry.file_size() > std::filesystem::file_size(largest)) largest = entry.path();
+    }
+    return largest;
+  }
+};
+
+TEST_F(RestoreTest, TheNewestOfEveryHead) {
+  for (const char* head : {"first", "second"}) {
+    ASSERT_TRUE(client_->CreateHead(Request(head)).ok());
+    TrainAndSave(head, 0, "");
+    TrainAndSave(head, 1, "a");  // before the other by name, after it in time
+  }
+  TrainAndSave("second", 2, "b");
+  ASSERT_TRUE(Train(*client_, "first", 2, 1, rng_).ok());  // not saved: gradients of the open step
+  ASSERT_TRUE(client_->CreateHead(Request("never-saved")).ok());
+
+  const auto again = StartAgain();
+  ASSERT_TRUE(again.ok()) << again.status();
+  const auto client = TestClient::Connect((*again)->grpc_address());
+  for (const auto& [head, step] : {std::pair{"first", 2u}, {"second", 3u}}) {
+    const auto description = client->DescribeHead(head);
+    ASSERT_TRUE(description.ok()) << description.status();
+    EXPECT_EQ(description->state().step(), step);
+    EXPECT_EQ(description->step_rows(), 0u);
+    EXPECT_EQ(ReadAll(*client, head), ReadAll(*client_, head)) << head;
+  }
+  EXPECT_EQ(client->DescribeHead("never-saved").status().code(), absl::StatusCode::kNotFound);
+  // Training goes on where it was.
+  EXPECT_TRUE(Train(*client, "first", 2, 1, rng_).ok());
+  EXPECT_TRUE(Step(*client, "first", 2).ok());
+}
+
+TEST_F(RestoreTest, NothingToRestore) {
+  const auto again = StartAgain();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(TestClient::Connect((*again)->grpc_address())->DescribeHead("first").status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST_F(RestoreTest, ADamagedCheckpointEndsTheStart) {
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  TrainAndSave("head", 0, "older");
+  TrainAndSave("head", 1, "newer");
+  std::fstream file(TensorsOf("head/newer"), std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-3, std::ios::end);
+  file.put('\x5a');
+  file.close();
+  const absl::Status refused = StartAgain().status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss) << refused;
+  EXPECT_THAT(refused.message(), HasSubstr("cannot restore head/newer"));
+  std::filesystem::remove_all(server_.checkpoint_directory() + "/head/newer");
+  const auto again = StartAgain();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(TestClient::Connect((*again)->grpc_address())->DescribeHead("head")->state().step(), 1u);
+}
+
+TEST_F(RestoreTest, OtherValuesAreRefused) {
+  const absl::Status refused = StartAgain("newest").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("restore"));
+  EXPECT_THAT(refused.message(), HasSubstr("newest"));
+}
+
+}  // namespace
+}  // namespace lossd::app::testing::restore_test
+
+namespace lossd::app::testing::versions_test {
+
+// Versions of a head through the service: what answers say of them, and how calls end that meet a write or a
+// change.
+
+namespace {
+
+constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
+constexpr auto kAborted = absl::StatusCode::kAborted;
+
+class VersionsTest : public HeadsTest {
+ protected:
+  VersionsTest() { EXPECT_TRUE(client_->CreateHead(Request("head")).ok()); }
+
+  v1::HeadState State(TestClient& client) { return client.DescribeHead("head")->state(); }
+  v1::HeadState State() { return State(*client_); }
+  // Rows [begin, end) of a weight of ones.
+  static std::string Ones(uint64_t begin, uint64_t end) {
+    return Bytes(std::vector<float>((end - begin) * kHidden, 1.0f));
+  }
+  // A write of which the server has the first half.
+  std::unique_ptr<WriteStream> HalfWritten(TestClient& client) {
+    const v1::HeadState before = State(client);
+    v1::OpenTensor open;
+    open.set_head("head");
+    open.set_param(v1::PARAM_WEIGHT);
+    auto write = client.OpenWrite();
+    EXPECT_TRUE(write->Send(&open, Ones(0, kClasses / 2)));
+    while (State(client).weights_version() == before.weights_version()) absl::SleepFor(absl::Milliseconds(1));
+    return write;
+  }
+  static absl::StatusCode ReadCode(TestClient& client) {
+    return client.Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE).status().code();
+  }
+  // A write that has ended is forgotten soon.
+  static void ExpectReadableSoon(TestClient& client) {
+    const absl::Time limit = clocks::SteadyNow() + absl::Minutes(2);
+    absl::StatusCode code = ReadCode(client);
+    while (code == kUnavailable && clocks::SteadyNow() < limit) {
+      absl::SleepFor(absl::Milliseconds(5));
+      code = ReadCode(client);
+    }
+    EXPECT_EQ(code, absl::StatusCode::kOk);
+  }
+};
+
+TEST_F(VersionsTest, AnswersCarryThem) {
+  const v1::HeadState created = State();
+  EXPECT_GT(created.generation(), 0u);
+  EXPECT_GT(created.weights_version(), 0u);
+  const LossAnswers answers = Compute(*client_, "head", 0, 1, rng_);
+  ASSERT_TRUE(answers.status.ok()) << answers.status;
+  for (const v1::HeadState& state : {answers.accepted->state(), answers.summary->state()}) {
+    EXPECT_EQ(state.generation(), created.generation());
+    EXPECT_EQ(state.weights_version(), created.weights_version());
+  }
+  const auto applied = Step(*client_, "head", 0);
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_GT(applied->state().generation(), created.generation());
+  EXPECT_GT(applied->state().weights_version(), created.weights_version());
+  EXPECT_EQ(applied->state().weights_version(), State().weights_version());
+
+  const auto saved = client_->SaveCheckpoint("head", "one");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(saved->state().weights_version(), State().weights_version());
+  const auto loaded = client_->LoadCheckpoint("head/one", "");
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_GT(loaded->state().generation(), saved->state().generation());
+  EXPECT_GT(loaded->state().weights_version(), saved->state().weights_version());
+}
+
+// A repeat is known by the generation that was applied, also after the checkpoint of it was loaded.
+TEST_F(VersionsTest, ALoadedStepKnowsItsGeneration) {
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.01);
+  request.set_incarnation(State().incarnation());
+  const uint64_t other = State().generation();
+  ASSERT_TRUE(client_->ZeroGradients("head", 0).ok());
+  const uint64_t applied = State().generation();
+  request.set_generation(applied);
+  ASSERT_TRUE(client_->ApplyStep(request).ok());
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "one").ok());
+  ASSERT_TRUE(client_->LoadCheckpoint("head/one", "").ok());
+  EXPECT_TRUE(client_->ApplyStep(request)->repeated_call());
+  request.set_generation(other);
+  EXPECT_EQ(client_->ApplyStep(request).status().code(), kAborted);
+}
+
+TEST_F(VersionsTest, CallsThatWouldSeeAHalfWrittenTensorAreRefused) {
+  const auto write = HalfWritten(*client_);
+  EXPECT_EQ(ReadCode(*client_), kUnavailable);
+  EXPECT_EQ(Train(*client_, "head", 0, 1, rng_).code(), kUnavailable);
+  EXPECT_EQ(Step(*client_, "head", 0).status().code(), kUnavailable);
+  EXPECT_EQ(client_->SaveCheckpoint("head", "half").status().code(), kUnavailable);
+  EXPECT_EQ(client_->ListCheckpoints("head")->checkpoints_size(), 0);
+  EXPECT_TRUE(client_->ZeroGradients("head", 0).ok());
+  EXPECT_TRUE(client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_GRADIENT).ok());
+  EXPECT_TRUE(write->Send(nullptr, Ones(kClasses / 2, kClasses)));
+  const auto written = write->Finish();
+  ASSERT_TRUE(written.ok()) << written.status();
+  EXPECT_EQ(written->state().weights_version(), State().weights_version());
+  EXPECT_EQ(ReadCode(*client_), absl::StatusCode::kOk);
+  EXPECT_TRUE(Train(*client_, "head", 0, 1, rng_).ok());
+  EXPECT_TRUE(Step(*client_, "head", 0).ok());
+}
+
+TEST_F(VersionsTest, AWriteThatIsCancelledEnds) {
+  auto write = HalfWritten(*client_);
+  const uint64_t begun = State().weights_version();
+  write.reset();
+  ExpectReadableSoon(*client_);
+  EXPECT_GT(State().weights_version(), begun);
+}
+
+TEST_F(VersionsTest, AWriteThatIsRefusedEndsBeforeItsAnswer) {
+  const auto write = HalfWritten(*client_);
+  write->Send(nullptr, "no row");
+  EXPECT_EQ(write->Finish().status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ReadCode(*client_), absl::StatusCode::kOk);
+}
+
+TEST_F(VersionsTest, AWriteThatStopsHalfWayEndsBeforeItsAnswer) {
+  const auto write = HalfWritten(*client_);
+  EXPECT_EQ(write->Finish().status().code(), absl::StatusCode::kInvalidArgument) << "rows are missing";
+  EXPECT_EQ(ReadCode(*client_), absl::StatusCode::kOk);
+}
+
+TEST_F(VersionsTest, AWriterThatSendsNothingMoreLosesItsCall) {
+  ServerOptions options = SmallServer();
+  options.timeouts.idle = absl::Seconds(2);
+  TestServer impatient(options);
+  const auto client = impatient.Connect();
+  ASSERT_TRUE(client->CreateHead(Request("head")).ok());
+  const auto write = HalfWritten(*client);
+  ExpectReadableSoon(*client);
+  EXPECT_EQ(write->Finish().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(Train(*client, "head", 0, 1, rng_).ok());
+}
+
+TEST_F(VersionsTest, ACheckpointOrADeletionEndsAWrite) {
+  ASSERT_TRUE(client_->SaveCheckpoint("head", "one").ok());
+  const auto before = client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE);
+  auto write = HalfWritten(*client_);
+  ASSERT_TRUE(client_->LoadCheckpoint("head/one", "").ok());
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), *before);
+  write->Send(nullptr, Ones(kClasses / 2, kClasses));
+  EXPECT_EQ(write->Finish().status().code(), kAborted);
+  EXPECT_EQ(*client_->Read("head", v1::PARAM_WEIGHT, v1::ROLE_VALUE), *before);
+
+  write = HalfWritten(*client_);
+  ASSERT_TRUE(client_->DeleteHead("head").ok());
+  ASSERT_TRUE(client_->CreateHead(Request("head")).ok());
+  write->Send(nullptr, Ones(kClasses / 2, kClasses));
+  EXPECT_EQ(write->Finish().status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(ReadCode(*client_), absl::StatusCode::kOk);
+}
+
+}  // namespace
+}  // namespace lossd::app::testing::versions_test

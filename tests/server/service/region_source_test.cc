@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where a client gets its regions of shared memory from, and when they go back.
-#include "client/cpp/region_source.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -20,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
 #include "client/cpp/loss_plan.h"
+#include "client/cpp/regions.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "tests/server/service/small_head.h"

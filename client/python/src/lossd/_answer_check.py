@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the answers to one loss call are about one state of a head, and the right one.
 
-client/cpp/answer_check.h does the same; tests/client/golden/incarnations.json holds both to it.
+client/cpp/head_cache.h does the same; tests/client/golden/incarnations.json holds both to it.
 """
 
 from __future__ import annotations

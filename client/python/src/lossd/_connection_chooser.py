@@ -3,7 +3,7 @@
 
 It begins with one, which is all that small jobs ever have. Once payload keeps the present ones busy, it tries one more for
 a while, and stays with it if that moved more; else it goes back, and tries again much later.
-client/cpp/connection_chooser.h does the same; tests/client/golden/connections.json holds both to it.
+client/cpp/connections.h does the same; tests/client/golden/connections.json holds both to it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a client proves who it is and knows who the server is, and channels made so. client/cpp/credentials.h does alike."""
+"""How a client proves who it is and knows who the server is, and channels made so. client/cpp/client_options.h does alike."""
 
 from __future__ import annotations
 

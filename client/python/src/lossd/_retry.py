@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a call is sent again, and after how long. Stateless; only jitter() is not arithmetic.
 
-The caller brings the time that is left and the random factor. client/cpp/retry.h does the same;
+The caller brings the time that is left and the random factor. client/cpp/core.h does the same;
 tests/client/golden/waits.json holds both to it.
 """
 

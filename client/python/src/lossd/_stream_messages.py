@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of one ComputeLoss call, apart from gRPC: the bytes of a slice, and what the server's answers mean.
 
-client/cpp/stream_messages.h does the same; tests/client/golden/wire.json and stream_answers.json hold both to it.
+client/cpp/loss_stream.h does the same; tests/client/golden/wire.json and stream_answers.json hold both to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of tensor transfers, apart from gRPC: rows on their way to the server, and rows that come from it.
 
-client/cpp/tensor_messages.h does the same; tests/client/golden/wire.json and tensor_answers.json hold both to it.
+client/cpp/tensor_transfer.h does the same; tests/client/golden/wire.json and tensor_answers.json hold both to it.
 """
 
 from __future__ import annotations

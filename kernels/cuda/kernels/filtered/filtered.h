@@ -15,7 +15,7 @@
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/decision.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

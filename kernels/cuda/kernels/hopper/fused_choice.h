@@ -8,7 +8,7 @@
 
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {
 

@@ -13,7 +13,7 @@
 #include "kernels/cuda/kernels/hopper/fused_choice.h"
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {
 

@@ -13,7 +13,7 @@
 
 #include "kernels/cuda/kernels/hopper/cluster_order.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {
 

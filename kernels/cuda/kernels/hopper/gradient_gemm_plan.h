@@ -16,7 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/kernels/hopper/tiles.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {
 

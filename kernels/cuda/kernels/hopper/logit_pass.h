@@ -20,7 +20,7 @@
 #include "kernels/cuda/kernels/hopper/logit_tiles.h"
 #include "kernels/cuda/kernels/hopper/pass_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {
 

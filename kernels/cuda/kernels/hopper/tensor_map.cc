@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/tensor_map.h"
 
-#include "kernels/cuda/device/driver_function.h"
+#include "kernels/cuda/device/cuda_status.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {

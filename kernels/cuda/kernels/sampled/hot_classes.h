@@ -12,7 +12,7 @@
 
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/kernels/sampled/sampled_memory.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

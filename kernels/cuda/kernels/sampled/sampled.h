@@ -17,7 +17,7 @@
 #include "kernels/cuda/kernels/sampled/hot_classes.h"
 #include "kernels/cuda/kernels/sampled/sampled_memory.h"
 #include "kernels/decision.h"
-#include "kernels/dtype.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
 

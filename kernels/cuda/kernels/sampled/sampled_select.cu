@@ -20,7 +20,7 @@
 #include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/sampled/sampled.h"
 #include "kernels/cuda/kernels/sampled/sampled_row.cuh"
-#include "kernels/sampling.h"
+#include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
 namespace {

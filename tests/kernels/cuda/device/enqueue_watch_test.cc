@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/cuda/device/enqueue_watch.h"
-
 #include <atomic>
 #include <optional>
 #include <thread>
@@ -10,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/cuda/device/event_waiter.h"
 
 namespace lossd::kernels::cuda::enqueue_watch_test {
 namespace {

@@ -19,7 +19,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/gloo_transfers.h"
-#include "kernels/cuda/cuda_link.h"
+#include "kernels/cuda/cuda_backend.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace {

@@ -16,7 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/device_memory_sharer.h"
+#include "kernels/device_choice.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels::cuda::shared_device_memory_test {

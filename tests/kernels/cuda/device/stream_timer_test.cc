@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchanges that are timed on a stream. The events of CUDA are played by functions here, which the linker
 // gives to the code: each takes a place in the order of the stream, and has happened when the test says so.
-#include "kernels/cuda/device/stream_timer.h"
-
 #include <cuda_runtime_api.h>
 
 #include <map>
 #include <string>
 
 #include "gtest/gtest.h"
+#include "kernels/cuda/device/event_waiter.h"
 
 namespace {
 

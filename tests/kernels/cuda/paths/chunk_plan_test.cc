@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/chunk_plan.h"
 
+#include <cmath>
+#include <limits>
+#include <vector>
+
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/decision.h"
 
 namespace lossd::kernels::cuda::chunk_plan_test {
 namespace {
@@ -205,3 +213,324 @@ TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {
 
 }  // namespace
 }  // namespace lossd::kernels::cuda::chunk_plan_test
+
+namespace lossd::kernels::cuda::chunk_layout_test {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kCapacity = 64;
+
+// Host blocks of a chunk of up to kCapacity rows.
+struct Blocks {
+  std::vector<uint8_t> in = std::vector<uint8_t>(static_cast<size_t>(InputBlockBytes(kCapacity)) + 256);
+  std::vector<uint8_t> out = std::vector<uint8_t>(static_cast<size_t>(OutputBlockBytes(kCapacity)) + 256);
+  RowInputBlock inputs;
+  RowOutputBlock outputs;
+  Blocks() {
+    Carver in_carver(in.data()), out_carver(out.data());
+    inputs = RowInputBlock::Carve(in_carver, kCapacity);
+    outputs = RowOutputBlock::Carve(out_carver, kCapacity);
+  }
+};
+
+LayoutHead Head(DType compute) {
+  LayoutHead head;
+  head.config.hidden_size = 4;
+  head.config.vocab_size = 10;
+  head.compute_dtype = compute;
+  head.chunk_rows = kCapacity;
+  return head;
+}
+
+TEST(ChunkLayout, APartOfAHeadHasRandomNumbersOfItsOwn) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {3, kIgnoredTarget, 5};
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.sample_seed = 11;
+  slice.first_row = 40;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  chunk.options.gradients = Gradients::kSampled;
+  for (const int64_t first_class : {0, 5}) {
+    LayoutHead head = Head(DType::kBFloat16);
+    head.first_class = first_class;
+    LayOutChunk(head, chunk, blocks.inputs);
+    EXPECT_EQ(blocks.inputs.omega[0], SampleOf(11, 40, static_cast<uint64_t>(first_class)));
+    EXPECT_EQ(blocks.inputs.omega[1], SampleOf(11, 42, static_cast<uint64_t>(first_class)));
+  }
+}
+
+TEST(ChunkLayout, LeavesOutRowsWithoutTarget) {
+  Blocks blocks;
+  const std::vector<int32_t> first = {3, kIgnoredTarget, 5}, second = {kIgnoredTarget},
+                             third = {kIgnoredTarget, 9};
+  Slice slices[3];
+  for (auto& [slice, targets] :
+       {std::pair{&slices[0], &first}, {&slices[1], &second}, {&slices[2], &third}}) {
+    slice->rows = static_cast<int64_t>(targets->size());
+    slice->targets = targets->data();
+  }
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+  EXPECT_EQ(layout.raw_rows, 6);
+  EXPECT_EQ(layout.compact_rows, 3);
+  EXPECT_EQ(layout.padded_rows, 8);
+  EXPECT_EQ(layout.device_slices, 2);
+  const auto ints = [](const int32_t* p, size_t n) { return std::vector<int32_t>(p, p + n); };
+  EXPECT_THAT(ints(blocks.inputs.compact_of_raw, 6), ElementsAre(0, -1, 1, -1, -1, 2));
+  EXPECT_THAT(ints(blocks.inputs.raw_of_compact, 3), ElementsAre(0, 2, 5));
+  EXPECT_THAT(ints(blocks.inputs.target, 3), ElementsAre(3, 5, 9));
+  EXPECT_THAT(ints(blocks.inputs.slice_begin, 3), ElementsAre(0, 2, 3));
+}
+
+// Rows that stand in for others keep their places and their part in the unit, and nothing else.
+TEST(ChunkLayout, RowsThatStandInHaveNoGradient) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {1, 2};
+  const std::vector<uint8_t> accumulate = {0, 0};
+  float hidden_gradient[8] = {};
+  Slice slices[2];
+  for (Slice& slice : slices) {
+    slice.rows = 2;
+    slice.targets = targets.data();
+    slice.accumulate = accumulate.data();
+    slice.grad_hidden = hidden_gradient;
+  }
+  slices[0].grad_scale = 1024.0f;
+  slices[0].stands_in = true;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+  EXPECT_EQ(layout.compact_rows, 4);
+  EXPECT_EQ(layout.unit, 1024.0f);
+  EXPECT_TRUE(layout.want_hidden_gradient);
+  EXPECT_THAT(std::vector<int32_t>(blocks.inputs.with_gradient, blocks.inputs.with_gradient + 4),
+              ElementsAre(0, 0, 1, 1));
+}
+
+// Of weight 0, and of these the one whose lse has a gradient is not absent.
+TEST(ChunkLayout, AbsentRowsHaveResultsAndNoGradient) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {1, kIgnoredTarget, 2, 3, 4};
+  const std::vector<float> weights = {0.0f, 0.0f, 0.0f, 1.0f, 0.0f},
+                           grad_lse = {0.0f, 0.0f, 0.5f, 0.0f, 0.0f};
+  std::vector<float> loss(5), lse(5), entropy(5), logprob(5), gradient(20);
+  std::vector<int32_t> argmax(5);
+  Slice slice;
+  slice.rows = 5;
+  slice.targets = targets.data();
+  slice.row_weights = weights.data();
+  slice.grad_lse = grad_lse.data();
+  slice.grad_hidden = gradient.data();
+  slice.grad_scale = 3.0f;
+  slice.out = {loss.data(), lse.data(), entropy.data(), logprob.data(), argmax.data()};
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  EXPECT_EQ(layout.compact_rows, 4);
+  EXPECT_EQ(layout.absent_rows, 2);
+  EXPECT_EQ(layout.slices[0].absent_rows, 2);
+  EXPECT_TRUE(layout.accumulate);
+  EXPECT_TRUE(layout.accumulate_all);
+  const auto first = [](const auto* p, size_t n) { return std::vector(p, p + n); };
+  EXPECT_THAT(first(blocks.inputs.compact_of_raw, 5), ElementsAre(0, -1, 1, 2, 3));
+  EXPECT_THAT(first(blocks.inputs.gradient_of_raw, 5), ElementsAre(-1, -1, 1, 2, -1));
+  EXPECT_THAT(first(blocks.inputs.accumulate, 4), ElementsAre(0, 1, 1, 0));
+  EXPECT_THAT(first(blocks.inputs.with_gradient, 4), ElementsAre(0, 1, 1, 0));
+  EXPECT_THAT(first(blocks.inputs.checks, 4), ElementsAre(RowCheck::kNothing, RowCheck::kHiddenGradient,
+                                                          RowCheck::kHiddenGradient, RowCheck::kNothing));
+  EXPECT_EQ(blocks.inputs.coef_loss[0], 0.0f);
+  for (int r = 0; r < 4; ++r) {
+    blocks.outputs.loss[r] = blocks.outputs.z_loss[r] = 2.0f;
+    blocks.outputs.lse[r] = blocks.outputs.entropy[r] = blocks.outputs.target_logprob[r] = 4.0f;
+    blocks.outputs.argmax[r] = 4;
+  }
+  blocks.outputs.loss[3] = blocks.outputs.lse[3] = NAN;
+  blocks.outputs.first_bad[0] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  EXPECT_THAT(loss, ElementsAre(0.0f, 0.0f, 2.0f, 2.0f, 0.0f));
+  EXPECT_THAT(std::vector(lse.begin(), lse.end() - 1), ElementsAre(4.0f, 0.0f, 4.0f, 4.0f));
+  EXPECT_TRUE(std::isnan(lse[4]) && std::isnan(entropy[4]) && std::isnan(logprob[4]));
+  EXPECT_THAT(argmax, ElementsAre(4, -1, 4, 4, -1));
+  EXPECT_EQ(slice.sums.loss, 4.0);
+  EXPECT_EQ(slice.sums.z_loss, 4.0);
+  EXPECT_EQ(slice.sums.entropy, 12.0);
+  EXPECT_EQ(slice.sums.valid_rows, 4);
+  EXPECT_EQ(slice.sums.correct_rows, 0);
+}
+
+// What the guard looks at: dx only where it is wanted, or goes into the gradients of a norm.
+TEST(ChunkLayout, HiddenGradientsAreCheckedWhereTheyGoSomewhere) {
+  const std::vector<int32_t> targets = {1, 2};
+  const std::vector<uint8_t> accumulate = {1, 0};
+  float gradient[8] = {};
+  for (const Norm norm : {Norm::kNone, Norm::kRmsNorm}) {
+    for (const bool wanted : {false, true}) {
+      Blocks blocks;
+      Slice slice;
+      slice.rows = 2;
+      slice.targets = targets.data();
+      slice.accumulate = accumulate.data();
+      if (wanted) slice.grad_hidden = gradient;
+      Chunk chunk;
+      chunk.slices = absl::MakeSpan(&slice, 1);
+      LayoutHead head = Head(DType::kBFloat16);
+      head.config.norm = norm;
+      LayOutChunk(head, chunk, blocks.inputs);
+      const bool through_norm = norm != Norm::kNone;
+      EXPECT_EQ(blocks.inputs.checks[0] == RowCheck::kHiddenGradient, wanted || through_norm);
+      EXPECT_EQ(blocks.inputs.checks[1] == RowCheck::kHiddenGradient, wanted);
+      EXPECT_NE(blocks.inputs.checks[1], RowCheck::kNothing);
+    }
+  }
+}
+
+TEST(ChunkLayout, TakesAPowerOfTwoOutOfTheScale) {
+  for (DType compute : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
+    for (float scale : {1e-9f, 1.0f / 3000.0f, 1.0f, 5e8f, -2e-7f}) {
+      Blocks blocks;
+      const std::vector<int32_t> targets = {1, 2};
+      const std::vector<float> weights = {1.0f, 0.125f};
+      Slice slice;
+      slice.rows = 2;
+      slice.targets = targets.data();
+      slice.row_weights = weights.data();
+      slice.grad_scale = scale;
+      Chunk chunk;
+      chunk.slices = absl::MakeSpan(&slice, 1);
+      const ChunkLayout layout = LayOutChunk(Head(compute), chunk, blocks.inputs);
+      int exponent = 0;
+      EXPECT_EQ(std::frexp(layout.unit, &exponent), 0.5f);
+      for (int r = 0; r < 2; ++r) {
+        EXPECT_FLOAT_EQ(blocks.inputs.coef_loss[r] * layout.unit, scale * weights[static_cast<size_t>(r)]);
+      }
+      EXPECT_GE(std::fabs(blocks.inputs.coef_loss[0]), 1.0f);
+      EXPECT_LT(std::fabs(blocks.inputs.coef_loss[0]), compute == DType::kFloat16 ? 32768.0f : 2.0f);
+    }
+  }
+}
+
+TEST(ChunkLayout, ResultsComeBackInRawOrder) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {kIgnoredTarget, 4, 6};
+  std::vector<float> loss(3), lse(3);
+  std::vector<int32_t> argmax(3);
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.out.loss = loss.data();
+  slice.out.lse = lse.data();
+  slice.out.argmax = argmax.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  for (int r = 0; r < 2; ++r) {
+    const auto value = static_cast<float>(r + 1);
+    blocks.outputs.loss[r] = value;
+    blocks.outputs.z_loss[r] = 0.25f;
+    blocks.outputs.lse[r] = 10.0f * value;
+    blocks.outputs.argmax[r] = 4;
+    blocks.outputs.dropped_mass[r] = 0.125f;
+  }
+  blocks.outputs.first_bad[0] = 1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  EXPECT_THAT(loss, ElementsAre(0.0f, 1.0f, 2.0f));
+  EXPECT_THAT(lse, ElementsAre(0.0f, 10.0f, 20.0f));
+  EXPECT_THAT(argmax, ElementsAre(-1, 4, 4));
+  EXPECT_EQ(slice.first_nonfinite_row, 2);
+  EXPECT_EQ(slice.sums.loss, 3.0);
+  EXPECT_EQ(slice.sums.z_loss, 0.5);
+  EXPECT_EQ(slice.sums.valid_rows, 2);
+  EXPECT_EQ(slice.sums.correct_rows, 1);
+  EXPECT_EQ(slice.sums.dropped_mass, 0.0);  // no kernel has filled it
+  EXPECT_EQ(chunk.gradients, Gradients::kExact);
+}
+
+TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, 6};
+  Slice slice;
+  slice.rows = 2;
+  slice.targets = targets.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  layout.unit = 2.0f;
+  std::fill_n(blocks.outputs.dropped_mass, 2, 0.125f);
+  std::fill_n(blocks.outputs.variance, 2, 0.25f);
+  std::fill_n(blocks.outputs.square, 2, 8.0f);
+  *blocks.outputs.sample_threshold = 0x1p-9f;
+  const auto unpack = [&](Gradients asked, Decision decision) {
+    layout.planned = chunk.options.gradients = asked;
+    chunk.choices = {{.what = "gradients", .choice = "not known yet"}, {.what = "loss"}};
+    *blocks.outputs.decision = decision;
+    UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+    EXPECT_EQ(chunk.choices[0].what, "gradients");
+    EXPECT_EQ(chunk.choices[0].choice, Name(chunk.gradients));
+    EXPECT_EQ(chunk.choices[1].what, "loss");
+    return std::pair(chunk.gradients, chunk.choices[0].reason);
+  };
+  using ::testing::HasSubstr;
+  using ::testing::Pair;
+  for (const Gradients asked : {Gradients::kSampled, Gradients::kAuto}) {
+    EXPECT_THAT(unpack(asked, Decision::kAsPlanned).first, Gradients::kSampled);
+    EXPECT_EQ(slice.sums.sampling_variance, 2.0);
+    EXPECT_EQ(slice.sums.squared_gradient, 64.0);
+    EXPECT_EQ(slice.sums.dropped_mass, 0.0);
+    EXPECT_EQ(chunk.sample_threshold, 0x1p-9f);
+  }
+  EXPECT_THAT(unpack(Gradients::kAuto, Decision::kTooMuchError),
+              Pair(Gradients::kExact, HasSubstr("max_gradient_error")));
+  EXPECT_EQ(slice.sums.sampling_variance, 0.0);
+  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kAsPlanned),
+              Pair(Gradients::kFiltered, HasSubstr("asked for")));
+  EXPECT_EQ(slice.sums.dropped_mass, 0.25);
+  EXPECT_THAT(unpack(Gradients::kFiltered, Decision::kTooManyCandidates),
+              Pair(Gradients::kExact, HasSubstr("candidates")));
+}
+
+TEST(HeadMemory, TheWorkspaceIsUsedButNotExceeded) {
+  HeadConfig config;
+  config.compute_dtype = DType::kBFloat16;
+  for (auto [hidden, vocab] : {std::pair{4096, 128256}, {2304, 256000}, {3072, 32064}, {123, 507}, {1, 1}}) {
+    config.hidden_size = hidden;
+    config.vocab_size = vocab;
+    for (Norm norm : {Norm::kNone, Norm::kLayerNorm}) {
+      config.norm = norm;
+      const int64_t budget = int64_t{2} << 30;
+      const HeadSizes sizes = SizesFor(config, budget, 16384, 132, true);
+      EXPECT_EQ(PadRows(sizes.chunk_rows), sizes.chunk_rows);
+      const MemoryBytes plan = PlanMemory(config, sizes, 132);
+      const int64_t planned = plan[MemoryKind::kWorkspace] + plan[MemoryKind::kSlots];
+      EXPECT_LE(planned, budget + 2 * kDevicePage);  // two buffers of whole pages
+      if (sizes.chunk_rows < 16384) {
+        EXPECT_GE(planned, budget / 10 * 9);
+      }
+    }
+  }
+  config.vocab_size = 1'000'000'000;
+  EXPECT_EQ(SizesFor(config, 1 << 20, 16384, 132, true).chunk_rows, 8);
+}
+
+TEST(HeadMemory, ChunksOfFusedLossesLeaveFewRowsOfPanelsEmpty) {
+  HeadConfig config;
+  config.compute_dtype = DType::kBFloat16;
+  for (auto [hidden, vocab] : {std::pair{4096, 128256}, {2304, 256000}, {5120, 131072}, {1000, 50001}}) {
+    config.hidden_size = hidden;
+    config.vocab_size = vocab;
+    for (int64_t mib = 300; mib < 2300; mib += 37) {
+      const int64_t most = SizesFor(config, mib << 20, 1 << 20, 132, false).chunk_rows;
+      const int64_t rows = SizesFor(config, mib << 20, 1 << 20, 132, true).chunk_rows;
+      const int64_t padded = hopper::Panels(rows) * hopper::kPanelRows;
+      EXPECT_LE(padded, std::max<int64_t>(rows + rows / 8, 1024)) << mib << " MiB";
+      EXPECT_GE(rows + hopper::kPanelRows, most / 10 * 9) << mib << " MiB";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lossd::kernels::cuda::chunk_layout_test

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/cuda/paths/filter_backoff.h"
-
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/cuda/paths/kept_entries.h"
 
 namespace lossd::kernels::cuda::filter_backoff_test {
 namespace {

@@ -2,12 +2,9 @@
 #include "kernels/cuda/paths/head_paths.h"
 
 #include "gtest/gtest.h"
-#include "kernels/cuda/paths/filtered_recomputed_path.h"
-#include "kernels/cuda/paths/filtered_stored_path.h"
-#include "kernels/cuda/paths/fused_stored_path.h"
+#include "kernels/cuda/paths/filtered_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
-#include "kernels/cuda/paths/sampled_recomputed_path.h"
-#include "kernels/cuda/paths/sampled_stored_path.h"
+#include "kernels/cuda/paths/sampled_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 
 namespace lossd::kernels::cuda::head_paths_test {

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "server/engine/step_request.h"
 #include "server/engine/stream.h"
 #include "tests/server/engine/simulation/device.h"
 #include "tests/server/engine/simulation/plan.h"

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "server/engine/runtime.h"
+#include "server/engine/device_loop.h"
 #include "tests/server/engine/simulation/fiber.h"
 
 namespace lossd::engine::simulation {

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/regions.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/cuda_driver.h"
+#include "kernels/clocks/clock.h"
+
+namespace lossd::client {
+namespace internal {
+namespace {
+
+constexpr absl::Duration kSocketPatience = absl::Seconds(5);  // with the region socket
+
+}  // namespace
+
+RegionSource::RegionSource(std::string transport, RegionSizes sizes, std::string socket, AskFn ask,
+                           RegionPauses pauses, std::string device)
+    : transport_(std::move(transport)),
+      sizes_(sizes),
+      pauses_(pauses),
+      device_(std::move(device)),
+      ask_(std::move(ask)),
+      socket_(std::move(socket)),
+      growth_pause_(pauses.most),
+      pause_(pauses.first) {}
+
+absl::Status RegionSource::Check() {
+  if (transport_ == "auto" || transport_ == "grpc" || Get() != nullptr) return absl::OkStatus();
+  absl::MutexLock lock(&mu_);
+  return problem_;
+}
+
+std::shared_ptr<SharedRegion> RegionSource::Get(uint64_t call_bytes) {
+  if (transport_ == "grpc") return nullptr;
+  bool ask = false;
+  uint64_t bytes = 0;
+  uint64_t bytes_before = 0;
+  std::string socket;
+  std::shared_ptr<SharedRegion> old;  // is unmapped without the lock
+  {
+    const auto tried = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return tried_ || !opening_; };
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&tried));
+    const bool usable = region_ != nullptr && region_->usable();
+    if (!usable) old = Drop();
+    bytes = Wanted(call_bytes);
+    if (opening_ || (usable && bytes <= region_->size()) ||
+        clocks::SteadyNow() < (usable ? next_growth_ : next_try_)) {
+      return region_;
+    }
+    opening_ = true;
+    ask = tried_ && !usable;  // the server may be another process by now
+    socket = socket_;
+    bytes_before = usable ? region_->size() : 0;
+    // Where no call uses it, the server gets it back first: it may have no room for both.
+    if (usable && region_.use_count() == 1) old = std::move(region_);
+  }
+  old = nullptr;
+  absl::StatusOr<std::shared_ptr<SharedRegion>> region = Open(bytes, ask, &socket);
+  absl::MutexLock lock(&mu_);
+  opening_ = false;
+  tried_ = true;
+  socket_ = std::move(socket);
+  old = Take(std::move(region), bytes, bytes_before);
+  return region_;
+}
+
+uint64_t RegionSource::Wanted(uint64_t call_bytes) const {
+  const uint64_t wanted = WantedRegion(call_bytes, sizes_);
+  if (region_ == nullptr || !region_->crowded()) return wanted;
+  return std::max(wanted, std::min(sizes_.most, kRegionGrowth * region_->size()));
+}
+
+std::shared_ptr<SharedRegion> RegionSource::Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened,
+                                                 uint64_t bytes, uint64_t bytes_before) {
+  // A server that gives less than it was asked for is not asked again with each call.
+  const bool is_enough = opened.ok() && (*opened)->size() >= bytes;
+  if (!is_enough) {
+    next_growth_ = clocks::SteadyNow() + growth_pause_;
+    growth_pause_ = std::min(2 * growth_pause_, pauses_.most_growth);
+  } else {
+    growth_pause_ = pauses_.most;
+  }
+  if (region_ != nullptr && region_->usable()) {  // which a larger one was wanted for
+    if (!opened.ok() || (*opened)->size() <= bytes_before) return opened.ok() ? *std::move(opened) : nullptr;
+    return std::exchange(region_, *std::move(opened));  // calls that use the other one keep it
+  }
+  std::shared_ptr<SharedRegion> old = Drop();
+  problem_ = opened.status();
+  if (!opened.ok()) {
+    Pause();
+    return old;
+  }
+  region_ = *std::move(opened);
+  if (!refused_) pause_ = pauses_.first;
+  return old;
+}
+
+void RegionSource::DropUnusable() {
+  std::shared_ptr<SharedRegion> dropped;  // is unmapped without the lock
+  absl::MutexLock lock(&mu_);
+  if (region_ != nullptr && !region_->usable()) dropped = Drop();
+}
+
+std::shared_ptr<SharedRegion> RegionSource::Drop() {
+  if (region_ == nullptr) return nullptr;
+  const bool refused = region_->refused();
+  // Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
+  // another server.
+  if (refused && refused_) {
+    problem_ = absl::UnavailableError("no shared memory: the server does not know the regions of its socket");
+    Pause();
+  }
+  refused_ = refused;
+  return std::exchange(region_, nullptr);
+}
+
+void RegionSource::Pause() {
+  next_try_ = clocks::SteadyNow() + pause_;
+  pause_ = std::min(2 * pause_, pauses_.most);
+}
+
+absl::StatusOr<std::shared_ptr<SharedRegion>> RegionSource::Open(uint64_t bytes, bool ask,
+                                                                 std::string* socket) {
+  if (ask) {
+    absl::StatusOr<std::string> told = ask_();
+    if (!told.ok()) return told.status();
+    *socket = *std::move(told);
+  }
+  if (socket->empty()) return absl::UnavailableError("no shared memory: the server offers none");
+  return SharedRegion::Open(*socket, bytes, kSocketPatience, device_);
+}
+
+TransportChoice RegionSource::choice() const {
+  if (transport_ == "grpc") return {"grpc", "the client was told so"};
+  absl::MutexLock lock(&mu_);
+  if (region_ != nullptr && !device_.empty())
+    return {"cuda_ipc",
+            absl::StrCat("the server's GPU is of this host; ", region_->size() >> 20, " MiB of ", device_)};
+  if (region_ != nullptr) {
+    const absl::Status refused = region_->pin_problem();
+    return {"shared_memory",
+            absl::StrCat("the server is on this host; ", region_->size() >> 20, " MiB",
+                         refused.ok() ? "" : "; GPUs copy to it by a detour: ", refused.message())};
+  }
+  if (opening_) return {"grpc", "the shared memory is being opened"};
+  if (!tried_) return {"grpc", "nothing was sent yet"};
+  if (problem_.ok())
+    return {"grpc", "the shared memory was given up after a call that failed; later ones get other"};
+  return {"grpc", absl::StrCat(problem_.message(), "; tried again from time to time")};
+}
+
+}  // namespace internal
+
+std::string TransportFromEnvironment() {
+  const char* const value = std::getenv("LOSSD_TRANSPORT");
+  return value == nullptr || *value == '\0' ? "auto" : value;
+}
+
+}  // namespace lossd::client
+
+namespace lossd::client::internal {
+namespace {
+
+// Why rows on GPUs go as rows of the host do, of all of them.
+std::string WhyNone(const std::string& transport, const v1::ServerDescription& server) {
+  if (transport != "auto" && transport != "cuda_ipc") return absl::StrCat("the transport is ", transport);
+  return absl::StrCat("the server shares no memory of a GPU",
+                      server.ranks().empty() ? "" : ", as it has several processes");
+}
+
+}  // namespace
+
+std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server) {
+  if (!server.region_devices().empty())
+    return {server.region_devices().begin(), server.region_devices().end()};
+  if (server.region_device().empty()) return {};
+  return {server.region_device()};  // of a server that knows of one alone
+}
+
+DeviceRegions::DeviceRegions(const std::string& transport, RegionSizes sizes,
+                             const v1::ServerDescription& server, AskFn ask)
+    : transport_(transport), why_none_(WhyNone(transport, server)) {
+  if (transport != "auto" && transport != "cuda_ipc") return;
+  for (const std::string& device : SharingDevicesOf(server)) {
+    gpus_.push_back({device, std::make_unique<RegionSource>(
+                                 transport, sizes, server.region_socket(),
+                                 [ask, device] { return ask(device); }, RegionPauses(), device)});
+  }
+}
+
+absl::Status DeviceRegions::Check() {
+  if (transport_ != "cuda_ipc") return absl::OkStatus();
+  if (gpus_.empty()) return absl::UnavailableError(absl::StrCat("no CUDA IPC: ", why_none_));
+  const Gpu* chosen = nullptr;
+  if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok()) {
+    const std::optional<int> current = (*driver)->Current();
+    for (const Gpu& gpu : gpus_) {
+      const absl::StatusOr<std::optional<int>> seen = (*driver)->Find(gpu.uuid);
+      if (!seen.ok() || !seen->has_value()) continue;
+      if (chosen == nullptr || *seen == current) chosen = &gpu;
+    }
+    if (chosen == nullptr && gpus_.size() > 1)
+      return absl::UnavailableError(absl::StrCat("no shared memory: the server's GPUs are ", Names(),
+                                                 ", none of which this process sees"));
+  }
+  if (chosen == nullptr) chosen = &gpus_.front();
+  {
+    absl::MutexLock lock(&mu_);
+    checked_ = chosen->regions.get();
+  }
+  return chosen->regions->Check();
+}
+
+std::shared_ptr<SharedRegion> DeviceRegions::Get(int gpu, uint64_t call_bytes) {
+  if (gpus_.empty()) return nullptr;
+  RegionSource* regions = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    Route& route = routes_[gpu];
+    if (route.regions == nullptr) route = RouteOf(gpu);  // the driver may know by now
+    regions = route.regions;
+  }
+  return regions == nullptr ? nullptr : regions->Get(call_bytes);
+}
+
+DeviceRegions::Route DeviceRegions::RouteOf(int gpu) const {
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  const absl::StatusOr<std::string> uuid =
+      driver.ok() ? (*driver)->UuidOf(gpu) : absl::StatusOr<std::string>(driver.status());
+  if (!uuid.ok()) return {absl::StrCat("GPU ", gpu), nullptr, std::string(uuid.status().message())};
+  for (const Gpu& of_server : gpus_) {
+    if (of_server.uuid == *uuid) return {*uuid, of_server.regions.get(), ""};
+  }
+  if (transport_ == "cuda_ipc") return {*uuid, NearestTo(gpu), ""};
+  return {*uuid, nullptr,
+          absl::StrCat("the rows are on ", *uuid, ", and the server's ",
+                       gpus_.size() == 1 ? "GPU is " : "GPUs are ", Names())};
+}
+
+RegionSource* DeviceRegions::NearestTo(int gpu) const {
+  std::vector<RegionSource*> nearest;
+  std::optional<int> distance;
+  for (const Gpu& of_server : gpus_) {
+    const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+    if (!driver.ok()) break;
+    const absl::StatusOr<std::optional<int>> seen = (*driver)->Find(of_server.uuid);
+    if (!seen.ok() || !seen->has_value()) continue;
+    const std::optional<int> here = (*driver)->Distance(gpu, **seen);
+    const bool nearer = here.has_value() && (!distance.has_value() || *here < *distance);
+    if (nearer) nearest.clear();
+    if (nearest.empty() || here == distance) nearest.push_back(of_server.regions.get());
+    if (nearer) distance = here;
+  }
+  if (nearest.empty()) return gpus_.front().regions.get();  // which says why there is none
+  return nearest[static_cast<size_t>(gpu) % nearest.size()];
+}
+
+void DeviceRegions::DropUnusable() {
+  for (const Gpu& gpu : gpus_) gpu.regions->DropUnusable();
+}
+
+DeviceTransportChoice DeviceRegions::choice(absl::string_view of_host) const {
+  // Without a region of the GPU, rows go as those of the host do.
+  const auto way = [&](const Route& route) -> DeviceTransportChoice {
+    if (route.regions == nullptr) return {std::string(of_host), route.reason};
+    const TransportChoice made = route.regions->choice();
+    return {made.transport == "cuda_ipc" ? made.transport : std::string(of_host), made.reason};
+  };
+  if (gpus_.empty()) return {std::string(of_host), why_none_};
+  absl::MutexLock lock(&mu_);
+  if (routes_.empty()) return way({.regions = checked_, .reason = "nothing was sent yet"});
+  if (routes_.size() == 1) return way(routes_.begin()->second);
+  DeviceTransportChoice all{"cuda_ipc", ""};
+  for (const auto& [gpu, route] : routes_) {
+    const DeviceTransportChoice one = way(route);
+    if (one.transport != "cuda_ipc") all.transport = one.transport;
+    absl::StrAppend(&all.reason, all.reason.empty() ? "" : "; ", "rows on ", route.rows, ": ", one.transport,
+                    ", ", one.reason);
+  }
+  return all;
+}
+
+std::string DeviceRegions::Names() const {
+  return absl::StrJoin(gpus_, ", ", [](std::string* out, const Gpu& gpu) { absl::StrAppend(out, gpu.uuid); });
+}
+
+}  // namespace lossd::client::internal

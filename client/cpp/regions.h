@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
+// a larger one in its place when they need it, and another one when that cannot be used any more. An attempt
+// that fails is repeated by calls that begin later, after pauses that grow. The memory is the host's, or that
+// of one GPU.
+//
+// Thread-safe.
+#ifndef LOSSD_CLIENT_CPP_REGIONS_H_
+#define LOSSD_CLIENT_CPP_REGIONS_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/loss_plan.h"
+#include "client/cpp/shared_region.h"
+#include "lossd/v1/server.pb.h"
+
+namespace lossd::client::internal {
+
+// How long the client goes without a region after an attempt that failed: twice as long each time, up to
+// `most`. After one that brought less than was asked for it waits for `most` at first, and twice as long each
+// time, up to `most_growth`.
+struct RegionPauses {
+  absl::Duration first = absl::Seconds(2);
+  absl::Duration most = absl::Seconds(64);
+  absl::Duration most_growth = absl::Hours(1);
+};
+
+class RegionSource {
+ public:
+  // Asks the server for ServerDescription.region_socket; takes a second or two at most.
+  using AskFn = absl::AnyInvocable<absl::StatusOr<std::string>()>;
+
+  // `transport` as in ClientOptions; `socket` as the server has told it already; `device` as in
+  // SharedRegion::Open.
+  RegionSource(std::string transport, RegionSizes sizes, std::string socket, AskFn ask,
+               RegionPauses pauses = {}, std::string device = "");
+
+  // With the transport "shared_memory" or "cuda_ipc": whether there is a region to be had.
+  absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
+  // The region for a call that begins, whose rows have so many bytes; null: it is to send its slices in
+  // messages. May open a region, which takes the longer the larger it is. All calls wait for the first
+  // attempt, and none for a later one that another thread makes: it has the region that is there, if there is
+  // one.
+  std::shared_ptr<SharedRegion> Get(uint64_t call_bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
+  // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
+  void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
+  TransportChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  // The region, for the caller to let go of without the lock.
+  std::shared_ptr<SharedRegion> Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What to ask the server for.
+  uint64_t Wanted(uint64_t call_bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes what an attempt to get so many bytes has brought, where there was a region of `bytes_before` (0:
+  // none that could be used). What is not wanted any more is for the caller to let go of without the lock.
+  std::shared_ptr<SharedRegion> Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened, uint64_t bytes,
+                                     uint64_t bytes_before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // An attempt has failed.
+  void Pause() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // For the one call that has set opening_. Sets `*socket` if it is not the server's any more.
+  absl::StatusOr<std::shared_ptr<SharedRegion>> Open(uint64_t bytes, bool ask, std::string* socket);
+
+  const std::string transport_;
+  const RegionSizes sizes_;
+  const RegionPauses pauses_;
+  const std::string device_;
+  AskFn ask_;  // called by the one that opens
+  mutable absl::Mutex mu_;
+  std::string socket_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<SharedRegion> region_ ABSL_GUARDED_BY(mu_);
+  absl::Time next_growth_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Duration growth_pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that brings less than asked
+  bool opening_ ABSL_GUARDED_BY(mu_) = false;
+  bool tried_ ABSL_GUARDED_BY(mu_) = false;
+  bool refused_ ABSL_GUARDED_BY(mu_) = false;  // the server did not know the region before
+  absl::Duration pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that fails
+  absl::Time next_try_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Status problem_ ABSL_GUARDED_BY(mu_);  // why there is no region
+};
+
+// Where the loss calls of one client get their regions from whose rows are on GPUs: a RegionSource for each
+// GPU of the server that shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another
+// GPU take memory of the nearest one if the client was told so ("cuda_ipc"), and else go as rows of the host
+// do.
+//
+// Thread-safe.
+
+// The GPUs whose memory the server shares ("GPU-..."), in its order.
+std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server);
+
+class DeviceRegions {
+ public:
+  // Asks the server, which may be another process by now, for its region socket; takes a second or two at
+  // most. An error if it does not share memory of `device` any more.
+  using AskFn = std::function<absl::StatusOr<std::string>(const std::string& device)>;
+
+  // `transport` as in ClientOptions.
+  DeviceRegions(const std::string& transport, RegionSizes sizes, const v1::ServerDescription& server,
+                AskFn ask);
+  DeviceRegions(const DeviceRegions&) = delete;
+  DeviceRegions& operator=(const DeviceRegions&) = delete;
+
+  // With the transport "cuda_ipc": whether there is a region to be had. Opens it, on the GPU that the calling
+  // thread works on if that is one of the server's, and else on the first one that this process sees.
+  absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
+  // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
+  // as rows of the host do. May open a region.
+  std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  // As RegionSource::DropUnusable, of all.
+  void DropUnusable();
+  // How rows on GPUs travel where rows of the host travel by `of_host`, over all GPUs that rows came from.
+  DeviceTransportChoice choice(absl::string_view of_host) const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Gpu {
+    std::string uuid;
+    std::unique_ptr<RegionSource> regions;
+  };
+  // Where rows on one GPU go.
+  struct Route {
+    std::string rows;                 // the GPU that they are on: its UUID, or "GPU n"
+    RegionSource* regions = nullptr;  // null: `reason` says why not
+    std::string reason;
+  };
+
+  Route RouteOf(int gpu) const;
+  // The sharing GPU that is nearest to `gpu`, which is another one, and the one at the same place in its
+  // order of several that are as near.
+  RegionSource* NearestTo(int gpu) const;
+  // All UUIDs, for people.
+  std::string Names() const;
+
+  const std::string transport_;
+  const std::string why_none_;  // if there are no GPUs
+  std::vector<Gpu> gpus_;
+  mutable absl::Mutex mu_;
+  std::map<int, Route> routes_ ABSL_GUARDED_BY(mu_);  // by the GPU that rows came from
+  RegionSource* checked_ ABSL_GUARDED_BY(mu_) = nullptr;
+};
+
+}  // namespace lossd::client::internal
+
+#endif  // LOSSD_CLIENT_CPP_REGIONS_H_

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a caller may do. Each role may do all that the one before may.
+//
+// All functions are stateless and thread-safe.
+#ifndef LOSSD_SERVER_ACCESS_ROLES_H_
+#define LOSSD_SERVER_ACCESS_ROLES_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace lossd::access {
+
+enum class Role : uint8_t {
+  kReader,   // sees what the server is and has, and its metrics; no tensors
+  kTrainer,  // computes losses, accumulates and applies gradients, reads tensors, saves checkpoints
+  kAdmin,    // creates, overwrites, loads and deletes heads
+};
+
+// "reader", "trainer" or "admin".
+absl::string_view RoleName(Role role);
+// nullopt for any other text.
+std::optional<Role> ParseRole(absl::string_view name);
+
+// Files that decide who may do what: certificates, keys, tokens, roles. Each is named by a flag, and every
+// error names flag and path. An unreadable or empty file is an error and never an empty value.
+//
+// All functions are stateless and thread-safe.
+
+struct AccessFile {
+  std::string flag;  // "tls_key"
+  std::string path;
+};
+
+enum class Secrecy {
+  kPublic,
+  // Others than the owner must not be able to read the file. The group may read it if it belongs to root, as
+  // PostgreSQL has it: a service manager hands out secrets in this way.
+  kSecret,
+};
+
+inline constexpr size_t kMaxAccessFileBytes = size_t{1} << 20;
+
+// INVALID_ARGUMENT unless the path names a regular, readable file of 1 byte to kMaxAccessFileBytes that is as
+// secret as it has to be.
+absl::StatusOr<std::string> ReadAccessFile(const AccessFile& file, Secrecy secrecy);
+
+// "tls_key must <rule>, got <path>".
+absl::Status AccessFileError(const AccessFile& file, absl::string_view rule);
+// "token_file must <rule>, got <path> line 3".
+absl::Status AccessLineError(const AccessFile& file, size_t line, absl::string_view rule);
+
+// The lines of a file of tokens or roles: without the comments (#) and the empty ones.
+//
+// Stateless and thread-safe.
+
+struct AccessLine {
+  size_t number = 0;       // from 1
+  absl::string_view text;  // without spaces around it; of the text that was passed
+};
+
+std::vector<AccessLine> AccessLines(absl::string_view text);
+
+// The roles of client certificates, by subject alternative name, from a file with one a line:
+//
+//   admin dns:operator.example.com
+//   trainer uri:spiffe://example.com/trainer
+//   reader *                                   any certificate of the certificate authority
+//
+// Immutable and thread-safe.
+
+class CertificateRoles {
+ public:
+  static constexpr size_t kMaxNames = 4096;
+
+  // INVALID_ARGUMENT naming flag, path and line.
+  static absl::StatusOr<std::shared_ptr<const CertificateRoles>> Parse(const AccessFile& file,
+                                                                       absl::string_view text);
+
+  struct Match {
+    std::string name;          // the name that gives the role; without a role, the certificate's first
+    std::optional<Role> role;  // the highest that a name of the certificate has
+  };
+  // `names`: of one certificate, "dns:...", "uri:...", "email:..." or "ip:...".
+  Match Find(const std::vector<std::string>& names) const;
+
+ private:
+  std::map<std::string, Role, std::less<>> roles_;
+  std::optional<Role> any_;
+};
+
+// Bearer tokens, from a file with one a line:
+//
+//   # role:name:token
+//   trainer:pipeline-1:vJ2mWqk0u5m0V8m1zq3x
+//   reader:prometheus:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+//
+// A name that has several lines has several tokens, so that one can be replaced while the other is in use.
+//
+// Immutable and thread-safe.
+
+// Who a token or a certificate belongs to.
+struct Principal {
+  std::string name;
+  Role role = Role::kReader;
+};
+
+class Tokens {
+ public:
+  static constexpr size_t kMinTokenBytes = 16;
+  static constexpr size_t kMaxTokenBytes = 1024;
+  static constexpr size_t kMaxTokens = 1024;
+  static constexpr size_t kMaxNameBytes = 64;
+
+  // INVALID_ARGUMENT naming flag, path and line, never a token.
+  static absl::StatusOr<std::shared_ptr<const Tokens>> Parse(const AccessFile& file, absl::string_view text);
+
+  // Whose token it is; null if it is unknown. The time does not depend on which token it is, or nearly is:
+  // hashes are compared, all of them, and each as a whole.
+  const Principal* Find(absl::string_view token) const;
+
+  size_t size() const { return entries_.size(); }
+
+ private:
+  using Hash = std::array<uint8_t, 32>;
+  struct Entry {
+    Principal principal;
+    Hash hash;  // SHA-256
+  };
+  static Hash HashOf(absl::string_view token);
+  static absl::StatusOr<Entry> ParseLine(const AccessFile& file, size_t number, absl::string_view line);
+
+  std::vector<Entry> entries_;
+};
+
+}  // namespace lossd::access
+
+#endif  // LOSSD_SERVER_ACCESS_ROLES_H_

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of ServerOptions, and what follows from them.
+//
+// Stateless; thread-safe.
+#ifndef LOSSD_SERVER_APP_SERVER_PARTS_H_
+#define LOSSD_SERVER_APP_SERVER_PARTS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "kernels/create_backend.h"
+#include "lossd/ranks/v1/ranks.pb.h"
+#include "server/app/addresses.h"
+#include "server/app/health.h"
+#include "server/app/server.h"
+#include "server/connections/listening_socket.h"
+#include "server/engine/engine_options.h"
+#include "server/metrics/families.h"
+#include "server/metrics/rank_metrics.h"
+#include "server/ranks/leader.h"
+#include "server/ranks/worker.h"
+#include "server/regions/regions.h"
+#include "server/regions/session_server.h"
+#include "server/rpc/services.h"
+#include "server/rpc/transport.h"
+
+namespace lossd::app {
+
+// INVALID_ARGUMENT naming the first option that is out of range.
+absl::Status CheckOptions(const ServerOptions& options);
+
+// INVALID_ARGUMENT naming the option unless its value is above 0.
+absl::Status CheckPositive(absl::string_view option, absl::Duration value);
+
+// What computes.
+kernels::BackendChoice BackendOf(const ServerOptions& options);
+
+// The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
+// MiB.
+int64_t MaxMessageBytes(const ServerOptions& options);
+
+// ServerOptions::transport.bytes, or its default.
+int64_t TransportBytes(const ServerOptions& options);
+
+// ServerOptions::ledger_bytes, or its default.
+int64_t LedgerBytes(const ServerOptions& options);
+
+// ServerOptions::checkpoint_threads, or its default: at least one for each device.
+int CheckpointThreads(const ServerOptions& options, const kernels::BackendInfo& backend);
+
+// The memory that a server shares with programs of its host, and the socket where they open it.
+
+// Thread-safe.
+class SharedMemory {
+ public:
+  // Null if the options or the backend allow none; also, with a line in the log, if no socket was named and
+  // none can be made. UNAVAILABLE naming the option region_socket.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Start(const ServerOptions& options,
+                                                             const std::vector<Address>& addresses,
+                                                             kernels::Backend* backend);
+
+  regions::Regions* regions() { return &regions_; }
+  // Of the thread that answers at the socket.
+  absl::Duration Silence() const { return sessions_.Silence(); }
+  // As ServerDescription.region_socket has it.
+  const std::string& socket() const { return name_; }
+  // As ServerDescription.region_devices has them.
+  const std::vector<std::string>& devices() const { return devices_; }
+  static std::vector<std::string> DevicesOf(const SharedMemory* shared) {
+    return shared == nullptr ? std::vector<std::string>() : shared->devices();
+  }
+  // Of each of these devices, which clients may have; 0: none.
+  int64_t device_bytes() const { return devices_.empty() ? 0 : device_bytes_; }
+  // What clients have; nothing of null.
+  static std::vector<metrics::SharedMemoryUse> UsesOf(const SharedMemory* shared);
+
+ private:
+  SharedMemory(std::string name, connections::ListeningSocket listener, const ServerOptions& options,
+               kernels::Backend* backend);
+
+  const std::string name_;
+  const std::vector<std::string> devices_;
+  const int64_t device_bytes_;
+  regions::Regions regions_;
+  regions::SessionServer sessions_;
+};
+
+// The line of the log that says what memory a server has planned at its start.
+//
+// Stateless; thread-safe.
+
+// `shared`: null if none is shared.
+void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend, const SharedMemory* shared);
+
+// The options of a server's parts, as they follow from the server's own, and what its metrics read.
+//
+// Stateless; thread-safe.
+
+engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
+
+// Only connections with client certificates get old: a token is looked at with every call.
+rpc::TransportOptions TransportOf(const ServerOptions& options);
+
+// In both, `regions` is null if the server shares no memory. `sites`: CheckpointOptions::sites.
+rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
+                                             const kernels::BackendInfo& backend, regions::Regions* regions,
+                                             head::FileSites* sites);
+rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
+
+// Of a part that shows signs of life; zero where there is none.
+template <typename Part>
+absl::Duration SilenceOf(const std::unique_ptr<Part>& part) {
+  return part == nullptr ? absl::ZeroDuration() : part->Silence();
+}
+
+// None without a leader.
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);
+// Without a leader the devices of the process, numbered as ranks; none if it has one device.
+std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend);
+
+// The ranks of this process that compute for the leader: one for each device, each with threads of its own
+// and with what watches its GPU.
+//
+// Thread-safe.
+
+// How ranks have ended: as ranks::Worker::Run says.
+struct RanksEnd {
+  absl::Status status;
+  bool joined = false;  // before; then an error means that rank 0 or the device is lost
+};
+
+struct LocalRanksOptions {
+  int first_rank = 1;         // of the first backend; the others follow
+  int devices = 1;            // of each process
+  std::string local_address;  // Leader::local_address, in the leader's process
+  // Called once, when all are joined; and when the first has ended with an error, or else all have ended. On
+  // threads of the ranks; must not call in here.
+  std::function<void()> on_joined = [] {};
+  std::function<void(const RanksEnd&)> on_end = [](const RanksEnd&) {};
+};
+
+// "rank 1", "ranks 2, 3".
+std::string RankNames(int first, int count);
+
+class LocalRanks {
+ public:
+  // Has the ranks join the leader.
+  static absl::StatusOr<std::unique_ptr<LocalRanks>> Start(const ServerOptions& options,
+                                                           std::vector<kernels::CreatedBackend> backends,
+                                                           LocalRanksOptions local);
+  // After the leader, if that is in this process. Waits for the ranks, which leave if they wait for the
+  // leader. What belongs to a rank that does not end within 20 seconds stays for ever: its device hangs.
+  ~LocalRanks();
+  LocalRanks(const LocalRanks&) = delete;
+  LocalRanks& operator=(const LocalRanks&) = delete;
+
+  // Has the leader hear that the ranks are asked to stop. Does not wait.
+  void Leave(const std::string& reason);
+  // All are.
+  bool joined() const;
+  // A device is.
+  bool device_lost() const;
+  // The longest: Worker::Silence.
+  absl::Duration Silence() const;
+
+ private:
+  struct Rank;
+
+  LocalRanks(const ServerOptions& options, LocalRanksOptions local);
+  absl::Status Add(kernels::CreatedBackend own);
+  void Run(Rank* rank);
+  void OnJoined();
+  void OnEnd(const RanksEnd& end);
+
+  const ServerOptions& options_;
+  const LocalRanksOptions local_;
+  std::vector<std::unique_ptr<Rank>> ranks_;  // const once the first thread runs
+  absl::Mutex mutex_;
+  size_t joined_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool end_told_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// What computes: the backend of this process, alone or with those of the other ranks.
+//
+// Stateless; thread-safe.
+
+using Backends = std::vector<kernels::CreatedBackend>;
+
+// The backends of this process: one, or with several processes one for each of its devices, which are ranks
+// in this order.
+absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options);
+
+// In order of dependence: each uses those above it.
+struct Compute {
+  std::unique_ptr<LocalRanks> other_devices;  // the ranks of this process but the first; null: none
+  std::unique_ptr<ranks::Leader> leader;      // null: one rank
+  std::unique_ptr<kernels::Backend> backend;
+  std::string collectives;  // as ServerDescription.collectives
+};
+
+// Of process 0: waits for the other ranks. `credentials`: of their service. Errors as Leader::Form.
+absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
+                                      const std::shared_ptr<grpc::ServerCredentials>& credentials);
+
+// What a server of several ranks is put together from: the leader and the workers, as the options have them.
+//
+// Stateless; thread-safe.
+
+// INVALID_ARGUMENT naming the option if what is said of ranks is not in order, or would let others reach them
+// who may not.
+absl::Status CheckRanks(const ServerOptions& options);
+
+// INVALID_ARGUMENT if all processes, each with so many devices, would have too many ranks.
+absl::Status CheckRankCount(const ServerOptions& options, int devices);
+
+// The address of this host that the other ranks reach.
+absl::StatusOr<std::string> RankHost(const ServerOptions& options);
+
+// Of process 0: listens for the other ranks. `devices`: of each process. `credentials`: of the ranks'
+// service.
+absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
+    const ServerOptions& options, int devices, const std::shared_ptr<grpc::ServerCredentials>& credentials);
+
+// A rank other than 0; as ranks::WorkerOptions.
+struct WorkerSpec {
+  int rank = 1;
+  int devices = 1;            // of each process
+  std::string local_address;  // Leader::local_address, in the leader's process
+  std::function<void()> on_joined;
+  std::function<ranks::v1::Metrics()> metrics;
+};
+
+absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options, WorkerSpec spec,
+                                                            kernels::CreatedBackend own);
+
+// Metrics of a worker as what the ranks send each other. Pure functions; thread-safe.
+
+ranks::v1::Metrics ToProto(const std::vector<metrics::PlainFamily>& families);
+std::vector<metrics::PlainFamily> FromProto(const ranks::v1::Metrics& message);
+
+}  // namespace lossd::app
+
+#endif  // LOSSD_SERVER_APP_SERVER_PARTS_H_

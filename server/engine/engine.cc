@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/engine/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/head_planner.h"
+#include "kernels/validation.h"
+#include "server/engine/errors.h"
+#include "server/engine/head_session.h"
+#include "server/engine/operations.h"
+#include "server/engine/stream_state.h"
+
+namespace lossd::engine {
+namespace {
+
+// What a head needs beside what its backend checks.
+absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig& config) {
+  if (auto status = kernels::Validate(config); !status.ok()) return status;
+  const int64_t slice_bytes = options.slice_bytes;
+  if (config.hidden_size <= slice_bytes / 4) return absl::OkStatus();
+  return InvalidField(
+      "hidden_size",
+      absl::StrCat("must let one fp32 row fit into a slice of ", errors::ExactBytes(slice_bytes)),
+      absl::StrCat(config.hidden_size));
+}
+
+// Without the lock; blocks until no chunk of a head is under way that is being deleted.
+void AwaitIdle(HeadSession& session, EngineContext* context) {
+  const auto nothing = [](head::Head&) { return absl::OkStatus(); };
+  Operation last{.run = nothing};
+  {
+    absl::MutexLock lock(&context->mutex);
+    if (context->loop.stopping()) return;
+    session.schedule().Push(&last);
+    context->loop.Wake();
+  }
+  context->runtime->Wait(last.done);
+}
+
+// The head of a new stream, contribution or tensor call.
+absl::StatusOr<HeadDirectory::SessionPtr> FindOpen(const EngineContext& context, const HeadDirectory& heads,
+                                                   absl::string_view name) {
+  if (context.loop.stopping()) return ShuttingDown();
+  return heads.FindPublished(name);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
+                                                       kernels::Backend* backend, uint64_t incarnation,
+                                                       std::vector<EngineObserver*> observers,
+                                                       Runtime* runtime) {
+  auto context = EngineContext::Create(options, backend, incarnation, std::move(observers), runtime);
+  if (!context.ok()) return context.status();
+  return std::make_unique<EngineImpl>(*std::move(context));
+}
+
+EngineImpl::EngineImpl(std::unique_ptr<EngineContext> context)
+    : context_(std::move(context)), heads_(context_->options.max_heads) {
+  context_->loop.Start();
+}
+
+EngineImpl::~EngineImpl() {
+  {
+    absl::MutexLock lock(&context_->mutex);
+    for (const SessionPtr& session : heads_.Sessions()) {
+      session->streams().EndAll(ShuttingDown());
+      session->schedule().EndTurns();
+    }
+    // Heads end on the thread that owns the device, whatever still holds their sessions.
+    context_->loop.Stop([this] {
+      std::vector<SessionPtr> sessions;
+      {
+        absl::MutexLock ending(&context_->mutex);
+        sessions = heads_.RemoveAll();
+      }
+      for (const SessionPtr& session : sessions) session->DeleteHead();
+    });
+  }
+  context_->loop.Join();
+}
+
+EngineStats EngineImpl::stats() const {
+  EngineStats stats;
+  stats.staging_bytes = context_->staging->bytes();
+  stats.staging_used_bytes = context_->staging->used_bytes();
+  stats.staging_peak_bytes = context_->staging->peak_bytes();
+  stats.retained_bytes_used = context_->retained_ranges.used();
+  absl::MutexLock lock(&context_->mutex);
+  stats.row_bytes = context_->row_memory.capacity();
+  stats.row_bytes_used = context_->row_memory.used();
+  stats.area_buffers_lent = context_->area_buffers_lent;
+  stats.heads = heads_.published();
+  stats.device_busy = context_->loop.BusyTime();
+  for (const SessionPtr& session : heads_.Sessions()) session->AddTo(stats);
+  return stats;
+}
+
+// ---- Heads ----
+
+absl::StatusOr<HeadSnapshot> EngineImpl::PlanHead(absl::string_view name,
+                                                  const kernels::HeadConfig& config) const {
+  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (context_->loop.stopping()) return ShuttingDown();
+    if (auto status = heads_.CheckFree(name); !status.ok()) return status;
+  }
+  const absl::StatusOr<kernels::PlannedHead> planned = kernels::PlanWholeHead(*context_->backend, config);
+  if (!planned.ok()) return planned.status();
+  HeadSnapshot head;
+  head.name = std::string(name);
+  head.config = config;
+  head.compute_dtype = planned->compute_dtype;
+  head.state.incarnation = context_->incarnation;
+  head.limits = PlannedLimits(context_->options, config, planned->slice_rows);
+  head.chunk_rows = planned->chunk_rows;
+  head.memory = planned->memory;
+  head.choices = planned->choices;
+  return head;
+}
+
+absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
+  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (context_->loop.stopping()) return ShuttingDown();
+    if (auto status = heads_.Reserve(name); !status.ok()) return status;
+  }
+  absl::Status created;
+  absl::Status ran = context_->loop.Run([&] {
+    absl::StatusOr<SessionPtr> session = nullptr;
+    auto kernels = context_->backend->CreateHead(config);
+    created = context_->NoteIfLost(kernels.status());
+    if (created.ok()) {
+      session = HeadSession::Create(context_.get(), std::string(name), *std::move(kernels));
+      created = session.status();
+    }
+    absl::MutexLock lock(&context_->mutex);
+    if (!created.ok()) {
+      heads_.Remove(name);
+      return;
+    }
+    heads_.Fill(name, *session);
+    context_->loop.Add(std::string(name), *session);
+  });
+  return ran.ok() ? created : ran;
+}
+
+absl::Status EngineImpl::PublishHead(absl::string_view name) {
+  absl::MutexLock lock(&context_->mutex);
+  return heads_.Publish(name);
+}
+
+absl::Status EngineImpl::DeleteHead(absl::string_view name) {
+  uint64_t number = 0;
+  SessionPtr busy;  // the head, if a chunk of it is under way
+  {
+    absl::MutexLock lock(&context_->mutex);
+    if (const auto session = heads_.Find(name); session.ok()) {
+      if (const int64_t streams = (*session)->streams().size(); streams > 0) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
+      }
+      if (!(*session)->BeginDelete()) busy = *session;
+      (*session)->schedule().EndTurns();
+    }
+    const absl::StatusOr<uint64_t> begun = heads_.BeginDelete(name);
+    if (!begun.ok()) return begun.status();
+    number = *begun;
+  }
+  if (busy != nullptr) AwaitIdle(*busy, context_.get());
+  return context_->loop.Run([&] {
+    SessionPtr session;
+    {
+      absl::MutexLock lock(&context_->mutex);
+      session = heads_.EndDelete(name, number);
+      if (session == nullptr) return;  // its creation failed
+      context_->loop.Remove(name);
+      session->step().ForgetRows();
+      for (Operation* operation : session->schedule().TakeOperations()) {
+        operation->result = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
+        operation->done.Notify();
+      }
+    }
+    session->DeleteHead();
+  });
+}
+
+absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = heads_.FindPublished(name);
+  if (!session.ok()) return session.status();
+  return (*session)->Snapshot();
+}
+
+std::vector<HeadSnapshot> EngineImpl::List() const {
+  absl::MutexLock lock(&context_->mutex);
+  std::vector<HeadSnapshot> heads;
+  for (const SessionPtr& session : heads_.Published()) heads.push_back(session->Snapshot());
+  return heads;
+}
+
+absl::Status EngineImpl::RunOnHead(absl::string_view name,
+                                   absl::FunctionRef<absl::Status(HeadSession&)> operation) {
+  SessionPtr session;
+  {
+    absl::MutexLock lock(&context_->mutex);
+    auto found = heads_.Find(name);
+    if (!found.ok()) return found.status();
+    session = *std::move(found);
+  }
+  return session->Run([&] { return operation(*session); });
+}
+
+absl::Status EngineImpl::OnDevice(absl::string_view name,
+                                  absl::FunctionRef<absl::Status(head::Head&)> operation) {
+  return RunOnHead(name,
+                   [&](HeadSession& session) { return context_->NoteIfLost(operation(session.head())); });
+}
+
+// ---- Tensors ----
+
+absl::StatusOr<std::unique_ptr<TensorReader>> EngineImpl::OpenReader(absl::string_view name) {
+  absl::MutexLock lock(&context_->mutex);
+  auto session = FindOpen(*context_, heads_, name);
+  if (!session.ok()) return session.status();
+  return std::make_unique<TensorReader>(*std::move(session));
+}
+
+absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::string_view name) {
+  absl::MutexLock lock(&context_->mutex);
+  auto session = FindOpen(*context_, heads_, name);
+  if (!session.ok()) return session.status();
+  return std::make_unique<TensorWriter>(*std::move(session));
+}
+
+// ---- Steps ----
+
+absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step,
+                                                    absl::string_view run) {
+  absl::StatusOr<GradNormResult> norm;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    norm = engine::GradNorm(session, step, run);
+    return norm.status();
+  });
+  if (!status.ok()) return status;
+  return norm;
+}
+
+absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request) {
+  if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
+    return errors::Within("optimizer.", std::move(status));
+  }
+  StepRequest ordered = request;
+  if (auto status = OrderExpected(context_->options, ordered); !status.ok()) return status;
+  absl::StatusOr<StepResult> result;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    result = engine::ApplyStep(session, ordered);
+    return result.status();
+  });
+  if (!status.ok()) return status;
+  if (!result->repeated) {
+    context_->observers.Tell(&EngineObserver::OnStep, {.head = name,
+                                                       .skipped = result->skipped,
+                                                       .step = request.step,
+                                                       .rows = result->rows,
+                                                       .grad_norm = result->grad_norm,
+                                                       .learning_rate = request.optimizer.learning_rate});
+  }
+  return result;
+}
+
+absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint64_t step,
+                                                    absl::string_view run) {
+  absl::StatusOr<HeadState> state;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    state = engine::ZeroGradients(session, step, run);
+    return state.status();
+  });
+  if (!status.ok()) return status;
+  return state;
+}
+
+absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope scope) {
+  absl::StatusOr<HeadState> state;
+  absl::Status status = RunOnHead(name, [&](HeadSession& session) {
+    state = engine::Reset(session, scope);
+    return state.status();
+  });
+  if (!status.ok()) return status;
+  return state;
+}
+
+absl::Status EngineImpl::SetShares(absl::string_view name, const std::vector<int32_t>& shares) {
+  return RunOnHead(
+      name, [&](HeadSession& session) { return context_->NoteIfLost(engine::SetShares(session, shares)); });
+}
+
+absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
+                                   const std::optional<head::AppliedStep>& last_step,
+                                   const head::History& history) {
+  return RunOnHead(
+      name, [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step, history); });
+}
+
+absl::Status EngineImpl::EndLoad(absl::string_view name) {
+  return RunOnHead(name, [](HeadSession& session) { return engine::EndLoad(session); });
+}
+
+// ---- Contributions ----
+
+absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec& spec) {
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = FindOpen(*context_, heads_, spec.head);
+  if (!session.ok()) return errors::Within("open.", session.status());
+  return engine::OpenContribution(**session, spec);
+}
+
+uint64_t EngineImpl::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
+  absl::MutexLock lock(&context_->mutex);
+  HeadSession& session = *contribution.session;
+  if (context_->loop.stopping() || session.deleting()) return 0;
+  if (!session.step().CheckBound(contribution.binding).ok()) return 0;
+  const uint64_t ticket = ++context_->last_turn_ticket;
+  return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
+}
+
+bool EngineImpl::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
+  absl::MutexLock lock(&context_->mutex);
+  return contribution.session->schedule().ForgetTurn(ticket);
+}
+
+absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, RowRange rows,
+                                              absl::Span<const uint8_t> values) {
+  if (auto status = CheckRows(contribution, rows, values); !status.ok()) return status;
+  const std::vector<uint64_t> checksums = RowChecksums(values, contribution.row_bytes());
+  absl::StatusOr<AddedRows> added;
+  HeadSession& session = *contribution.session;
+  const absl::Status status = session.Run([&] {
+    added = engine::AddRows(session, contribution, {.rows = rows, .values = values, .checksums = checksums});
+    return added.status();
+  });
+  if (!status.ok()) return status;
+  context_->observers.Tell(&EngineObserver::OnContribution,
+                           {.head = session.name(), .added_rows = added->rows});
+  return added;
+}
+
+// ---- Streams ----
+
+absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
+                                                         std::shared_ptr<StreamObserver> observer) {
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = FindOpen(*context_, heads_, spec.head);
+  if (!session.ok()) return errors::Within("open.", session.status());
+  auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
+  if (!stream.ok()) return stream.status();
+  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec spec,
+                                                                 std::shared_ptr<StreamObserver> observer) {
+  if (auto status = CheckBackward(spec); !status.ok()) return status;
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = FindOpen(*context_, heads_, spec.head);
+  if (!session.ok()) return errors::Within("backward.", session.status());
+  auto stream = (*session)->admission().OpenBackward(std::move(spec), std::move(observer));
+  if (!stream.ok()) return stream.status();
+  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+}
+
+absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id,
+                                                  const Asker& asker) {
+  absl::MutexLock lock(&context_->mutex);
+  const auto session = heads_.FindPublished(name);
+  if (!session.ok()) return session.status();
+  const absl::StatusOr<bool> released = (*session)->deferred().Release(microbatch_id, asker);
+  if (!released.ok()) return released.status();
+  return ReleaseResult{.state = (*session)->step().state(), .released = *released};
+}
+
+int64_t EngineImpl::ExpireRetained(absl::Time limit) {
+  absl::MutexLock lock(&context_->mutex);
+  int64_t expired = 0;
+  for (const SessionPtr& session : heads_.Sessions()) expired += session->deferred().Expire(limit);
+  return expired;
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,737 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/engine/operations.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/validation.h"
+#include "server/engine/errors.h"
+#include "server/engine/head_session.h"
+
+namespace lossd::engine {
+namespace {
+
+absl::Status NormNotFinite(double norm) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "skip_non_finite",
+                    "must be set to close a step whose gradient norm is not finite (nothing changed)",
+                    absl::StrCat("a norm of ", norm));
+}
+
+// A frozen head has no gradients. The device would refuse too, which must not pass for a failure of the
+// device.
+absl::Status CheckTrained(const HeadSession& session) {
+  if (session.config().trainable) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "head", "must not be frozen", session.name());
+}
+
+// If it fails, some gradients are gone although the ledger knows them.
+absl::Status ClearGradients(HeadSession& session) {
+  absl::Status status = session.head().kernels().ZeroGradients();
+  if (status.ok()) return status;
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  OpenStep& step = session.step();
+  step.MarkGradientsInvalid(absl::InternalError(
+      absl::StrCat("the device failed while zeroing the gradients of head ", session.name(), " at step ",
+                   step.number(), "; they are not to be trusted (zero them again): ", status.message())));
+  return step.gradients_status();
+}
+
+// A device that fails half-way leaves weights or moments that are neither the old nor the new ones. `what` it
+// did, e.g. "applying step 3 to".
+absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const absl::Status& status) {
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  absl::Status why = absl::InternalError(absl::StrCat(
+      "the device failed while ", what, " head ", session.name(),
+      "; its weights are not to be trusted (load a checkpoint, or reset the head): ", status.message()));
+  session.MarkWeightsInvalid(why);
+  return why;
+}
+
+absl::Status ClearMoments(HeadSession& session) {
+  ForgetWritten(session.head(), &session.magnitudes);
+  const absl::Status status = session.head().kernels().ZeroMoments();
+  if (!status.ok()) return TensorsFailed(session, "zeroing the optimizer's state of", status);
+  session.magnitudes.moment1 = session.magnitudes.moment2 = 0.0;
+  return status;
+}
+
+absl::StatusOr<double> NormOnDevice(HeadSession& session) {
+  absl::StatusOr<double> norm = session.head().kernels().GradNorm();
+  if (norm.ok()) return norm;
+  return session.context().NoteIfLost(norm.status());
+}
+
+// Updates the weights, or zeroes the gradients if `skip`; with moments that are zero before if the request
+// says so.
+absl::Status Update(HeadSession& session, const StepRequest& request, int64_t update, bool skip) {
+  if (skip) {
+    const absl::Status cleared = ClearGradients(session);
+    return cleared.ok() && request.begin_optimizer ? ClearMoments(session) : cleared;
+  }
+  if (request.begin_optimizer) {
+    if (absl::Status begun = ClearMoments(session); !begun.ok()) return begun;
+  }
+  const absl::Status applied = session.head().kernels().ApplyStep(request.optimizer, update);
+  if (applied.ok()) return applied;
+  const bool unchanged = absl::IsInvalidArgument(applied) || absl::IsFailedPrecondition(applied);
+  if (unchanged && !request.begin_optimizer) return applied;
+  return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
+}
+
+absl::StatusOr<Measurement> MeasureHead(HeadSession& session) {
+  absl::StatusOr<Measurement> measured = Measure(session.head());
+  if (measured.ok()) return measured;
+  return session.context().NoteIfLost(measured.status());
+}
+
+// What an update will do.
+struct PlannedUpdate {
+  Reach reach;
+  int64_t not_finite = 0;  // before an update that may do anything
+};
+
+// Fails if the update is refused. Reads what the head holds if the outcome depends on it and it is not known.
+absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest& request, int64_t update,
+                                         double norm) {
+  const auto reach_from = [&](Magnitudes before) {
+    if (request.begin_optimizer) before.moment1 = before.moment2 = 0.0;
+    return CheckReach(request.optimizer, update, norm, before);
+  };
+  ForgetWritten(session.head(), &session.magnitudes);
+  absl::StatusOr<Reach> reach = reach_from(session.magnitudes);
+  if (!reach.ok()) return reach.status();
+  if (reach->reach == UpdateReach::kBounded) return PlannedUpdate{.reach = *reach};
+  const absl::StatusOr<Measurement> measured = MeasureHead(session);
+  if (!measured.ok()) return measured.status();
+  session.magnitudes = measured->most;
+  if (auto harmless = CheckDecay(request.optimizer, measured->most); !harmless.ok()) return harmless;
+  reach = reach_from(measured->most);
+  if (!reach.ok()) return reach.status();
+  return PlannedUpdate{.reach = *reach, .not_finite = measured->not_finite};
+}
+
+// After an update that may have done anything. If it has made values infinite or NaN, the head is not to be
+// used any more: what was there is gone.
+absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
+  const absl::StatusOr<Measurement> measured = MeasureHead(session);
+  if (!measured.ok()) return TensorsFailed(session, "reading the weights of", measured.status());
+  session.magnitudes = measured->most;
+  const int64_t more = measured->not_finite - not_finite_before;
+  if (more <= 0) return absl::OkStatus();
+  session.context().observers.Tell(&EngineObserver::OnStep,
+                                   {.head = session.name(), .step = request.step, .made_not_finite = more});
+  absl::MutexLock lock(&session.context().mutex);
+  absl::Status why = absl::FailedPreconditionError(absl::StrCat(
+      "step ", request.step, " of head ", session.name(), " was applied with a learning rate of ",
+      request.optimizer.learning_rate, ", a weight decay of ", request.optimizer.weight_decay,
+      " and a multiplier of ", request.optimizer.grad_multiplier, ", and ", more,
+      " values are not finite any more (load a checkpoint, or reset the head)"));
+  session.MarkWeightsInvalid(why);
+  return why;
+}
+
+// With the lock: a head is not reset while a client is sending rows into its gradients.
+absl::Status CheckNothingOpen(HeadSession& session) {
+  const int64_t streams = session.streams().accumulating();
+  const int64_t contributions = *session.streams().contributions();
+  if (streams == 0 && contributions == 0) return absl::OkStatus();
+  const auto calls = [](int64_t count, absl::string_view kind) {
+    return count == 0 ? "" : absl::StrCat(count, " open ", kind, count == 1 ? " call" : " calls");
+  };
+  return absl::FailedPreconditionError(
+      absl::StrCat("head ", session.name(), " has ", calls(streams, "accumulating ComputeLoss"),
+                   streams > 0 && contributions > 0 ? " and " : "", calls(contributions, "AddGradient"),
+                   "; it is reset when they have ended (nothing changed)"));
+}
+
+}  // namespace
+
+absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
+  std::vector<uint64_t>& ids = request.expected_microbatches;
+  // A step has at most so many microbatches, and as many contributions.
+  const int64_t most = 2 * options.max_step_microbatches;
+  if (static_cast<int64_t>(ids.size()) > most) {
+    return InvalidField("expected_microbatches.size",
+                        absl::StrCat("must be at most ", most, ", as many as a step may have"),
+                        absl::StrCat(ids.size()));
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step,
+                                        absl::string_view run) {
+  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
+  GradNormResult result;
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    const OpenStep& open = session.step();
+    const NamedStep named{.step = step.value_or(open.number()), .run = run};
+    if (auto meant = open.CheckNumber("step", named, session.context().runtime->WallNow()); !meant.ok())
+      return meant;
+    if (auto valid = open.CheckValid(); !valid.ok()) return valid;
+    result.state = open.state();
+  }
+  const absl::StatusOr<double> norm = NormOnDevice(session);
+  if (!norm.ok()) return norm.status();
+  result.grad_norm = *norm;
+  return result;
+}
+
+absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request) {
+  absl::Mutex& mutex = session.context().mutex;
+  OpenStep& step = session.step();
+  int64_t update = 0;
+  {
+    absl::MutexLock lock(&mutex);
+    if (step.last().IsRepeat(request)) {
+      if (auto same = step.last().CheckRepeat(request); !same.ok()) return same;
+      StepResult result = step.last().Result(step.state());
+      result.repeated = true;
+      return result;
+    }
+    auto complete = step.CheckComplete(request, session.schedule().backlog().waits_for,
+                                       session.context().runtime->WallNow());
+    if (!complete.ok()) return complete;
+    update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
+  }
+  auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
+  if (!valid.ok()) return valid;
+  if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
+  const absl::StatusOr<double> norm = NormOnDevice(session);
+  if (!norm.ok()) return norm.status();
+  const bool skip = !std::isfinite(*norm);
+  if (skip && !request.skip_non_finite) return NormNotFinite(*norm);
+  absl::StatusOr<PlannedUpdate> planned = PlannedUpdate{};
+  if (!skip) planned = PlanUpdate(session, request, update, *norm);
+  if (!planned.ok()) return planned.status();
+  {
+    absl::MutexLock lock(&mutex);
+    step.BeginClose();
+  }
+  absl::Status updated = Update(session, request, update, skip);
+  if (updated.ok() && !skip) {
+    if (planned->reach.reach == UpdateReach::kUnknown) {
+      updated = CheckFinite(session, request, planned->not_finite);
+    } else {
+      session.magnitudes = planned->reach.after;
+    }
+  }
+  absl::MutexLock lock(&mutex);
+  if (!updated.ok()) {
+    step.CancelClose();
+    return updated;
+  }
+  session.EnterStep(
+      [&](OpenStep& open) { open.Close(request, *norm, skip, session.context().runtime->WallNow()); });
+  return step.last().Result(step.state());
+}
+
+absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, absl::string_view run) {
+  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    const NamedStep named{.step = step, .run = run};
+    auto open = session.step().CheckNumber("step", named, session.context().runtime->WallNow());
+    if (!open.ok()) return open;
+  }
+  if (auto status = ClearGradients(session); !status.ok()) return status;
+  absl::MutexLock lock(&session.context().mutex);
+  session.EnterStep([](OpenStep& open) { open.Restart(); });
+  return session.step().state();
+}
+
+namespace {
+
+// With the lock: shares change between steps, while nothing is under way on the head.
+absl::Status CheckBetweenSteps(HeadSession& session) {
+  OpenStep& step = session.step();
+  const std::pair<int64_t, absl::string_view> all[] = {
+      {session.streams().size(), "open ComputeLoss or Backward calls"},
+      {*session.streams().contributions(), "open AddGradient calls"},
+      {session.deferred().size(), "retained microbatches"},
+      {step.ledger().accumulated_rows(), "accumulated rows"},
+      {step.contributions().contributions(), "contributions"}};
+  std::string what;
+  for (const auto& [count, name] : all) {
+    if (count > 0) absl::StrAppend(&what, what.empty() ? "" : ", ", name, ": ", count);
+  }
+  if (what.empty()) return step.CheckTensors();
+  return absl::FailedPreconditionError(absl::StrCat("shares change between steps; at step ", step.number(),
+                                                    " head ", session.name(), " has ", what,
+                                                    " (nothing changed)"));
+}
+
+}  // namespace
+
+absl::Status SetShares(HeadSession& session, const std::vector<int32_t>& shares) {
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    if (auto idle = CheckBetweenSteps(session); !idle.ok()) return idle;
+  }
+  return session.SetShares(shares);
+}
+
+absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
+  const bool all = scope == ResetScope::kAll;
+  if (auto trained = CheckTrained(session); !all && !trained.ok()) return trained;
+  {
+    absl::MutexLock lock(&session.context().mutex);
+    if (auto idle = CheckNothingOpen(session); !idle.ok()) return idle;
+    if (auto usable = session.step().CheckTensors(); !all && !usable.ok()) return usable;
+  }
+  if (session.config().trainable) {
+    if (auto status = ClearGradients(session); !status.ok()) return status;
+    if (auto status = ClearMoments(session); !status.ok()) return status;
+  }
+  absl::MutexLock lock(&session.context().mutex);
+  const absl::Status resetting = absl::UnavailableError(
+      absl::StrCat("head ", session.name(), " is being reset, or that failed half-way (reset it again)"));
+  session.EnterStep([&](OpenStep& open) {
+    if (!all) return open.Restart(/*new_optimizer=*/true);
+    open.BeginLoad({}, std::nullopt, std::nullopt, resetting, session.context().runtime->WallNow());
+  });
+  return session.step().state();
+}
+
+absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
+                       const std::optional<head::AppliedStep>& last_step, const head::History& history) {
+  if (session.config().trainable) {
+    if (auto status = ClearGradients(session); !status.ok()) return status;
+  }
+  session.magnitudes = {.moment1 = Magnitudes::kUnknown, .moment2 = Magnitudes::kUnknown};
+  absl::MutexLock lock(&session.context().mutex);
+  const absl::Status loading = absl::UnavailableError(
+      absl::StrCat("the weights of head ", session.name(),
+                   " are being replaced by a checkpoint's, or that failed half-way (load "
+                   "one again)"));
+  session.EnterStep(
+      [&](OpenStep& open) { open.BeginLoad(progress, last_step, history, loading, absl::UnixEpoch()); });
+  return absl::OkStatus();
+}
+
+absl::Status EndLoad(HeadSession& session) {
+  absl::MutexLock lock(&session.context().mutex);
+  session.step().EndLoad();
+  return absl::OkStatus();
+}
+
+namespace {
+
+absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& config) {
+  if (!kernels::HasTensor(config, {spec.param, kernels::Role::kGradient})) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "open.param",
+                      "must be a trained parameter of the head", kernels::Name(spec.param));
+  }
+  if (!std::isfinite(spec.scale))
+    return InvalidField("open.scale", "must be finite", absl::StrCat(spec.scale));
+  const RowRange all{0, kernels::ShapeOf(config, spec.param).rows};
+  const RowRange whole = spec.contribution_rows.value_or(all);
+  if (!whole.IsWithin(all)) {
+    return InvalidField("open.contribution_rows", absl::StrCat("must lie in ", Text(all)), Text(whole));
+  }
+  if (!spec.rows.value_or(whole).IsWithin(whole)) {
+    return InvalidField("open.rows", absl::StrCat("must lie in ", Text(whole)), Text(*spec.rows));
+  }
+  return absl::OkStatus();
+}
+
+// Whether the call may still add to the head's gradients.
+absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
+  const OpenStep& step = session.step();
+  if (auto bound = step.CheckBound(contribution.binding); !bound.ok()) return bound;
+  if (!session.schedule().HasTurn(contribution.id)) {
+    return absl::UnavailableError(
+        absl::StrCat("contribution ", contribution.id,
+                     " lost its turn, because an earlier microbatch failed (send it "
+                     "again when that has been sent again)"));
+  }
+  return step.CheckValid();
+}
+
+absl::Status CheckId(OpenStep& step, uint64_t id) {
+  if (!step.ledger().Contains(id)) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "open.contribution_id",
+                    "names a microbatch of this step", absl::StrCat(id));
+}
+
+// Enters the contribution in the ledger, if it is not there.
+absl::Status Declare(OpenStep& step, const Contribution& contribution) {
+  if (auto status = CheckId(step, contribution.id); !status.ok()) return status;
+  absl::Status declared = step.contributions().Declare(contribution.id, contribution.terms);
+  if (declared.ok()) step.history().OnRows(contribution.run);
+  return declared;
+}
+
+// The runs of rows that have not been added.
+absl::StatusOr<std::vector<RowRange>> Pending(HeadSession& session, const Contribution& contribution,
+                                              const ContributionRows& rows) {
+  absl::MutexLock lock(&session.context().mutex);
+  if (auto open = CheckOpen(session, contribution); !open.ok()) return open;
+  if (auto declared = Declare(session.step(), contribution); !declared.ok()) return declared;
+  return session.step().contributions().Pending(contribution.id, rows.rows, rows.checksums);
+}
+
+absl::Status AddOnDevice(HeadSession& session, const Contribution& contribution, RowRange run,
+                         absl::Span<const uint8_t> values) {
+  const absl::Status status =
+      session.head().kernels().AddGradient(contribution.terms.param, run.begin, run.size(),
+                                           contribution.terms.dtype, contribution.terms.scale, values);
+  if (status.ok()) return status;
+  session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
+  absl::MutexLock lock(&session.context().mutex);
+  session.OnAccumulationFailed(status);
+  return session.step().gradients_status();
+}
+
+}  // namespace
+
+absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec) {
+  OpenStep& step = session.step();
+  if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
+  if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
+  const NamedStep named{.step = spec.step, .run = spec.run};
+  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->WallNow()); !open.ok())
+    return open;
+  if (auto valid = step.CheckValid(); !valid.ok()) return valid;
+  if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;
+  const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
+  Contribution contribution{.session = session.shared_from_this(),
+                            .state = step.state(),
+                            .binding = {.generation = step.versions().generation()},
+                            .id = spec.contribution_id,
+                            .terms = {.param = spec.param,
+                                      .rows = spec.contribution_rows.value_or(RowRange{0, shape.rows}),
+                                      .dtype = spec.dtype,
+                                      .scale = spec.scale},
+                            .cols = shape.cols,
+                            .run = spec.run,
+                            .counted = std::make_shared<CountedCall>(session.streams().contributions())};
+  contribution.rows = spec.rows.value_or(contribution.terms.rows);
+  // Booked with its first rows, unless it is complete without any.
+  if (contribution.terms.rows.size() > 0) {
+    auto possible = step.contributions().CheckDeclare(contribution.id, contribution.terms);
+    if (!possible.ok()) return possible;
+    return contribution;
+  }
+  if (auto status = Declare(step, contribution); !status.ok()) return status;
+  session.schedule().OnContribution();
+  return contribution;
+}
+
+absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values) {
+  const int64_t row_bytes = contribution.row_bytes();
+  if (!rows.IsWithin(contribution.rows)) {
+    return InvalidField("payload", absl::StrCat("must have rows in ", Text(contribution.rows)), Text(rows));
+  }
+  if (static_cast<int64_t>(values.size()) != rows.size() * row_bytes) {
+    return InvalidField("payload", absl::StrCat("must have ", errors::ExactBytes(rows.size() * row_bytes)),
+                        absl::StrCat(values.size()));
+  }
+  return CheckFinite(contribution, rows, values);
+}
+
+absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
+                                  const ContributionRows& rows) {
+  const absl::StatusOr<std::vector<RowRange>> pending = Pending(session, contribution, rows);
+  if (!pending.ok()) return pending.status();
+  const int64_t row_bytes = contribution.row_bytes();
+  AddedRows added;
+  for (RowRange run : *pending) {
+    const auto values = rows.values.subspan(static_cast<size_t>((run.begin - rows.rows.begin) * row_bytes),
+                                            static_cast<size_t>(run.size() * row_bytes));
+    if (auto status = AddOnDevice(session, contribution, run, values); !status.ok()) return status;
+    added.rows += run.size();
+  }
+  absl::MutexLock lock(&session.context().mutex);
+  OpenStep& step = session.step();
+  step.contributions().Commit(contribution.id, rows.rows, rows.checksums);
+  if (added.rows > 0) step.versions().NewAccumulation();
+  session.schedule().OnContribution();
+  added.state = step.state();
+  return added;
+}
+
+namespace {
+
+using kernels::OptimizerOptions;
+
+constexpr double kMostFloat = std::numeric_limits<float>::max();
+constexpr double kSafe = 1e37;          // sums and products up to it are finite in fp32, roundings included
+constexpr double kMostGradient = 1e19;  // whose square is
+constexpr double kGrowth = 1.0 + 4e-7;  // what rounding may add
+
+bool IsAdamW(const OptimizerOptions& options) { return options.kind == OptimizerOptions::Kind::kAdamW; }
+
+absl::Status TooLarge(absl::string_view field, absl::string_view what, double value) {
+  return InvalidField(field, absl::StrCat("must be a number that fp32 has", what), absl::StrCat(value));
+}
+
+// What AdamW multiplies the quotient of the moments with.
+double RateOf(const OptimizerOptions& options, int64_t update) {
+  if (!IsAdamW(options)) return options.learning_rate;
+  return options.learning_rate / (1.0 - std::pow(options.beta1, static_cast<double>(update)));
+}
+
+bool Fits(double most) { return most <= kSafe; }  // NaN does not
+
+double DecayOf(const OptimizerOptions& options, bool is_vector) {
+  return is_vector && !options.decay_vectors ? 0.0 : options.weight_decay;
+}
+
+// AdamW: what a value is multiplied with.
+double KeepOf(const OptimizerOptions& options, bool is_vector) {
+  return 1.0 - options.learning_rate * DecayOf(options, is_vector);
+}
+
+// True if the factor makes no value larger and leaves the infinite ones what they are.
+bool IsPlainKeep(double keep) { return static_cast<float>(keep) > 0.0f && keep <= 1.0; }
+
+// What becomes of the values of one kind, weights or vectors.
+struct Outcome {
+  bool bounded = false;
+  double value = Magnitudes::kUnknown;
+  double moment1 = Magnitudes::kUnknown;
+};
+
+Outcome AfterChange(double value, double change, double moment1, bool fits) {
+  const double after = kGrowth * value + change;
+  return {.bounded = fits && (change <= kMostChange || Fits(after)), .value = after, .moment1 = moment1};
+}
+
+// `gradient`: the most that a gradient is, after the multiplier.
+double AdamMoment1(const OptimizerOptions& options, double gradient, double before) {
+  return kGrowth * (static_cast<float>(options.beta1) * before + (1.0 - options.beta1) * gradient);
+}
+
+double AdamMoment2(const OptimizerOptions& options, double gradient, double before) {
+  return kGrowth * (static_cast<float>(options.beta2) * before + (1.0 - options.beta2) * gradient * gradient);
+}
+
+// The second moment may be 0 although the first is not: the square of a small gradient is 0 in fp32, and the
+// decay rates may have been others before. So epsilon alone bounds the quotient.
+double AdamChange(const OptimizerOptions& options, double rate, double moment1) {
+  if (moment1 == 0.0) return 0.0;
+  const float epsilon = static_cast<float>(options.epsilon);
+  // A device may take a subnormal number for 0.
+  if (epsilon < std::numeric_limits<float>::min()) return Magnitudes::kUnknown;
+  return Fits(rate * moment1) ? rate * moment1 / epsilon : Magnitudes::kUnknown;
+}
+
+Outcome AfterAdamW(const OptimizerOptions& options, double change, bool is_vector, double value) {
+  const double keep = KeepOf(options, is_vector);
+  if (IsPlainKeep(keep)) return AfterChange(value, change, 0.0, true);
+  const double kept = std::abs(keep) * value;
+  return AfterChange(kept, change, 0.0, Fits(kept + change));
+}
+
+Outcome AfterSgd(const OptimizerOptions& options, int64_t update, double gradient, bool is_vector,
+                 double value, double moment1) {
+  const double decay = DecayOf(options, is_vector);
+  const double g = decay > 0.0 ? gradient + decay * value : gradient;
+  if (options.momentum == 0.0) {
+    return AfterChange(value, options.learning_rate * g, moment1, Fits(g));
+  }
+  const double kept = update == 1 ? 0.0 : options.momentum;
+  const double taken = update == 1 ? 1.0 : std::abs(1.0 - options.dampening);
+  const double buffer = kGrowth * (kept * moment1 + taken * g);
+  const double step = options.nesterov ? g + options.momentum * buffer : buffer;
+  return AfterChange(value, options.learning_rate * step, buffer, Fits(g) && Fits(buffer) && Fits(step));
+}
+
+Reach AdamReach(const OptimizerOptions& options, double rate, double gradient, const Magnitudes& before) {
+  const double moment1 = AdamMoment1(options, gradient, before.moment1);
+  const double moment2 = AdamMoment2(options, gradient, before.moment2);
+  const double change = AdamChange(options, rate, moment1);
+  const Outcome matrix = AfterAdamW(options, change, false, before.matrix);
+  const Outcome vectors = AfterAdamW(options, change, true, before.vectors);
+  const bool moments_fit = Fits(moment1) && moment2 <= 2.0 * kMostGradient * kMostGradient;
+  return {
+      .reach =
+          moments_fit && matrix.bounded && vectors.bounded ? UpdateReach::kBounded : UpdateReach::kUnknown,
+      .after = {.matrix = matrix.value, .vectors = vectors.value, .moment1 = moment1, .moment2 = moment2}};
+}
+
+Reach SgdReach(const OptimizerOptions& options, int64_t update, double gradient, const Magnitudes& before) {
+  const Outcome matrix = AfterSgd(options, update, gradient, false, before.matrix, before.moment1);
+  const Outcome vectors = AfterSgd(options, update, gradient, true, before.vectors, before.moment1);
+  return {.reach = matrix.bounded && vectors.bounded ? UpdateReach::kBounded : UpdateReach::kUnknown,
+          .after = {.matrix = matrix.value,
+                    .vectors = vectors.value,
+                    .moment1 = std::max(matrix.moment1, vectors.moment1),
+                    .moment2 = before.moment2}};
+}
+
+}  // namespace
+
+absl::Status CheckOptionsFit(const OptimizerOptions& options, int64_t update) {
+  const bool adamw = IsAdamW(options);
+  const absl::string_view kind = adamw ? "optimizer.adamw." : "optimizer.sgd.";
+  const auto check = [&](absl::string_view name, double value) {
+    if (std::abs(value) <= kMostFloat) return absl::OkStatus();
+    return TooLarge(absl::StrCat(kind, name), "", value);
+  };
+  if (std::abs(options.grad_multiplier) > kMostFloat) {
+    return TooLarge("optimizer.grad_multiplier", "", options.grad_multiplier);
+  }
+  absl::Status status = check("learning_rate", options.learning_rate);
+  status.Update(check("weight_decay", options.weight_decay));
+  if (adamw) {
+    status.Update(check("epsilon", options.epsilon));
+  } else {
+    status.Update(check("momentum", options.momentum));
+    status.Update(check("dampening", options.dampening));
+  }
+  if (!status.ok()) return status;
+  if (options.learning_rate * options.weight_decay > kMostFloat) {
+    return TooLarge(absl::StrCat(kind, "weight_decay"), ", also times the learning rate",
+                    options.weight_decay);
+  }
+  if (RateOf(options, update) > kMostFloat) {
+    return TooLarge(absl::StrCat(kind, "learning_rate"), ", also divided by 1 - beta1^updates",
+                    options.learning_rate);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Reach> CheckReach(const OptimizerOptions& options, int64_t update, double norm,
+                                 const Magnitudes& before) {
+  const bool adamw = IsAdamW(options);
+  const double gradient = std::abs(options.grad_multiplier) * norm;
+  const double rate = RateOf(options, update);
+  const double most_gradient = adamw ? kMostGradient : kMostFloat;
+  if (gradient > most_gradient) {
+    return InvalidField("optimizer.grad_multiplier",
+                        absl::StrCat("times the norm of the gradients, ", norm, ", is more than ",
+                                     most_gradient, ", the most that fp32 ", adamw ? "moments take" : "has"),
+                        absl::StrCat(options.grad_multiplier));
+  }
+  const double change = adamw ? rate : rate * gradient;
+  if (change > kMostChange) {
+    return InvalidField(adamw ? "optimizer.adamw.learning_rate" : "optimizer.sgd.learning_rate",
+                        absl::StrCat("would change weights by up to ", change, ", more than ", kMostChange),
+                        absl::StrCat(options.learning_rate));
+  }
+  return adamw ? AdamReach(options, rate, gradient, before) : SgdReach(options, update, gradient, before);
+}
+
+absl::Status CheckDecay(const OptimizerOptions& options, const Magnitudes& measured) {
+  const auto spoils = [&](bool is_vector) {
+    const double most = is_vector ? measured.vectors : measured.matrix;
+    if (std::isfinite(most)) return false;
+    return IsAdamW(options) ? !IsPlainKeep(KeepOf(options, is_vector)) : DecayOf(options, is_vector) > 0.0;
+  };
+  if (spoils(/*is_vector=*/true)) {
+    return InvalidField("optimizer.decay_vectors",
+                        "must be false while a bias, norm gain or norm shift of the head is infinite or NaN, "
+                        "which such a decay would spoil",
+                        "true");
+  }
+  if (!spoils(/*is_vector=*/false)) return absl::OkStatus();
+  return InvalidField(
+      IsAdamW(options) ? "optimizer.adamw.weight_decay" : "optimizer.sgd.weight_decay",
+      "must be 0 while a weight of the head is infinite or NaN, which such a decay would spoil",
+      absl::StrCat(options.weight_decay));
+}
+
+namespace {
+
+Binding BindingOf(kernels::Role role, const HeadVersions& versions) {
+  if (role == kernels::Role::kGradient) return {.accumulation = versions.accumulation()};
+  Binding binding{.weights = versions.weights()};
+  if (role != kernels::Role::kValue) binding.moments = versions.moments();
+  return binding;
+}
+
+}  // namespace
+
+// ---- TensorReader ----
+
+const kernels::HeadConfig& TensorReader::config() const { return session_->config(); }
+
+absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows, kernels::DType dtype,
+                                             absl::Span<uint8_t> out) {
+  HeadState state;
+  const absl::Status status = session_->Run([&]() -> absl::Status {
+    {
+      absl::MutexLock lock(&session_->context().mutex);
+      OpenStep& step = session_->step();
+      if (!binding_.has_value()) {
+        const bool gradient = id.role == kernels::Role::kGradient;
+        if (auto usable = gradient ? step.CheckGradients() : step.CheckTensors(); !usable.ok()) return usable;
+        binding_ = BindingOf(id.role, step.versions());
+      }
+      if (auto same = step.CheckBound(*binding_); !same.ok()) return same;
+      state = step.state();
+    }
+    return session_->context().NoteIfLost(session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));
+  });
+  if (!status.ok()) return status;
+  return state;
+}
+
+void TensorReader::NoteSaved(const HeadSnapshot& saved, absl::string_view checkpoint, absl::Time saved_at) {
+  absl::MutexLock lock(&session_->context().mutex);
+  session_->step().history().OnSaved(saved.origin, checkpoint, saved.state.step, saved_at);
+}
+
+// ---- TensorWriter ----
+
+TensorWriter::~TensorWriter() {
+  if (!token_.has_value()) return;
+  absl::MutexLock lock(&session_->context().mutex);
+  session_->step().versions().EndWrite(*token_, /*several=*/true);
+}
+
+const kernels::HeadConfig& TensorWriter::config() const { return session_->config(); }
+
+void TensorWriter::SetRows(kernels::TensorId id, RowRange rows) {
+  id_ = id;
+  rows_ = rows;
+}
+
+absl::StatusOr<HeadState> TensorWriter::Write(RowRange rows, kernels::DType dtype,
+                                              absl::Span<const uint8_t> in) {
+  absl::StatusOr<HeadState> state;
+  const absl::Status status = session_->Run([&] {
+    state = WriteOnDevice(rows, dtype, in);
+    return state.status();
+  });
+  if (!status.ok()) return status;
+  return state;
+}
+
+absl::StatusOr<HeadState> TensorWriter::WriteOnDevice(RowRange rows, kernels::DType dtype,
+                                                      absl::Span<const uint8_t> in) {
+  absl::Mutex& mutex = session_->context().mutex;
+  HeadVersions& versions = session_->step().versions();
+  const bool is_first = !token_.has_value();
+  {
+    absl::MutexLock lock(&mutex);
+    if (is_first) {
+      token_ = versions.BeginWrite(id_.role == kernels::Role::kValue ? Written::kValue : Written::kMoment);
+      session_->EndStale();
+    } else if (!versions.IsWriting(*token_)) {
+      return absl::AbortedError("a checkpoint was loaded, or the head was reset, during the call");
+    }
+  }
+  const absl::Status written =
+      session_->context().NoteIfLost(session_->head().WriteRows(id_, rows.begin, rows.size(), dtype, in));
+  absl::MutexLock lock(&mutex);
+  if (!written.ok() || rows.end == rows_.end) versions.EndWrite(*token_, /*several=*/!is_first);
+  if (!written.ok()) return written;
+  return session_->step().state();
+}
+
+}  // namespace lossd::engine

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
+// they wait for the device or the disk; gRPC's own threads never do.
+//
+// Thread-safe. Must outlive the gRPC server it is registered with.
+#ifndef LOSSD_SERVER_RPC_SERVICES_H_
+#define LOSSD_SERVER_RPC_SERVICES_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "lossd/v1/loss.grpc.pb.h"
+#include "lossd/v1/server.grpc.pb.h"
+#include "lossd/v1/server.pb.h"
+#include "server/admin/head_operations.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/metrics/rank_metrics.h"
+#include "server/regions/regions.h"
+#include "server/rpc/access_control.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/compute_loss_call.h"
+#include "server/rpc/pulse.h"
+#include "server/rpc/request_call.h"
+#include "server/rpc/workers.h"
+
+namespace grpc {
+class Service;
+}  // namespace grpc
+
+namespace lossd::rpc {
+
+struct HeadServiceOptions {
+  admin::HeadOperationsOptions operations;
+  int worker_threads = 8;
+  int64_t max_waiting_calls = 256;  // for a worker, and so many for their request
+  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
+  int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
+  double peer_share = 0.5;          // of each of the three
+  CallTimeouts timeouts;
+  regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
+};
+
+class HeadService {
+ public:
+  // All that is pointed to outlives the service.
+  static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
+                                             const AccessControl* access, metrics::Metrics* metrics);
+  virtual ~HeadService() = default;
+
+  virtual grpc::Service* service() = 0;
+  // As admin::RestoreLatest; before the service has calls.
+  virtual absl::Status RestoreLatest() = 0;
+  // For the calls of the other services whose clients send one request: one bound for all of them.
+  virtual const RequestEnvironment* requests() const = 0;
+  // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
+  virtual void Drain() = 0;
+  // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
+  virtual void CancelSaves() = 0;
+  // True if no streaming call is open, no other is being worked on and no save runs, at the latest by
+  // `deadline`.
+  virtual bool WaitUntilIdle(absl::Time deadline) = 0;
+};
+
+// lossd.v1.LossService over an engine. The calls themselves are in compute_loss_call.h.
+//
+// Thread-safe. Must outlive the gRPC server it is registered with.
+
+struct LossServiceOptions {
+  int64_t max_streams = 256;                      // open calls; the engine bounds opened streams alike
+  int64_t max_staging_bytes = int64_t{32} << 20;  // per call: of slices computed or waiting to be sent
+  double peer_share = 0.5;                        // of open calls
+  CallTimeouts timeouts;
+  int sender_threads = 2;                               // write answers to the transport
+  absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches that no call uses
+  regions::Regions* regions = nullptr;                  // where slices may lie; null: in messages only
+};
+
+class LossService final : public WithRequestMethods<
+                              v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::Service>> {
+ public:
+  // All that is pointed to outlives the service.
+  LossService(const LossServiceOptions& options, engine::Engine* engine, const AccessControl* access,
+              metrics::Metrics* metrics, const RequestEnvironment* requests);
+
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
+      grpc::CallbackServerContext* context) override;
+
+  // From now on new calls end with UNAVAILABLE.
+  void Drain() { environment_.draining = true; }
+  // Ends all calls that are open: what they wait for does not come.
+  void EndAll(const absl::Status& why) { registry_.EndAll(why); }
+  // As ServerService.ListStreams, but for incarnation and time. INVALID_ARGUMENT.
+  absl::StatusOr<v1::ListStreamsResponse> ListStreams(const v1::ListStreamsRequest& request);
+  // True if no call is open, at the latest by `deadline`.
+  bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
+
+ private:
+  absl::StatusOr<v1::ReleaseMicrobatchResponse> Release(UnaryCall* call, const grpc::ByteBuffer& bytes);
+
+  ComputeLossEnvironment environment_;
+  const RequestEnvironment* const requests_;
+  PeerTable peers_;  // outlives the calls
+  CallRegistry registry_;
+  WorkerPool senders_;  // first to go but one: its last turns use the others
+  Periodic expiry_;     // of retained microbatches
+};
+
+// lossd.v1.ServerService: what the server is, has and allows.
+//
+// Thread-safe. Must outlive the gRPC server it is registered with.
+
+struct ServerServiceOptions {
+  std::string version;
+  absl::Time started;
+  int64_t max_message_bytes = 0;
+  int64_t max_streams = 0;
+  metrics::ReadRanks ranks;
+  std::string collectives;                  // as ServerDescription.collectives
+  std::string region_socket;                // empty: none
+  std::vector<std::string> region_devices;  // whose memory regions may be of; empty: none
+  // ServerDescription.http: "" until HTTP is there.
+  std::function<std::string()> http;
+};
+
+class ServerService final : public WithRequestMethods<v1::ServerService::Service> {
+ public:
+  // All that is pointed to outlives the service.
+  ServerService(const ServerServiceOptions& options, const engine::Engine* engine,
+                const kernels::Backend* backend, LossService* losses, const AccessControl* access,
+                const RequestEnvironment* requests);
+
+  void Drain() { draining_ = true; }
+
+ private:
+  absl::StatusOr<v1::ServerDescription> Describe(UnaryCall* call) const;
+  absl::StatusOr<v1::ListStreamsResponse> DescribeStreams(UnaryCall* call,
+                                                          const grpc::ByteBuffer& bytes) const;
+
+  const ServerServiceOptions options_;
+  const engine::Engine* const engine_;
+  const kernels::Backend* const backend_;
+  LossService* const losses_;
+  const AccessControl* const access_;
+  std::atomic<bool> draining_{false};
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_SERVICES_H_

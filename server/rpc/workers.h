@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// A fixed number of threads that run what must not run on gRPC's callback threads or on the engine's:
+// calls that block, and writes to the transport.
+//
+// Thread-safe.
+#ifndef LOSSD_SERVER_RPC_WORKERS_H_
+#define LOSSD_SERVER_RPC_WORKERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "server/engine/staging.h"
+
+namespace lossd::rpc {
+
+class WorkerPool {
+ public:
+  using Task = absl::AnyInvocable<void()>;
+
+  WorkerPool(int threads, size_t max_queued_tasks);
+  // Runs what is queued, then joins.
+  ~WorkerPool() { Stop(); }
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  // Runs `task` on one of the threads, in order of submission. False, without running it, if the queue
+  // is full or the pool has stopped.
+  bool Schedule(Task task) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Takes no more tasks, runs what is queued and joins.
+  void Stop() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopped_ || !tasks_.empty(); }
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  const size_t max_queued_tasks_;
+  absl::Mutex mutex_;
+  std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
+// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
+//
+//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
+//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
+//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
+//     read it, and at most kRowsOfHead that move rows of tensors;
+//   - heads being created or loaded (kLong) together have at most half of the threads;
+//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
+//     engine::FairShare gives.
+//
+// Otherwise a task goes first whose peer has the fewest running, and among those the one that came first.
+//
+// Thread-safe.
+
+enum class AdminKind : uint8_t {
+  kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads
+  kList,    // looks at what is on the disk: ListCheckpoints
+  kRead,    // reads a head on the device, or takes the disk's time: GradNorm, DeleteCheckpoint
+  kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
+  kLong,    // the same, for long: CreateHead, ResetHead, SetShares, LoadCheckpoint
+  kRows,    // moves some rows of a tensor
+};
+
+// What a task is about. Empty: no peer, no head in particular.
+struct AdminTask {
+  std::string peer;
+  std::string head;
+  AdminKind kind = AdminKind::kLook;
+};
+
+struct AdminWorkersOptions {
+  int threads = 8;  // at least 2
+  int64_t max_waiting = 256;
+  double peer_share = 0.5;                                                           // of max_waiting
+  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a task was refused
+};
+
+class AdminWorkers {
+ public:
+  using Work = absl::AnyInvocable<void()>;
+  static constexpr int kRowsOfHead = 3;
+
+  explicit AdminWorkers(const AdminWorkersOptions& options);
+  // Runs what is queued, then joins.
+  ~AdminWorkers();
+  AdminWorkers(const AdminWorkers&) = delete;
+  AdminWorkers& operator=(const AdminWorkers&) = delete;
+
+  // Has a thread run `work`. RESOURCE_EXHAUSTED, without running it, if too many tasks wait, or too many of
+  // its peer's; names the limit and its flag.
+  absl::Status Schedule(const AdminTask& task, Work work) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Queued {
+    AdminTask task;
+    Work work;
+  };
+  using Queue = std::list<Queued>;
+
+  void Run(bool looks) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The task that a thread for looking, or another one, takes next; end() if there is none.
+  Queue::iterator Next(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Queue::iterator NextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A look of the peer begins: others go before its next one.
+  void TookTurn(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MayRun(const AdminTask& task) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(true); }
+  bool HasOther() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(false); }
+  bool HasWork(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Count(const AdminTask& task, int change) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t Running(const std::string& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const AdminWorkersOptions options_;
+  absl::Mutex mutex_;
+  Queue queue_ ABSL_GUARDED_BY(mutex_);
+  engine::FairShare waiting_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // not 0; by what a limit is for
+  // When a peer's last look began, counted in looks; of peers with looks waiting.
+  std::map<std::string, uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_turn_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace lossd::rpc
+
+#endif  // LOSSD_SERVER_RPC_WORKERS_H_
