@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device times for the GPU benchmarks. Not thread-safe; aborts with a message on a CUDA error.
+// Device times for the GPU benchmarks, and the JSON object that they write, which begins with the card, the
+// date and the commit. Not thread-safe; aborts with a message on a CUDA error.
 #ifndef LOSSD_BENCH_GPU_TIMER_H_
 #define LOSSD_BENCH_GPU_TIMER_H_
 
@@ -130,8 +131,6 @@ inline double CopyBandwidth(Timer& timer) {
   cudaFree(to);
   return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
 }
-
-// What the GPU benchmarks write: one JSON object that begins with the card, the date and the commit.
 
 using Json = nlohmann::json;  // what results are collected in
 

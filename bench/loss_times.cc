@@ -23,6 +23,8 @@
 
 namespace lossd::bench {
 
+// ---- Deferred microbatches ----
+
 Json TimeDeferred(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
                   const LossData& data, kernels::DType dtype, const kernels::LossOptions& options,
                   int iterations, bool errors) {
@@ -50,6 +52,8 @@ std::string DeferredText(const Json& deferred) {
                          ms("retain", "median_ms"), ms("backward", "median_ms"), ms("backward", "min_ms"),
                          ms("backward", "max_ms"), deferred["backward_ratio"].get<double>());
 }
+
+// ---- Errors ----
 
 namespace {
 
@@ -175,6 +179,8 @@ Json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShap
   return errors;
 }
 
+// ---- Bare products ----
+
 namespace {
 
 BareProducts MakeBare(const DataShape& shape, const LossData& data, int64_t rows, const BareOptions& options,
@@ -217,6 +223,8 @@ nlohmann::json MeasureParts(const DataShape& shape, const LossData& data, int64_
   parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
   return parts;
 }
+
+// ---- Norms ----
 
 namespace {
 
@@ -295,6 +303,8 @@ NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer) {
   const double pass = static_cast<double>(elements) * 2.0 / 1e6;
   return {forward, backward, 2.0 * pass / forward.median, 3.0 * pass / backward.median};
 }
+
+// ---- Steps ----
 
 nlohmann::json TimeSteps(const kernels::Backend& backend, kernels::HeadKernels& head, int count,
                          const std::function<void()>& accumulate) {

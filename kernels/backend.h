@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contract between the engine and whatever computes: one Backend is one device, one HeadKernels
-// is one head's tensors on it and the operations on them. The CPU and the CUDA backends implement
-// it; the double-precision reference (kernels/reference) says what the numbers have to be.
+// The contract between the engine and whatever computes. A Backend is one device. A HeadKernels is the
+// tensors of one head on that device and the operations on them. The CPU backend, the CUDA backend, groups of
+// backends and backends in other processes implement the contract; the double-precision reference
+// (kernels/reference) says what the numbers have to be.
+//
+// The file begins with what the contract is stated in: choices for people, memory by kind, slices of rows and
+// chunks of slices. Backend and HeadKernels follow. The end of the file has the interfaces that only some
+// backends offer: memory that the host can read (HostBytes), and memory of somebody else (StagingAdopter).
 //
 // Threads. A Backend and all its HeadKernels are driven by one thread at a time (the engine's
 // device thread), except the members marked thread-safe.
@@ -27,6 +32,8 @@
 
 namespace lossd::kernels {
 
+// What was chosen where there was a choice, for people: it is printed and logged, and no code depends on the
+// words.
 struct Choice {
   std::string what;             // e.g. "loss"
   std::string choice;           // e.g. "after the logits product"
@@ -36,8 +43,7 @@ struct Choice {
   friend bool operator==(const Choice&, const Choice&) = default;
 };
 
-// Accounting of planned memory by purpose. Plain data; thread-compatible.
-
+// What memory is used for. A backend plans and counts its memory by kind.
 enum class MemoryKind : uint8_t {
   kWeights,    // fp32 master weights, 16-bit compute copies, bias, norm, class weights
   kGradients,  // fp32 accumulators
@@ -82,7 +88,7 @@ inline constexpr int32_t kIgnoredTarget = -1;
 
 // Where the per-row results of a slice go; each is null (not wanted) or [rows] in host memory.
 // Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not. Absent rows
-// (backend.h) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
+// (IsAbsent) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
 // finite in a slice that has not failed.
 struct RowOutputs {
   float* loss = nullptr;            // with z-loss, times the row weight
@@ -168,8 +174,9 @@ struct Chunk {
   // Set by the backend unless it refuses the chunk, and final when on_results runs: how it was computed, as
   // far as that depends on the chunk, its gradients first.
   std::vector<Choice> choices;
-  // Likewise how its gradients were computed: kFiltered, kSampled, or kExact, which is also said of a chunk
-  // that wants none and of one whose filter was given up. The chunk's threshold, of sampled gradients.
+  // How its gradients were computed: kFiltered, kSampled, or kExact, which is also said of a chunk that wants
+  // none and of one whose filter was given up. sample_threshold is that of the chunk's sampled gradients. Set
+  // and final as `choices`.
   Gradients gradients = Gradients::kExact;
   float sample_threshold = 0.0f;
 };
@@ -197,8 +204,8 @@ class HeadKernels {
   virtual DType compute_dtype() const = 0;
   // The most rows a chunk may hold; >= 1, fixed for the life of the head.
   virtual int64_t chunk_rows() const = 0;
-  // The most rows one slice may have, and those of an independent chunk that are computed together; likewise.
-  // Less than chunk_rows() where several devices share a chunk.
+  // The most rows that one slice may have, and that an independent chunk computes together; >= 1, fixed for
+  // the life of the head. Less than chunk_rows() where several devices share a chunk.
   virtual int64_t slice_rows() const { return chunk_rows(); }
   // Bytes this head holds, by kind. Thread-safe.
   virtual MemoryBytes memory() const = 0;
@@ -292,20 +299,19 @@ class Backend {
   virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
 };
 
-// Rows with a target that add nothing to any sum, whatever their hidden state holds (docs/math.md, "Rows of
-// weight 0").
-
-// Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient.
+// Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient. An
+// absent row adds nothing to any sum, whatever its hidden state holds (docs/math.md, "Rows of weight 0").
 inline bool IsAbsent(const Slice& slice, int64_t row) {
   return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
          (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
          (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
 }
 
-// Retained memory that the host can read and write: where other processes compute rows whose hidden states
-// are there, or are to be (docs/scaling.md). Memory of the CPU and CUDA backends is HostBytes besides.
-
-// Thread-safe, but that bytes which are being written are not for anybody else.
+// Retained memory that the host can read and write. A server of several processes needs it: another process
+// computes rows whose hidden states are there, or are to be (docs/scaling.md). The RetainedMemory of the CPU
+// and CUDA backends implements HostBytes too.
+//
+// Thread-safe, except that a caller must not read or write bytes that another thread is writing.
 class HostBytes {
  public:
   virtual ~HostBytes() = default;
@@ -330,9 +336,7 @@ inline absl::Status WriteBytesOf(RetainedMemory* memory, int64_t offset, absl::S
   return bytes->WriteBytes(offset, in);
 }
 
-// Memory that somebody else has allocated, as staging memory: what a server shares with another process, for
-// example. Backends that can take it are StagingAdopters besides.
-
+// How StagingAdopter::AdoptStaging treats the memory.
 struct AdoptOptions {
   // A descriptor by which other processes can map the same memory from its begin, the caller's: it is copied
   // if it is needed for longer. -1: there is none.
@@ -341,7 +345,8 @@ struct AdoptOptions {
   bool counted = true;
 };
 
-// Thread-safe.
+// A backend that can use memory of somebody else as staging memory, for example memory that a server shares
+// with another process. Backends that can do so implement StagingAdopter too. Thread-safe.
 class StagingAdopter {
  public:
   virtual ~StagingAdopter() = default;

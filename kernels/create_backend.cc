@@ -101,7 +101,7 @@ absl::Status Check(const BackendChoice& choice) {
   return errors::FieldError("replicas", "be at least 1, and 1 on one device", choice.replicas);
 }
 
-// Of the device `index` of `count` of a process.
+// The choice of device `index` of the `count` devices of a process.
 BackendChoice ChoiceOf(const BackendChoice& process, int index, int count) {
   BackendChoice choice = process;
   choice.replica = {process.replica.index * count + index, process.replica.count * count};

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that knows which backends this build has.
+// Makes the backends of a program. A program says what it wants in a BackendChoice, and CreateBackend or
+// CreateRankBackends makes it. This is the one place that knows which backends the build has.
+//
+// The functions are thread-safe.
 #ifndef LOSSD_KERNELS_CREATE_BACKEND_H_
 #define LOSSD_KERNELS_CREATE_BACKEND_H_
 
@@ -17,6 +20,7 @@
 
 namespace lossd::kernels {
 
+// Which backend a program wants, and with what limits. Plain data.
 struct BackendChoice {
   std::string backend = "auto";  // "auto" (CUDA if there is a usable GPU, else CPU), "cpu" or "cuda"
   std::string device = "0";      // CUDA: index among the visible GPUs, or a UUID ("GPU-" or "MIG-" and so on)
@@ -60,21 +64,21 @@ struct CreatedBackend {
 };
 
 // INVALID_ARGUMENT naming the option if one is out of range, UNAVAILABLE if "cuda" was asked for and this
-// build or this machine has none. Thread-safe.
+// build or this machine has none.
 absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice);
 
 // The backends of one of several processes, a backend for each device that `devices` or `cpu_devices` names,
 // each with a link of its own. `choice.replica` counts the processes, of which all have as many devices; the
-// replicas of the results are numbered through, process by process. Errors as above. Thread-safe.
+// replicas of the results are numbered through, process by process. Errors are CreateBackend's.
 absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice);
 
-// The GPU backend of this build: gpu_backend_cuda.cc or, without a CUDA compiler, gpu_backend_none.cc.
-
-// UNAVAILABLE if this build or this machine has no usable GPU.
+// The GPU backend of this build. gpu_backend_cuda.cc defines this function and the two below it; a build
+// without a CUDA compiler takes them from gpu_backend_none.cc. UNAVAILABLE if this build or this machine has
+// no usable GPU.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGpuBackend(const BackendChoice& choice);
 
-// The UUIDs of the GPUs that `devices` names (device_choice.h), in its order. UNAVAILABLE as above;
-// INVALID_ARGUMENT naming the field "devices".
+// The UUIDs of the GPUs that `devices` names (device_choice.h), in its order. UNAVAILABLE if this
+// build or this machine has no usable GPU; INVALID_ARGUMENT naming the field "devices".
 absl::StatusOr<std::vector<std::string>> GpuUuidsOf(const std::string& devices);
 
 // The link of a backend that CreateGpuBackend has made of this choice, which is one of several replicas.

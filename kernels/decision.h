@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact or not: what a chunk itself decides where its options leave that open, and the words for it, which
-// all backends share. Pure functions; thread-safe.
+// Whether the gradients of a chunk are exact, filtered or sampled, where the options of the chunk leave that
+// open (Decision), and the random numbers of sampled gradients (SampleOf, SystematicSampler). All backends
+// share both, so that they decide alike and sample the same classes.
+//
+// All functions are pure and thread-safe. SampleOf and SystematicSampler also compile as device code.
 #ifndef LOSSD_KERNELS_DECISION_H_
 #define LOSSD_KERNELS_DECISION_H_
 
@@ -12,7 +15,7 @@
 
 namespace lossd::kernels {
 
-// A device writes it next to its results.
+// What a chunk has decided. A device writes it next to its results.
 enum class Decision : int32_t {
   kAsPlanned = 0,          // filtered or sampled
   kTooManyCandidates = 1,  // exact: more classes may reach filter_epsilon than the backend has room for
@@ -34,13 +37,6 @@ Choice ThresholdChoice(float asked, float taken);
 
 }  // namespace lossd::kernels
 
-// The random numbers of sampled gradients and the rule that uses them (docs/math.md, "Sampled gradients").
-// Also for device code.
-//
-// A row has one number, a hash of the seed of its microbatch and of the row's place in it, so it does not
-// depend on the chunk, the slice or the time in which the row is computed. Where the classes of a row lie on
-// several devices, each part of them has a number of its own. Thread-compatible.
-
 #ifdef __CUDACC__
 #define LOSSD_HOST_DEVICE __host__ __device__ __forceinline__
 #else
@@ -57,8 +53,10 @@ constexpr uint64_t MixBits(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// omega of a row, a multiple of 2^-24 in [0, 1). seed: of the microbatch; row: its number in the microbatch;
-// first_class: of those that are sampled with this number.
+// omega of a row, a multiple of 2^-24 in [0, 1): the random number of its sampled gradient (docs/math.md,
+// "Sampled gradients"). seed: of the microbatch; row: its number in the microbatch. So omega does not depend
+// on the chunk, the slice or the time in which the row is computed. Where the classes of a row lie on several
+// devices, each part of them has a number of its own; first_class: of the part.
 constexpr float SampleOf(uint64_t seed, uint64_t row, uint64_t first_class = 0) {
   uint64_t bits = MixBits(MixBits(seed) + (row + 1) * 0x9e3779b97f4a7c15u);
   if (first_class != 0) bits = MixBits(bits + first_class * 0xd1342543de82ef95u);
@@ -68,6 +66,7 @@ constexpr float SampleOf(uint64_t seed, uint64_t row, uint64_t first_class = 0) 
 // Systematic sampling. Put the classes of a row side by side in their order, each as wide as its size, at
 // most 1, and take those that one of the points omega, omega + 1, omega + 2, ... falls on. A class is taken
 // with probability min(size, 1); sizes are in units of the threshold. T: float or double.
+// Thread-compatible.
 template <typename T>
 class SystematicSampler {
  public:

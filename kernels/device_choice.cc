@@ -96,7 +96,7 @@ std::string PriorityText() {
   return absl::StrCat("client priority ", below ? "1 (below normal)" : "0 (normal)");
 }
 
-// Of the multiprocessors; all of them unless the environment says otherwise.
+// The share of the multiprocessors as the environment says; empty if it is all of them.
 std::string ShareText() {
   float percent = 100.0f;
   const std::string value = FromEnvironment("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");

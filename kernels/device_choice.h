@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of several GPUs a user means. Stateless and thread-safe.
+// The GPUs that a program uses, in terms that need no CUDA: which of several GPUs a user means (FindGpus),
+// how the process shares them with other programs (GpuSharing), what NCCL reads from the environment
+// (SetNcclDefaults), and memory of a GPU that other programs of the host can map (DeviceMemorySharer).
+//
+// Functions are stateless and thread-safe unless their comment names the threads.
 #ifndef LOSSD_KERNELS_DEVICE_CHOICE_H_
 #define LOSSD_KERNELS_DEVICE_CHOICE_H_
 
@@ -31,15 +35,13 @@ absl::StatusOr<std::vector<int>> FindGpus(absl::string_view devices, absl::Span<
 // BackendInfo::device says them: the name of the device, a space, and what has to be the same.
 absl::Status CheckAlike(absl::Span<const std::string> descriptions);
 
-// How the GPUs of this process are shared with other programs, in words.
-
+// How the GPUs of this process are shared with other programs, in words:
 // "MPS, client priority 0 (normal)" under NVIDIA's Multi-Process Service, with the share of the
 // multiprocessors if that is not all of them; else "time slices". Reads the environment.
 std::string GpuSharing(bool mps);
 
-// What NCCL reads from the environment of the process when it is loaded.
-
-// NVLink multicast (NVLS): sums that the switch between the GPUs forms.
+// The environment variable for NVLink multicast (NVLS): sums that the switch between the GPUs forms. NCCL
+// reads it when it is loaded.
 inline constexpr char kNcclMulticast[] = "NCCL_NVLS_ENABLE";
 
 // Keeps NVLink multicast off, unless the environment says what it is to be: NCCL then exchanges the same way
@@ -48,14 +50,14 @@ inline constexpr char kNcclMulticast[] = "NCCL_NVLS_ENABLE";
 // changes nothing.
 void SetNcclDefaults();
 
-// What the environment says of NVLink multicast; empty if nothing. Threads as above.
+// What the environment says of NVLink multicast; empty if nothing. The same rule for threads as
+// for SetNcclDefaults.
 std::string NcclMulticast();
 
 // Memory of a device that programs of the host can map too, so that rows need no copy through memory of the
-// host. Backends that have such memory are DeviceMemorySharers besides.
-
-// Zeros at first. Gone for this process when destroyed, which must be before the backend; a program that has
-// mapped it keeps the device's memory until it unmaps it or ends. Thread-safe.
+// host. It is zero at first. Destroying the object, which must happen before the backend ends, takes the
+// memory from this process; a program that has mapped it keeps the device's memory until it unmaps it or
+// ends. Thread-safe.
 class SharedDeviceMemory {
  public:
   virtual ~SharedDeviceMemory() = default;
@@ -71,6 +73,7 @@ class SharedDeviceMemory {
   virtual absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const = 0;
 };
 
+// A backend that has such memory. Backends that can share memory implement DeviceMemorySharer too.
 // Thread-safe.
 class DeviceMemorySharer {
  public:

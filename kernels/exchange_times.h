@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a device is in its exchanges with others, ranks or devices of one process, by what is exchanged.
+// How long a device exchanges data with others, with ranks or with devices of its process. ExchangeClocks
+// counts the time of one device by what is exchanged, MemberExchanges that of all devices of a process, and
+// TimedReplicas the time of the exchanges of a step. Heartbeat says how long ago another side made progress.
 //
-// ExchangeClocks and MemberExchanges are thread-safe.
+// BusyClock, ExchangeClocks, MemberExchanges and Heartbeat are thread-safe; TimedReplicas is driven as the
+// Replicas that it wraps.
 #ifndef LOSSD_KERNELS_EXCHANGE_TIMES_H_
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
@@ -24,6 +27,7 @@
 
 namespace lossd::kernels {
 
+// How long at least one of several things has been under way.
 class BusyClock {
  public:
   using Clock = std::chrono::steady_clock;
@@ -55,11 +59,12 @@ class BusyClock {
   Clock::duration total_ ABSL_GUARDED_BY(mutex_) = Clock::duration::zero();
 };
 
+// What is exchanged.
 enum class ExchangeKind {
   kSumGradients,     // of a step, by rows
-  kSpreadValues,     // likewise
+  kSpreadValues,     // of a step, by rows
   kRowStatistics,    // of a chunk by vocabulary: what the parts of a head say of its rows
-  kHiddenGradients,  // likewise: the sums that go through the norm, and its gradients
+  kHiddenGradients,  // of a chunk by vocabulary: the sums that go through the norm, and its gradients
 };
 inline constexpr size_t kExchangeKinds = 4;
 
@@ -90,7 +95,7 @@ class ExchangeClocks {
   std::array<BusyClock, kExchangeKinds> clocks_;
 };
 
-// Of the devices of one process that share heads.
+// The clocks of the devices of one process that share heads.
 class MemberExchanges {
  public:
   explicit MemberExchanges(int members) : clocks_(static_cast<size_t>(members)) {}
@@ -133,10 +138,8 @@ class TimedReplicas final : public Replicas {
   const std::vector<ExchangeClocks*> clocks_;
 };
 
-// A sign of life: one side beats whenever it makes progress, the other asks how long ago that was.
-//
-// Thread-safe; neither member blocks.
-
+// A sign of life: one side beats whenever it makes progress, and the other side asks how long ago that was.
+// Neither member blocks.
 class Heartbeat {
  public:
   void Beat() { last_ = Clock::now(); }

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shape of a loss head and the names of its tensors. Plain data; thread-compatible.
+// What describes a loss head, as plain data: element types (DType), the options of the loss (LossOptions),
+// the hyper-parameters of an optimizer step (OptimizerOptions), the shape of the head (HeadConfig) and the
+// names and shapes of its tensors (TensorId, TensorShape).
+//
+// The structs are thread-compatible, and the functions are stateless and thread-safe. Each Validate returns
+// INVALID_ARGUMENT with the field and its value.
 #ifndef LOSSD_KERNELS_HEAD_CONFIG_H_
 #define LOSSD_KERNELS_HEAD_CONFIG_H_
 
@@ -12,6 +17,7 @@
 
 namespace lossd::kernels {
 
+// Element types of hidden states, weights and gradients.
 enum class DType : uint8_t {
   kFloat32,   // IEEE 754 binary32
   kFloat16,   // IEEE 754 binary16
@@ -39,11 +45,6 @@ constexpr absl::string_view Name(DType dtype) {
   return "unknown";
 }
 
-// What loss a row has: the options of docs/math.md as plain data.
-//
-// Rows may share a chunk when their head, hidden dtype and LossOptions are equal; nothing else
-// about their origin matters.
-
 // How gradients are computed from the probabilities. Losses and row results do not depend on it. Whatever a
 // head does with its logits (HeadConfig::logits), its requests may ask for any of these. docs/math.md has the
 // formulas under "Filtered gradients" and "Sampled gradients".
@@ -59,6 +60,9 @@ constexpr bool MaySample(Gradients gradients) {
   return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
 }
 
+// What loss a row has. Rows may share a chunk when their head, hidden dtype and LossOptions are equal;
+// nothing else about their origin matters.
+//
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
 //   u_y (1 - alpha) (lse - z_y) + alpha / V * sum_v u_v (lse - z_v) + lambda lse^2.
@@ -79,7 +83,7 @@ struct LossOptions {
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
 
-// INVALID_ARGUMENT naming the field and its value if an option is outside its range.
+// INVALID_ARGUMENT if an option is outside its range.
 absl::Status Validate(const LossOptions& options);
 
 // About the largest derivative of a row's loss with respect to a logit that these options lead to. For the
@@ -95,9 +99,6 @@ absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy);
 // gives a reason, else what the options ask for.
 Gradients GradientsOf(const LossOptions& options, absl::string_view why_exact);
 
-// Optimizer hyper-parameters of one step, as plain data. They come with every step, so that a
-// learning-rate schedule lives in the trainer.
-
 // How much per-parameter state a head reserves when it is created.
 enum class OptimizerState : uint8_t {
   kNone,      // plain SGD only: no state
@@ -105,6 +106,9 @@ enum class OptimizerState : uint8_t {
   kAdam,      // two fp32 values a parameter: AdamW (SGD with momentum fits too)
 };
 
+// The hyper-parameters of one optimizer step. They come with every step, so that a learning-rate schedule
+// lives in the trainer.
+//
 // The update is torch.optim.AdamW's (decoupled weight decay, bias correction) or torch.optim.SGD's
 // (L2 weight decay added to the gradient, momentum with optional dampening and Nesterov), on fp32
 // master weights. The gradient used is grad_multiplier times the accumulated one. Unlike in torch, AdamW with
@@ -129,7 +133,7 @@ struct OptimizerOptions {
   friend bool operator==(const OptimizerOptions&, const OptimizerOptions&) = default;
 };
 
-// INVALID_ARGUMENT naming the field and its value if a hyper-parameter is outside its range.
+// INVALID_ARGUMENT if a hyper-parameter is outside its range.
 absl::Status Validate(const OptimizerOptions& options);
 
 // The least state that `options` needs: kNone, kMomentum or kAdam.
@@ -165,6 +169,7 @@ enum class Split : uint8_t {
 // The most that HeadConfig::replicas may be.
 inline constexpr int32_t kMostReplicas = 1 << 16;
 
+// The shape of a head, what is computed in which type, and how the head lies on its devices.
 struct HeadConfig {
   int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
@@ -194,7 +199,7 @@ struct HeadConfig {
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };
 
-// INVALID_ARGUMENT naming the field and its value.
+// INVALID_ARGUMENT if the head cannot be made as it is described.
 absl::Status Validate(const HeadConfig& config);
 // The same for a head that is to lie on so many devices: replicas divide them, and shares are one for each
 // device of a replica.

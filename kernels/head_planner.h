@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a backend would make of a head, without making it. Backends that can tell are HeadPlanners besides.
+// What a backend would make of a head, without making it. Backends that can tell implement HeadPlanner too.
+//
+// The file is shorter than 60 lines because few sources include it: the backends that can tell, and the one
+// file of the engine that asks.
 #ifndef LOSSD_KERNELS_HEAD_PLANNER_H_
 #define LOSSD_KERNELS_HEAD_PLANNER_H_
 
@@ -32,7 +35,7 @@ class HeadPlanner {
                                                     const MemoryBytes& beside) const = 0;
 };
 
-// Of a backend that is no HeadPlanner, its plan of the memory alone.
+// The plan of any backend. If the backend is no HeadPlanner, the plan has the memory alone.
 inline absl::StatusOr<PlannedHead> PlanWholeHead(const Backend& backend, const HeadConfig& config,
                                                  const MemoryBytes& beside = {}) {
   const auto* const planner = dynamic_cast<const HeadPlanner*>(&backend);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory this process can still have, as the system tells: MemAvailable, the limits of its control
-// groups (v1 and v2, with those around them), and the limits of the process (ulimit -v, -d).
+// How much memory this process can still have, as the system says: by MemAvailable, by the limits of its
+// control groups (v1 and v2, with the groups around them), and by the limits of the process (ulimit -v, -d).
 //
 // Thread-safe; every call reads the files anew.
 #ifndef LOSSD_KERNELS_HOST_MEMORY_H_
@@ -13,6 +13,7 @@
 
 namespace lossd::kernels {
 
+// Reads what the system says.
 class HostMemory {
  public:
   // What bounds the process most.

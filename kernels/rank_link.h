@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads whose replicas lie in several processes, one replica in each: how a process takes part in the sums.
-// A backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
+// Heads whose replicas lie in several processes, one replica in each. RankLink is how a process takes part in
+// the sums; a backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
+// RankState and RankTimes are what a server knows of one rank.
 //
-// Driven by the backend's driving thread, but for Abort and Times, which are thread-safe.
+// A RankLink is driven by the backend's driving thread, but for Abort and Times, which are thread-safe. The
+// structs are plain data; thread-compatible.
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
 
@@ -31,6 +33,7 @@ struct RankTraits {
   std::string nccl_version;  // "2.28.3"; empty: NCCL is not offered
 };
 
+// Connects the heads of one rank with those of the others.
 class RankLink {
  public:
   virtual ~RankLink() = default;
@@ -71,15 +74,13 @@ class RankLink {
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
-// What is known of one rank, a device of a server that has several, in one process or more. Values;
-// thread-compatible.
-
 // What has gone from rank 0 to a worker in messages and come back, since the ranks came together.
 struct RankTraffic {
   int64_t sent_bytes = 0;
   int64_t received_bytes = 0;
 };
 
+// What is known of one rank: a device of a server that has several devices, in one process or more.
 struct RankState {
   int rank = 0;
   std::string host;

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which part of a head each of several devices has. By rows, every device computes other rows: it has all
-// values and accumulates gradients of all classes, but each parameter is updated by one of the devices, which
-// alone keeps its optimizer state. By vocabulary, a device has all that belongs to its classes, and nothing
-// of the other classes; of several copies of such a head, each computes other rows, and each class is updated
-// in one of them. Plain data.
+// Which part of a head each of several devices has (Replica, Shard), how memory goes between the processes of
+// one server (HostTransfers), and which parts of a head lie in other processes (RemoteParts).
+//
+// By rows, every device computes other rows: it has all values and accumulates gradients of all classes, but
+// each parameter is updated by one of the devices, which alone keeps its optimizer state. By vocabulary, a
+// device has all that belongs to its classes, and nothing of the other classes. A head by vocabulary may have
+// several copies; each copy computes other rows, and each class is updated in one of the copies.
+//
+// Structs are plain data. Functions that take no head are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_REPLICA_H_
 #define LOSSD_KERNELS_REPLICA_H_
 
@@ -94,17 +98,16 @@ inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const 
           .norm = true};
 }
 
-// Memory of the host that goes between the processes of one server, which are ranks of it.
-
-// Memory that goes to another rank, or is filled with what one sends; bytes > 0.
+// Memory that goes to another rank, or is filled with what another rank sends; bytes > 0. The processes of
+// one server are its ranks.
 struct RankTransfer {
   int rank = 0;
   void* data = nullptr;
   size_t bytes = 0;
 };
 
-// Called by one thread at a time, but for Abort, which is thread-safe. After an error every call fails with
-// it.
+// Carries memory of the host between the processes of one server. Called by one thread at a time, but for
+// Abort, which is thread-safe. After an error every call fails with it.
 class HostTransfers {
  public:
   virtual ~HostTransfers() = default;
@@ -123,9 +126,7 @@ class HostTransfers {
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
-// What a head of which parts lie in other processes offers besides HeadKernels: those processes can save and
-// load their parts by themselves.
-
+// A part of a head that lies in another process.
 struct RemotePart {
   int rank = 0;                // of the process
   uint64_t head = 0;           // what the head is called there
@@ -133,7 +134,8 @@ struct RemotePart {
   Split split = Split::kRows;  // and by what the head is divided: never kAny
 };
 
-// Driven as HeadKernels.
+// What a head offers besides HeadKernels if parts of it lie in other processes: those processes can save and
+// load their parts by themselves. Driven as HeadKernels.
 class RemoteParts {
  public:
   virtual ~RemoteParts() = default;
@@ -143,7 +145,7 @@ class RemoteParts {
   virtual void PassBy(absl::Span<const int> ranks) = 0;
 };
 
-// Those of any head.
+// The remote parts of any head; empty if it has none.
 inline std::vector<RemotePart> RemotePartsOf(HeadKernels& head) {
   const auto* const parts = dynamic_cast<const RemoteParts*>(&head);
   return parts == nullptr ? std::vector<RemotePart>() : parts->remote_parts();

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of arguments that every backend makes alike, before anything is computed or changed.
+// Checks of arguments that every backend makes alike, before anything is computed or changed. The file also
+// has what the checks of a divided head need: which rows of a tensor a replica keeps and updates (ShardRows),
+// and how the shares of a living head change (DividedClasses).
 //
-// Stateless and thread-safe. Messages name the field and the value.
+// Functions but SetShares are stateless and thread-safe. Messages name the field and the value.
 #ifndef LOSSD_KERNELS_VALIDATION_H_
 #define LOSSD_KERNELS_VALIDATION_H_
 
@@ -27,18 +29,16 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
 absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
                                   DType dtype, size_t bytes);
 
-// Likewise for a replica, which has StoredRowsOf() of a tensor: NOT_FOUND if that is none of the parameter's,
-// INVALID_ARGUMENT if some of the rows are another's.
+// The same check for a replica, which keeps the rows StoredRowsOf() of a tensor: NOT_FOUND if it keeps no row
+// of the parameter, INVALID_ARGUMENT if another replica keeps some of the rows.
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes);
 
 // For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);
 
-// What a head of which several devices have some of the classes each offers besides HeadKernels: its classes
-// can be divided by other shares while it lives.
-
-// Driven as HeadKernels.
+// What a head by vocabulary offers besides HeadKernels: its classes can be divided among its devices by other
+// shares while the head lives. Driven as HeadKernels.
 class DividedClasses {
  public:
   // Says whether the head may become so: `divided` has the config, the rows and the memory that it would
@@ -55,7 +55,8 @@ class DividedClasses {
   virtual absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) = 0;
 };
 
-// Of any head. FAILED_PRECONDITION if its classes are not divided among devices, or if it has replicas.
+// SetShares of any head; driven as HeadKernels. FAILED_PRECONDITION if its classes are not divided among
+// devices, or if it has replicas.
 inline absl::Status SetShares(HeadKernels& head, const std::vector<int32_t>& shares,
                               DividedClasses::Accept accept) {
   auto* const divided = dynamic_cast<DividedClasses*>(&head);
@@ -64,9 +65,7 @@ inline absl::Status SetShares(HeadKernels& head, const std::vector<int32_t>& sha
       "the head is not split by vocabulary over several devices, or has replicas (nothing changed)");
 }
 
-// Which rows of a parameter a replica keeps and updates (replica.h). Stateless; thread-safe.
-
-// Rows [first, first + rows) of a parameter.
+// Rows [first, first + rows) of a parameter: those that a replica keeps, updates or computes (replica.h).
 struct ShardRows {
   int64_t first = 0;
   int64_t rows = 0;

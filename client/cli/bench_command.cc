@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench
+// The command bench.
 #include <atomic>
 #include <cstdio>
 #include <memory>

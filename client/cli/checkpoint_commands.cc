@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// save, load, checkpoints, checkpoints rm
+// The commands save, load, checkpoints and checkpoints rm.
 #include <algorithm>
 #include <cstdio>
 #include <memory>

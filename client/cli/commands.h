@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands of lossctl, by group; one .cc file each. Each function adds its subcommands to `app`; a chosen
-// subcommand sets context->action. `context` must outlive `app`.
+// The commands of lossctl, by group, which the sources *_command.cc and *_commands.cc define. Each function
+// adds its subcommands to `app`; a chosen subcommand sets context->action. `context` must outlive `app`.
+//
+// It is shorter than 60 lines because it only names the functions that main.cc calls.
 #ifndef LOSSD_CLIENT_CLI_COMMANDS_H_
 #define LOSSD_CLIENT_CLI_COMMANDS_H_
 

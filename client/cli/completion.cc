@@ -18,6 +18,9 @@
 #include "client/cli/value_checks.h"
 
 namespace lossd::cli {
+
+// ---- Words that may follow ----
+
 namespace {
 
 bool IsOption(absl::string_view word) { return word.size() > 1 && word[0] == '-'; }
@@ -289,6 +292,8 @@ absl::string_view CompletionScript(absl::string_view shell) {
   if (shell == "zsh") return kZsh;
   return shell == "fish" ? kFish : "";
 }
+
+// ---- The command completion ----
 
 namespace {
 

@@ -55,7 +55,7 @@ struct Context {
   // Decides which server it is and how to prove who asks, once. The server is, in this order: --server, that
   // of --context, LOSSD_SERVER, that of LOSSD_CONTEXT, that of the current context, kDefaultServer.
   // Certificates and the token come from options or the environment, and else from the context that named
-  // the server: they are never shown to another one. Errors as those of the context's files.
+  // the server: they are never shown to another one. Errors are the same as of the context's files.
   absl::Status Settle();
 
   // All but one of these Settle first.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// context list, use, add, remove, show
+// The commands context list, use, add, remove and show.
 #include <CLI/Error.hpp>
 #include <filesystem>
 #include <memory>

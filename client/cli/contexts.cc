@@ -32,6 +32,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
+
+// ---- Private files ----
+
 namespace {
 
 absl::Status SystemError(const std::string& path, absl::string_view what, int error) {
@@ -134,6 +137,8 @@ FolderLock::FolderLock(FolderLock&& other) noexcept : descriptor_(std::exchange(
 FolderLock::~FolderLock() {
   if (descriptor_ >= 0) close(descriptor_);
 }
+
+// ---- Contexts ----
 
 namespace {
 

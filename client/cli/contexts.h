@@ -12,9 +12,10 @@
 //   }
 //
 // Paths are relative to the file's folder. The file has no token in it: a token is in a file of its own,
-// which nobody else may read.
+// which nobody else may read. The file also holds the functions that read and replace such private files.
 //
-// Stateless and thread-safe. Errors name the file and the line.
+// Functions are stateless and thread-safe; FolderLock keeps other programs out. Errors name the file and the
+// line.
 #ifndef LOSSD_CLIENT_CLI_CONTEXTS_H_
 #define LOSSD_CLIENT_CLI_CONTEXTS_H_
 
@@ -29,6 +30,7 @@
 
 namespace lossd::cli {
 
+// Who may do what with a small file that belongs to one user.
 enum class Privacy {
   kOthersMustNotWrite,
   // Not a group either, unless the file belongs to root, as systemd and Kubernetes hand secrets out.
@@ -58,7 +60,7 @@ class FolderLock {
   int descriptor_;
 };
 
-// One of them. Empty: not given.
+// One server with a name. Empty: not given.
 struct NamedServer {
   std::string server;  // as --server takes it; not empty
   std::string ca, cert, key, token_file;

@@ -18,6 +18,9 @@
 #include "client/cli/value_checks.h"
 
 namespace lossd::cli {
+
+// ---- History of a head ----
+
 namespace {
 
 std::string Steps(uint64_t count) { return absl::StrCat(HumanCount(count), count == 1 ? " step" : " steps"); }
@@ -81,6 +84,8 @@ std::string WhatIsLost(const v1::HeadDescription& head) {
   return absl::StrCat(text, ", and ", HumanCount(head.step_rows()), " rows in the open step");
 }
 
+// ---- Events ----
+
 namespace {
 
 bool IsEvent(const Json& event) {
@@ -120,6 +125,8 @@ std::string EventLine(const Json& event) {
                          head.empty() ? "" : absl::StrCat(head, ": "), text("text"),
                          count > 1 ? absl::StrCat(" (", count, " times)") : "");
 }
+
+// ---- Descriptions ----
 
 namespace {
 

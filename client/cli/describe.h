@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The protocol's messages for people and for scripts. JSON keys are stable: they may be added to, not
-// changed. Incarnations are strings of sixteen hexadecimal digits; other 64-bit numbers are JSON numbers.
+// The protocol's messages, the history of a head and the server's events, for people and for scripts. JSON
+// keys are stable: keys may be added, not changed. Incarnations are strings of sixteen hexadecimal digits;
+// other 64-bit numbers are JSON numbers.
 //
 // Pure functions, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_DESCRIBE_H_
@@ -39,10 +40,7 @@ std::optional<uint64_t> StepsSinceSave(const v1::HeadDescription& head);
 // the open step if there are any.
 std::string WhatIsLost(const v1::HeadDescription& head);
 
-// Reads what a server answers at /events.json (docs/operations.md#events), and shows events as lines.
-//
-// Pure functions, thread-safe.
-
+// What a server answers at /events.json (docs/operations.md#events).
 struct Events {
   std::string incarnation;  // of the server
   uint64_t last_id = 0;
@@ -50,7 +48,7 @@ struct Events {
   std::vector<nlohmann::ordered_json> events;  // as the server wrote them, the oldest change first
 };
 
-// INTERNAL if the text is none.
+// INTERNAL if the text is no such answer.
 absl::StatusOr<Events> ParseEvents(absl::string_view json);
 
 // "2026-01-02T03:04:05.678Z warning  ApplyStep ended with NOT_FOUND (12 times)", with the head if it is of

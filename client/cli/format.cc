@@ -15,6 +15,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
+
+// ---- Style ----
+
 namespace {
 
 // Of the sixteen colours that every terminal has, and that its owner may have chosen.
@@ -50,6 +53,8 @@ bool HasColor(ColorMode mode, int descriptor) {
   return isatty(descriptor) != 0 && !terminal.empty() && terminal != "dumb" &&
          EnvironmentVariable("NO_COLOR").empty();
 }
+
+// ---- Numbers, tables and fields ----
 
 namespace {
 

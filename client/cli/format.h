@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers and tables as people read them. Pure functions, thread-safe.
+// Text for people: numbers, bars, tables and lists of fields, their colours, and the environment variables
+// that say how text looks. Functions are thread-safe as long as nothing changes the environment; the classes
+// are thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_FORMAT_H_
 #define LOSSD_CLIENT_CLI_FORMAT_H_
 
@@ -16,18 +18,15 @@
 
 namespace lossd::cli {
 
-// The value of a variable; empty if it is not set.
+// The value of an environment variable; empty if it is not set.
 inline std::string EnvironmentVariable(const char* name) {
   const char* const value = std::getenv(name);
   return value == nullptr ? "" : value;
 }
 
-// How text for people looks: how much of it there is, and in which colours.
-//
-// Thread-compatible.
-
 enum class Tone : uint8_t { kPlain, kTitle, kGood, kWarning, kBad, kFaint };
 
+// How text for people looks: how much of it there is, and in which colours.
 struct Style {
   bool wide = false;   // columns and fields that not everyone needs, too
   bool color = false;  // escape sequences for tones

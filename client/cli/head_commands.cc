@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// heads, describe, create, delete
+// The commands heads, describe, create, delete and reset.
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -16,6 +16,9 @@
 #include "client/cli/value_checks.h"
 
 namespace lossd::cli {
+
+// ---- heads, describe, create, delete ----
+
 namespace {
 
 absl::Status PrintHead(Context* context, const absl::StatusOr<v1::HeadDescription>& head) {
@@ -185,7 +188,7 @@ void AddHeadCommands(CLI::App* app, Context* context) {
                   [=](client::Client& client) { return RunDelete(context, *name, *yes, client); });
 }
 
-// reset
+// ---- reset ----
 
 namespace {
 

@@ -18,6 +18,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
+
+// ---- Addresses ----
+
 namespace {
 
 constexpr int kDefaultPort = 7071;  // of lossd's --http
@@ -73,6 +76,8 @@ absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, c
   if (scheme == "https" && has_name) return absl::StrCat(scheme, "://", HostOf(target, false), port);
   return url;
 }
+
+// ---- Pages ----
 
 namespace {
 
@@ -186,6 +191,8 @@ absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::stri
   client.enable_server_certificate_verification(false);
   return Ask(&client, Method::kGet, address, path, timeout);
 }
+
+// ---- Metrics ----
 
 namespace {
 

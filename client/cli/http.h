@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a server answers HTTP, from what it says of itself and from how it was reached. Pure, thread-safe.
+// lossctl's HTTP client: at which address a server answers HTTP, how a page is fetched from there, and how
+// the metrics on such a page are read. Functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_HTTP_H_
 #define LOSSD_CLIENT_CLI_HTTP_H_
 
@@ -30,18 +31,16 @@ std::string DefaultHttpAddress(const std::string& target);
 // host reaches. Of a server that is too old to say, DefaultHttpAddress is taken.
 absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, const std::string& target);
 
-// Fetches a page over HTTP, or asks for something to be done.
-
 // The field (kernels/errors/field_error.h) of HttpFetch's errors about the address.
 inline constexpr absl::string_view kHttpField = "--http";
 
 // The body of http://`address``path`; `address` is "host:port". UNAVAILABLE if there is no answer within
 // `timeout`, PERMISSION_DENIED (403), FAILED_PRECONDITION (409) or INTERNAL for another answer than 200.
-// Thread-safe. `address` may also be "https://host:port"; then the server's certificate must be of
+// `address` may also be "https://host:port"; then the server's certificate must be of
 // credentials.ca. A token is sent over TLS or to a loopback address only.
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
                                       const client::CredentialOptions& credentials, absl::Duration timeout);
-// The same of what a server does when it is asked with POST.
+// The same with POST, for what a server does when it is asked.
 absl::StatusOr<std::string> HttpPost(const std::string& address, const std::string& path,
                                      const client::CredentialOptions& credentials, absl::Duration timeout);
 
@@ -52,24 +51,23 @@ struct HttpAnswer {
 };
 
 // Whatever is answered at `path`, to a probe: without a token, and without a look at the server's
-// certificate, as the probes of Kubernetes. Errors like those of HttpFetch, but for the status. Thread-safe.
+// certificate, as the probes of Kubernetes. The errors are the same as of HttpFetch, except that any status
+// is an answer.
 absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path,
                                      absl::Duration timeout);
 
-// Reads Prometheus' text format, as far as servers print it, and estimates quantiles from histograms.
-//
-// Pure functions, thread-safe.
-
+// A sample of Prometheus' text format.
 struct MetricSample {
   std::string name;
   std::map<std::string, std::string> labels;
   double value = 0;
 };
 
-// Comments and lines that are no samples are left out.
+// Reads Prometheus' text format, as far as servers print it. Comments and lines that are no samples are left
+// out.
 std::vector<MetricSample> ParseMetrics(absl::string_view text);
 
-// Cumulative counts by upper bound, as in `<name>_bucket` samples; those of several label sets are summed.
+// Cumulative counts by upper bound, as in `<name>_bucket` samples; several label sets are summed.
 using Buckets = std::map<double, double>;
 Buckets BucketsOf(const std::vector<MetricSample>& samples, absl::string_view name);
 

@@ -23,6 +23,9 @@
 #include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
+
+// ---- Interrupt ----
+
 namespace {
 
 std::atomic<bool> g_received{false};
@@ -57,6 +60,8 @@ void Interrupt::Sleep(absl::Duration duration) const {
   while (!received() && clocks::SteadyNow() < end)
     absl::SleepFor(std::min(end - clocks::SteadyNow(), absl::Milliseconds(50)));
 }
+
+// ---- Terminal ----
 
 namespace {
 
@@ -262,6 +267,8 @@ Terminal::Event Terminal::Wait(absl::Time until, char* key) {
 }
 
 void Terminal::Wake() { Poke(); }
+
+// ---- RunLive ----
 
 namespace {
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Views that look at the server again and again: drawn over themselves on a terminal, printed one after the
-// other elsewhere.
+// Views that look at the server again and again (LiveView, RunLive), the terminal that they are drawn on
+// (Terminal), and the flag that Ctrl-C sets for other long commands (Interrupt). A view is drawn over itself
+// on a terminal, and printed again and again elsewhere.
+//
+// Thread-compatible except where a class says more.
 #ifndef LOSSD_CLIENT_CLI_LIVE_H_
 #define LOSSD_CLIENT_CLI_LIVE_H_
 
@@ -16,7 +19,8 @@
 
 namespace lossd::cli {
 
-// While one lives, signals only set the flag; a second one ends the process as usual. At most one at a time.
+// Turns Ctrl-C and SIGTERM into a flag, so that long commands end in order. While an Interrupt lives, these
+// signals only set the flag; a second one ends the process as usual. At most one at a time.
 class Interrupt {
  public:
   Interrupt();
@@ -32,7 +36,7 @@ class Interrupt {
 
 // The terminal while a live view is on it: its second screen without a cursor, keys that come one by one, and
 // the way back on every exit.
-
+//
 // At most one at a time. While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end Wait with kQuit; a second
 // one ends the process as usual. Whatever ends the process, but SIGKILL, gives the terminal back first;
 // stopping it (Ctrl-Z) does, too, and the screen comes back with it.
@@ -82,6 +86,7 @@ struct Frame {
   Style style;
 };
 
+// What a live command shows: `watch`, `top`. Two classes implement it. RunLive calls it.
 class LiveView {
  public:
   virtual ~LiveView() = default;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// events
+// The commands events, top, trace and watch.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -20,6 +20,9 @@
 #include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
+
+// ---- events ----
+
 namespace {
 
 constexpr absl::Duration kPause = absl::Seconds(1);  // between looks
@@ -93,7 +96,7 @@ void AddEventsCommand(CLI::App* app, Context* context) {
   events->callback([=] { context->action = [=] { return RunEvents(context, *flags); }; });
 }
 
-// top
+// ---- top ----
 
 namespace {
 
@@ -178,7 +181,7 @@ void AddTopCommand(CLI::App* app, Context* context) {
   });
 }
 
-// trace
+// ---- trace ----
 
 namespace {
 
@@ -223,7 +226,7 @@ void AddTraceCommand(CLI::App* app, Context* context) {
   trace->callback([=] { context->action = [=] { return RunTrace(context, *flags); }; });
 }
 
-// watch
+// ---- watch ----
 
 namespace {
 

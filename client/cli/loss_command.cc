@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// loss
+// The command loss.
 #include <CLI/Error.hpp>
 #include <cstdio>
 #include <fstream>

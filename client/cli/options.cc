@@ -22,6 +22,9 @@
 #include "client/cli/value_checks.h"
 
 namespace lossd::cli {
+
+// ---- Confirm ----
+
 namespace {
 
 // The next line of stdin, up to a few characters of it. Empty at its end.
@@ -58,6 +61,8 @@ absl::Status Confirm(bool yes, const std::string& question, const std::string& o
   return absl::CancelledError(otherwise);
 }
 
+// ---- Initial values ----
+
 void AddInitialValues(CLI::App* command, InitialValues* values) {
   v1::TensorFile* const file = &values->file;
   const std::string group = "Initial values (default: --seed 0)";
@@ -88,6 +93,8 @@ void AddInitialValues(CLI::App* command, InitialValues* values) {
       ->needs(from)
       ->group(group);
 }
+
+// ---- Global options ----
 
 namespace {
 
@@ -176,6 +183,8 @@ void ReadGlobalOptions(std::vector<std::string> words, Context* context) {
     // The rest of the words is as good as it is.
   }
 }
+
+// ---- Options of several commands ----
 
 namespace {
 

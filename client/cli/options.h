@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ways to add command line options that several commands use.
+// Command line options that several commands use: the functions that add them to a CLI11 command, the global
+// options, and the question that commands ask before they throw something away (Confirm).
+//
+// Thread-compatible: commands run on the main thread.
 #ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
 #define LOSSD_CLIENT_CLI_OPTIONS_H_
 
@@ -39,8 +42,7 @@ absl::Status CheckMayAsk(bool yes, const std::string& command);
 // given. Else CANCELLED with `otherwise`, e.g. "not deleted".
 absl::Status Confirm(bool yes, const std::string& question, const std::string& otherwise);
 
-// The options that say which values a head begins with, for the commands that make or reset one.
-
+// Which values a head begins with, for the commands that make or reset one.
 struct InitialValues {
   std::optional<uint64_t> seed;
   bool zeros = false;
@@ -64,11 +66,10 @@ struct InitialValues {
 // --seed, --zeros, or --from with the names of tensors. `values` outlives the command.
 void AddInitialValues(CLI::App* command, InitialValues* values);
 
-// The options that every command has.
-
+// Adds the options that every command has.
 void AddGlobalOptions(CLI::App* app, Context* context);
 
-// Reads them among the words of an unfinished command line.
+// Reads the global options among the words of an unfinished command line.
 void ReadGlobalOptions(std::vector<std::string> words, Context* context);
 
 // An option whose value is one of the words; `set` is called with what the word stands for.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// plan
+// The command plan.
 #include <algorithm>
 #include <cmath>
 #include <fstream>

@@ -14,6 +14,9 @@
 #include "client/cli/json.h"
 
 namespace lossd::cli {
+
+// ---- Memory of a trainer ----
+
 namespace {
 
 using plan::HeadMemory;
@@ -91,6 +94,8 @@ Json TrainerMemoryJson(const TrainerMemory& memory) {
   }
   return json;
 }
+
+// ---- Pipelines ----
 
 namespace {
 
@@ -209,6 +214,8 @@ Json PipelinesJson(const plan::Plan& plan) {
   }
   return json;
 }
+
+// ---- The whole plan ----
 
 namespace {
 

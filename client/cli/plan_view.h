@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan (client/plan/plan.h) as text for people and as JSON for scripts. Pure functions; thread-safe.
+// A plan (client/plan/plan.h) as text for people and as JSON for scripts: the whole plan, its pipelines, and
+// the memory of a trainer (client/plan/trainer_memory.h). Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_CLI_PLAN_VIEW_H_
 #define LOSSD_CLIENT_CLI_PLAN_VIEW_H_
 
@@ -16,12 +17,10 @@
 
 namespace lossd::cli {
 
-// A section of the plan: a title, a table, and what its columns hold.
+// The memory of a trainer, a section of the plan: a title, a table, and what its columns hold.
 std::string TrainerMemoryText(const plan::TrainerMemory& memory, const plan::Model& model);
 // In bytes and rows.
 nlohmann::ordered_json TrainerMemoryJson(const plan::TrainerMemory& memory);
-
-// What `lossctl plan` says of pipelines, for people and for programs. Pure functions; thread-safe.
 
 // The indices of Measured::sources that the predictions are calibrated with, ascending.
 std::vector<size_t> StepSources(const plan::Measured& measured);

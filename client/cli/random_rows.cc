@@ -19,6 +19,8 @@
 
 namespace lossd::cli {
 
+// ---- Random rows ----
+
 absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint64_t vocab_size,
                                       v1::DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -44,7 +46,7 @@ absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_
   const std::optional<kernels::HostMemory::Bound> bound = kernels::HostMemory().Available();
   if (!bound.has_value()) return absl::OkStatus();
   const double of_value = dtype == v1::DTYPE_FP32 ? 4 : 2;
-  // Made in fp32 and then converted; the targets besides.
+  // Made in fp32 and then converted; the targets are made with them.
   const double of_row =
       (sizeof(float) + of_value * copies) * static_cast<double>(hidden_size) + sizeof(int32_t);
   const double most = std::max(0.0, std::floor(static_cast<double>(bound->bytes) / of_row));
@@ -55,6 +57,8 @@ absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_
                    " values a row: that is the memory which this machine has"),
       rows, absl::StatusCode::kResourceExhausted);
 }
+
+// ---- Rows of a real model ----
 
 namespace {
 
@@ -101,6 +105,8 @@ absl::Status WriteRealWeight(const data::RealRows& rows, const std::string& head
   }
   return absl::OkStatus();
 }
+
+// ---- RowBuffer ----
 
 using client::internal::CudaDriver;
 

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random hidden states and targets, the same for the same seed on every machine.
+// The rows that `lossctl bench` and `lossctl loss` send: random hidden states and targets, the same for the
+// same seed on every machine; rows with the softmax of a real model; and the memory of the host or of a GPU
+// that rows lie in (RowBuffer).
+//
+// Functions are thread-safe; RowBuffer is thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_RANDOM_ROWS_H_
 #define LOSSD_CLIENT_CLI_RANDOM_ROWS_H_
 
@@ -35,10 +39,9 @@ absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint6
 absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_size, v1::DType dtype,
                        int copies);
 
-// Hidden states and a weight like a real model's, for benchmarks: how peaked the rows are decides what
-// computing their gradients costs (kernels/data).
-
 // OK if rows of real data mean something to such a head: FAILED_PRECONDITION if it has a norm or a bias.
+// Benchmarks use them because how peaked the rows are decides what computing their gradients costs
+// (kernels/data).
 absl::Status CheckTakesRealRows(const v1::HeadSpec& spec);
 
 // All rows of `rows`, as `dtype`. Thread-safe.
@@ -50,7 +53,6 @@ absl::Status WriteRealWeight(const data::RealRows& rows, const std::string& head
 // Memory for rows of a benchmark, of the host or of a GPU.
 //
 // Move-only; thread-compatible. Errors are those of client::internal::CudaDriver.
-
 class RowBuffer {
  public:
   // Uninitialised on a GPU (the driver's number), zeros on the host (nullopt). `bytes` may be 0.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// health, server, metrics
+// The commands health, server and metrics.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>

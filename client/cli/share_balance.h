@@ -12,7 +12,7 @@
 
 namespace lossd::cli {
 
-// What a device was measured to do for so many rows, those of a microbatch.
+// What a device was measured to do for the rows of one microbatch.
 struct DeviceLoad {
   int64_t classes = 0;
   double head_seconds = 0;   // for its classes, without what it waits for other devices

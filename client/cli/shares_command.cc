@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// shares
+// The command shares.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad-norm, step, zero-grad
+// The commands grad-norm, step and zero-grad.
 #include <memory>
 #include <nlohmann/json.hpp>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// read, write, add-grad
+// The commands read, write and add-grad.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -11,6 +11,9 @@
 #include "absl/strings/str_format.h"
 
 namespace lossd::cli {
+
+// ---- Checks ----
+
 namespace {
 
 struct Unit {
@@ -111,6 +114,8 @@ std::optional<uint64_t> ParseBytes(absl::string_view text) {
   }
   return std::nullopt;
 }
+
+// ---- Words of enumerations ----
 
 const std::map<std::string, v1::DType>& DTypes() {
   static const auto* words = new std::map<std::string, v1::DType>{

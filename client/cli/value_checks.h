@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the value of an option may be. Each check returns "" for a value that may stand there, and else what
-// it must be and what it is: `must be a whole number from 1 to 64, got "-3"`.
+// What the value of an option may be: checks of numbers and texts, and the words for the protocol's
+// enumerations. Each check returns "" for a value that may stand there, and otherwise what it must be and
+// what it is: `must be a whole number from 1 to 64, got "-3"`.
 //
 // Stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_VALUE_CHECKS_H_
@@ -43,8 +44,7 @@ ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
 // but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
 std::optional<uint64_t> ParseBytes(absl::string_view text);
 
-// Words for the protocol's enumerations: as printed, as in JSON and as taken by flags. Thread-safe.
-
+// The words for the protocol's enumerations, as printed, as in JSON and as taken by flags.
 const std::map<std::string, v1::DType>& DTypes();                    // fp32, fp16, bf16
 const std::map<std::string, v1::Norm>& Norms();                      // none, layernorm, rmsnorm
 const std::map<std::string, v1::OptimizerState>& OptimizerStates();  // none, momentum, adam

@@ -14,6 +14,9 @@
 #include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
+
+// ---- The picture ----
+
 namespace {
 
 std::string MemoryOf(const v1::ServerDescription& server, const Frame& frame) {
@@ -260,7 +263,7 @@ std::string WatchHistory::Line() const {
                       latency.empty() ? "" : "  microbatch " + latency, "\n");
 }
 
-// WatchHistory: samples and what has changed between them. Its picture is in watch_view.cc.
+// ---- WatchHistory: samples and what has changed between them ----
 
 namespace {
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `lossctl watch` shows, apart from terminals and servers: a history of samples and its picture.
+// What `lossctl watch` shows, apart from terminals and servers: a history of samples and its picture, and the
+// numbers that it takes out of the server's metrics.
 //
-// Thread-compatible.
+// WatchHistory is thread-compatible; functions are pure and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_WATCH_VIEW_H_
 #define LOSSD_CLIENT_CLI_WATCH_VIEW_H_
 
@@ -34,6 +35,7 @@ struct WatchSample {
   std::string why_no_metrics;                        // else
 };
 
+// The samples of one `lossctl watch`, and what has changed between them.
 class WatchHistory {
  public:
   // Keeps rates of the last `length` intervals, and losses of as many steps.
@@ -91,8 +93,7 @@ class WatchHistory {
   std::map<std::string, HeadHistory> heads_;
 };
 
-// Numbers out of the server's metrics that watch shows. Pure functions, thread-safe.
-
+// The names of the metrics that watch shows.
 inline constexpr char kMicrobatchSeconds[] = "lossd_microbatch_seconds";
 inline constexpr char kPayloadBytes[] = "lossd_payload_bytes_total";
 inline constexpr char kChunks[] = "lossd_chunks_total";

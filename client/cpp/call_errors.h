@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors of arguments that the client refuses itself, before anything is sent.
+// The errors that the client makes itself: arguments that it refuses before anything is sent, messages of the
+// server that the protocol does not allow, and steps whose gradients are gone. client.h describes these
+// errors to callers; client/python/src/lossd/errors.py has the same messages.
 //
-// Thread-safe.
+// Functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CPP_CALL_ERRORS_H_
 #define LOSSD_CLIENT_CPP_CALL_ERRORS_H_
 
@@ -24,21 +26,15 @@ inline absl::Status ArgumentError(absl::string_view field, const absl::AlphaNum&
                                {std::string(field), std::string(problem), std::string(value.Piece())});
 }
 
-// Errors of messages that the protocol does not allow. client.h describes them to callers.
-//
-// Thread-safe.
-
-// INTERNAL "server sent <what>", where `what` are arguments of absl::StrCat:
-// ServerSent("step ", 7, " in answer to step ", 8).
+// INTERNAL "server sent <what>", for a message that the protocol does not allow, where `what` are arguments
+// of absl::StrCat: ServerSent("step ", 7, " in answer to step ", 8).
 template <typename... What>
 absl::Status ServerSent(const What&... what) {
   return absl::InternalError(absl::StrCat("server sent ", what...));
 }
 
-// The errors of a trainer's step whose gradients are gone: ABORTED, with a payload by which RestartOf and
-// IsStepDiscarded (client.h) know them.
-//
-// Functions are stateless and thread-safe. client/python/src/lossd/errors.py has the same messages.
+// The errors of a trainer's step whose gradients are gone are ABORTED, with a payload by which RestartOf and
+// IsStepDiscarded (client_options.h) know them.
 
 // With a Restart: the server was another process before, and what it had accumulated for `step` is gone.
 absl::Status RestartedError(absl::string_view head, uint64_t before, uint64_t now,

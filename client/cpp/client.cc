@@ -22,6 +22,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::client {
+
+// ---- CheckpointCalls ----
+
 namespace {
 
 using internal::Call;
@@ -90,6 +93,8 @@ absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointCalls::DeleteCheckpoint(a
               request, DeadlineAfter(timeout, calls_core_->options().transfer_timeout), Repeat::kIfTransient);
 }
 
+// ---- MonitoringCalls ----
+
 using internal::Call;
 using internal::DeadlineAfter;
 using internal::Repeat;
@@ -112,6 +117,8 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
   return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
                                                                             : Health::kNotServing;
 }
+
+// ---- Client ----
 
 namespace {
 
@@ -433,7 +440,7 @@ size_t ElementSize(v1::DType dtype) {
   return dtype == v1::DTYPE_FP16 || dtype == v1::DTYPE_BF16 ? 2 : 0;
 }
 
-// The calls of Client that make heads, or make them as new.
+// ---- Calls that make heads, or make them as new ----
 
 namespace {
 

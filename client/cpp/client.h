@@ -15,7 +15,7 @@
 // Hidden states, outputs and tensor payloads stay the caller's; they are read and written in place and must
 // stay valid until the call is done. When a call is done, successful or not, the client has let go of them.
 //
-// Errors are absl::Status. The codes are the protocol's (see loss.proto and head.proto), besides:
+// Errors are absl::Status. The codes are the protocol's (see loss.proto and head.proto) and these:
 //   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
 //   UNAUTHENTICATED    the server does not know the client, or the client does not trust the server
 //   PERMISSION_DENIED  the client's role is too low; the message names method, role and identity
@@ -56,6 +56,8 @@ namespace internal {
 class Core;
 }  // namespace internal
 
+// The calls of a Client that are about checkpoints: the base class of Client. Threads, ownership and errors
+// are those of Client.
 class CheckpointCalls {
  public:
   // `name` may be empty: the server names the checkpoint by step.
@@ -89,17 +91,14 @@ class CheckpointCalls {
   internal::Core* const calls_core_;
 };
 
-// What those ask who watch a server rather than train with it: whether it serves, and who uses it.
-//
-// Thread-safe. A zero timeout means ClientOptions::call_timeout.
-
+// What CheckHealth answers.
 enum class Health { kServing, kNotServing, kUnknownService };
 
-namespace internal {
-class Core;
-}  // namespace internal
-
-// Got from Client::monitoring; shares the client's connections, and ends with the client.
+// The calls of programs that watch a server rather than train with it: whether it serves, and who uses it.
+// Client::monitoring makes this object, which shares the client's connections and must not outlive the
+// client.
+//
+// Thread-safe. A zero timeout means ClientOptions::call_timeout.
 class MonitoringCalls {
  public:
   // Which clients send rows, and the ComputeLoss calls that are open: the oldest `max_streams` of them (0:
@@ -167,6 +166,7 @@ struct LossOutputs {
   absl::Span<int32_t> row_argmax;  // class of the largest logit; -1 for ignored rows
 };
 
+// How a loss is computed, and how its rows travel.
 struct ComputeOptions {
   v1::LossOptions loss;
 
@@ -221,6 +221,7 @@ struct BackwardOptions {
   int max_attempts = 0;
 };
 
+// The sums of one loss computation, and what it cost.
 struct LossResult {
   double loss = 0;         // loss_sum / normalizer; 0 if no row is valid
   double loss_sum = 0;     // over valid rows: z-loss included, row weights applied
@@ -257,7 +258,6 @@ struct LossResult {
 
 namespace internal {
 class LossCall;
-class Core;
 }  // namespace internal
 
 // A loss computation under way. Movable; may be used from one thread at a time, except Cancel, which may be
@@ -309,6 +309,7 @@ enum class IfExists {
   kReset,  // as new, by ResetHead with RESET_SCOPE_ALL and the request's initial values
 };
 
+// A connected client. The head of this file has its contract: threads, ownership, errors.
 class Client : public CheckpointCalls {
  public:
   // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
@@ -328,12 +329,13 @@ class Client : public CheckpointCalls {
 
   // ---- Loss ----
 
-  // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams
-  // and slices; slices of ignored rows alone are not sent. A stream that breaks (UNAVAILABLE) or is refused
-  // by the transport is sent again (the server accumulates no row twice), at most max_attempts times and only
+  // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams and
+  // slices; slices of ignored rows alone are not sent. A stream that breaks (UNAVAILABLE) or is refused by
+  // the transport is sent again (the server accumulates no row twice), at most max_attempts times and only
   // while the server has not been restarted and the gradients of the step have not been discarded. A
   // computation that neither accumulates nor retains begins again, as often, if the weights change under it:
-  // its results are those of one version of them. One failing stream ends the others; the first error counts.
+  // its results belong to one version of the weights. One failing stream ends the others; the first error
+  // counts.
   absl::StatusOr<LossResult> ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
                                          const ComputeOptions& options = {});
 
@@ -350,7 +352,7 @@ class Client : public CheckpointCalls {
                                       const BackwardOptions& options = {});
   PendingLoss BackwardAsync(const RetainedGradients& gradients, void* grad_hidden,
                             const BackwardOptions& options = {}, LossCallback callback = nullptr);
-  // Lets go of a retained microbatch; false if there was nothing to release. Repeated likewise.
+  // Lets go of a retained microbatch; false if there was nothing to release. Repeated like ComputeLoss.
   absl::StatusOr<bool> ReleaseMicrobatch(absl::string_view head, uint64_t id,
                                          absl::Duration timeout = absl::ZeroDuration());
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a client is made with.
+// What a client is made with: its options, and the credentials by which it proves who it is and knows who the
+// server is. Also what the errors of a Client say to programs. client.h includes this file.
+//
+// Functions are stateless and thread-safe; structs are plain data.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_
 #define LOSSD_CLIENT_CPP_CLIENT_OPTIONS_H_
 
@@ -121,8 +124,8 @@ struct ClientOptions {
   std::optional<int64_t> shared_memory_bytes;
 
   // Names the program that trains, in at most 128 printable characters: a head says who applied its last step
-  // (v1::HeadHistory), and errors say who trains it besides. Processes of one training may share a name. "":
-  // no name.
+  // (v1::HeadHistory), and errors say which other program trains it. Processes of one training may share a
+  // name. "": no name.
   std::string run = RunFromEnvironment();
 
   // 0: the client takes the server as it finds it. Otherwise the incarnation that the caller knows from
@@ -131,11 +134,8 @@ struct ClientOptions {
   uint64_t expected_incarnation = 0;
 };
 
-// What the errors of a Client say to programs. A part of client.h.
-//
-// Functions are stateless and thread-safe.
-
-// That the server is another process than it was, so gradients of the open step are gone.
+// What an error of a Client says about a restart: the server is another process than it was, so
+// gradients of the open step are gone.
 struct Restart {
   uint64_t before = 0;  // incarnations
   uint64_t now = 0;
@@ -157,14 +157,12 @@ std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 
 namespace lossd::client::internal {
 
-// Names that a client makes: of the program that trains, and of calls that a server does once.
-//
-// Functions are stateless and thread-safe. client/python/src/lossd/_run.py does the same for runs.
-
 // INVALID_ARGUMENT naming options.run unless it has at most 128 printable characters.
+// client/python/src/lossd/_run.py does the same.
 absl::Status CheckRunName(absl::string_view run);
 
-// So many random hexadecimal digits of the system's, a multiple of 8.
+// `digits` random hexadecimal digits of the system's, a multiple of 8: for the names that a client gives to
+// runs and to calls that a server does once.
 std::string RandomDigits(int digits);
 
 }  // namespace lossd::client::internal

@@ -24,6 +24,9 @@
 #include "proto/wire/status_details.h"
 
 namespace lossd::client {
+
+// ---- Credentials ----
+
 namespace internal {
 namespace {
 
@@ -174,6 +177,9 @@ std::string TargetFromEnvironment() {
 }  // namespace lossd::client
 
 namespace lossd::client::internal {
+
+// ---- Diagnosis ----
+
 namespace {
 
 absl::Status NoAnswer(const std::string& target) {
@@ -250,6 +256,8 @@ absl::Status Explain(const Finding& finding, const std::string& target, const Cr
   }
   return absl::OkStatus();
 }
+
+// ---- The first call ----
 
 namespace {
 

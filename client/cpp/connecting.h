@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first call on each connection of a client: whether a lossd is there, and what is there if not.
+// How a client connects: the channels that it opens with its credentials, the first call on each of them,
+// which finds out whether a lossd is there, and the error that says what is there if not.
 //
-// Stateless and thread-safe.
+// Functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CPP_CONNECTING_H_
 #define LOSSD_CLIENT_CPP_CONNECTING_H_
 
@@ -21,27 +22,22 @@
 
 namespace lossd::client::internal {
 
-// What the client makes of Credentials: every kind derives from this. Thread-safe.
+// The client's own view of Credentials: every kind of Credentials derives from this class. Thread-safe.
 class ChannelCredentials : public Credentials {
  public:
   // INVALID_ARGUMENT if a token would go to another host in the clear.
   virtual absl::Status CheckTarget(const std::string& target) const = 0;
   virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
                                               const grpc::ChannelArguments& arguments) const = 0;
-  // Why no connection to `target` comes about (Explain in connecting.h); OK: nothing was found, so that a
+  // Why no connection to `target` comes about (Explain); OK: nothing was found, so that a
   // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
   virtual absl::Status Diagnose(const std::string& target) const = 0;
 };
 
-// Why no connection to a server comes about, in words that say what to do.
-// tests/client/golden/listeners.json has cases that the Python client shares
-// (client/python/src/lossd/_diagnosis.py).
-//
-// Stateless and thread-safe.
-
-// The error that a finding at `target` means; OK for kUnknown. UNAVAILABLE if nobody is there, which may
-// change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend. `options`: what the client
-// was given.
+// The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
+// no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
+// `options`: what the client was given. tests/client/golden/listeners.json has cases that the Python client
+// shares (client/python/src/lossd/_diagnosis.py).
 absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
 
 // UNAVAILABLE: there is no server at `target`, because of `why`, a sentence without its full stop, or "".

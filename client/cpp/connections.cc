@@ -21,6 +21,9 @@
 #include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {
+
+// ---- ConnectionChooser ----
+
 namespace {
 
 // A round has at least so much payload, and is as long as that.
@@ -107,6 +110,8 @@ void ConnectionChooser::Refused(absl::string_view why, uint64_t moved) {
   round_ = {.moved_before = moved};
 }
 
+// ---- The server and the ends of calls ----
+
 namespace {
 
 // Empty if the version is not made of numbers.
@@ -151,6 +156,9 @@ absl::Status CallStatus(const grpc::Status& status, const Peer& peer) {
 }  // namespace lossd::client::internal
 
 namespace lossd::client {
+
+// ---- Connections ----
+
 namespace internal {
 namespace {
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The connections of one client and the stubs over them. A client that was not told how many to take opens
-// further ones while it works (connections.h).
+// The connections of one client, the stubs over them, and the server that they lead to. A client that was not
+// told how many connections to take opens further ones while it works: ConnectionChooser decides when.
 //
-// Thread-safe after construction.
+// Connections is thread-safe; ConnectionChooser is thread-compatible; functions are stateless and
+// thread-safe.
 #ifndef LOSSD_CLIENT_CPP_CONNECTIONS_H_
 #define LOSSD_CLIENT_CPP_CONNECTIONS_H_
 
@@ -30,6 +31,15 @@
 
 namespace lossd::client::internal {
 
+// Decides how many connections a client takes that chooses by itself. The client begins with one connection,
+// which is all that small jobs ever have. Once payload keeps the present connections busy, the client tries
+// one more for a while. It keeps that one if more bytes were moved; otherwise it drops it and tries again
+// much later.
+//
+// Both clients decide in the same way: client/python/src/lossd/_connection_chooser.py does the same, and
+// tests/client/golden/connections.json holds both to it. Times come from the caller.
+//
+// Thread-compatible.
 class ConnectionChooser {
  public:
   static constexpr int kMost = 8;
@@ -40,7 +50,7 @@ class ConnectionChooser {
     kDrop,  // the last connection is not used any more
   };
 
-  // Those that streams are spread over.
+  // The connections that streams are spread over.
   int count() const { return count_; }
 
   // A stream begins.
@@ -81,10 +91,7 @@ class ConnectionChooser {
   std::string reason_ = "little was sent in messages so far";
 };
 
-// The server that calls go to, and what their ends mean.
-//
-// Thread-safe.
-
+// The server that calls go to.
 struct Peer {
   std::string target;
   std::string version;  // of lossd, as the server says
@@ -97,6 +104,7 @@ absl::string_view ClientVersion();
 // UNIMPLEMENTED says which side is older.
 absl::Status CallStatus(const grpc::Status& status, const Peer& peer);
 
+// The connections of one client. Thread-safe after construction.
 class Connections {
  public:
   // Opens options.channels connections, or one, and waits until the server has answered on each; see

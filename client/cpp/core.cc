@@ -14,6 +14,8 @@
 
 namespace lossd::client::internal {
 
+// ---- Executor ----
+
 Executor::Executor() : thread_([this] { Run(); }) {}
 
 Executor::~Executor() {
@@ -77,6 +79,8 @@ void Executor::Run() {
     task();
   }
 }
+
+// ---- Repeats ----
 
 double Jitter() {
   thread_local absl::BitGen random;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parts of one client share.
+// What the parts of one client share: Core, which holds the options, the connections and the calls under way;
+// the Executor that runs the steps of asynchronous calls; and the rules by which calls are sent again.
+//
+// Executor and Core are thread-safe. Functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CPP_CORE_H_
 #define LOSSD_CLIENT_CPP_CORE_H_
 
@@ -28,6 +31,11 @@
 
 namespace lossd::client::internal {
 
+// Runs tasks one after another, at once or at a given time: the steps of asynchronous calls and the callbacks
+// of the client's users. The executor has a thread of its own, so that gRPC's few threads never wait for
+// either.
+//
+// Thread-safe. Tasks may post tasks. Tasks must not destroy the executor.
 class Executor {
  public:
   using Task = absl::AnyInvocable<void()>;
@@ -62,7 +70,7 @@ class Executor {
 
 class LossCall;
 
-// Thread-safe.
+// The state of one client that its calls share. Client owns it. Thread-safe.
 class Core {
  public:
   Core(ClientOptions options, std::unique_ptr<Connections> connections)
@@ -93,11 +101,9 @@ class Core {
   Executor executor_;  // last: its thread ends before anything it uses goes
 };
 
-// When a call is sent again, and after how long. Pure arithmetic but for Jitter: the caller brings the time
-// that is left and the random factor.
-//
-// Functions are stateless and thread-safe. client/python/src/lossd/_retry.py does the same;
-// tests/client/golden/waits.json holds both to it.
+// The functions below decide whether a call is sent again, and after how long. They are pure arithmetic,
+// except Jitter: the caller brings the time that is left and the random factor.
+// client/python/src/lossd/_retry.py does the same; tests/client/golden/waits.json holds both to it.
 
 // A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
 double Jitter();
@@ -124,13 +130,11 @@ std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, cons
                                                Repeat repeat = Repeat::kIfTransient);
 
 // The status of a call after its last attempt, which says how often it was tried if that was more than once.
-// One that may not be repeated says besides that an attempt before it, which had no answer, may have taken
-// effect. Payloads stay.
+// If the call may not be repeated, the status also says that an earlier attempt, which had no answer, may
+// have taken effect. Payloads stay.
 absl::Status WithAttempts(const absl::Status& status, int attempts);
 
-// Calls with one request and one response, repeated as far as they may be. Thread-safe.
-
-// Of a call that is not repeated.
+// The `repeat` of a Call that is not repeated.
 inline constexpr std::optional<Repeat> kNever;
 
 // A `timeout` of zero means `fallback`.

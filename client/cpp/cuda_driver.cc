@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// It is longer than 400 lines because the functions that it takes from the driver stand here once, and all
-// use them.
 #include "client/cpp/cuda_driver.h"
 
 #include <dlfcn.h>

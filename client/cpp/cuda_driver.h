@@ -140,7 +140,7 @@ bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other);
 // `after` as in CudaDriver::Copy, if a GPU does it.
 absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu,
                        const StreamPoint* after = nullptr);
-// Fills memory of the GPU, or of the host, with zeros; likewise.
+// Fills memory of the GPU, or of the host, with zeros, in the same way.
 absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu, const StreamPoint* after = nullptr);
 
 }  // namespace lossd::client::internal

@@ -9,6 +9,8 @@
 
 namespace lossd::client::internal {
 
+// ---- HeadCache ----
+
 std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
   absl::ReaderMutexLock lock(&mu_);
   auto it = facts_.find(head);
@@ -100,6 +102,8 @@ void HeadCache::ForgetAccumulation(absl::string_view head) {
   ++starts_[head];
   if (expected_incarnation_ != 0) acknowledged_.insert(std::string(head));
 }
+
+// ---- AnswerCheck ----
 
 AnswerCheck::AnswerCheck(HeadCache* head_cache, std::string head, std::optional<uint64_t> step,
                          bool accumulates, bool in_step)

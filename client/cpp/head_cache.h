@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the client remembers of heads between calls: the limits on slices, and to which gradients the rows of
-// the open step were added.
+// What the client remembers of heads between calls (HeadCache): the limits on slices, and to which gradients
+// the rows of the open step were added. AnswerCheck compares the answers to one call with that.
 //
-// Thread-safe. Bounded by the number of heads the client has used. client/python/src/lossd/_head_cache.py
-// does the same; tests/client/golden/incarnations.json holds both to it.
+// Thread-safe. Memory is bounded by the number of heads that the client has used.
+// client/python/src/lossd/_head_cache.py and _answer_check.py do the same;
+// tests/client/golden/incarnations.json holds both clients to it.
 #ifndef LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 #define LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 
@@ -24,6 +25,7 @@
 
 namespace lossd::client::internal {
 
+// What the server has said of a head.
 struct HeadInfo {
   uint64_t hidden_size = 0;  // D
   v1::SliceLimits limits;
@@ -53,6 +55,7 @@ struct TrainerStep {
   uint64_t starts = 0;  // how often this client had started a step of the head over
 };
 
+// What the client remembers of all heads. Thread-safe.
 class HeadCache {
  public:
   // `expected_incarnation`: ClientOptions's.
@@ -80,7 +83,7 @@ class HeadCache {
   // `status`, the error of a call, or the ABORTED that it means: RestartOf, IsStepDiscarded.
   absl::Status Interpret(const TrainerStep& at, const absl::Status& status) const;
 
-  // The step has been applied: its gradients are not outstanding any more, those of a later one are.
+  // The step has been applied: its gradients are not outstanding any more. Gradients of a later step stay so.
   void CloseStep(absl::string_view head, uint64_t step);
   // This client starts its step over: no gradients of the head are outstanding any more. Calls of the step
   // that are under way are not repeated.
@@ -105,12 +108,8 @@ class HeadCache {
   absl::flat_hash_map<std::string, uint64_t> starts_ ABSL_GUARDED_BY(mu_);  // TrainerStep::starts
 };
 
-// Whether the answers to one loss call are about one state of a head, and the right one: that which has the
-// earlier rows of the step.
-//
-// Thread-safe. client/python/src/lossd/_answer_check.py does the same; tests/client/golden/incarnations.json
-// holds both to it.
-
+// Checks that all answers to one loss call are about one state of a head, and that this state has the earlier
+// rows of the step. Thread-safe.
 class AnswerCheck {
  public:
   // `head_cache` must outlive this. `accumulates`: the call adds gradients to `step`, which then is there.

@@ -14,6 +14,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::client::internal {
+
+// ---- The plan ----
+
 namespace {
 
 constexpr uint64_t kMessageBytes = 1 << 20;
@@ -312,6 +315,8 @@ void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
                     absl::Span<const Rows> slices) {
   for (const Rows& rows : UnsentRows(range, slices)) FillIgnored(outputs, row_bytes, rows);
 }
+
+// ---- AnswerTracker ----
 
 namespace {
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the rows of a microbatch are spread over streams and slices. Pure arithmetic, no I/O.
+// How the rows of a microbatch are spread over streams and slices, and which of them the server has answered
+// (AnswerTracker). Pure arithmetic, no I/O.
 //
-// Functions are stateless and thread-safe.
+// Functions are stateless and thread-safe. AnswerTracker is thread-compatible.
 #ifndef LOSSD_CLIENT_CPP_LOSS_PLAN_H_
 #define LOSSD_CLIENT_CPP_LOSS_PLAN_H_
 
@@ -67,8 +68,8 @@ std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ig
 absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64_t> slice_bytes,
                                         const v1::SliceLimits& limits);
 
-// What one call takes of a region of so many bytes at most, so that those of several microbatches find room
-// beside each other.
+// The bytes that one call takes at most of a region of region_bytes, so that calls of several microbatches
+// find room beside each other.
 uint64_t ShareOfRegion(uint64_t region_bytes);
 
 // Bytes of the regions that a client asks for.
@@ -105,10 +106,9 @@ std::vector<Rows> UnsentRows(Rows range, absl::Span<const Rows> slices);
 void FillUnsentRows(const LossOutputs& outputs, uint64_t row_bytes, Rows range,
                     absl::Span<const Rows> slices);
 
-// Which rows of a call have been answered; finds answers that do not belong to it.
+// Records which rows of a call have been answered, and finds answers that do not belong to the call.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent.
-
 class AnswerTracker {
  public:
   // Expects one answer for each of the slices, which are disjoint.

@@ -16,6 +16,8 @@
 
 namespace lossd::client::internal {
 
+// ---- PayloadHolds ----
+
 absl::AnyInvocable<void()> PayloadHolds::Take() {
   absl::MutexLock lock(&mu_);
   ++held_;
@@ -52,6 +54,8 @@ void PayloadHolds::WaitUntilFree() {
   absl::MutexLock lock(&mu_);
   mu_.Await(absl::Condition(&free));
 }
+
+// ---- Messages ----
 
 namespace {
 
@@ -215,6 +219,8 @@ absl::Status StreamAnswers::CheckEnd() const {
   if (!summary_.has_value()) return ServerSent("no summary before it ended the call");
   return absl::OkStatus();
 }
+
+// ---- LossStream ----
 
 namespace {
 

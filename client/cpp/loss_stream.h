@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One ComputeLoss call: sends what its work says and scatters the answers into the caller's
-// memory.
-//
-// Threads: created and started on one thread; gRPC runs the reactions; what another call's end lets go on
-// runs on the executor; Cancel is thread-safe. The object belongs to a shared_ptr. It must live until `done`
-// has been called, and may be destroyed from then on.
+// One ComputeLoss call of gRPC (LossStream) with its messages, and the count of the caller's memory that gRPC
+// still refers to (PayloadHolds). loss_call.h makes several of these streams for one computation.
 #ifndef LOSSD_CLIENT_CPP_LOSS_STREAM_H_
 #define LOSSD_CLIENT_CPP_LOSS_STREAM_H_
 
@@ -36,6 +32,11 @@
 
 namespace lossd::client::internal {
 
+// Counts the caller's memory that gRPC still refers to. The end of a call does not mean that the transport
+// has written or dropped everything that it was given. So the caller gets the memory back only when this
+// count is zero.
+//
+// Thread-safe.
 class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
  public:
   static std::shared_ptr<PayloadHolds> Create() { return std::make_shared<PayloadHolds>(); }
@@ -61,15 +62,13 @@ class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
   absl::AnyInvocable<void()> task_ ABSL_GUARDED_BY(mu_);
 };
 
-// The messages of one ComputeLoss call, apart from gRPC: the bytes of a slice, and what the server's answers
-// mean.
-//
-// client/python/src/lossd/_stream_messages.py does the same; tests/client/golden/wire.json and answers.json
-// hold both to it.
+// The following functions and StreamAnswers are the messages of one ComputeLoss call, apart from gRPC: the
+// bytes of a slice, and what the server's answers mean. client/python/src/lossd/_stream_messages.py does the
+// same; tests/client/golden/wire.json and answers.json hold both to it.
 
-// The message of one of the work's slices. References the hidden states, or a copy of those of a GPU;
-// `release` runs once, on any thread, when nothing refers to them any more. UNAVAILABLE if the driver cannot
-// copy them.
+// The message of one slice of the work. It references the hidden states, or a copy of them if they are on a
+// GPU; `release` runs once, on any thread, when nothing refers to them any more. UNAVAILABLE if the driver
+// cannot copy them.
 absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
                                              absl::AnyInvocable<void()> release);
 
@@ -120,6 +119,7 @@ class StreamAnswers {
   uint64_t received_in_messages_ = 0;
 };
 
+// What a LossStream is given.
 struct StreamJob {
   StreamWork work;
   SliceRule rule;  // of slices in messages
@@ -132,6 +132,7 @@ struct StreamJob {
   absl::Duration patience;  // how long a slice waits once for what other calls give back of the region
 };
 
+// How a LossStream ended.
 struct StreamEnd {
   absl::Status status;
   v1::MicrobatchSummary summary;  // set if status is OK
@@ -139,6 +140,11 @@ struct StreamEnd {
   uint64_t received_bytes = 0;
 };
 
+// One ComputeLoss call: sends the slices of its work and scatters the answers into the caller's memory.
+//
+// Threads: one thread creates and starts the stream; gRPC runs the reactions; Resume runs on the executor;
+// Cancel is thread-safe. The object belongs to a shared_ptr. It must live until `done` has been called, and
+// may be destroyed from then on.
 class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                    public std::enable_shared_from_this<LossStream> {
  public:

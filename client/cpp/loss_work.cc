@@ -10,6 +10,9 @@
 #include "client/cpp/cuda_driver.h"
 
 namespace lossd::client::internal {
+
+// ---- The work ----
+
 namespace {
 
 // Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
@@ -273,6 +276,8 @@ std::unique_ptr<LossWork> LossWork::Backward(const RetainedGradients& gradients,
                                              const BackwardOptions& options) {
   return std::make_unique<BackwardWork>(gradients, grad_hidden, options);
 }
+
+// ---- SlicePlaces ----
 
 namespace {
 

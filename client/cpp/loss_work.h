@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one loss call computes, apart from how it travels: the rows of a microbatch, or the gradients of rows
-// that the server retained.
+// What one loss call computes, the rows of a microbatch or the gradients of rows that the server retained,
+// and where the slices of each of its streams lie (SlicePlaces): in messages or in shared memory.
 //
-// Thread-compatible; const methods may run concurrently.
+// The work is thread-compatible, and its const methods may run concurrently; SlicePlaces is thread-safe.
 #ifndef LOSSD_CLIENT_CPP_LOSS_WORK_H_
 #define LOSSD_CLIENT_CPP_LOSS_WORK_H_
 
@@ -48,6 +48,7 @@ struct RowsPlace {
   std::shared_ptr<const StreamPoint> after;
 };
 
+// What one loss call computes, whole; it makes the StreamWork of each stream.
 class LossWork {
  public:
   // Copies everything but the hidden states and the outputs.
@@ -98,7 +99,7 @@ class LossWork {
 
   absl::Status located() const { return place_.status(); }
   std::shared_ptr<const StreamPoint> after() const { return place_.ok() ? place_->after : nullptr; }
-  // Writes the results of ignored rows to those of `rows` that are in no slice.
+  // Writes the results of ignored rows to the outputs of the rows in `rows` that are in no slice.
   absl::Status FillUnsent(const LossOutputs& outputs, Rows rows, absl::Span<const Rows> slices) const;
 
  private:
@@ -116,7 +117,6 @@ class LossWork {
 // region that is taken when the call begins, or in messages.
 //
 // Thread-safe.
-
 class SlicePlaces {
  public:
   // Null: all slices go in messages. `may_wait`: answers come while further slices are not sent, so a slice

@@ -36,6 +36,9 @@
 #include "kernels/clocks/clock.h"
 
 namespace lossd::client::internal {
+
+// ---- The probe ----
+
 namespace {
 
 Finding NoConnection(int error) {
@@ -97,6 +100,8 @@ Finding Probe(const std::string& target, const TlsFiles& files) {
 bool CanProbe(const std::string& target) {
   return !SocketPathOf(target).empty() || !HostAndPortOf(target).host.empty();
 }
+
+// ---- Sockets ----
 
 namespace {
 
@@ -198,6 +203,8 @@ bool AreHttp2Settings(absl::string_view words) {
   return words.size() >= kFrameHeader && words[0] == 0 && words[3] == 4 &&
          words.substr(5, 4) == absl::string_view("\0\0\0\0", 4);
 }
+
+// ---- TLS ----
 
 namespace {
 
@@ -355,6 +362,9 @@ FileProblem ProblemOf(const TlsFiles& files) {
 }  // namespace lossd::client::internal
 
 namespace lossd::client {
+
+// ---- Targets ----
+
 namespace internal {
 namespace {
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds out, after a connection has failed, what is at an address. gRPC says no more than that the connection
-// was closed.
+// Finds out, after a connection has failed, what is at an address, because gRPC says no more than that the
+// connection was closed. The file holds the probe, its sockets, its TLS handshake, and the rules for
+// addresses.
 //
-// Stateless and thread-safe.
+// Functions are stateless and thread-safe; ProbeSocket is thread-compatible.
 #ifndef LOSSD_CLIENT_CPP_PROBE_H_
 #define LOSSD_CLIENT_CPP_PROBE_H_
 
@@ -43,6 +44,7 @@ enum class Found {
   kTlsOther,      // TLS, but behind it not HTTP/2
 };
 
+// What a probe has found, and why.
 struct Finding {
   Found found = Found::kUnknown;
   std::string why;  // kNoHost, kUnreachable, kNotTrusted: in words
@@ -54,15 +56,13 @@ Finding Probe(const std::string& target, const TlsFiles& files);
 // Whether Probe() finds out if somebody is there: for one host and its port, and for Unix sockets.
 bool CanProbe(const std::string& target);
 
-// A connection of a probe (probe.h), on which nothing blocks for longer than kProbePatience.
-//
-// Thread-compatible.
-
+// How long a connection of a probe blocks at most, for each thing that it waits for.
 inline constexpr absl::Duration kProbePatience = absl::Seconds(2);
 inline constexpr size_t kFrameHeader = 9;  // bytes before the payload of a frame of HTTP/2
 
 using Addresses = std::shared_ptr<const addrinfo>;
 
+// What the resolver says of a host.
 struct LookUp {
   Addresses addresses;  // null: there are none
   std::string why;      // if there are none
@@ -71,6 +71,7 @@ struct LookUp {
 // on waiting behind the end of this call.
 LookUp LookUpHost(const std::string& host, uint16_t port);
 
+// A connection of a probe, on which nothing blocks for longer than kProbePatience. Thread-compatible.
 class ProbeSocket {
  public:
   // Connects to the first address that lets it; error() is errno if none does, ETIMEDOUT if none answers.
@@ -107,10 +108,7 @@ std::optional<std::string> FirstWords(const Transport& transport);
 // Whether `words` begin with the settings that an HTTP/2 server says first: a frame of type 4 for stream 0.
 bool AreHttp2Settings(absl::string_view words);
 
-// What comes of a TLS handshake on a connection of a probe (probe.h), and what is in files of certificates.
-//
-// Stateless and thread-safe.
-
+// How a TLS handshake on a connection of a probe ended.
 enum class TlsEnd {
   kNoTls,      // the other side does not speak it, or hung up
   kSilent,     // it says nothing
@@ -118,6 +116,7 @@ enum class TlsEnd {
   kHandshake,  // the handshake is complete
 };
 
+// What came of a TLS handshake.
 struct TlsTalk {
   TlsEnd end = TlsEnd::kNoTls;
   std::string distrust;              // why its certificate is not trusted; empty if it is, or if none came
@@ -135,11 +134,9 @@ struct FileProblem {
 };
 FileProblem ProblemOf(const TlsFiles& files);
 
-// The address of a server, a gRPC target name: what is wrong with it, and what is in it. No I/O.
-// client/python/src/lossd/_target.py has the same rules, and tests/client/golden/targets.json has cases of
-// both.
-//
-// Stateless and thread-safe.
+// The rest of the file is about the address of a server, a gRPC target name: what is wrong with it, and what
+// is in it. These functions do no I/O. client/python/src/lossd/_target.py has the same rules, and
+// tests/client/golden/targets.json has cases for both clients.
 
 inline constexpr uint16_t kDefaultPort = 7070;  // of lossd's --listen
 
@@ -147,6 +144,7 @@ inline constexpr uint16_t kDefaultPort = 7070;  // of lossd's --listen
 // "host:port", or a target name of gRPC's with a scheme of its own ("dns:///host:port", "unix:/run/lossd").
 std::string TargetProblem(absl::string_view target);
 
+// One host and its port.
 struct HostAndPort {
   std::string host;  // "::1" of "[::1]:7070"; empty for targets that are not one host and its port
   uint16_t port = 0;

@@ -12,6 +12,9 @@
 #include "kernels/clocks/clock.h"
 
 namespace lossd::client {
+
+// ---- RegionSource ----
+
 namespace internal {
 namespace {
 
@@ -166,6 +169,9 @@ std::string TransportFromEnvironment() {
 }  // namespace lossd::client
 
 namespace lossd::client::internal {
+
+// ---- DeviceRegions ----
+
 namespace {
 
 // Why rows on GPUs go as rows of the host do, of all of them.

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the loss calls of one client get their region of shared memory from: opens it with the first of them,
-// a larger one in its place when they need it, and another one when that cannot be used any more. An attempt
-// that fails is repeated by calls that begin later, after pauses that grow. The memory is the host's, or that
-// of one GPU.
+// Where the loss calls of one client get their regions of shared memory from: RegionSource opens regions of
+// the host's memory or of one GPU's, and DeviceRegions has a RegionSource for each GPU of the server.
+// shared_region.h is one region.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_REGIONS_H_
@@ -38,6 +37,11 @@ struct RegionPauses {
   absl::Duration most_growth = absl::Hours(1);
 };
 
+// The source of one kind of region: the host's memory, or that of one GPU. It opens a region with the first
+// call, a larger one in its place when calls need it, and another one when the region cannot be used any
+// more. Calls that begin later repeat an attempt that failed, after pauses that grow.
+//
+// Thread-safe.
 class RegionSource {
  public:
   // Asks the server for ServerDescription.region_socket; takes a second or two at most.
@@ -91,16 +95,14 @@ class RegionSource {
   absl::Status problem_ ABSL_GUARDED_BY(mu_);  // why there is no region
 };
 
-// Where the loss calls of one client get their regions from whose rows are on GPUs: a RegionSource for each
-// GPU of the server that shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another
-// GPU take memory of the nearest one if the client was told so ("cuda_ipc"), and else go as rows of the host
-// do.
-//
-// Thread-safe.
-
 // The GPUs whose memory the server shares ("GPU-..."), in its order.
 std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server);
 
+// The source of regions for calls whose rows are on GPUs: a RegionSource for each GPU of the server that
+// shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another GPU take memory of the
+// nearest one if the client was told so ("cuda_ipc"), and otherwise travel as rows of the host do.
+//
+// Thread-safe.
 class DeviceRegions {
  public:
   // Asks the server, which may be another process by now, for its region socket; takes a second or two at

@@ -18,6 +18,9 @@
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
+
+// ---- Transfers ----
+
 namespace {
 
 constexpr char kReadMethod[] = "/lossd.v1.HeadService/ReadTensor";
@@ -192,6 +195,8 @@ absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::
                                                                    payload, deadline);
 }
 
+// ---- Messages ----
+
 namespace {
 
 constexpr uint64_t kWriteBytes = 1 << 20;  // of payload per message
@@ -302,6 +307,8 @@ absl::Status TensorReader::CheckVersion(const v1::HeadState& state) const {
   return absl::AbortedError(
       absl::StrCat("the tensor of head \"", request_.head(), "\" changed while it was read"));
 }
+
+// ---- BlockingStream ----
 
 BlockingStream::BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
                                const Peer& peer, absl::Time deadline)

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads, writes and adds to a head's tensors in slices, between the wire and the caller's memory.
+// Reads, writes and adds to a head's tensors in slices, between the wire and the caller's memory: the
+// transfers, their messages (TensorReader, EncodeRows), and the blocking gRPC call below them
+// (BlockingStream).
 //
-// Functions block, and try once; they are thread-safe.
+// The transfers block, and try once. Functions are thread-safe; the classes are thread-compatible.
 #ifndef LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 #define LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 
@@ -51,11 +53,9 @@ absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline);
 
-// The messages of tensor transfers, apart from gRPC: rows on their way to the server, rows that come from it,
-// and its one answer.
-//
-// client/python/src/lossd/_tensor_messages.py does the same; tests/client/golden/wire.json and answers.json
-// hold both to it.
+// The functions below and TensorReader are the messages of tensor transfers, apart from gRPC: rows on their
+// way to the server, rows that come from it, and its one answer. client/python/src/lossd/_tensor_messages.py
+// does the same; tests/client/golden/wire.json and answers.json hold both to it.
 
 // Bytes of one element of a tensor on the wire; unspecified is fp32. 0 for unknown values.
 size_t WireElementSize(v1::DType dtype);
@@ -113,10 +113,10 @@ class TensorReader {
   // The rows of a slice where they lie in the region, `bytes` of them; null: they do not lie in it.
   const uint8_t* Find(const v1::TensorSlice& slice, absl::Span<const uint8_t> in_region, uint64_t first_row,
                       uint64_t bytes) const;
-  // All slices are of one version: of the gradients or of the weights; of the step, if the server says
-  // neither.
   // ABORTED: the tensor is not the one that was described before the call.
   absl::Status OtherShape(const v1::TensorSlice& slice) const;
+  // All slices are of one version: of the gradients or of the weights; of the step, if the server says
+  // neither.
   absl::Status CheckVersion(const v1::HeadState& state) const;
 
   const v1::ReadTensorRequest& request_;
@@ -135,7 +135,6 @@ class TensorReader {
 // where the generated stubs would copy payloads through strings.
 //
 // Thread-compatible. One thread writes and reads, in any order.
-
 class BlockingStream {
  public:
   BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const Peer& peer,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The memory of a head in the trainer's own process, by implementation: what the last stage of a pipeline
-// would need without a server. By arithmetic of shapes, which tests/client/plan compares with what was
-// measured. Pure functions; thread-safe.
+// would need without a server. It is arithmetic of shapes, which tests/client/plan compares with
+// measurements. Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_LOCAL_HEAD_H_
 #define LOSSD_CLIENT_PLAN_LOCAL_HEAD_H_
 
@@ -15,7 +15,7 @@ namespace lossd::plan {
 // Bytes of a 16-bit number: hidden states, logits and their gradients are bf16.
 inline constexpr int64_t kHalf = 2;
 
-// Into how many parts of size b, the last of which may be smaller, a is divided. a >= 0, b > 0.
+// The number of parts of size b, the last of which may be smaller, that a is divided into. a >= 0, b > 0.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class LocalMethod : uint8_t {

@@ -15,6 +15,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {
+
+// ---- Measured ----
+
 namespace {
 
 using Json = nlohmann::json;
@@ -184,6 +187,8 @@ absl::StatusOr<Measured> ParseMeasured(absl::string_view json) {
   }
 }
 
+// ---- Other cards ----
+
 namespace {
 
 // NVIDIA's data sheets; arithmetic in bf16 without sparsity.
@@ -244,6 +249,8 @@ absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name) {
                             measured.transports.end());
   return measured;
 }
+
+// ---- Other shapes ----
 
 namespace {
 

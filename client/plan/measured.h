@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was measured on a card, for predictions: the file that bench/plan_data.py makes from bench/results.
-// Plain data; thread-compatible.
+// What was measured on a card (Measured), as bench/plan_data.py writes it from bench/results, and what may be
+// said of other cards (OnCard) and of other shapes (EstimateTime) because of it.
+//
+// Plain data and pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_MEASURED_H_
 #define LOSSD_CLIENT_PLAN_MEASURED_H_
 
@@ -71,7 +73,7 @@ struct TransportRate {
   size_t source = 0;
 };
 
-// Rows per second of several GPUs over those of one.
+// The rows per second of several GPUs, divided by the rows per second of one GPU.
 struct DeviceSpeedup {
   kernels::Split split = kernels::Split::kRows;
   int devices = 0;
@@ -94,7 +96,7 @@ struct PipelineRun {
   size_t source = 0;
 };
 
-// Of a card whose times were not measured (measured.h): they lie between these factors of those of another card.
+// For a card whose times were not measured: its times lie between these factors of another card's times.
 struct CardBounds {
   std::string measured_on;  // the other card's name
   double least = 1.0;
@@ -132,6 +134,7 @@ struct StepFactors {
   double worst_error = 0.0;          // relative
 };
 
+// Everything that was measured on one card.
 struct Measured {
   Card card;
   std::optional<CardBounds> bounds;  // none: the times are of `card`
@@ -152,15 +155,13 @@ absl::StatusOr<Measured> ParseMeasured(absl::string_view json);
 // The text of client/plan/measured.json.
 absl::string_view BuiltinMeasured();
 
-// Cards that were not measured: bounds on their times, by what data sheets say of them and of a card that
-// was.
+// The rest of this file is about times that were not measured. First, bounds on the times of a card that was
+// not measured, from its data sheet and that of a card that was.
 //
 // A kernel is limited by arithmetic or by memory at every moment, so its time on another card that runs the
 // same code lies between two factors: the quotients of the cards' arithmetic and of their bandwidth. That
-// holds as far as both cards come as near to their data sheets; one that has to lower its clock for want of
-// power is slower. Only Hopper cards are here, because others run other kernels (docs/kernels/README.md).
-//
-// Pure functions; thread-safe.
+// holds if both cards come as near to their data sheets; a card that has to lower its clock for want of power
+// is slower. Only Hopper cards are here, because others run other kernels (docs/kernels/README.md).
 
 // "h100-nvl", "h100-sxm", "h200".
 std::vector<std::string> CardNames();
@@ -171,16 +172,12 @@ std::vector<std::string> CardNames();
 // measured.
 absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name);
 
-// How long something takes that was measured for some shapes only. Pure functions; thread-safe.
-//
-// What is said of a shape depends on what is known, and never goes further:
-//   - the shape was measured: its time, in proportion to the rows;
-//   - leaving out each measured shape in turn, the others predict its time per row and D V within 10 %: so
-//   they
-//     predict this shape too, with the worst of these errors to both sides;
-//   - they do not: between the fastest and the slowest of them per row and D V;
-//   - otherwise, too small microbatches and shapes far from all that were measured included: nothing.
-
+// How a time is known. What is said of a shape depends on what was measured, and never goes further:
+//   - The shape was measured: its time, in proportion to the rows.
+//   - Leaving out each measured shape in turn, the others predict its time per row and D V within 10 %. They
+//     predict this shape too, with the worst of these errors to both sides.
+//   - They do not: between the fastest and the slowest of them per row and D V.
+//   - Otherwise nothing. Too small microbatches and shapes far from all measured shapes are among these.
 enum class Basis : uint8_t {
   kMeasured,
   kLikeShapes,  // predicted by other shapes, which predict each other
@@ -191,6 +188,7 @@ enum class Basis : uint8_t {
 absl::string_view Name(Basis basis);  // "measured", "from other shapes", "between other shapes", "bounds by
                                       // data sheets", "not measured"
 
+// A predicted time, between two bounds.
 struct Estimate {
   Basis basis = Basis::kNone;
   double low_seconds = 0.0;
@@ -215,7 +213,7 @@ Estimate EstimateTime(absl::Span<const Timing> measured, int64_t hidden, int64_t
 // The same on a card that was not measured. What is not known stays so.
 Estimate Bounded(Estimate estimate, const std::optional<CardBounds>& bounds);
 
-// Those of a kind, to estimate with.
+// The timings of one kind, to estimate with.
 std::vector<Timing> TimingsOf(const Measured& measured, kernels::Logits logits, kernels::Gradients gradients,
                               absl::string_view data);
 std::vector<Timing> TimingsOf(const Measured& measured, absl::string_view last_stage_method,

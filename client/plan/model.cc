@@ -15,6 +15,8 @@
 
 namespace lossd::plan {
 
+// ---- Sizes in a config.json ----
+
 absl::StatusOr<int64_t> ConfigNumber(const nlohmann::json& config, std::initializer_list<const char*> names) {
   for (const char* name : names) {
     const auto it = config.find(name);
@@ -26,6 +28,8 @@ absl::StatusOr<int64_t> ConfigNumber(const nlohmann::json& config, std::initiali
   }
   return 0;
 }
+
+// ---- Numbers of parameters ----
 
 namespace {
 
@@ -211,6 +215,8 @@ bool TiedByDefault(absl::string_view model_type) {
   const Family* const family = FamilyOf(model_type);
   return family != nullptr && family->tied;
 }
+
+// ---- Models ----
 
 namespace {
 

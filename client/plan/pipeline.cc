@@ -9,6 +9,9 @@
 #include <utility>
 
 namespace lossd::plan {
+
+// ---- Balance ----
+
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -148,6 +151,8 @@ std::vector<double> StageSeconds(absl::Span<const double> layer_seconds,
   }
   return loads;
 }
+
+// ---- Steps of a pipeline ----
 
 namespace {
 

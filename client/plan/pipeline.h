@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long a training step of a pipeline takes with the head on the last stage, on a server with GPUs of its
-// own, and on a server that has the GPUs of the stages (colocated). Pure functions; thread-safe.
+// own, and on a server that has the GPUs of the stages (colocated); and how layers and the head are divided
+// over the stages (Balance). Pure functions; thread-safe.
 //
 // Every GPU takes its time T for a microbatch, the slowest one works on one after the other, and the first
 // and the last microbatch pass through all stages while others wait (1F1B; Overlapped1F1B with a server):
@@ -29,14 +30,17 @@ namespace lossd::plan {
 // The sum of the shares, but for rounding and for the least share.
 inline constexpr int64_t kWholeShare = 1000;
 
+// Layers and shares that make all stages about as fast as each other.
 struct Balanced {
   std::vector<int64_t> layers;  // of each stage, in order; at least one
   std::vector<int64_t> shares;  // of the head's classes, in thousandths (HeadSpec.shares)
 };
 
-// Layers in order, so that the slowest stage is as fast as can be; the head fills what the other stages have
-// left. 1 <= stage_seconds.size() <= layer_seconds.size(), one stage an entry; all seconds finite and >= 0;
-// 0 <= least_share <= kWholeShare / stage_seconds.size().
+// The arithmetic of lossd.torch.balance(), step by step: the same times give the same layers and shares,
+// which tests/client/python/test_torch_balance.py proves. Layers stay in order, so that the slowest stage is
+// as fast as can be; the head fills what the other stages have left. 1 <= stage_seconds.size() <=
+// layer_seconds.size(), one stage an entry; all seconds finite and >= 0; 0 <= least_share <= kWholeShare /
+// stage_seconds.size().
 //   layer_seconds: of each layer, forward and backward of a microbatch
 //   head_seconds: of the whole head on one GPU
 //   stage_seconds: what each stage does beside its layers
@@ -53,26 +57,27 @@ std::vector<int64_t> DivideLayers(absl::Span<const double> layer_seconds,
 std::vector<double> StageSeconds(absl::Span<const double> layer_seconds,
                                  absl::Span<const double> stage_seconds, absl::Span<const int64_t> layers);
 
+// A pipeline and the times of its parts.
 struct PipelineShape {
   std::vector<double> layer_seconds;  // of each layer: forward and backward of a microbatch, alone; > 0
-  double embedding_seconds = 0.0;     // that the first stage has beside its layers, likewise
+  double embedding_seconds = 0.0;     // that the first stage has beside its layers, measured as they are
   int stages = 1;                     // from 1 to as many as layers
   int64_t microbatches = 1;           // of a step of one replica, >= 1
   int64_t microbatch_rows = 1;        // >= 1
   int64_t replicas = 1;               // of the pipeline, >= 1; they share a server, if it has GPUs of its own
 };
 
-// See above; 1: alone.
+// The factors of the formulas at the head of this file; 1: each part takes the time that it takes alone.
 struct PipelineFactors {
   double layer = 1.0;
   double local_head = 1.0;
   double colocated = 1.0;
 };
 
-// One way to lay it out.
+// One way to lay a pipeline out.
 struct PipelineLayout {
   std::vector<int64_t> layers;           // of each stage
-  std::vector<int64_t> shares;           // colocated: of the head, of each stage (pipeline.h); else empty
+  std::vector<int64_t> shares;           // colocated: of the head, of each stage; else empty
   int64_t gpus = 0;                      // of all replicas, the server's included
   double slowest_stage_seconds = 0.0;    // of a microbatch: the largest T
   double step_seconds = 0.0;             // predicted
@@ -89,8 +94,8 @@ PipelineLayout WithLocalHead(const PipelineShape& shape, double head_seconds, co
 PipelineLayout WithServer(const PipelineShape& shape, double head_seconds, int gpus,
                           const PipelineFactors& factors);
 
-// On the stages' own GPUs, divided by vocabulary. Layers and shares are those of Balance() (pipeline.h) for
-// the times as they are, without factors.
+// On the stages' own GPUs, divided by vocabulary. Balance() gives layers and shares, for the times as they
+// are, without factors.
 PipelineLayout Colocated(const PipelineShape& shape, double head_seconds, int64_t least_share,
                          const PipelineFactors& factors);
 

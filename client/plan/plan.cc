@@ -14,6 +14,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::plan {
+
+// ---- Memory of a GPU ----
+
 namespace {
 
 using kernels::MemoryKind;
@@ -61,6 +64,8 @@ absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& 
   device.choices = plan->choices;
   return device;
 }
+
+// ---- Pipelines ----
 
 namespace {
 
@@ -363,6 +368,8 @@ absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured
   if (plan.request.pipeline.stages == 0) return Pipelines();
   return Planner(plan, measured).Make();
 }
+
+// ---- The whole plan ----
 
 namespace {
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a loss head would take and how fast it would be: on a server, and on the last stage of a pipeline. The
 // memory on a server is the server's own arithmetic (kernels/cuda/heads/head_memory.h); times are predicted
-// from measured rates (measured.h), or missing where nothing was measured.
+// from measured rates (measured.h), or missing where nothing was measured. MakePlan makes the whole plan of a
+// Request; DeviceMemoryOf and PipelinesOf make its parts.
 //
-// Pure functions; thread-safe.
+// Plain data and pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_PLAN_PLAN_H_
 #define LOSSD_CLIENT_PLAN_PLAN_H_
 
@@ -27,7 +28,7 @@ namespace lossd::plan {
 
 struct Request;
 
-// One GPU of the server.
+// The memory of a head on one GPU of the server, by the server's own arithmetic.
 struct DeviceMemory {
   kernels::Logits logits = kernels::Logits::kStored;
   kernels::Split split = kernels::Split::kAny;  // kAny: the server has one GPU
@@ -50,14 +51,10 @@ struct Placement {
 absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
                                             const Placement& placement, kernels::Replica replica);
 
-// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory
-// of every GPU. Plain data; thread-compatible.
-
 struct Plan;
-struct Request;
 
-// Of pipelines; each trainer is one. Seconds are of a microbatch, alone on one GPU; 0: from the measured
-// rates.
+// What is asked about pipelines (`lossctl plan --stages`); each trainer is one. Seconds are of a microbatch,
+// alone on one GPU; 0: from the measured rates.
 struct PipelineRequest {
   int stages = 0;  // 0: no pipeline is planned
   std::vector<double>
@@ -76,6 +73,7 @@ enum class PipelineKind : uint8_t {
 };
 absl::string_view Name(PipelineKind kind);  // "local", "server", "colocated"
 
+// One layout of a pipeline and what it takes.
 struct Pipeline {
   PipelineKind kind = PipelineKind::kLocal;
   std::optional<LocalMethod> local;  // kLocal; none: the time was given, and its method is not known
@@ -96,6 +94,8 @@ struct Pipeline {
 // makes it.
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
 
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (pipeline.h) and the memory
+// of every GPU.
 struct Pipelines {
   std::vector<Pipeline> known;
   std::vector<std::string> left_out;  // layouts of which nothing can be said, and why, as sentences
@@ -106,10 +106,11 @@ absl::Status CheckPipeline(const Request& request);
 
 // The layouts, of heads whose time is known: with the fastest local head; with a server of the request's GPUs
 // beside as many stages, and, of a single trainer with a server of one GPU, in place of one stage; colocated,
-// with and without MPS as far as that was measured. Exact and sampled. `plan`
-// has all but pipelines.
+// with and without MPS if that was measured. Gradients are exact and sampled. `plan` has everything except
+// pipelines.
 absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured);
 
+// What a plan is asked for.
 struct Request {
   Model model;
   // Of the head, beside its size.
@@ -130,7 +131,7 @@ struct Request {
   PipelineRequest pipeline;
 
   // Whose memory is planned, too: one trainer with its whole model. A 0 in memory_bytes, rows or parameters
-  // is replaced by what the request or its model has of that name; head_parameters by those of the head.
+  // is replaced by what the request or its model has of that name; head_parameters by the head's.
   std::optional<TrainerShape> trainer;
 };
 
@@ -146,7 +147,7 @@ struct ServerSpeed {
   std::optional<int64_t> trainers_fed;  // if trainer_seconds is known
 };
 
-// A transport between processes of one host, as far as it was measured.
+// What was measured of a transport between processes of one host.
 struct Link {
   std::string transport;
   int connections = 1;
@@ -165,11 +166,13 @@ struct LastStage {
   int64_t largest_microbatch = 0;  // rows that fit beside Request::stage_bytes
 };
 
+// The time between two steps.
 struct Update {
   std::optional<double> seconds;  // of the optimizer and the gradient norm, on one GPU; none: not measured
   std::vector<size_t> sources;
 };
 
+// The whole plan.
 struct Plan {
   Request request;  // with memory_bytes set
   std::vector<DeviceMemory> server;

@@ -4,9 +4,9 @@
 // thread-safe.
 //
 //   state         = parameters x bytes_per_parameter
-//   activations   = rows x layers x hidden x 2     one hidden state a layer in 16 bits: all others are
-//   recomputed logits        = rows x vocab x logit_bytes largest batch = (gpus x memory_bytes - state) /
-//   (activations and logits of a row)
+//   activations   = rows x layers x hidden x 2     (one hidden state a layer, 16 bits; others are recomputed)
+//   logits        = rows x vocab x logit_bytes
+//   largest batch = (gpus x memory_bytes - state) / (activations and logits of a row)
 //
 // This is the arithmetic of Table A3 and Figure 1 of "Cut Your Losses in Large-Vocabulary Language Models"
 // (Wijmans and others, ICLR 2025), with 16 GPUs of 75 GiB, 8 bytes a parameter and 4 a logit;

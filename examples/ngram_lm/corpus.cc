@@ -22,6 +22,9 @@
 #include "absl/strings/strip.h"
 
 namespace lossd::ngram_lm {
+
+// ---- Tokenizer ----
+
 namespace {
 
 constexpr size_t kLongestRun = 32;
@@ -200,6 +203,8 @@ std::string Tokenizer::Decode(absl::Span<const int32_t> tokens) const {
   for (int32_t token : tokens) text += bytes_of_token_[token];
   return text;
 }
+
+// ---- The text ----
 
 namespace {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text the demo learns: found on the machine, stripped of markup, split into train and held-out parts.
-// Functions without state; thread-safe.
+// The text that the demo learns: found on the machine, stripped of markup, split into train and held-out
+// parts; and the Tokenizer that turns text into tokens. Functions are stateless and thread-safe.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_CORPUS_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_CORPUS_H_
 
@@ -17,6 +17,14 @@
 
 namespace lossd::ngram_lm {
 
+// Byte-level byte-pair encoding, learned from a text.
+//
+// The text is cut into pieces (a word, a number, a run of punctuation or of white space, each with the
+// space before it); tokens never cross pieces. Every byte is a token, so any byte string can be encoded,
+// and Decode(Encode(s)) == s for every s.
+//
+// Tokens are 0 .. vocab_size() - 1: the 256 bytes, then one token for each merge in the order learned.
+// Deterministic: the same text gives the same tokens. Thread-safe once trained (all methods are const).
 class Tokenizer {
  public:
   // Learns vocab_size - 256 merges, most frequent pair first. Stops early, with a smaller vocabulary, when

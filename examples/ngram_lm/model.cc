@@ -10,6 +10,8 @@
 
 namespace lossd::ngram_lm {
 
+// ---- Adam ----
+
 Adam::Adam(size_t size, const Options& options)
     : options_(options), state_{0, std::vector<float>(size), std::vector<float>(size)} {}
 
@@ -28,6 +30,8 @@ void Adam::Step(float learning_rate, absl::Span<const float> gradients, absl::Sp
     parameters[i] -= rate * moment1 / (std::sqrt(moment2) / root_correction2 + options_.epsilon);
   }
 }
+
+// ---- Rows ----
 
 void GatherRows(absl::Span<const int32_t> tokens, absl::Span<const int64_t> positions, int64_t context,
                 int32_t padding, std::vector<int32_t>* contexts, std::vector<int32_t>* targets) {
@@ -78,6 +82,8 @@ double UnigramEntropy(absl::Span<const int32_t> train, absl::Span<const int32_t>
   for (int32_t token : text) sum += total - std::log(counts[token]);
   return sum / static_cast<double>(text.size());
 }
+
+// ---- StageOne ----
 
 namespace {
 

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stage one of the demo: a neural n-gram model up to the hidden state (Bengio et al., 2003).
+// Stage one of the demo (StageOne): a neural n-gram model up to the hidden state (Bengio et al., 2003), its
+// optimizer (Adam), and the rows that it learns from (GatherRows, Shuffler).
 //
-//   c = [e(t-k), ..., e(t-1)]      embeddings of the last k tokens, concatenated   [k E]
-//   u = A c + a,  h = gelu(u)      hidden layer (tanh form of GELU)                 [H]
-//   x = B h + b                    hidden state handed to the loss head             [D]
-//
-// Parameters and gradients live in one flat array each, for the optimizer. Backward adds to the gradients.
-// Not thread-safe: one thread at a time, except that Forward is const.
+// Not thread-safe unless a comment says otherwise.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_MODEL_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_MODEL_H_
 
@@ -19,6 +15,7 @@
 
 namespace lossd::ngram_lm {
 
+// Adam (Kingma and Ba, 2015, algorithm 1) over a flat array of parameters, with bias correction.
 class Adam {
  public:
   struct Options {
@@ -48,10 +45,9 @@ class Adam {
   State state_;
 };
 
-// Rows of an n-gram model out of a sequence of tokens.
-
-// For each position t: the `context` tokens before it (`padding` before the first one) and token t.
-// contexts becomes [positions, context], targets [positions].
+// Makes rows of an n-gram model out of a sequence of tokens. For each position t: the `context` tokens before
+// it (`padding` before the first one) and token t. contexts becomes [positions, context], targets
+// [positions].
 void GatherRows(absl::Span<const int32_t> tokens, absl::Span<const int64_t> positions, int64_t context,
                 int32_t padding, std::vector<int32_t>* contexts, std::vector<int32_t>* targets);
 
@@ -95,6 +91,14 @@ struct Activations {
   std::vector<float> output;      // x [N, D]
 };
 
+// The n-gram model:
+//
+//   c = [e(t-k), ..., e(t-1)]      embeddings of the last k tokens, concatenated   [k E]
+//   u = A c + a,  h = gelu(u)      hidden layer (tanh form of GELU)                 [H]
+//   x = B h + b                    hidden state handed to the loss head             [D]
+//
+// Parameters and gradients live in one flat array each, for the optimizer. Backward adds to the gradients.
+// One thread at a time, except that Forward is const.
 class StageOne {
  public:
   StageOne(const StageOneShape& shape, uint64_t seed);

@@ -14,6 +14,9 @@
 #include "proto/tensorfile/safetensors.h"
 
 namespace lossd::ngram_lm {
+
+// ---- TrainerState ----
+
 namespace {
 
 constexpr char kParameters[] = "parameters";
@@ -94,6 +97,8 @@ absl::StatusOr<TrainerState> LoadState(const std::string& path) {
   if (checkpoint != (*file)->metadata().end()) state.checkpoint = checkpoint->second;
   return state;
 }
+
+// ---- Trainer ----
 
 namespace {
 

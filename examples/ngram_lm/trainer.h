@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Trains stage one against a head, several microbatches a step, pipelined: while the head works on one
-// microbatch, stage one runs the next one forward or an earlier one backward.
+// microbatch, stage one runs the next one forward or an earlier one backward. Also the file in which a
+// trainer keeps its state (TrainerState).
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_
 
@@ -11,11 +12,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "examples/ngram_lm/loss_head.h"
 #include "examples/ngram_lm/model.h"
-#include "examples/ngram_lm/remote_head.h"
 
 namespace lossd::ngram_lm {
 
+// The trainer's checkpoint: what stage one needs to go on after a step, and which checkpoint of the server
+// goes with it. It is stored as a safetensors file.
 struct TrainerState {
   // What must not change between the runs that a training consists of.
   uint64_t seed = 0;  // of the order of the text

@@ -15,6 +15,8 @@
 
 namespace lossd::ngram_lm {
 
+// ---- ProgressLine ----
+
 std::string FormatProgress(const ProgressState& state) {
   const int64_t seconds = absl::ToInt64Seconds(absl::Ceil(state.left, absl::Seconds(1)));
   return absl::StrFormat("step %5d   loss %.3f   perplexity %7.1f   %6.0f tokens/s   %d:%02d left",
@@ -44,6 +46,8 @@ void ProgressLine::Clear() {
   if (in_place_) absl::FPrintF(out_, "\r\033[K");
   std::fflush(out_);
 }
+
+// ---- Plots ----
 
 namespace {
 
@@ -194,6 +198,8 @@ std::string RenderPlot(const PlotData& data, const PlotOptions& options) {
   absl::StrAppend(&plot, XAxis(options, x));
   return plot;
 }
+
+// ---- RunTraining ----
 
 namespace {
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole training: steps until the time or the number of steps is over, with a learning-rate schedule,
-// progress and a look at held-out text now and then.
+// A whole training (RunTraining): steps until the time or the number of steps is over, with a learning-rate
+// schedule and a look at held-out text now and then. Also what a person sees of it: ProgressLine and
+// RenderPlot.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINING_RUN_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_TRAINING_RUN_H_
 
@@ -27,7 +28,8 @@ struct ProgressState {
 // "step   120   loss 5.432   perplexity   228.6    9812 tokens/s   1:34 left"
 std::string FormatProgress(const ProgressState& state);
 
-// Writes to a stream it does not own. Not thread-safe.
+// A line that says how training goes: rewritten in place on a terminal, now and then a new line elsewhere.
+// Writes to a stream that it does not own. Not thread-safe.
 class ProgressLine {
  public:
   explicit ProgressLine(FILE* out);
@@ -45,8 +47,7 @@ class ProgressLine {
   absl::Time next_;
 };
 
-// Curves in a terminal, drawn with braille characters (two by four dots each).
-
+// A point of a curve.
 struct Point {
   double x = 0;
   double y = 0;
@@ -66,7 +67,8 @@ struct PlotData {
   std::string reference_label;
 };
 
-// The plot as UTF-8 lines, each ending with a newline. All coordinates must be finite. Thread-safe.
+// The plot as UTF-8 lines of braille characters (two by four dots each), each line ending with a newline. All
+// coordinates must be finite. Thread-safe.
 std::string RenderPlot(const PlotData& data, const PlotOptions& options);
 
 struct RunOptions {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program's clocks. Everything that waits, measures or expires goes by the steady clock, which nobody
-// sets. The wall clock is for what people read, for dates that came from outside (certificates), and for
-// comparing with times that files have. scripts/check-clocks (a test) finds code that asks the system past
-// this file.
+// The program's clocks, and waits that end at a time of a clock. Everything that waits, measures or expires
+// goes by the steady clock, which nobody sets. The wall clock is for what people read, for dates that came
+// from outside (certificates), and for comparing with times that files have. scripts/check-clocks (a test)
+// finds code that asks the system past this file.
 //
 // All functions are thread-safe.
 #ifndef LOSSD_KERNELS_CLOCKS_CLOCK_H_
@@ -27,15 +27,12 @@ absl::Time OnTheWall(absl::Time steady);
 // For tests: the wall clock of this process is set by so much. The last call counts; zero undoes it.
 void SetWallClockForTesting(absl::Duration ahead);
 
-// Waits that end at a time of the steady clock (clock.h). Those of absl::Mutex end at a time of the wall
-// clock, which the kernel compares with the wall clock: when that is set back by two hours, a wait of a
-// second takes two hours and a second.
+// AwaitUntil, AwaitFor and WaitFor end at a time of the steady clock. The waits of absl::Mutex end at a time
+// of the wall clock: when that is set back by two hours, a wait of a second takes two hours and a second.
 //
 // One thread of the process rings for all waits that have an end; it begins with the first of them. A wait
 // costs two short locks more than one of absl::Mutex. An end is met within some milliseconds, and later while
 // another thread holds the mutex.
-//
-// All functions are thread-safe.
 
 // Waits, without the mutex, until `condition` is true or SteadyNow() reaches `deadline`. Returns whether the
 // condition is true; the mutex is held in either case.

@@ -127,7 +127,7 @@ absl::Status RankExchange::ForAll(
   return absl::OkStatus();
 }
 
-// Of a chunk without rows too, all ranks wait for each other: then all have read it.
+// All ranks wait for each other even if the chunk has no rows: afterwards all of them have read the chunk.
 absl::Status RankExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                            absl::Span<RowStatistics> merged) {
   const RowStatistics none;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the parts of a head that is split by vocabulary tell each other about the rows of a chunk: statistics
-// of their classes, and sums that go over all classes.
+// of their classes, and sums that go over all classes. ClassExchange is the interface. SoleExchange is for a
+// head in one part, ThreadExchange for parts in one process (TimedExchange counts its time), and RankExchange
+// for parts in several processes.
 //
 // A function is called by every part, on a thread of its own, with the same rows and in the same order; it
 // returns when all have called. The parts are added up in their order, so all get the same bits.
@@ -44,6 +46,7 @@ inline RowRange Intersect(RowRange rows, RowRange of) {
   return {std::clamp(rows.begin, of.begin, of.end), std::clamp(rows.end, of.begin, of.end)};
 }
 
+// The contract is at the head of this file.
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
@@ -104,8 +107,7 @@ class ThreadExchange final : public ClassExchange {
 };
 
 // A class exchange between threads of one process whose time is counted, the wait for the other parts
-// included: that of part i at member `first` + i. Thread-safe as what it counts.
-
+// included: that of part i at member `first` + i. Thread-safe as the exchange that it counts.
 class TimedExchange final : public ClassExchange {
  public:
   TimedExchange(std::unique_ptr<ClassExchange> exchange, std::shared_ptr<MemberExchanges> clocks,
@@ -142,9 +144,8 @@ class TimedExchange final : public ClassExchange {
   const int first_;
 };
 
-// The class exchange of a head whose parts lie in several processes, one in each.
-
-// What carries an exchange between ranks. Called by one thread at a time.
+// What carries an exchange between ranks, which are processes with one part of the head each. Called by one
+// thread at a time.
 class RankTransfers {
  public:
   virtual ~RankTransfers() = default;
@@ -158,7 +159,8 @@ class RankTransfers {
                                 absl::Span<const RankTransfer> receive) = 0;
 };
 
-// The bits are those of a ThreadExchange with as many parts. All rows are delivered by rank 0.
+// The class exchange of a head whose parts lie in several processes, one in each. The bits of its sums are
+// those of a ThreadExchange with as many parts. All rows are delivered by rank 0.
 class RankExchange final : public ClassExchange {
  public:
   // `transfers` outlives the object.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend: OpenBLAS for the GEMMs, fp32 throughout, synchronous.
+// Makes CPU backends. They compute in fp32, with OpenBLAS for matrix products, and are synchronous: a chunk
+// is done when Submit returns. The functions are thread-safe.
 #ifndef LOSSD_KERNELS_CPU_CPU_BACKEND_H_
 #define LOSSD_KERNELS_CPU_CPU_BACKEND_H_
 

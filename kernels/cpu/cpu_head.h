@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head on the CPU: HeadKernels with every product in fp32. Synchronous: Submit returns when the chunk is
-// done, and calls back on the calling thread.
+// One head on the CPU (CpuHead): HeadKernels with every product in fp32. It is synchronous: Submit returns
+// when the chunk is done, and calls back on the calling thread. CpuHead::ComputeResults calls the steps of a
+// chunk in their order. The norm before the classifier (NormForward) and the guard of rows that are
+// not finite (RowGuard) stand here too, because only this head uses them.
 #ifndef LOSSD_KERNELS_CPU_CPU_HEAD_H_
 #define LOSSD_KERNELS_CPU_CPU_HEAD_H_
 
@@ -21,6 +23,11 @@
 
 namespace lossd::kernels {
 
+// The norm before the classifier, one row at a time; fp32 values, double sums. NormForward and NormBackward
+// are stateless and thread-safe.
+//
+// unit = (x - mean) / sqrt(variance + eps) (LayerNorm, biased variance) or x / sqrt(mean square + eps)
+// (RMSNorm); y = unit * gain + shift.
 struct NormParams {
   Norm norm = Norm::kNone;  // kLayerNorm or kRmsNorm here
   float epsilon = 0.0f;
@@ -35,9 +42,7 @@ float NormForward(const NormParams& params, float* unit, float* y);
 // grad [D] holds dL/dy on entry and dL/dx on return.
 void NormBackward(const NormParams& params, const float* unit, float inverse_deviation, float* grad);
 
-// What keeps rows that are not finite out of the accumulators of a head on the CPU.
-
-// Of one head; borrows everything. Thread-compatible.
+// Keeps rows that are not finite out of the accumulators of one head. Borrows everything. Thread-compatible.
 class RowGuard {
  public:
   RowGuard(const HeadBuffers& buffers, int64_t hidden_size, int64_t classes, ThreadPool* pool)
@@ -58,7 +63,7 @@ class RowGuard {
   ThreadPool* const pool_;
 };
 
-// Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
+// One head. Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
 //
 // Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
 // A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if W x
@@ -141,7 +146,7 @@ class CpuHead final : public HeadKernels {
   std::shared_ptr<ClassExchange> exchange_;
 };
 
-// What such a head says of itself.
+// What a head on the CPU says of itself.
 std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
                                     int threads);
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of a head on the CPU, with their gradients and moments: reads, writes, sums and the step of
-// the optimizer. Tensors and dimensions as in kernels/head_config.h. A replica has the rows that
-// StoredRowsOf() says: others are NOT_FOUND, or rows out of range.
+// The parameters of a head on the CPU, with their gradients and moments: reads, writes and sums (CpuParams),
+// and the update that the optimizer makes of a parameter (UpdateParams). kernels/head_config.h names the
+// tensors and their dimensions. A replica has the rows that StoredRowsOf() says: others are NOT_FOUND, or
+// rows out of range.
 #ifndef LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 #define LOSSD_KERNELS_CPU_CPU_PARAMS_H_
 
@@ -56,9 +57,6 @@ class CpuParams {
   const HeadBuffers buffers_;
 };
 
-// Optimizer updates in fp32, one pass over a parameter: value, moments and gradient are each read and written
-// once, and the gradient is zero afterwards. Stateless and thread-safe on disjoint ranges.
-
 // A range of one parameter; [n] each. Moments that the optimizer does not use may be null.
 struct ParamRange {
   float* value = nullptr;
@@ -68,7 +66,9 @@ struct ParamRange {
   int64_t n = 0;
 };
 
-// Update number `update` (1-based). `is_vector`: a bias or norm parameter.
+// The optimizer's update number `update` (1-based) in fp32, in one pass over the range: value, moments and
+// gradient are each read and written once, and the gradient is zero afterwards. `is_vector`: a bias or norm
+// parameter. Stateless; thread-safe on disjoint ranges.
 void UpdateParams(const OptimizerOptions& options, int64_t update, bool is_vector, const ParamRange& range);
 
 }  // namespace lossd::kernels

@@ -40,7 +40,7 @@ absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> 
 
 namespace {
 
-// Those that have the same classes.
+// The replicas that have the same classes.
 class CpuReplicas final : public Replicas {
  public:
   explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
@@ -108,7 +108,7 @@ class CpuReplicas final : public Replicas {
   const std::vector<CpuParams*> replicas_;
 };
 
-// Of the replicas of a head that is split by vocabulary: those of one place after those of the other.
+// The replicas of a head that is split by vocabulary, one place after the other.
 class CpuGrid final : public Replicas {
  public:
   explicit CpuGrid(std::vector<CpuReplicas> places) : places_(std::move(places)) {}

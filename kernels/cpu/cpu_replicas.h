@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The replicas of a head on several CPU backends of one process: plain sums and copies of host memory. Of
-// a head that is split by vocabulary, replicas of the parts.
+// Connects the heads of several CPU backends of one process: the replicas of a head by plain sums and copies
+// of host memory (MakeCpuReplicas), and the parts of a head that is split by vocabulary (JoinCpuClasses). A
+// head that is split and has several copies needs both; the replicas are then those of each part.
 #ifndef LOSSD_KERNELS_CPU_CPU_REPLICAS_H_
 #define LOSSD_KERNELS_CPU_CPU_REPLICAS_H_
 
@@ -16,8 +17,8 @@
 
 namespace lossd::kernels {
 
-// INVALID_ARGUMENT unless they are heads of backends made by CreateCpuMembers, with the same config, in the
-// order of their replicas.
+// The heads as what they are. INVALID_ARGUMENT unless they are heads of backends made by CreateCpuMembers,
+// with the same config, in the order of their replicas.
 absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> heads);
 
 // `heads`: of backends made by CreateCpuMembers, with the same config, in the order of their replicas; they
@@ -25,11 +26,9 @@ absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> 
 // their bits depend on nothing else.
 absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels* const> heads);
 
-// The parts of a head that is split by vocabulary over several CPU backends of one process.
-
-// `heads`: of backends made by CreateCpuMembers, with the same config, whose split is kVocabulary, in the
-// order of their parts, one replica of the head after the other; each is driven by a thread of its own from
-// now on. INVALID_ARGUMENT if they are not.
+// Joins the parts of a head that is split by vocabulary. `heads`: of backends made by CreateCpuMembers, with
+// the same config, whose split is kVocabulary, in the order of their parts, one replica of the head after the
+// other; each is driven by a thread of its own from now on. INVALID_ARGUMENT if they are not.
 absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads);
 // The same; the time of part i in exchanges is counted at member i of `clocks`, which has as many.
 absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,

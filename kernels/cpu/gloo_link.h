@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The replicas of a head on CPU backends in several processes: sums and copies over TCP, by Gloo.
+// Makes the RankLink of a CPU backend: it connects the replicas of heads in several processes, with sums and
+// copies over TCP, by Gloo.
 #ifndef LOSSD_KERNELS_CPU_GLOO_LINK_H_
 #define LOSSD_KERNELS_CPU_GLOO_LINK_H_
 

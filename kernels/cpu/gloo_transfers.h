@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the host between processes, over TCP, by Gloo.
+// Makes the HostTransfers that carry memory of the host between processes over TCP, by Gloo.
 #ifndef LOSSD_KERNELS_CPU_GLOO_TRANSFERS_H_
 #define LOSSD_KERNELS_CPU_GLOO_TRANSFERS_H_
 

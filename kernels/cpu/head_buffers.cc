@@ -28,9 +28,8 @@ int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
   return StoredRowsOf(config, id, replica).rows * ShapeOf(config, id.param).cols;
 }
 
-// Of the first replica: no other has more classes.
+// The workspace of the replica with the most classes, so that chunks of all replicas have the same rows.
 int64_t WorkspaceBytes(const HeadConfig& config, int replicas, int64_t chunk_rows) {
-  // That of the replica with the most classes, so that all have the same rows.
   int most = 0;
   for (int i = 1; i < replicas; ++i) {
     if (ClassesOf(config, {i, replicas}).rows > ClassesOf(config, {most, replicas}).rows) most = i;

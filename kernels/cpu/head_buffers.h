@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything a head on the CPU keeps in memory, laid out in one arena per memory kind.
+// Everything a head on the CPU keeps in memory, laid out in one arena per memory kind (HeadBuffers); the
+// order in which it gathers the rows of a chunk (RowOrder); and the rows of a chunk's slices in host memory,
+// as the head reads and writes them.
+//
+// Functions are stateless, and thread-safe on different rows.
 #ifndef LOSSD_KERNELS_CPU_HEAD_BUFFERS_H_
 #define LOSSD_KERNELS_CPU_HEAD_BUFFERS_H_
 
@@ -70,7 +74,6 @@ absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes);
 
 // In which order the rows of a chunk are gathered, so that every later step works on a contiguous range.
-
 // Gathered rows come in four groups: accumulated only, accumulated with grad_hidden, grad_hidden only,
 // neither. Rows without target are left out. Within a group the order is that of the slices.
 struct RowOrder {
@@ -85,9 +88,7 @@ struct RowOrder {
 // Writes sources[0 .. rows). `accumulate`: Chunk::accumulate_gradients.
 RowOrder OrderRows(absl::Span<const Slice> slices, bool accumulate, RowSource* sources);
 
-// The rows of a chunk's slices in host memory, as a head on the CPU reads and writes them. Stateless;
-// thread-safe on different rows.
-
+// Where the retained rows of a slice lie; the slice has a retained_offset.
 inline uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
   return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
 }

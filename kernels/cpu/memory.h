@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arrays carved out of one zeroed allocation. The same code that takes the arrays also plans them: an arena
-// without memory only counts, so a plan and the allocation made from it cannot differ.
+// Memory of the CPU backend: arrays carved out of one zeroed allocation (Arena), the count of what the
+// backend has promised (MemoryAccounting), and retained hidden states (CpuRetained).
 #ifndef LOSSD_KERNELS_CPU_MEMORY_H_
 #define LOSSD_KERNELS_CPU_MEMORY_H_
 
@@ -34,7 +34,9 @@ using AlignedBytes = std::unique_ptr<uint8_t[], FreeDeleter>;
 // `bytes` >= 0, aligned to 64, content unspecified. RESOURCE_EXHAUSTED if the system has no more.
 absl::StatusOr<AlignedBytes> AllocateAligned(int64_t bytes);
 
-// Thread-compatible. The arrays live as long as the arena.
+// Arrays carved out of one zeroed allocation. The same code that takes the arrays also plans them: an arena
+// without memory only counts, so a plan and the allocation made from it cannot differ. The arrays live as
+// long as the arena. Thread-compatible.
 class Arena {
  public:
   // Counts only; Take returns null.
@@ -60,7 +62,6 @@ class Arena {
 };
 
 // Counts the memory that a backend has promised, against a limit and against what the system still has.
-
 // Thread-safe.
 class MemoryAccounting {
  public:
@@ -117,7 +118,6 @@ class MemoryAccounting {
 };
 
 // Retained hidden states of the CPU backend: plain host memory. Thread-compatible.
-
 class CpuRetained final : public RetainedMemory, public HostBytes {
  public:
   CpuRetained(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)

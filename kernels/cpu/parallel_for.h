@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small fixed pool of threads that splits loops.
+// Loops over arrays of fp32 on several threads: a small fixed pool of threads that splits loops (ThreadPool),
+// matrix products over its threads (Gemm), and conversion between fp32 and the dtypes of hidden states and
+// tensors (ToFloat, FromFloat).
 #ifndef LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
 #define LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
 
@@ -22,7 +24,8 @@ inline constexpr int64_t kElementGrain = int64_t{1} << 15;
 // other.
 inline constexpr int64_t kSumBlock = 4096;
 
-// Driven by one thread at a time, which takes part in the work. Allocates nothing after construction.
+// A small fixed pool of threads. Driven by one thread at a time, which takes part in the work. Allocates
+// nothing after construction.
 class ThreadPool {
  public:
   // `threads` >= 1 counts the driving thread.
@@ -57,7 +60,7 @@ class ThreadPool {
   std::vector<std::thread> workers_;
 };
 
-// Matrix products over the pool's threads, and column sums.
+// Matrix products and column sums over the pool's threads, driven as the pool.
 //
 // OpenBLAS runs inside the pool's threads, one call each: one set of threads bounded by one option, and a
 // split that depends on the shape alone. That needs OpenBLAS's own threads off (UseSingleThreadedBlas).
@@ -81,10 +84,9 @@ void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOp
 // within a call.
 void AddColumnSums(ThreadPool& pool, const float* a, const float* b, int64_t rows, int64_t cols, float* sums);
 
-// Conversion between fp32 and the dtypes of hidden states and tensors.
-//
-// To 16 bits: round to nearest even; what is too large becomes infinite, NaN stays NaN. Stateless and
-// thread-safe. The loops have no branches and vectorise.
+// Conversion between fp32 and the dtypes of hidden states and tensors. To 16 bits: round to nearest even;
+// what is too large becomes infinite, NaN stays NaN. Stateless and thread-safe. The loops have no branches
+// and vectorise.
 
 // `from` [n] in `dtype`, of any alignment, to fp32.
 void ToFloat(DType dtype, const void* from, int64_t n, float* to);

@@ -65,8 +65,8 @@ GradientSums Add(absl::Span<const GradientSums* const> parts) {
   return all;
 }
 
-// Of the whole row, but for own_factor, and the coefficients of dz = p * slope - smoothing * u, without the
-// logit scale. `max` is what all exponents are relative to.
+// Sums over the whole row (own_factor alone is of the classes that are here), and the coefficients of
+// dz = p * slope - smoothing * u without the logit scale. All exponents are relative to `max`.
 struct RowLoss::Sums {
   float max = 0.0f;
   float target_logit = 0.0f;
@@ -165,8 +165,8 @@ bool RowLoss::Transform(float* logits) const {
   return finite;
 }
 
-// Of the classes that are here but the target; leaves the exponentials in the logits where they are enough
-// for the gradient.
+// The sum over the classes that are here, without the target. Leaves the exponentials in the logits where
+// they are enough for the gradient.
 double RowLoss::SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const {
   const bool in_place = request.want_gradient && !KeepsLogits(request);
   const auto add = [&](float* from, int64_t n) {

@@ -57,11 +57,11 @@ struct RowStatistics {
   double other_exp = 0.0;   // sum of exp(z - reference), the target left out
   double moment = 0.0;      // sum of exp(z - reference) (z - reference), if the entropy is needed
   double centred = 0.0;     // sum of u (z - reference), with label smoothing
-  double weight_sum = 0.0;  // sum of u, likewise
+  double weight_sum = 0.0;  // sum of u, with label smoothing
 };
 
-// Of the classes of all parts together, one row. The parts are added up in their order; that of one part is
-// what it says. Thread-safe.
+// The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
+// alone the result is what that part says. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
 
 // What is said of the gradient of a row, as in SliceSums: of some of its classes, or of all.
@@ -71,7 +71,7 @@ struct GradientSums {
   double squared_gradient = 0.0;
 };
 
-// Of one row, over the classes of all parts, added up in their order. Thread-safe.
+// The sums of one row over the classes of all parts, added up in their order. Thread-safe.
 GradientSums Add(absl::Span<const GradientSums* const> parts);
 
 struct RowResult {
@@ -88,7 +88,7 @@ struct RowResult {
   bool finite = false;
 };
 
-// Thread-safe: holds no mutable state.
+// Computes rows of a chunk, one at a time. Thread-safe: it holds no mutable state.
 class RowLoss {
  public:
   RowLoss(const RowLoops& loops, const RowLossContext& context) : loops_(loops), context_(context) {}
@@ -128,9 +128,7 @@ class RowLoss {
   const RowLossContext context_;
 };
 
-// Sampled gradients of one row (docs/math.md, "Sampled gradients").
-
-// Samples the classes of a row in their order. Thread-compatible.
+// Samples the classes of one row in their order (docs/math.md, "Sampled gradients"). Thread-compatible.
 class RowSampler {
  public:
   // `threshold`: of the size of an element, finite and >= 0; 0 leaves all elements as they are.

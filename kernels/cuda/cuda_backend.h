@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: one GPU, cuBLASLt for the GEMMs, our own kernels between them
-// (docs/kernels/cuda-exact.md, docs/kernels/hopper.md).
+// Makes what the CUDA backend offers to the rest of the program: the backend of one GPU (CreateCudaBackend),
+// which computes products with cuBLASLt and with kernels of its own (docs/kernels/cuda-exact.md,
+// docs/kernels/hopper.md); the link of a process that is one of several ranks (CreateCudaLink); and the
+// connection of several GPUs of one process (CudaReplicaGroup).
 //
 // The program needs neither the CUDA driver nor cuBLAS to start: both are looked up when a backend is
 // created. Compute capability 8.0 or later; tuned for 9.0.
@@ -35,8 +37,7 @@ int GpuOf(const void* memory);
 // GPUs), UNAVAILABLE if there is no usable GPU, driver or cuBLAS.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options);
 
-// The GPU of this process as one of several ranks, which have a process and a GPU each.
-
+// How the GPU of this process is connected with those of the other ranks; each rank has a process and a GPU.
 struct CudaLinkOptions {
   int device = 0;  // GPU, by index
   Replica replica;
@@ -49,15 +50,13 @@ struct CudaLinkOptions {
   std::function<absl::Status(int64_t bytes)> plan_memory = [](int64_t) { return absl::OkStatus(); };
 };
 
-// By NCCL, sums are formed as among the GPUs of one process; by Gloo, in the order of the ranks. Connections
-// are neither encrypted nor authenticated. INVALID_ARGUMENT naming `collectives` if what it asks for is not
-// there, with the reason.
+// The link of this process. By NCCL, sums are formed as among the GPUs of one process; by Gloo, in the order
+// of the ranks. Connections are neither encrypted nor authenticated. INVALID_ARGUMENT naming `collectives` if
+// what it asks for is not there, with the reason.
 absl::StatusOr<std::unique_ptr<RankLink>> CreateCudaLink(const CudaLinkOptions& options);
 
-// Replicas of heads on several GPUs of one process, and the parts of heads that are split by vocabulary: what
-// they exchange goes by NCCL.
-
-// The connection of some GPUs. Driven by the backends' driving thread.
+// The connection of several GPUs of one process, by NCCL: for replicas of heads, and for the parts of heads
+// that are split by vocabulary. Driven by the backends' driving thread.
 class CudaReplicaGroup {
  public:
   virtual ~CudaReplicaGroup() = default;
@@ -72,7 +71,7 @@ class CudaReplicaGroup {
   // split by vocabulary those of each place (validation.h). The group outlives what it gives; so do the
   // heads. UNAVAILABLE if the first head with so many replicas needs connections that cannot be made.
   virtual absl::StatusOr<std::unique_ptr<Replicas>> Connect(absl::Span<HeadKernels* const> heads) = 0;
-  // The parts of each replica of a head that is split by vocabulary, likewise.
+  // Joins the parts of each replica of a head that is split by vocabulary. `heads` as in Connect.
   virtual absl::Status Join(absl::Span<HeadKernels* const> heads) = 0;
 };
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows with the softmax of a trained language model, for any number of rows, dimensions and classes: which
-// classes get which logits. Data like a real model's are made of this on the CPU (real_rows.h) and on a GPU.
+// Rows with the softmax of a trained language model, for any number of rows, dimensions and classes. RealRows
+// says which classes get which logits. FillWeight, FillHidden and MakeRealData make hidden states and weights
+// of that in the memory of the host, for tests, small benchmarks and demos; ToArrays gives what a GPU or a
+// program in another language needs to make them.
 //
 // How to make hidden states x [N, D] and weights W [V, D] of it:
 //   W[v, 0] = class_logit(v) / kShared, and the rest of row v is normal noise of length 1;
@@ -20,7 +22,8 @@
 
 namespace lossd::data {
 
-// Immutable after construction, so thread-safe. The same seed gives the same rows.
+// The rows, as logits that are wanted of classes. Immutable after construction, so thread-safe. The same seed
+// gives the same rows.
 class RealRows {
  public:
   // The element that all hidden states share.
@@ -61,12 +64,10 @@ class RealRows {
   std::vector<double> quantiles_;       // [N], of the rows' entropies
   std::vector<float> class_logits_;     // [V]
   std::vector<double> cumulative_;      // [V], of the popularity by popularity rank
-  std::vector<double> cumulative_own_;  // [V], likewise, of exp(class logit)
+  std::vector<double> cumulative_own_;  // [V], of exp(class logit) by popularity rank
   std::vector<int32_t> class_of_;       // [V], the class that has a popularity rank
   std::vector<LogitModel> models_;      // of kModels quantiles, evenly spaced from 0 to 1
 };
-
-// Data like a real model's in the memory of the host, for tests, small benchmarks and demos; see real_rows.h.
 
 // Fills rows [begin, end) of W [V, D] into `out` [end - begin, D]. Thread-safe.
 void FillWeight(const RealRows& rows, int64_t begin, int64_t end, float* out);
@@ -74,7 +75,7 @@ void FillWeight(const RealRows& rows, int64_t begin, int64_t end, float* out);
 // Fills rows [begin, end) of the hidden states [N, D] into `out`, and their targets. Thread-safe.
 void FillHidden(const RealRows& rows, int64_t begin, int64_t end, float* out, int32_t* targets);
 
-// Both as a whole, with as many threads as the host has processors.
+// Hidden states, weights and targets as a whole, made with as many threads as the host has processors.
 struct RealData {
   std::vector<float> hidden;     // [N, D]
   std::vector<float> weight;     // [V, D]
@@ -82,9 +83,8 @@ struct RealData {
 };
 RealData MakeRealData(const RealRows& rows);
 
-// All rows of RealRows as arrays: what a GPU, or a program in another language, makes the data of.
-
-// N rows, V classes, K = the most candidates of a row. real_rows.h says how to make data of it.
+// All rows of RealRows as arrays, of which a GPU or a program in another language makes the data as the head
+// of this file says. N rows, V classes, K = the most candidates of a row.
 struct RealArrays {
   int64_t most = 0;              // K
   std::vector<int32_t> classes;  // [N, K], the first counts[i] of row i; 0 behind them
@@ -98,17 +98,14 @@ struct RealArrays {
 
 RealArrays ToArrays(const RealRows& rows);
 
-// How a hidden state is moved until it has the logits wanted (real_rows.h), the same on the CPU and on a GPU.
-
-// Steps by which a hidden state is moved towards the wanted logits, and the part of the error that each takes
-// back. The candidates' weight rows are nearly orthogonal, so the error shrinks by half or more each time.
+// How a hidden state is moved until it has the logits wanted, the same on the CPU and on a GPU: steps by
+// which a hidden state is moved towards the wanted logits, and the part of the error that each takes back.
+// The candidates' weight rows are nearly orthogonal, so the error shrinks by half or more each time.
 inline constexpr int kMoves = 16;
 inline constexpr float kMovePart = 0.9f;
 
-// Work on a range of rows by as many threads as the host has processors.
-
-// Calls work(from, to) for parts of [begin, end) that cover it, on several threads, and returns when all are
-// done.
+// Calls work(from, to) for parts of [begin, end) that cover it, on as many threads as the host has
+// processors, and returns when all are done.
 void InParallel(int64_t begin, int64_t end, absl::FunctionRef<void(int64_t from, int64_t to)> work);
 
 }  // namespace lossd::data

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the softmax of a trained language model looks like: measured figures that data for tests and
-// benchmarks are made after. Probabilities are natural unless a name says otherwise.
+// benchmarks are made after (SoftmaxProfile), logits that have such a softmax (FitLogits), and a check of how
+// well rows have it (ProfileCheck). Probabilities are natural unless a name says otherwise. Functions are
+// pure and thread-safe.
 #ifndef LOSSD_KERNELS_DATA_SOFTMAX_PROFILE_H_
 #define LOSSD_KERNELS_DATA_SOFTMAX_PROFILE_H_
 
@@ -44,9 +46,8 @@ std::vector<double> LogProbabilities(const SoftmaxProfile& profile, double u);
 // they fall by the same power of the rank as before it.
 std::vector<double> Popularity(const SoftmaxProfile& profile, int64_t vocab);
 
-// How well rows have the softmax that they were made after.
-
-// Sums over rows that are added one by one. Not thread-safe.
+// Says how well rows have the softmax that they were made after: sums over rows that are added one by one.
+// Not thread-safe.
 class ProfileCheck {
  public:
   explicit ProfileCheck(const SoftmaxProfile& profile);
@@ -74,11 +75,10 @@ class ProfileCheck {
   std::vector<double> tail_mass_;
 };
 
-// How the logits of a row come to a wanted softmax although a hidden state has far fewer dimensions than
-// there are classes: a few candidates get the logits that they need, and all other classes share one normal
-// distribution, which random weight rows give by themselves.
-
-// In nats, up to a constant that the softmax does not see.
+// Logits of a row with a wanted softmax, although a hidden state has far fewer dimensions than there are
+// classes: a few candidates get the logits that they need, and all other classes share one normal
+// distribution, which random weight rows give by themselves. In nats, up to a constant that the softmax does
+// not see.
 struct LogitModel {
   // Of the normal part of the logit of a class that is not a candidate; its mean is the class's own logit.
   double deviation = 0.0;

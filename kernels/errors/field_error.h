@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors that name the field at fault: an absl::Status whose message is for people and whose payload, a
-// FieldViolation, says the same to programs. No program reads the message.
+// Errors that name the field at fault, and the text that goes into errors.
 //
-//   return errors::FieldError("softcap", "be 0 or > 0", options.softcap);   // "softcap must be 0 or > 0, got
-//   -1"
+// A field error is an absl::Status whose message is for people and whose payload, a FieldViolation, says the
+// same to programs. No program reads the message.
+//
+//   // "softcap must be 0 or > 0, got -1"
+//   return errors::FieldError("softcap", "be 0 or > 0", options.softcap);
 //
 // A layer names fields as it knows them. A layer that knows where they came from adds the path:
 //
-//   return errors::Within("open.options.", kernels::Validate(options));     // "open.options.softcap must be
-//   ..."
+//   // "open.options.softcap must be ..."
+//   return errors::Within("open.options.", kernels::Validate(options));
 //
 // Fields and values may hold any bytes. They are shortened to kMaxFieldBytes and kMaxValueBytes, in the
 // payload and in the message, and never within a UTF-8 character.
@@ -59,9 +61,8 @@ std::optional<FieldViolation> GetFieldViolation(const absl::Status& status);
 // field. Code and other payloads stay. A status without a violation stays as it is.
 absl::Status Within(absl::string_view prefix, absl::Status status);
 
-// Text for people out of bytes that may be anything: names that clients sent, file names, contents of files.
-//
-// All functions are stateless and thread-safe.
+// Shortened and ValidUtf8 make text for people out of bytes that may be anything: names that clients sent,
+// file names, contents of files.
 
 // `text` if it has at most `limit` bytes, else its beginning and "..." in at most `limit` bytes. The cut is
 // never within a UTF-8 character. `limit` is at least 3; bytes that are not UTF-8 stay as they are.
@@ -71,11 +72,9 @@ std::string Shortened(absl::string_view text, size_t limit);
 // valid UTF-8 character. Overlong forms, surrogates and code points above U+10FFFF are not valid.
 std::string ValidUtf8(absl::string_view text);
 
-// Numbers of bytes in errors and other text for people: in a unit that can be read, and exactly where
-// somebody may have to calculate with them. Units are binary. FieldError (field_error.h) shows the value of a
-// field "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
-//
-// All functions are stateless and thread-safe.
+// HumanBytes and ExactBytes write numbers of bytes for people: in a unit that can be read, and exactly where
+// somebody may have to calculate with them. Units are binary. FieldError shows the value of a field
+// "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
 
 // Below this, the number itself says as much as one in a larger unit.
 inline constexpr int64_t kManyBytes = 10'000;
@@ -87,12 +86,9 @@ std::string HumanBytes(double bytes);
 std::string ExactBytes(int64_t bytes);
 std::string ExactBytes(uint64_t bytes);
 
-// Payloads of an absl::Status that hold a list of texts.
-//
-// Each text is stored as its length and its bytes, so a text may hold any bytes. Payloads never leave the
-// process: lengths are in the byte order of the machine.
-//
-// All functions are stateless and thread-safe.
+// SetTexts and GetTexts keep a list of texts in a payload of an absl::Status. Each text is stored as its
+// length and its bytes, so a text may hold any bytes. Such payloads never leave the process: lengths are in
+// the byte order of the machine.
 
 // Attaches the texts under the type URL `type`, replacing earlier ones. No effect on an OK status.
 void SetTexts(absl::string_view type, absl::Span<const std::string> texts, absl::Status* status);

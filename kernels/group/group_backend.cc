@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// It is longer than 400 lines because planning and creation, which must agree, stand side by side.
 #include "kernels/group/group_backend.h"
 
 #include <algorithm>

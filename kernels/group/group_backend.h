@@ -23,7 +23,8 @@ namespace lossd::kernels {
 using MakeReplicas =
     std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
 
-// Connects the heads of the members, whose split is kVocabulary, likewise.
+// Joins the heads of the members, which have the same config, whose split is kVocabulary, in the order of the
+// members.
 using JoinClasses = std::function<absl::Status(absl::Span<HeadKernels* const> heads)>;
 
 // INVALID_ARGUMENT: the devices cannot share the classes of a head.
@@ -63,7 +64,7 @@ struct GroupOptions {
   // of all.
   bool members_share_memory = false;
   Split split = Split::kAny;  // of heads whose config names none
-  int replicas = 1;           // of heads that are split by vocabulary, likewise; it divides the members
+  int replicas = 1;           // of heads split by vocabulary whose config names none; it divides the members
   JoinClasses join_classes = RefuseToSplitVocabulary;
   // Where the exchanges of members of one process are counted: those of a step by the group, those of chunks
   // by what `join_classes` makes. Null: they are not.

@@ -13,7 +13,7 @@
 namespace lossd::kernels {
 namespace {
 
-// By member, of the slices that have one.
+// The rows of each member: those of the slices whose home it is.
 std::vector<int64_t> RowsAtHome(absl::Span<const Slice> slices, int members, absl::Span<const int> homes) {
   std::vector<int64_t> rows(static_cast<size_t>(members), 0);
   for (size_t i = 0; i < homes.size(); ++i) {
@@ -22,7 +22,7 @@ std::vector<int64_t> RowsAtHome(absl::Span<const Slice> slices, int members, abs
   return rows;
 }
 
-// Of a chunk that is not divided.
+// The member that computes a chunk which is not divided.
 int SoleMember(absl::Span<const Slice> slices, int members, int first_member, absl::Span<const int> homes) {
   const std::vector<int64_t> rows = RowsAtHome(slices, members, homes);
   const auto most = std::max_element(rows.begin(), rows.end());

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One chunk of a group while its members compute it: a chunk of each part's own over copies of its slices,
-// and what came of them put together.
-//
-// Threads. The members call OnResults and OnDone of their parts from threads of their own; everything else is
-// for one thread at a time, the collecting members after all parts have called.
+// The chunks of a group while its members compute them: which member computes which slices (Divide), one
+// chunk in its parts (GroupChunk), and the order in which chunks are called back (ChunkOrder).
 #ifndef LOSSD_KERNELS_GROUP_GROUP_CHUNK_H_
 #define LOSSD_KERNELS_GROUP_GROUP_CHUNK_H_
 
@@ -38,6 +35,9 @@ struct DivisionLimits {
   int64_t least_rows = 0;
 };
 
+// Which of several members computes which slices of a chunk; a member is a device, or a replica of several
+// devices. A pure function; thread-safe.
+//
 // Slices stay whole and in order. Each goes to the member that has the fewest rows so far, the largest slices
 // first; so members differ by the rows of one slice at most. Of members that have as few, it is the first
 // from `first_member` on; a chunk that is not divided is `first_member`'s. A member's slices become several
@@ -48,6 +48,11 @@ struct DivisionLimits {
 std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimits& limits, int first_member,
                               absl::Span<const int> homes = {});
 
+// One chunk of a group: each part has a chunk of its own over copies of its slices, and what came of the
+// parts is put together.
+//
+// Threads. The members call OnResults and OnDone of their parts from threads of their own; everything else is
+// for one thread at a time, CallResults and CallDone after all parts have called.
 class GroupChunk {
  public:
   // `parts` hold each slice of `whole`: once, or every part all of them. What is said of a slice comes from
@@ -68,9 +73,10 @@ class GroupChunk {
   bool OnDone(size_t part, const absl::Status& status);
 
   // All parts have results: writes them into the whole chunk and calls its on_results; the first error in the
-  // order of the parts is that of the chunk. Likewise on_done, where it is DATA_LOSS if some parts failed
-  // before they had results and others accumulated.
+  // order of the parts is that of the chunk.
   void CallResults();
+  // All parts are done: calls the whole chunk's on_done with the first error, or with DATA_LOSS if some parts
+  // failed before they had results and others accumulated.
   void CallDone();
 
  private:
@@ -100,7 +106,6 @@ class GroupChunk {
 // ready first: the results of a chunk after those of the chunks before it, and its end after theirs.
 //
 // Thread-safe. Callbacks run on whatever thread brought the news, one at a time and without the lock.
-
 class ChunkOrder {
  public:
   // Takes its place. A chunk without parts is called back when its turn comes.

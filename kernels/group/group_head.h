@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head of which a group has several copies, the replicas: each has all values and adds up the gradients
-// of the rows that it computes; each class is updated by its owner (replica.h), which alone has the optimizer
-// state. A replica is one member, or some that divide the classes and compute the same rows, as those of a
-// VocabularyHead do.
+// One head of which a group has several copies, the replicas. Each replica has all values and adds up the
+// gradients of the rows that it computes. Each class is updated by its owner (replica.h), which alone has the
+// optimizer state. A replica is one member, or several members that divide the classes and compute the same
+// rows, as the members of a VocabularyHead do.
 //
 // The gradient of a class is the sum over the replicas. Whatever looks at gradients first moves the sums to
 // the owners (Replicas::SumGradients), once for all chunks since the last time.

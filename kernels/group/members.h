@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The members of a group: one backend a device, each with a thread that drives it.
-//
-// Driven by one thread, the group's driving thread, but for threads() and backends(), which are thread-safe.
+// The members of a group, one backend a device: the thread that drives one member (MemberThread), all members
+// (Members), and the heads that the members have of one head of the group (MemberHeads).
 #ifndef LOSSD_KERNELS_GROUP_MEMBERS_H_
 #define LOSSD_KERNELS_GROUP_MEMBERS_H_
 
@@ -34,6 +33,8 @@ struct MemberWork {
   absl::Duration busy;  // there was a chunk to compute, or something else to do
 };
 
+// The driving thread of one member, which calls the member's backend and heads. So members that compute while
+// they are called, as CPUs do, work at the same time. Thread-safe.
 class MemberThread {
  public:
   using Task = absl::AnyInvocable<void()>;
@@ -68,6 +69,8 @@ class MemberThread {
   std::thread thread_;
 };
 
+// The backends of a group and their threads. Driven by one thread, the group's driving thread, but for
+// thread() and backend(), which are thread-safe.
 class Members {
  public:
   // `check`: GroupOptions::check_members.
@@ -94,10 +97,8 @@ class Members {
   std::vector<std::unique_ptr<MemberThread>> threads_;  // end before the backends
 };
 
-// The heads that the members of a group have of one head, and the chunks that they compute together.
-//
-// Driven by the group's driving thread; the heads themselves are called on their members' threads.
-
+// The heads that the members of a group have of one head, and the chunks that they compute together. Driven
+// by the group's driving thread; the heads themselves are called on their members' threads.
 class MemberHeads {
  public:
   // `heads`: one of each member. The members outlive it.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head whose classes lie on the members of a group: each has some of them, with their values, gradients
-// and optimizer state, and computes these classes of all rows. The members exchange what goes over all
-// classes while they compute a chunk (docs/scaling.md); the norm's parameters are on all of them, and stay
-// alike.
+// One head whose classes lie on the members of a group. Each member has some of the classes, with their
+// values, gradients and optimizer state, and computes these classes of all rows. The members exchange what
+// goes over all classes while they compute a chunk (docs/scaling.md). All members have the norm's parameters,
+// which stay alike.
 #ifndef LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 #define LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 

@@ -3,6 +3,9 @@
 // Tests compare every backend with it; nothing else uses it. The formulas are those of docs/math.md,
 // and tests/kernels/reference proves the gradients by finite differences of the loss.
 //
+// Compute is where a reader begins. Around it are the parts that tests also use alone: the optimizer
+// (ApplyUpdate), the classes that sampling takes (TakenClasses) and the formulas for one row.
+//
 // All functions are pure and thread-safe. Arguments are assumed valid. Matrices are row-major.
 #ifndef LOSSD_KERNELS_REFERENCE_REFERENCE_H_
 #define LOSSD_KERNELS_REFERENCE_REFERENCE_H_
@@ -21,13 +24,13 @@ struct OptimizerMoments {
   std::vector<double> moment2;
 };
 
-// Update number `update` (1-based) of `values` with `gradient`. `is_vector`: bias or norm parameter,
-// which decays only with options.decay_vectors.
+// Update number `update` (1-based) of `values` with `gradient`, as torch.optim defines it. `is_vector`: bias
+// or norm parameter, which decays only with options.decay_vectors.
 void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
                  const std::vector<double>& gradient, std::vector<double>& values, OptimizerMoments& moments);
 
-// The classes of one row that systematic sampling takes (docs/math.md, "Sampled gradients"), and those of
-// which rounding decides whether it takes them. Pure functions; thread-safe.
+// Systematic sampling of one row (docs/math.md, "Sampled gradients"): the classes that it takes, and the
+// classes of which rounding decides whether it takes them.
 
 // Classes [begin, end) of a row, which are sampled with a number of their own.
 struct SampledPart {
@@ -92,7 +95,7 @@ struct Rows {
 // errors of a computation in floating point are proportional to it. Of sampled gradients (else 0) also the
 // variance that sampling would give each element if classes were taken independently, or, through a norm, a
 // bound on that: of elements that one class of each row adds to (weight and bias) it is the variance. And the
-// square of the difference that undecided classes make (reference.h).
+// square of the difference that undecided classes make (UndecidedClasses).
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
@@ -152,7 +155,7 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);
 
 // The formulas of docs/math.md for one row: its logits, its loss, and the gradient with respect to its dot
-// products. Pure functions; thread-safe.
+// products.
 
 // The logits of one row and everything that follows from them alone.
 struct Softmax {
@@ -187,7 +190,7 @@ struct Upstream {
 };
 Upstream UpstreamOf(const Rows& rows, size_t n);
 
-// Of those that are finite; 0 if none is.
+// The largest absolute value of those that are finite; 0 if none is.
 double MaxAbs(const std::vector<double>& values);
 // values[i], or `missing` if there are none.
 double At(const std::vector<double>& values, size_t i, double missing);
@@ -200,7 +203,7 @@ double DroppedMass(const LossOptions& options, const Softmax& soft, size_t targe
 struct ClassGradient {
   double value = 0.0;      // but for `uniform`
   double magnitude = 0.0;  // of the terms of `value`
-  double uncapped = 0.0;   // likewise, without the factor dz/ds
+  double uncapped = 0.0;   // of the terms of `value`, without the factor dz/ds
   double uniform = 0.0;    // of label smoothing: the same for all rows but for a factor
 };
 
@@ -222,7 +225,7 @@ struct LogitGradient {
   double sampling_variance = 0.0;  // of dL/d(logit scale * dot product), like the two below
   double squared_gradient = 0.0;
 };
-// Of row n of `rows`.
+// The gradient of row n of `rows`.
 LogitGradient ComputeLogitGradient(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
                                    size_t target, const Upstream& upstream, const Rows& rows, size_t n);
 

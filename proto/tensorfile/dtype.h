@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types of tensor files. Stateless and thread-safe.
+// Element types of tensor files, their sizes and names, and the conversion of elements between fp64, fp32,
+// fp16 and bf16. Functions are stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_DTYPE_H_
 #define LOSSD_PROTO_TENSORFILE_DTYPE_H_
 
@@ -58,7 +59,7 @@ constexpr int64_t SizeOf(DType dtype) {
   return 0;
 }
 
-// True for the types that Convert (convert.h) takes.
+// True for the types that Convert takes.
 constexpr bool IsConvertible(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
          dtype == DType::kBFloat16;
@@ -86,14 +87,10 @@ constexpr absl::string_view NameOf(absl::Span<const NamedDType> names, DType dty
   return "";
 }
 
-// Conversion of elements between fp64, fp32, fp16 and bf16.
-//
-// Rounds to nearest, ties to even; too large becomes infinity; NaN stays NaN. fp64 goes to the 16-bit
-// types through fp32 (two roundings). Thread-safe.
-
-// Converts all elements of `in` (type `from`, dense, any alignment) to `out` (type `to`). The spans must
-// not overlap. INVALID_ARGUMENT if a type is not convertible or the spans differ in their number of
-// elements; then `out` is untouched.
+// Converts all elements of `in` (type `from`, dense, any alignment) to `out` (type `to`). Rounds to nearest,
+// ties to even; too large values become infinity; NaN stays NaN. fp64 goes to the 16-bit types through fp32
+// (two roundings). The spans must not overlap. INVALID_ARGUMENT if a type is not convertible or the spans
+// differ in their number of elements; then `out` is untouched.
 absl::Status Convert(DType from, absl::Span<const uint8_t> in, DType to, absl::Span<uint8_t> out);
 
 }  // namespace lossd::formats

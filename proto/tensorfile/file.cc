@@ -17,6 +17,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::formats {
+
+// ---- Files ----
+
 namespace {
 
 constexpr int64_t kWritebackBytes = int64_t{8} << 20;  // pushed to the disk together
@@ -168,6 +171,8 @@ absl::Status DataWriter::Finish() {
   if (status_.ok()) status_ = file_->Close();
   return status_;
 }
+
+// ---- Direct writes ----
 
 namespace {
 

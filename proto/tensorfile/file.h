@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files as the tensor formats use them. Errors name the file, what was being done (for writes with their
-// bytes) and the operating system's reason: NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED
-// (disk full, quota), otherwise INTERNAL.
+// Files as the tensor formats use them: an InputFile is read at any place; an OutputFile is written from its
+// start, through the page cache or past it (CreateDirectFile). Errors name the file, what was being done (for
+// writes with their bytes) and the operating system's reason: NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED,
+// RESOURCE_EXHAUSTED (disk full, quota), otherwise INTERNAL.
 #ifndef LOSSD_PROTO_TENSORFILE_FILE_H_
 #define LOSSD_PROTO_TENSORFILE_FILE_H_
 
@@ -87,10 +88,9 @@ class DataWriter {
   absl::Status status_;
 };
 
-// Large files that go to the disk without passing through the page cache (O_DIRECT): a copy less, no memory
-// of the system's for what is not read again soon, and nothing left to write back when the file is synced.
-//
-// Where a file system has no direct writes the file is written as CreateOutputFile does. Errors as in file.h.
+// The rest of this file is about large files that go to the disk without passing through the page cache
+// (O_DIRECT). Such a file costs one copy less and no memory of the system's for bytes that are not read again
+// soon, and leaves nothing to write back when the file is synced.
 
 // Memory, places in the file and numbers of bytes have to be multiples of this. Bytes that lie so, and come
 // at such a place of the file, are written from where they are; others are copied first.
@@ -107,7 +107,8 @@ using AlignedBuffer = std::unique_ptr<uint8_t[], FreeAligned>;
 // are filled, large ones where the system has them.
 AlignedBuffer AllocateAligned(int64_t bytes);
 
-// Makes a file that did not exist. What was appended last may be in memory until Sync or Close.
+// Makes a file that did not exist, with direct writes if the file system has them, and otherwise as
+// CreateOutputFile does. What was appended last may be in memory until Sync or Close.
 absl::StatusOr<std::unique_ptr<OutputFile>> CreateDirectFile(const std::string& path);
 
 }  // namespace lossd::formats

@@ -19,6 +19,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::formats {
+
+// ---- Short JSON texts ----
+
 namespace {
 
 using nlohmann::json;
@@ -67,6 +70,8 @@ bool IsStrictJson(absl::string_view text, const JsonLimits& limits) {
   const bool has_nul = text.find('\0') != absl::string_view::npos;
   return !has_nul && json::sax_parse(text.begin(), text.end(), &sax);
 }
+
+// ---- JSON entry by entry ----
 
 namespace {
 
@@ -245,6 +250,8 @@ absl::Status ReadJsonEntries(const InputFile& file, int64_t begin, int64_t bytes
   if (!sax.status().ok()) return sax.status();
   return whole && !text.has_nul() ? absl::OkStatus() : rules.malformed;
 }
+
+// ---- Safetensors ----
 
 namespace {
 
@@ -519,6 +526,8 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
   if (!status.ok()) return status;
   return std::make_unique<DataWriter>(path, *std::move(file), data_bytes);
 }
+
+// ---- The index of a model ----
 
 namespace {
 

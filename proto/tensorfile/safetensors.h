@@ -9,6 +9,9 @@
 // Every file that is opened is treated as hostile: a header is either consistent with itself and with
 // the file's size, or refused. It is read entry by entry, so that it takes little more memory than the list
 // of its tensors. Errors name the file and, where there is one, the tensor.
+//
+// The file also holds the index of a model in several such files (SafetensorsIndex), and the readers of
+// untrusted JSON below both (IsStrictJson, ReadJsonEntries). Functions are stateless and thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 #define LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 
@@ -31,6 +34,7 @@
 
 namespace lossd::formats {
 
+// Limits on short JSON texts that are not trusted.
 struct JsonLimits {
   int64_t bytes = int64_t{1} << 20;  // of the text
   int depth = 4;                     // of objects and arrays below the outermost one
@@ -48,12 +52,13 @@ std::optional<Json> ParseStrictJson(absl::string_view text, const JsonLimits& li
   return Json::parse(text.begin(), text.end());
 }
 
-// JSON of files that are not trusted and may be long: an object is handed out entry by entry while the file
-// is read, so that memory does not grow with the file. Stateless and thread-safe.
+// ReadJsonEntries reads JSON of files that are not trusted and may be long. It hands out an object entry by
+// entry while the file is read, so that memory does not grow with the file.
 
-// Longer names, strings and numbers are malformed.
+// Longer names, strings and numbers are malformed there.
 inline constexpr int64_t kMaxJsonTokenBytes = int64_t{1} << 20;
 
+// What ReadJsonEntries accepts.
 struct JsonEntryRules {
   int max_depth = 2;          // of objects and arrays below the outermost object
   int64_t max_values = 1000;  // in one entry: names, values, objects and arrays
@@ -78,6 +83,7 @@ absl::Status ReadJsonEntries(const InputFile& file, int64_t begin, int64_t bytes
 // Longer headers are refused, when reading and when writing.
 inline constexpr int64_t kMaxSafetensorsHeaderBytes = int64_t{32} << 20;
 
+// A tensor in a file.
 struct SafetensorsInfo {
   std::string name;
   DType dtype = DType::kFloat32;
@@ -139,6 +145,9 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::map<std::string, std::string>& metadata = {},
     const OutputFileFactory& create_file = CreateOutputFile, int64_t data_alignment = 64);
 
+// Longer indexes are refused. Models of a trillion parameters have about 15 MB.
+inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
+
 // The index of a model whose tensors are spread over several safetensors files (shards), as Hugging Face
 // writes it, usually as model.safetensors.index.json:
 //
@@ -147,10 +156,6 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
 // Shards lie in the index's folder or below it: a path that could lead anywhere else is refused. Every index
 // is treated as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and
 // only what was asked for is kept in memory. Thread-safe.
-
-// Longer indexes are refused. Models of a trillion parameters have about 15 MB.
-inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
-
 class SafetensorsIndex {
  public:
   // Reads where `tensors` are. INVALID_ARGUMENT if the content is no such index, or names one of them twice;

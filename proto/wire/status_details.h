@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one place where statuses change form: absl::Status <-> grpc::Status, with lossd.v1.ErrorDetail
-// carried along.
+// carried along. Deadlines change form here, too: the program's steady clock <-> gRPC's clocks (GrpcTime).
 //
 // On the wire the detail lies in the status details (grpc-status-details-bin) as a lossd.v1.StatusDetails,
 // in an absl::Status as the payload named kErrorDetailType. Codes of both kinds have the same numbers.
@@ -46,10 +46,8 @@ std::optional<v1::ErrorDetail> GetErrorDetail(const absl::Status& status);
 grpc::Status ToGrpcStatus(const absl::Status& status);
 absl::Status FromGrpcStatus(const grpc::Status& status);
 
-// Times of the program's steady clock for gRPC, which takes them as times of its own monotonic clock: a wall
-// clock that is set changes no deadline.
-
-// For set_deadline and Shutdown. `steady` is finite.
+// A time of the program's steady clock as a time of gRPC's monotonic clock, for set_deadline and Shutdown. A
+// wall clock that is set changes no such deadline. `steady` is finite.
 inline gpr_timespec GrpcTime(absl::Time steady) {
   const int64_t left = absl::ToInt64Microseconds(steady - clocks::SteadyNow());
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_micros(left, GPR_TIMESPAN));

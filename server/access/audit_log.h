@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The audit lines of the log: one for each administrative call that has ended, and one for each call that was
-// refused for who the caller is.
+// AuditLog writes the audit lines of the log: one line for each administrative call that has ended, and one
+// line for each call that was refused for who the caller is.
 //
 //   ... INFO audit identity=dns:operator address=10.0.0.5:40112 method=DeleteHead head=lm outcome=OK
 //
-// A save that removed older checkpoints says how many, and their names as far as a text goes:
+// A save that removed older checkpoints says how many, and their names up to the bound of a text:
 //
-//   ... method=SaveCheckpoint head=lm outcome=OK removed=2 removed_names="lm/step-0000000001
-//   lm/step-0000000002"
+//   ... method=SaveCheckpoint head=lm outcome=OK removed=2 removed_names="lm/step-0000000001 lm/step-..."
 //
 // A line is bounded: each text is cut to kMaxTextBytes, and bytes that are not visible ASCII are shown as
 // "?". Callers without rights can cause at most kRefusedLines lines at once and one a second from then on;
@@ -53,10 +52,11 @@ class AuditLog {
         failed_(kFailedLines, kFailedLinesOfAll, now),
         changed_nothing_(kFailedLines, kFailedLinesOfAll, now) {}
 
-  // Of calls with an outcome other than "OK", an identity has a budget.
+  // An identity has a budget of lines for calls with an outcome other than "OK".
   void Ended(const AuditedCall& call, absl::string_view outcome);
   void Refused(const AuditedCall& call, const absl::Status& why);
-  // "call failed", of any call that was not refused for who the caller is. `peer`: who made it.
+  // Writes "call failed" for a call that was not refused because of its caller. `peer`: the peer that made
+  // it.
   void Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
               absl::string_view error);
 

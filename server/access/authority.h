@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Says who a caller is, by what it presents: a client certificate that TLS has verified, or a bearer token.
+// Authority says who a caller is, by what the caller presents: a client certificate that TLS has verified, or
+// a bearer token. CheckRole says whether that caller's role is high enough.
 //
-// Thread-safe. Both files are read again when they change.
+// Thread-safe. The files of roles and tokens are read again when they change.
 #ifndef LOSSD_SERVER_ACCESS_AUTHORITY_H_
 #define LOSSD_SERVER_ACCESS_AUTHORITY_H_
 

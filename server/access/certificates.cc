@@ -23,6 +23,8 @@
 
 namespace lossd::access {
 
+// ---- Ends of certificates ----
+
 absl::Time CertificateEnds::Find(absl::string_view pem) {
   std::string digest(SHA256_DIGEST_LENGTH, '\0');
   SHA256(reinterpret_cast<const unsigned char*>(pem.data()), pem.size(),
@@ -37,6 +39,8 @@ absl::Time CertificateEnds::Find(absl::string_view pem) {
   ends_.emplace(std::move(digest), end);
   return end;
 }
+
+// ---- Stamps of files ----
 
 namespace {
 
@@ -63,6 +67,8 @@ FileStamps StampsOf(const std::vector<std::string>& paths) {
   return stamps;
 }
 
+// ---- The server's certificate and key ----
+
 namespace {
 
 struct Free {
@@ -76,7 +82,7 @@ using Key = std::unique_ptr<EVP_PKEY, Free>;
 
 Bio BioOf(absl::string_view text) { return Bio(BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
 
-// A password is not asked for: a server has no one at its terminal.
+// OpenSSL asks for no password, because a server has no terminal.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 absl::StatusOr<std::vector<Certificate>> ParseCertificates(const AccessFile& file, absl::string_view text) {
@@ -160,6 +166,8 @@ absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& fi
   if (!files.client_authorities.path.empty()) paths.push_back(files.client_authorities.path);
   return ReloadedTls::Create("certificates", std::move(paths), [files] { return ReadTlsMaterial(files); });
 }
+
+// ---- Handshakes ----
 
 namespace {
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Until when certificates are valid: those of a connection are looked at with every call, and read once.
+// The server's certificate and key, and the certificates of clients. ReadTlsMaterial reads the server's
+// files, Reloaded reads files again when they change, CertificateEnds says until when a client's certificate
+// is valid, and GuardHandshakes closes what gRPC leaves open in TLS.
 //
-// Thread-safe.
+// All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_ACCESS_CERTIFICATES_H_
 #define LOSSD_SERVER_ACCESS_CERTIFICATES_H_
 
@@ -27,9 +29,11 @@
 
 namespace lossd::access {
 
+// Until when certificates are valid. The certificates of a connection are looked at with every call; each
+// text is parsed once.
 class CertificateEnds {
  public:
-  // Of the certificates of a PEM text the first end; the infinite past if it holds none that can be read.
+  // The earliest end of the certificates in a PEM text; the infinite past if none of them can be read.
   absl::Time Find(absl::string_view pem) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -39,11 +43,8 @@ class CertificateEnds {
   absl::flat_hash_map<std::string, absl::Time> ends_ ABSL_GUARDED_BY(mutex_);  // by SHA-256 of the text
 };
 
-// By what a change of a file is noticed, without reading it.
-//
-// Stateless and thread-safe.
-
-// Device, inode, size, and times of content and of inode in nanoseconds; zeros for a file that is not there.
+// What shows that a file has changed, without reading it: device, inode, size, and times of content and of
+// inode in nanoseconds. All zeros for a file that is not there.
 struct FileStamp {
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -56,14 +57,11 @@ using FileStamps = std::vector<FileStamp>;
 
 FileStamps StampsOf(const std::vector<std::string>& paths);
 
-// A value made from files, made again when the files have changed. Whoever asks for the value has the files
-// looked at, at most once a second. A change that makes no valid value is logged, and the value stays as it
-// was: a file that is being replaced, or a certificate whose key comes a moment later, refuses no client.
-//
-// Thread-safe.
-
 inline constexpr absl::Duration kLookAtFilesEvery = absl::Seconds(1);
 
+// A value made from files, and made again when the files have changed. Get looks at the files, at most once a
+// second. If the changed files make no valid value, the log says so and the value stays as it was: a file
+// that is being replaced, or a certificate whose key comes a moment later, refuses no client.
 template <typename T>
 class Reloaded {
  public:
@@ -125,11 +123,8 @@ class Reloaded {
   std::shared_ptr<const T> value_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The server's certificate and key, and the certificates of the authorities that sign clients' certificates;
+// The server's certificate and key, and the certificates of the authorities that sign clients' certificates,
 // as PEM text that was found to be in order.
-//
-// Immutable and thread-safe.
-
 struct TlsMaterial {
   std::string certificate_chain;  // the server's own certificate first
   std::string key;
@@ -149,26 +144,23 @@ struct TlsFiles {
 // taken: clients will refuse it, and say why.
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFiles& files);
 
-// Of certificates in PEM form, when the first ends; the infinite past if the text is not in order.
+// When the first of the certificates in PEM form ends; the infinite past if the text is not in order.
 absl::Time FirstEnd(absl::string_view pem);
 
 using ReloadedTls = Reloaded<TlsMaterial>;
 absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& files);
 
-// What gRPC 1.51 leaves open in its TLS handshakes and offers no option for, closed beneath it: OpenSSL calls
-// a program back for each context and each connection that it makes, and there this sets what gRPC does not.
+// Closes what gRPC 1.51 leaves open in its TLS handshakes and has no option for. OpenSSL calls a program back
+// for each context and each connection that it makes; there this function sets what gRPC does not.
 //
-//  - A peer's certificate is refused, before gRPC looks at its names, if gRPC ends the process over one of
-//  them: an address
-//    that has neither 4 nor 16 bytes, a name that is no text.
-//  - No session is resumed. A resumed one brings a certificate that was verified long ago.
+//  - A peer's certificate is refused, before gRPC looks at its names, if gRPC would end the process over one
+//    of the names: an address that has neither 4 nor 16 bytes, or a name that is no text.
+//  - No session is resumed. A resumed session brings a certificate that was verified long ago.
 //
-// Thread-safe.
-
 // For all contexts that are made from now on. Later calls do nothing.
 void GuardHandshakes();
 
-// Whether every name of the certificate is one that a program can take without a thought. For tests.
+// Whether gRPC can take every name of the certificate (GuardHandshakes). For tests.
 bool HasSoundNames(X509* certificate);
 
 }  // namespace lossd::access

@@ -24,6 +24,9 @@
 #include "kernels/errors/field_error.h"
 
 namespace lossd::access {
+
+// ---- Roles ----
+
 namespace {
 
 constexpr Role kRoles[] = {Role::kReader, Role::kTrainer, Role::kAdmin};
@@ -39,6 +42,8 @@ std::optional<Role> ParseRole(absl::string_view name) {
   }
   return std::nullopt;
 }
+
+// ---- Files ----
 
 namespace {
 
@@ -105,6 +110,8 @@ std::vector<AccessLine> AccessLines(absl::string_view text) {
   return lines;
 }
 
+// ---- Roles of certificates ----
+
 namespace {
 
 constexpr absl::string_view kKinds[] = {"dns:", "uri:", "email:", "ip:"};
@@ -153,6 +160,8 @@ CertificateRoles::Match CertificateRoles::Find(const std::vector<std::string>& n
   }
   return match;
 }
+
+// ---- Tokens ----
 
 namespace {
 

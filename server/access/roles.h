@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller may do. Each role may do all that the one before may.
+// Roles, and the files that say who has which role: CertificateRoles for client certificates, Tokens for
+// bearer tokens. ReadAccessFile reads such files, and refuses a secret file that others can read.
 //
-// All functions are stateless and thread-safe.
+// All classes are immutable; all functions are stateless. Both are thread-safe.
 #ifndef LOSSD_SERVER_ACCESS_ROLES_H_
 #define LOSSD_SERVER_ACCESS_ROLES_H_
 
@@ -20,6 +21,7 @@
 
 namespace lossd::access {
 
+// What a caller may do. Each role may do all that the role before it may.
 enum class Role : uint8_t {
   kReader,   // sees what the server is and has, and its metrics; no tensors
   kTrainer,  // computes losses, accumulates and applies gradients, reads tensors, saves checkpoints
@@ -31,11 +33,8 @@ absl::string_view RoleName(Role role);
 // nullopt for any other text.
 std::optional<Role> ParseRole(absl::string_view name);
 
-// Files that decide who may do what: certificates, keys, tokens, roles. Each is named by a flag, and every
+// A file that decides who may do what: certificates, keys, tokens, roles. A flag names the file, and every
 // error names flag and path. An unreadable or empty file is an error and never an empty value.
-//
-// All functions are stateless and thread-safe.
-
 struct AccessFile {
   std::string flag;  // "tls_key"
   std::string path;
@@ -59,15 +58,13 @@ absl::Status AccessFileError(const AccessFile& file, absl::string_view rule);
 // "token_file must <rule>, got <path> line 3".
 absl::Status AccessLineError(const AccessFile& file, size_t line, absl::string_view rule);
 
-// The lines of a file of tokens or roles: without the comments (#) and the empty ones.
-//
-// Stateless and thread-safe.
-
+// A line of a file of tokens or roles.
 struct AccessLine {
   size_t number = 0;       // from 1
   absl::string_view text;  // without spaces around it; of the text that was passed
 };
 
+// The lines of a file, without the comments (#) and the empty lines.
 std::vector<AccessLine> AccessLines(absl::string_view text);
 
 // The roles of client certificates, by subject alternative name, from a file with one a line:
@@ -75,9 +72,6 @@ std::vector<AccessLine> AccessLines(absl::string_view text);
 //   admin dns:operator.example.com
 //   trainer uri:spiffe://example.com/trainer
 //   reader *                                   any certificate of the certificate authority
-//
-// Immutable and thread-safe.
-
 class CertificateRoles {
  public:
   static constexpr size_t kMaxNames = 4096;
@@ -98,6 +92,12 @@ class CertificateRoles {
   std::optional<Role> any_;
 };
 
+// Who a token or a certificate belongs to.
+struct Principal {
+  std::string name;
+  Role role = Role::kReader;
+};
+
 // Bearer tokens, from a file with one a line:
 //
 //   # role:name:token
@@ -105,15 +105,6 @@ class CertificateRoles {
 //   reader:prometheus:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 //
 // A name that has several lines has several tokens, so that one can be replaced while the other is in use.
-//
-// Immutable and thread-safe.
-
-// Who a token or a certificate belongs to.
-struct Principal {
-  std::string name;
-  Role role = Role::kReader;
-};
-
 class Tokens {
  public:
   static constexpr size_t kMinTokenBytes = 16;
@@ -124,8 +115,8 @@ class Tokens {
   // INVALID_ARGUMENT naming flag, path and line, never a token.
   static absl::StatusOr<std::shared_ptr<const Tokens>> Parse(const AccessFile& file, absl::string_view text);
 
-  // Whose token it is; null if it is unknown. The time does not depend on which token it is, or nearly is:
-  // hashes are compared, all of them, and each as a whole.
+  // The principal that the token belongs to; null if the token is unknown. The time does not depend on which
+  // token it is or resembles: all hashes are compared, and each of them as a whole.
   const Principal* Find(absl::string_view token) const;
 
   size_t size() const { return entries_.size(); }

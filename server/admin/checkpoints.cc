@@ -20,6 +20,9 @@
 #include "server/messages/texts.h"
 
 namespace lossd::admin {
+
+// ---- Deletions ----
+
 namespace {
 
 constexpr char kDeletionIdField[] = "deletion_id";
@@ -91,6 +94,8 @@ void CheckpointDeletions::RemoveUnused() {
   absl::MutexLock lock(&mutex_);
   unremoved_.insert(unremoved_.begin(), paths.begin(), paths.end());
 }
+
+// ---- Checkpoints ----
 
 namespace {
 
@@ -278,7 +283,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
-  absl::Status read_error;  // of the head, unlike those of the disk
+  absl::Status read_error;  // of reading the head; errors of the disk are apart
   const absl::StatusOr<head::SavedCheckpoint> saved = head::SaveCheckpoint(
       options_.directory, request.name(),
       {.head = head->name,

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving, listing, pruning and deleting the checkpoints of heads, apart from gRPC.
+// Checkpoints saves, lists, prunes and deletes the checkpoints of heads, without gRPC. CheckpointDeletions
+// makes sure that a deletion which a client repeats happens once. NamedLocks has a lock for each head.
 //
-// A save is of one step boundary: while the head's tensors are read into memory, calls that change the head
-// wait, streams of rows go on. After that the head is free, and the disk takes the time it needs.
+// A checkpoint shows its head at one step boundary. While a save reads the head's tensors into memory, calls
+// that change the head wait, and streams of rows go on. After that the head is free, and the disk takes the
+// time it needs.
 //
-// Thread-safe. Calls block. Saves take turns, which bounds their memory to one buffer.
+// All classes are thread-safe. Calls block. Saves take turns, so their memory is at most one buffer.
 #ifndef LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
 #define LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
 
@@ -35,6 +37,7 @@
 
 namespace lossd::admin {
 
+// One lock for each name. A lock is made when it is first asked for, and is gone when no thread holds it.
 class NamedLocks {
  public:
   // Holds the lock of one name until destroyed or told to let go, on the thread that took it.
@@ -75,14 +78,11 @@ class NamedLocks {
   std::map<std::string, std::weak_ptr<absl::Mutex>> mutexes_ ABSL_GUARDED_BY(mutex_);
 };
 
-// DeleteCheckpoint: each deletion happens once, whatever is repeated.
-//
-// Thread-safe. Calls block.
-
+// DeleteCheckpoint: a deletion happens once, however often a client repeats the call.
 class CheckpointDeletions {
  public:
   static constexpr size_t kMostRemembered = 1000;
-  // Of deleted checkpoints whose files were in use; those of older ones go with the next save or start.
+  // Of deleted checkpoints whose files were in use. Files beyond that number go with the next save or start.
   static constexpr size_t kMostUnremoved = 1000;
 
   // All outlive this.
@@ -133,9 +133,11 @@ struct CheckpointOptions {
   head::FileSites* sites = nullptr;  // other processes that have parts of heads; null: there are none
 };
 
+// The checkpoints of all heads of a server.
 class Checkpoints {
  public:
-  // All pointers outlive this. `head_locks`: held, by name, by whoever changes a head.
+  // All pointers outlive this object. `head_locks`: every call that changes a head holds the lock of the
+  // head.
   Checkpoints(const CheckpointOptions& options, engine::Engine* engine, metrics::Metrics* metrics,
               NamedLocks* head_locks);
 

@@ -439,7 +439,7 @@ absl::Status RestoreLatest(HeadOperations& operations) {
   return absl::OkStatus();
 }
 
-// HeadOperations::ResetHead.
+// ---- Resets ----
 
 namespace {
 
@@ -501,7 +501,7 @@ absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
   return status.ok() ? engine_->EndLoad(head.name) : status;
 }
 
-// HeadOperations::SetShares.
+// ---- Shares ----
 
 absl::StatusOr<v1::SetSharesResponse> HeadOperations::SetShares(const v1::SetSharesRequest& request) {
   if (absl::Status status = messages::CheckCallId("change_id", request.change_id()); !status.ok())

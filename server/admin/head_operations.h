@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What HeadService's methods do, apart from gRPC: each takes a request and blocks until its answer is
-// known. Large tensors go to and from the device in slices of about 8 MiB, so that rows of other heads
-// and streams are computed in between.
+// HeadOperations does what HeadService's methods ask for, without gRPC. Each method takes a request and
+// blocks until its answer is known. Large tensors go to and from the device in slices of about 8 MiB, so that
+// rows of other heads and streams are computed in between. RestoreLatest loads every head when the server
+// starts.
 //
-// Thread-safe. Calls that change a head take turns per head, and wait while a save reads its tensors
-// (checkpoints.h); no call sees a head half created.
+// All classes and functions are thread-safe. Calls that change a head take turns per head, and wait while a
+// save reads the head's tensors (checkpoints.h); no call sees a head that is half created.
 #ifndef LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 #define LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 
@@ -39,7 +40,8 @@
 
 namespace lossd::admin {
 
-// `Response`: what such a call is answered with.
+// The calls on each head that were done last and that have an id from the client (resets, changes of shares).
+// A repeat of a call is recognised by its id and gets the same answer. `Response` is the type of the answer.
 template <typename Response>
 class DoneCalls {
  public:
@@ -50,7 +52,7 @@ class DoneCalls {
       : id_field_(std::move(id_field)), kind_(std::move(kind)) {}
 
   // What the call of that id was answered with, if it is known. FAILED_PRECONDITION for the id's field if
-  // that call asked for something else. `content`: of the request, apart from the id and from who is meant.
+  // that call asked for something else. `content`: the request without its id and without the head it names.
   absl::StatusOr<std::optional<Response>> Find(absl::string_view head, absl::string_view id,
                                                absl::string_view content) const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
@@ -90,10 +92,7 @@ class DoneCalls {
   std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, in order
 };
 
-// The resets of heads that were done last (head_operations.h).
-//
-// Thread-safe.
-
+// The resets of heads that were done last.
 class ResetLog {
  public:
   static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // of each head
@@ -109,8 +108,6 @@ class ResetLog {
 };
 
 // Logs what the backend chose, a debug event for each choice.
-
-// Thread-safe.
 void LogChoices(absl::string_view event, absl::string_view head, absl::Span<const kernels::Choice> choices);
 
 struct HeadOperationsOptions {
@@ -139,6 +136,7 @@ struct TensorWrite {
   std::unique_ptr<engine::TensorWriter> writer;
 };
 
+// The methods of HeadService, one function each, and the reading and writing of tensors.
 class HeadOperations {
  public:
   // `engine` and `metrics` outlive this.
@@ -203,12 +201,10 @@ class HeadOperations {
   Checkpoints checkpoints_;
 };
 
-// For the server's start: every head as its newest checkpoint has it.
-
-// Loads, of each head that has checkpoints below the directory, the one that was saved last. A checkpoint
-// whose manifest cannot be read is passed over with a warning in the log, since it is not known what it is
-// of; one that is damaged otherwise, or does not fit, is an error that names it, and older ones are not tried
-// in its place. Blocks. Heads that were loaded before an error stay.
+// Loads the newest checkpoint of each head that has checkpoints below the directory, when the server starts.
+// A checkpoint whose manifest cannot be read is passed over with a warning in the log, since its head is not
+// known. A checkpoint that is damaged in another way, or does not fit, is an error that names the checkpoint,
+// and no older checkpoint is tried in its place. Blocks. Heads that were loaded before an error stay.
 absl::Status RestoreLatest(HeadOperations& operations);
 
 }  // namespace lossd::admin

@@ -19,6 +19,9 @@
 #include "server/head/paths.h"
 
 namespace lossd::admin {
+
+// ---- Values that are refused ----
+
 namespace {
 
 constexpr size_t kBlock = 4096;  // elements that are looked at together
@@ -103,6 +106,8 @@ std::optional<RefusedValue> FirstRefused(const ValueRules& rules, kernels::DType
   }
   return std::nullopt;
 }
+
+// ---- Tensors of files ----
 
 namespace {
 
@@ -376,6 +381,8 @@ absl::Status HeadSource::CheckValues(const Tensor& tensor, int64_t first_row,
   }
   return absl::InternalError(absl::StrCat("row ", row, " of ", tensor.name, " is in no file"));
 }
+
+// ---- Initial values ----
 
 template <typename Request>
 absl::StatusOr<InitialValues> InitialValues::OpenAny(const std::string& directory, const Request& request,

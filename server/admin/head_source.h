@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of a new head from a model of any origin: a safetensors file, several with an index, or the
-// files of a checkpoint (TensorFile in head.proto).
+// The values that a new head begins with. InitialValues yields them as CreateHeadRequest and ResetHeadRequest
+// ask for them. HeadSource reads them from files, and FirstRefused finds values in files that a head must not
+// have.
 //
-// Thread-safe.
+// All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_ADMIN_HEAD_SOURCE_H_
 #define LOSSD_SERVER_ADMIN_HEAD_SOURCE_H_
 
@@ -26,6 +27,7 @@
 
 namespace lossd::admin {
 
+// Which values a tensor from a file may hold.
 struct ValueRules {
   bool non_finite = false;      // NaN and infinities may be there
   bool minus_infinity = false;  // this one may be there all the same
@@ -41,6 +43,8 @@ struct RefusedValue {
 std::optional<RefusedValue> FirstRefused(const ValueRules& rules, kernels::DType dtype,
                                          absl::Span<const uint8_t> bytes);
 
+// The tensors of a new head from a model of any origin: a safetensors file, several safetensors files with an
+// index, or the files of a checkpoint (TensorFile in head.proto).
 class HeadSource {
  public:
   // Some or all rows of a tensor.
@@ -77,11 +81,8 @@ class HeadSource {
   std::vector<Tensor> tensors_;
 };
 
-// What the values of a new head are, as CreateHeadRequest and ResetHeadRequest say it: numbers around zero,
+// The values of a new head, as CreateHeadRequest and ResetHeadRequest ask for them: numbers around zero,
 // zeros, or the tensors of a file.
-//
-// Thread-safe.
-
 class InitialValues {
  public:
   // Takes the next rows of a tensor, in `dtype`. An error ends the filling and is returned.

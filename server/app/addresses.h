@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// "host:port", or "unix:PATH" of a Unix socket, as flags take it.
+// The addresses of a server. ParseAddresses reads them from a flag ("host:port", or "unix:PATH" of a Unix
+// socket), OpenSockets listens on them, and WritePortFile tells the programs that start the server which
+// ports were chosen.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_APP_ADDRESSES_H_
@@ -29,30 +31,24 @@ struct Address {
 // path that the system can take.
 absl::StatusOr<Address> ParseAddress(absl::string_view option, absl::string_view text);
 
-// One or more addresses with commas between them. INVALID_ARGUMENT as above, or if one is there twice.
+// One or more addresses with commas between them. INVALID_ARGUMENT as ParseAddress, or if an address is there
+// twice.
 absl::StatusOr<std::vector<Address>> ParseAddresses(absl::string_view option, absl::string_view text);
 
 // True for localhost, 127.0.0.0/8, [::1] and Unix sockets.
 bool IsLoopback(const Address& address);
 
-// The sockets of a server's gRPC addresses.
-//
-// Stateless; thread-safe.
-
-// Listens on all addresses, which get the ports that were chosen. `unix_mode`: of the files of Unix sockets.
-// UNAVAILABLE naming the option `listen`.
+// Opens the sockets of a server's gRPC addresses: listens on all addresses, which get the ports that were
+// chosen. `unix_mode`: of the files of Unix sockets. UNAVAILABLE naming the option `listen`.
 absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
                                                                       uint32_t unix_mode);
 
 // The addresses with commas between them.
 std::string TextOf(const std::vector<Address>& addresses);
 
-// The file that says which addresses a server has chosen, for programs that start it on any free port.
-//
-// All functions are stateless and thread-safe.
-
-// Writes {"grpc": ..., "http": ...} to `path`; a reader sees the whole file or none. An error names the path,
-// and then no file is left.
+// Writes {"grpc": ..., "http": ...} to `path`: the addresses that the server has chosen, for programs that
+// start it on any free port. A reader sees the whole file or none. An error names the path, and then no file
+// is left.
 absl::Status WritePortFile(const std::string& path, const std::string& grpc, const std::string& http);
 
 }  // namespace lossd::app

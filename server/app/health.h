@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What /livez and /readyz answer, and the service manager hears. An orchestrator restarts a server that is
-// not live, and sends no work to one that is not ready.
+// The health of a server: what /livez and /readyz answer and the service manager hears (Live, Readiness), and
+// what watches the devices for their loss (DeviceWatch, WatchGpus). An orchestrator restarts a server that is
+// not live, and sends no work to a server that is not ready.
 //
-// All functions are stateless and thread-safe.
+// All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_APP_HEALTH_H_
 #define LOSSD_SERVER_APP_HEALTH_H_
 
@@ -25,6 +26,7 @@
 
 namespace lossd::app {
 
+// The state of a server at one moment, from which the functions below judge its health.
 struct Health {
   bool draining = false;
   bool device_lost = false;
@@ -38,7 +40,7 @@ struct Health {
   std::array<Thread, 4> threads;
 };
 
-// What keeps a thread busy for longer than that is nothing that it should do.
+// A thread that is busy for longer than that does something that it should not do.
 inline constexpr absl::Duration kThreadTimeout = absl::Seconds(30);
 
 // UNAVAILABLE if the device is lost or has been silent for longer than `timeout`, or a thread for longer than
@@ -57,9 +59,6 @@ std::string Trouble(const Health& health, absl::Duration timeout);
 
 // Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
 // UNAVAILABLE from then on.
-//
-// Thread-safe.
-
 class DeviceWatch final : public engine::EngineObserver {
  public:
   // `on_lost` is called once, on a thread of the engine's, and must not call into it.
@@ -85,9 +84,8 @@ class DeviceWatch final : public engine::EngineObserver {
   std::atomic<bool> lost_{false};
 };
 
-// Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss.
-
-// A monitor for each GPU, in order; null, and a line in the log, for one that cannot be watched. The
+// Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss. Returns
+// a monitor for each GPU, in order; null, and a line in the log, for a GPU that cannot be watched. The
 // observers are told of the loss of a GPU as of a failed operation, and outlive the result.
 std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
     const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);

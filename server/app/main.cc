@@ -217,8 +217,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/flags.cc") ||
-           absl::EndsWith(file, "server/app/flags.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/flags.cc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);

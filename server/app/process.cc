@@ -75,8 +75,8 @@ void EndWithin(absl::Duration limit, int status, std::string what) {
 
 namespace {
 
-// Linking its library adds it
-// to every server already, where the library registers itself.
+// Linking the library of the reflection service adds the service to every server already, where the library
+// registers itself. So the option removes that one first.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
   explicit Reflection(bool wanted) : wanted_(wanted) {}

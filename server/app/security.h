@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Certificates, tokens and roles of a server, made from its options, for gRPC and for HTTP.
+// Security makes the certificates, tokens and roles of a server from its options, for gRPC and for HTTP.
+// CheckGrpcAddress and CheckHttpAddress say whether a server with these options may listen at an address.
 //
-// Thread-safe.
+// All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_APP_SECURITY_H_
 #define LOSSD_SERVER_APP_SECURITY_H_
 

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// It is longer than 400 lines because all parts of a server come together here.
 #include "server/app/server.h"
 
 #include <grpcpp/grpcpp.h>

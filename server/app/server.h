@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lossd server: backend, engine, services, metrics and HTTP, put together from one plain struct.
+// Server is a lossd server: backend, engine, services, metrics and HTTP, put together from one plain struct,
+// ServerOptions.
 //
-// Thread-safe. Destroying it stops it.
+// Server is thread-safe. Destroying a server stops it.
 #ifndef LOSSD_SERVER_APP_SERVER_H_
 #define LOSSD_SERVER_APP_SERVER_H_
 
@@ -126,9 +127,7 @@ class Server {
   virtual bool Drain(absl::Time deadline) = 0;
 };
 
-// Something that is to be done at most once in a while.
-
-// Ready at most once per `pause`. Thread-compatible.
+// Says when something is to be done again that is to be done at most once per `pause`. Thread-compatible.
 class Every {
  public:
   explicit Every(absl::Duration pause) : pause_(pause) {}
@@ -144,10 +143,7 @@ class Every {
   absl::Time next_ = absl::InfinitePast();
 };
 
-// A text that becomes known while others ask for it.
-//
-// Thread-safe.
-
+// A text that becomes known while other threads ask for it. Thread-safe.
 class LateText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {

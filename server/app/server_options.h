@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server's flags say of several processes that are one server (docs/scaling.md).
+// Two groups of a server's options: RankOptions for several processes that are one server (docs/scaling.md),
+// and SecurityOptions for encryption and for who may do what (docs/security.md). ServerOptions (server.h) has
+// both. The file is shorter than 60 lines because three headers include it, and security.h needs no Server.
 #ifndef LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 #define LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 
@@ -11,6 +13,7 @@
 
 namespace lossd::app {
 
+// This process as one of several that are one server.
 struct RankOptions {
   ranks::Launch launch;  // one rank: this process alone
   std::string
@@ -28,17 +31,16 @@ struct RankOptions {
   absl::Duration silence_timeout = absl::Seconds(30);    // a rank that answers no ping for so long is lost
   absl::Duration collective_timeout = absl::Minutes(1);  // for the other ranks to do their part of a sum
 
-  // Of rank 0. Whether to stop waiting for the others; and called when one of the others was asked to stop,
-  // on a thread of the server's, once.
+  // For rank 0. `stop_requested` says whether rank 0 stops waiting for the other ranks. `on_leaving` is
+  // called when another rank was asked to stop, on a thread of the server, once.
   std::function<bool()> stop_requested = [] { return false; };
   std::function<void()> on_leaving = [] {};
 
   bool several() const { return launch.ranks > 1; }
 };
 
-// What a server's flags say about encryption and about who may do what.
-
-// Paths; empty: none. docs/security.md describes the files.
+// Encryption, and who may do what. The texts are paths of files, which docs/security.md describes; empty:
+// none.
 struct SecurityOptions {
   std::string tls_cert;
   std::string tls_key;

@@ -27,6 +27,9 @@
 #include "server/ranks/channel.h"
 
 namespace lossd::app {
+
+// ---- Checks of options ----
+
 namespace {
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
@@ -151,9 +154,12 @@ absl::Status CheckOptions(const ServerOptions& options) {
   return status;
 }
 
+// ---- Memory shared with clients ----
+
 namespace {
 
-// Beside the first Unix socket of gRPC, for then the file system says who may connect; else an abstract name.
+// The region socket lies beside the first Unix socket of gRPC, because then the file system says who may
+// connect; without such a socket it has an abstract name.
 std::string ChooseName(const std::vector<Address>& addresses) {
   for (const Address& address : addresses) {
     if (address.port == Address::kUnixSocket) return absl::StrCat(address.socket_path(), ".regions");
@@ -162,7 +168,7 @@ std::string ChooseName(const std::vector<Address>& addresses) {
   return absl::StrFormat("@lossd-%016x", absl::Uniform<uint64_t>(generator));
 }
 
-// The GPUs whose memory clients may have; empty: none.
+// The GPUs whose memory clients may have; empty: clients get memory of the host only.
 std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::Backend* backend) {
   if (options.shared_device_memory_bytes == 0) return {};
   return regions::SharingDevices(backend);
@@ -211,6 +217,8 @@ std::vector<metrics::SharedMemoryUse> SharedMemory::UsesOf(const SharedMemory* s
   }
   return uses;
 }
+
+// ---- The options of the parts, and what metrics read ----
 
 void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend,
                    const SharedMemory* shared) {
@@ -309,6 +317,8 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const ker
   }
   return readings;
 }
+
+// ---- The ranks of this process ----
 
 namespace {
 
@@ -413,8 +423,8 @@ LocalRanks::~LocalRanks() {
   }
 }
 
-// The stream is closed here, and not with the object: the leader's end waits for it. A rank that is lost
-// tells so first, for it may hang.
+// The stream is closed here, and not with the object, because the leader's end waits for it. A lost rank
+// reports its end before it closes the stream, because closing may hang.
 void LocalRanks::Run(Rank* rank) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};
@@ -463,6 +473,8 @@ absl::Duration LocalRanks::Silence() const {
   return longest;
 }
 
+// ---- What computes ----
+
 namespace {
 
 bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backend) {
@@ -470,7 +482,8 @@ bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backen
   return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
 }
 
-// Of a process alone. GPUs take NCCL; CPU devices are threads with one memory.
+// What the devices of a process that is alone exchange by. GPUs use NCCL; CPU devices are threads with one
+// memory.
 std::string CollectivesOf(const ServerOptions& options, const kernels::BackendInfo& backend) {
   if (backend.uuids.size() > 1) return kernels::kNccl;
   return backend.name == "cpu" && options.cpu_devices > 1 ? "threads" : "";
@@ -536,6 +549,8 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
   compute.backend = *std::move(backend);
   return compute;
 }
+
+// ---- Leader and workers ----
 
 namespace {
 
@@ -716,6 +731,8 @@ absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions&
 }
 
 using metrics::PlainFamily;
+
+// ---- Metrics of workers ----
 
 ranks::v1::Metrics ToProto(const std::vector<PlainFamily>& families) {
   ranks::v1::Metrics out;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of ServerOptions, and what follows from them.
+// The parts that Server and RunWorker put together, made from ServerOptions: checks of the options
+// (CheckOptions, CheckRanks), the options of the parts (EngineOptionsOf and others), memory shared with
+// clients (SharedMemory), and what computes (CreateCompute, LocalRanks).
 //
-// Stateless; thread-safe.
+// Each function is stateless and thread-safe; each class is thread-safe.
 #ifndef LOSSD_SERVER_APP_SERVER_PARTS_H_
 #define LOSSD_SERVER_APP_SERVER_PARTS_H_
 
@@ -45,7 +47,7 @@ absl::Status CheckOptions(const ServerOptions& options);
 // INVALID_ARGUMENT naming the option unless its value is above 0.
 absl::Status CheckPositive(absl::string_view option, absl::Duration value);
 
-// What computes.
+// Which backend the options choose.
 kernels::BackendChoice BackendOf(const ServerOptions& options);
 
 // The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
@@ -61,9 +63,7 @@ int64_t LedgerBytes(const ServerOptions& options);
 // ServerOptions::checkpoint_threads, or its default: at least one for each device.
 int CheckpointThreads(const ServerOptions& options, const kernels::BackendInfo& backend);
 
-// The memory that a server shares with programs of its host, and the socket where they open it.
-
-// Thread-safe.
+// The memory that a server shares with programs of its host, and the socket where programs open it.
 class SharedMemory {
  public:
   // Null if the options or the backend allow none; also, with a line in the log, if no socket was named and
@@ -98,16 +98,10 @@ class SharedMemory {
   regions::SessionServer sessions_;
 };
 
-// The line of the log that says what memory a server has planned at its start.
-//
-// Stateless; thread-safe.
-
-// `shared`: null if none is shared.
+// Logs what memory a server has planned at its start. `shared`: null if the server shares no memory.
 void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend, const SharedMemory* shared);
 
-// The options of a server's parts, as they follow from the server's own, and what its metrics read.
-//
-// Stateless; thread-safe.
+// ---- The options of a server's parts, as they follow from the server's own, and what its metrics read ----
 
 engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
@@ -120,7 +114,7 @@ rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
                                              head::FileSites* sites);
 rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
-// Of a part that shows signs of life; zero where there is none.
+// How long a part has shown no sign of life; zero without a part.
 template <typename Part>
 absl::Duration SilenceOf(const std::unique_ptr<Part>& part) {
   return part == nullptr ? absl::ZeroDuration() : part->Silence();
@@ -131,10 +125,7 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);
 // Without a leader the devices of the process, numbered as ranks; none if it has one device.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend);
 
-// The ranks of this process that compute for the leader: one for each device, each with threads of its own
-// and with what watches its GPU.
-//
-// Thread-safe.
+// ---- The ranks of this process that compute for the leader ----
 
 // How ranks have ended: as ranks::Worker::Run says.
 struct RanksEnd {
@@ -155,6 +146,8 @@ struct LocalRanksOptions {
 // "rank 1", "ranks 2, 3".
 std::string RankNames(int first, int count);
 
+// The ranks of this process that compute for the leader: one rank for each device. Each rank has threads of
+// its own and a monitor of its GPU.
 class LocalRanks {
  public:
   // Has the ranks join the leader.
@@ -169,11 +162,11 @@ class LocalRanks {
 
   // Has the leader hear that the ranks are asked to stop. Does not wait.
   void Leave(const std::string& reason);
-  // All are.
+  // Whether all ranks have joined the leader.
   bool joined() const;
-  // A device is.
+  // Whether a device of the ranks is lost.
   bool device_lost() const;
-  // The longest: Worker::Silence.
+  // The longest Worker::Silence of the ranks.
   absl::Duration Silence() const;
 
  private:
@@ -194,9 +187,7 @@ class LocalRanks {
   bool end_told_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// What computes: the backend of this process, alone or with those of the other ranks.
-//
-// Stateless; thread-safe.
+// ---- What computes: the backend of this process, alone or with the backends of the other ranks ----
 
 using Backends = std::vector<kernels::CreatedBackend>;
 
@@ -204,7 +195,7 @@ using Backends = std::vector<kernels::CreatedBackend>;
 // in this order.
 absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options);
 
-// In order of dependence: each uses those above it.
+// What computes. The members stand in order of dependence: each uses the members above it.
 struct Compute {
   std::unique_ptr<LocalRanks> other_devices;  // the ranks of this process but the first; null: none
   std::unique_ptr<ranks::Leader> leader;      // null: one rank
@@ -212,16 +203,15 @@ struct Compute {
   std::string collectives;  // as ServerDescription.collectives
 };
 
-// Of process 0: waits for the other ranks. `credentials`: of their service. Errors as Leader::Form.
+// For process 0: waits for the other ranks. `credentials` are the credentials of the ranks' service. Errors
+// as Leader::Form.
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
-// What a server of several ranks is put together from: the leader and the workers, as the options have them.
-//
-// Stateless; thread-safe.
+// ---- The leader and the workers of a server of several ranks ----
 
-// INVALID_ARGUMENT naming the option if what is said of ranks is not in order, or would let others reach them
-// who may not.
+// INVALID_ARGUMENT naming the option if the options of ranks are not in order, or would let programs reach
+// the ranks that may not.
 absl::Status CheckRanks(const ServerOptions& options);
 
 // INVALID_ARGUMENT if all processes, each with so many devices, would have too many ranks.
@@ -230,8 +220,8 @@ absl::Status CheckRankCount(const ServerOptions& options, int devices);
 // The address of this host that the other ranks reach.
 absl::StatusOr<std::string> RankHost(const ServerOptions& options);
 
-// Of process 0: listens for the other ranks. `devices`: of each process. `credentials`: of the ranks'
-// service.
+// For process 0: listens for the other ranks. `devices`: the devices of each process. `credentials`: the
+// credentials of the ranks' service.
 absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
     const ServerOptions& options, int devices, const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
@@ -247,8 +237,7 @@ struct WorkerSpec {
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options, WorkerSpec spec,
                                                             kernels::CreatedBackend own);
 
-// Metrics of a worker as what the ranks send each other. Pure functions; thread-safe.
-
+// The metrics of a worker as the message that ranks send each other, and back.
 ranks::v1::Metrics ToProto(const std::vector<metrics::PlainFamily>& families);
 std::vector<metrics::PlainFamily> FromProto(const ranks::v1::Metrics& message);
 

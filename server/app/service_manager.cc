@@ -22,7 +22,7 @@
 namespace lossd::app {
 namespace {
 
-// A manager that does not read keeps nobody waiting for longer.
+// The longest that a thread waits for a manager that does not read.
 constexpr time_t kSendSeconds = 5;
 // Not more often, however short the time of the watchdog.
 constexpr absl::Duration kLeastPause = absl::Milliseconds(10);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells the service manager that has started the process, such as systemd for a unit with Type=notify, when
-// it serves, that it is alive and that it ends: the protocol of sd_notify(3), datagrams to a Unix socket.
+// ServiceManager tells the service manager that has started the process, such as systemd for a unit with
+// Type=notify, when the process serves, that it is alive and that it ends. It speaks the protocol of
+// sd_notify(3): datagrams to a Unix socket.
 //
 //   manager->Ready("serving");
 //   KeepAlive keep_alive(manager.get(), [&] { return server->Live(); });
@@ -38,7 +39,8 @@ class ServiceManager {
   // INVALID_ARGUMENT naming the variable and its value.
   static absl::StatusOr<std::unique_ptr<ServiceManager>> FromEnvironment();
 
-  // The process ends if it is not said to be alive for so long; infinite: nobody waits for that.
+  // The manager ends the process if it does not hear for so long that the process is alive; infinite: it does
+  // not ask for that.
   absl::Duration watchdog() const { return watchdog_; }
 
   // `status` is a line for people, which `systemctl status` shows.

@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ends the server: a signal, or the loss of the device.
-//
-// SIGTERM and SIGINT are handled, from the moment when the object is made. Libraries have threads that do not
-// block them (OpenBLAS makes its own before main), so a signal may come to any thread: the handler passes it
-// on to a thread of this object, which hands it out.
-//
-// Thread-safe. One object per process, made before any other thread of the program, since it blocks the
-// signals for all threads that start later. After it the signals are ignored: the process ends.
+// What ends the process. StopEvents hands out signals and the loss of the device as events. StartWatch ends a
+// process that was asked to stop and whose start does not end.
 #ifndef LOSSD_SERVER_APP_STOP_EVENTS_H_
 #define LOSSD_SERVER_APP_STOP_EVENTS_H_
 
@@ -24,6 +18,15 @@ namespace lossd::app {
 // How often a thread that also waits for something else looks for a signal.
 inline constexpr absl::Duration kSignalPoll = absl::Milliseconds(200);
 
+// The events that end a server: a signal, or the loss of the device.
+//
+// SIGTERM and SIGINT are handled from the moment when the object is made. Libraries have threads that do not
+// block the signals (OpenBLAS makes its own before main), so a signal may come to any thread. The handler
+// passes the signal on to a thread of this object, which hands it out.
+//
+// Thread-safe. One object per process, made before any other thread of the program, because it blocks the
+// signals for all threads that start later. After the end of the object the signals are ignored: the process
+// ends.
 class StopEvents {
  public:
   struct Event {
@@ -62,10 +65,9 @@ class StopEvents {
   std::thread reader_;
 };
 
-// Ends the process when it was asked to stop and its start does not end: while it waits for a device, for
-// other ranks or for a large checkpoint, nobody takes the signal.
-
-// Watches until it goes. Thread-compatible.
+// Ends the process when it was asked to stop and its start does not end: while the start waits for a device,
+// for other ranks or for a large checkpoint, no other thread takes the signal. Watches until the object is
+// destroyed. Thread-compatible.
 class StartWatch {
  public:
   // `events` outlives the object.

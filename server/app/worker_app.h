@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program as a process that serves no clients: its devices compute for rank 0 until that ends.
+// RunWorker is the program as a process that serves no clients: its devices compute for rank 0 until rank 0
+// ends.
 #ifndef LOSSD_SERVER_APP_WORKER_APP_H_
 #define LOSSD_SERVER_APP_WORKER_APP_H_
 
@@ -10,10 +11,10 @@
 
 namespace lossd::app {
 
-// Returns how it ended; the process had better end with it, without taking anything down, unless it is OK. A
-// signal asks rank 0 to drain and to end all ranks; if it does not within the drain's time, or at a second
-// signal, the process ends by itself. `manager` hears of it all, is ready once the ranks are connected, and
-// outlives the call.
+// Returns how the ranks of this process ended. Unless that is OK, the process should end at once, without
+// taking anything down. A signal asks rank 0 to drain and to end all ranks; if rank 0 does not within the
+// drain's time, or at a second signal, the process ends by itself. `manager` is told of each of these events,
+// is told that the process is ready once the ranks are connected, and outlives the call.
 RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events);
 
 }  // namespace lossd::app

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Closes what strangers had a hand in, so that no other thread waits for it.
+// Protection from the descriptors that strangers send. CloseElsewhere closes, on threads of its own, whatever
+// a stranger had a hand in, so that no other thread waits for it. Relay keeps descriptors away from a reader
+// that does not know them.
 //
-// Whoever closes the last descriptor of a TCP socket with SO_LINGER waits until its data is sent, or for as
-// long as its owner likes, and a program of the same host can pass such a socket over any Unix socket that
-// takes descriptors (SCM_RIGHTS): by receiving it, or only by closing the connection in which it lies, a
-// thread comes to wait. The threads of this file close with a timer, whose signal ends such a wait after 10
-// ms. What no signal ends (a file of a file system that its owner serves) holds one of a few threads, and the
-// process ends without waiting for them.
+// A thread that closes the last descriptor of a TCP socket with SO_LINGER waits until the socket's data is
+// sent, or for as long as the socket's owner likes. A program of the same host can pass such a socket over
+// any Unix socket that takes descriptors (SCM_RIGHTS). A thread that receives the socket, or that only closes
+// the connection in which it lies, then has to wait. The threads of this file close with a timer, whose
+// signal ends such a wait after 10 ms. No signal ends the wait for a file of a file system that its owner
+// serves; such a wait holds one of a few threads, and the process ends without waiting for them.
 //
-// All functions are thread-safe and do not block.
+// All functions and classes are thread-safe. The functions do not block.
 #ifndef LOSSD_SERVER_CONNECTIONS_CLOSER_H_
 #define LOSSD_SERVER_CONNECTIONS_CLOSER_H_
 
@@ -25,22 +27,21 @@
 
 namespace lossd::connections {
 
-// Soon. Does nothing for -1.
+// Closes the descriptors soon. Does nothing for -1.
 void CloseElsewhere(wire::OwnedDescriptor descriptor);
 void CloseElsewhere(std::vector<wire::OwnedDescriptor> descriptors);
 
-// Whether so many descriptors wait to be closed that no more should be taken from those who send them.
+// Whether so many descriptors wait to be closed that no more should be received.
 bool ClosingIsBehind();
 
 // How many descriptors were given to CloseElsewhere and may be open still.
 size_t BeingClosed();
 
 // Stands between a stranger on a Unix socket and a reader that does not know descriptors (gRPC), where the
-// kernel cannot keep them out: passes bytes on in both directions, and ends a connection that brings a
-// descriptor. It copies, so it is for those connections alone.
+// kernel cannot keep descriptors out. A relay passes bytes on in both directions, and ends a connection that
+// brings a descriptor. It copies all bytes, so it is for those connections alone.
 //
-// Thread-safe. One thread, while there is something to pass on or to wait for.
-
+// Thread-safe. It has one thread, while there is something to pass on or to wait for.
 class Relay {
  public:
   Relay();

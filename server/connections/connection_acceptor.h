@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Accepts the connections of something that reads them by itself (gRPC, the HTTP server), on a thread.
+// ConnectionAcceptor accepts connections on a thread of its own and hands them to a library that reads them
+// by itself: gRPC or the HTTP server. GrpcTaker is the function that hands a connection to gRPC.
 //
 // Where a reader does not know descriptors and the kernel cannot keep them out, connections of other users
-// over Unix sockets go through a relay (closer.h). Those of the server's own user and of root never do: they
-// could do worse.
+// over Unix sockets go through a relay (closer.h). Connections of the server's own user and of root never do:
+// these users could do worse.
 //
 // Thread-safe, but for Start and Stop.
 #ifndef LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
@@ -60,11 +61,9 @@ class ConnectionAcceptor {
   std::thread thread_;
 };
 
-// Hands connections that were accepted to gRPC, which else accepts as many as come.
-//
-// Stateless; thread-safe.
-
-// Of the server that is being built: gets connections once it is there. The credentials outlive the server.
+// Hands accepted connections to the gRPC server that `builder` builds, as soon as the server is there.
+// Otherwise gRPC would accept as many connections as come. The credentials outlive the server. Stateless;
+// thread-safe.
 ConnectionAcceptor::Take GrpcTaker(grpc::ServerBuilder* builder,
                                    const std::shared_ptr<grpc::ServerCredentials>& credentials);
 

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where connections come in: whatever listens takes them here, so that the same holds for all. Their number
-// is bounded, in all and by peer; who may come in at all is asked before anything is read (SO_PEERCRED,
-// sock_diag); and no peer can make the thread wait that takes its connection, closes it or reads from it.
+// Entrance admits connections. Everything that listens in the server takes its connections here, so that the
+// same rules hold for all: the number of connections is bounded, in all and by peer; Entrance asks who the
+// peer is before anything is read (SO_PEERCRED, sock_diag); and no peer can make a thread wait that takes the
+// peer's connection, closes it or reads from it. PeerOf says who is at the other end of a connection, as the
+// kernel knows it.
 //
-// Connections over Unix sockets bring no descriptors, where the kernel can keep them out (SO_PASSRIGHTS,
-// Linux 6.16). Where it cannot, BringsDescriptors says that a reader has to expect them.
+// Connections over Unix sockets bring no descriptors, where the kernel can keep descriptors out
+// (SO_PASSRIGHTS, Linux 6.16). Where the kernel cannot, BringsDescriptors says that a reader has to expect
+// descriptors.
 //
-// A connection that is not admitted is closed, over a Unix socket elsewhere (closer.h). Those that are
-// admitted are the caller's, who closes them without a word to this class: it asks the kernel whether a
-// descriptor is still the connection it was. Where the oldest one makes room for a new one, the caller says
-// so before it closes any (Closing): this class may then shut down what it counts.
+// Entrance closes a connection that it does not admit; a connection over a Unix socket is closed on another
+// thread (closer.h). An admitted connection belongs to the caller, which closes it without telling Entrance:
+// Entrance asks the kernel whether a descriptor is still the connection that it was. Where the oldest
+// connection makes room for a new one, the caller calls Closing before it closes a connection, because
+// Entrance may shut down the connections that it counts.
 //
 // Thread-safe, but Accept belongs to one thread.
 #ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
@@ -46,7 +50,7 @@ struct Peer {
   bool is_loopback = false;
 };
 
-// Of a connection that `from` has made.
+// The peer of a connection that `from` has made.
 Peer PeerOf(int connection, const sockaddr_storage& from);
 
 // Whether the peer is this process's user or root, which may do to the process what they like.
@@ -56,21 +60,23 @@ bool IsOwnUser(const Peer& peer);
 bool KnowsLoopbackUsers();
 
 struct EntranceOptions {
-  // Of the programs at the loopback addresses of this host only those of this process's user and of root,
-  // where the kernel says whose they are. (Over an abstract Unix socket, which no mode of a file protects, no
-  // others come in anyway.)
+  // Admits only programs of this process's user and of root at the loopback addresses of this host, where the
+  // kernel says whose they are. (Over an abstract Unix socket, which no mode of a file protects, no programs
+  // of other users come in anyway.)
   bool own_user_on_loopback = false;
   int64_t in_all = 512;
   int64_t per_peer = 128;  // Peer::name
   // For readers that are done with a connection in a moment (HTTP). Beyond a limit a new connection is
-  // admitted and the oldest one is shut down, of the same peer or of all; so are those older than `age`.
-  // Clients that open connections and send nothing then keep nobody out. What is shut down and not closed yet
-  // is bounded, too: meanwhile new connections wait in the backlog.
+  // admitted and the oldest connection is shut down, of the same peer or of all peers. Connections older than
+  // `age` are shut down too. Clients that open connections and send nothing then keep no other client out.
+  // The number of connections that are shut down and not closed yet is bounded: beyond it new connections
+  // wait in the backlog.
   bool oldest_makes_room = false;
   absl::Duration age = absl::InfiniteDuration();
   absl::Duration dead_peer_timeout = absl::Seconds(20);  // data sent and not acknowledged for so long ends it
-  // What a connection that is not admitted may still hear, which must not wait. `reason`: the flag of a
-  // limit, or kStranger. For one that made room `connection` is -1, and of the peer only the name is known.
+  // Called for a connection that is not admitted, to which it may still write; must not wait. `reason`: the
+  // flag of a limit, or kStranger. For a connection that made room `connection` is -1, and only the peer's
+  // name is known.
   std::function<void(int connection, absl::string_view reason, const Peer& peer)> on_refused =
       [](int, absl::string_view, const Peer&) {};
 };
@@ -123,9 +129,10 @@ class Entrance {
   absl::string_view Count(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::string_view LimitReached(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasRoom() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Counts a connection, and shuts down those that make room for it; returns those that a limit ended.
+  // Counts a connection, and shuts down connections to make room for it; returns the connections that a limit
+  // ended.
   std::vector<Ended> CountAndMakeRoom(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Of those that count the one that came first, of this peer unless `name` is empty.
+  // The counted connection that came first; of this peer unless `name` is empty.
   std::map<int, Counted>::iterator Oldest(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void End(int descriptor, Counted* connection);
   // Connections that did not make room, of this peer unless `name` is empty.

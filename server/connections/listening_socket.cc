@@ -72,7 +72,7 @@ uint64_t InodeAt(const std::string& path) {
   return lstat(path.c_str(), &status) == 0 ? status.st_ino : 0;
 }
 
-// Whether somebody listens at `address`.
+// Whether a process listens at `address`.
 bool SomebodyListens(const sockaddr_un& address, int type) {
   wire::OwnedDescriptor probe(UnixSocket(type));
   if (!probe) return true;

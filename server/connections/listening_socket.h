@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A socket that listens, with the file of a Unix socket where it has one.
+// ListeningSocket owns a socket that listens, and the file of a Unix socket where it has one.
 #ifndef LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
 #define LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
 
@@ -20,7 +20,7 @@ class ListeningSocket {
   // On all addresses of `host` (an IPv6 address in brackets); port 0: any free one, the same for all.
   // UNAVAILABLE.
   static absl::StatusOr<std::vector<ListeningSocket>> OpenTcp(const std::string& host, int port);
-  // At `path`, for those whom `mode` lets write to the file. `type`: SOCK_STREAM or SOCK_SEQPACKET. The file
+  // At `path`, for users whom `mode` lets write to the file. `type`: SOCK_STREAM or SOCK_SEQPACKET. The file
   // of a server that ended without removing it is replaced; a lock on `path`.lock, a file that stays, keeps
   // two servers from doing so at the same time. Connections take no descriptors, if the kernel can keep them
   // out. UNAVAILABLE if another server listens there, if something else is there, or if the file cannot be
@@ -55,8 +55,8 @@ class ListeningSocket {
   bool is_abstract_ = false;
 };
 
-// Whether a Unix socket takes descriptors that its peer sends; connections have it from the socket that
-// listens. Linux 6.16; earlier kernels do not know it, and then sockets take them.
+// The option that says whether a Unix socket takes descriptors that its peer sends. Connections inherit the
+// option from the socket that listens. Linux has it since 6.16; before that, sockets take descriptors.
 inline constexpr int kPassRights = 83;  // SO_PASSRIGHTS
 
 // Sets an option that is a number. Where the system does not know it, the socket stays as it is.

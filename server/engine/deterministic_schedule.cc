@@ -18,6 +18,8 @@ bool Overlap(RowRange a, RowRange b) { return a.begin < b.end && b.begin < a.end
 
 }  // namespace
 
+// ---- GroupAssembly ----
+
 GroupAssembly::GroupAssembly(GroupKey key, RowRange rows, size_t area, const Ledger& ledger)
     : key_(key),
       rows_(rows),
@@ -111,6 +113,8 @@ RowRange GroupAssembly::FirstMissing() const {
   return {begin, end};
 }
 
+// ---- GroupDecisions ----
+
 void GroupDecisions::Note(GroupKey group, const kernels::Chunk& chunk) {
   const kernels::LossOptions& asked = chunk.options;
   decided_.erase(group);  // it may have been computed before, with other rows that were not finite
@@ -123,6 +127,8 @@ kernels::LossOptions GroupDecisions::For(GroupKey group, const kernels::LossOpti
   if (it == decided_.end()) return asked;
   return kernels::AsDecided(asked, it->second.gradients, it->second.sample_threshold);
 }
+
+// ---- Sequencer ----
 
 Sequencer::Sequencer(int64_t group_rows, const Ledger* ledger, const ContributionLedger* contributions)
     : group_rows_(group_rows), ledger_(ledger), contributions_(contributions) {}
@@ -151,7 +157,7 @@ std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange r
   return withdrawable;
 }
 
-// ---- Slices ----
+// ---- Sequencer: slices ----
 
 void Sequencer::Request(std::unique_ptr<SliceWork> slice) { waiting_.push_back(std::move(slice)); }
 
@@ -228,7 +234,7 @@ DroppedSlices Sequencer::TakeFailed() {
   return dropped;
 }
 
-// ---- Turns ----
+// ---- Sequencer: turns ----
 
 void Sequencer::Advance() {
   while (const std::optional<GroupKey> next = AfterTurn()) turn_ = *next;
@@ -303,7 +309,7 @@ void Sequencer::OnLeft(const GroupAssembly& group) {
   Advance();
 }
 
-// ---- For people ----
+// ---- Sequencer: for people ----
 
 std::string Sequencer::WaitsFor() const {
   if (waiting_.empty() && attached_slices() == 0) return "";
@@ -329,6 +335,8 @@ int64_t Sequencer::attached_slices() const {
   for (const auto& [key, group] : open_) slices += static_cast<int64_t>(group->slices().size());
   return slices;
 }
+
+// ---- The chunk of a group ----
 
 namespace {
 
@@ -446,6 +454,8 @@ int64_t RowBytesOf(int64_t hidden_size) { return hidden_size * static_cast<int64
 
 }  // namespace
 
+// ---- GroupAreas ----
+
 int64_t GroupAreas::GroupRows(int64_t hidden_size, int64_t slice_rows, int64_t max_bytes) {
   return std::clamp<int64_t>(max_bytes / RowBytesOf(hidden_size) / kAreas, 1, slice_rows);
 }
@@ -459,6 +469,8 @@ absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64
   return GroupAreas{
       .memory = *std::move(memory), .group_rows = group_rows, .area_bytes = group_rows * row_bytes};
 }
+
+// ---- DeterministicSchedule ----
 
 DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits,
                                              int64_t chunk_rows, std::shared_ptr<OpenStep> step,
@@ -484,7 +496,7 @@ absl::Status DeterministicSchedule::SetLimits(const SliceLimits& limits, int64_t
   return arrival_.SetLimits(limits, chunk_rows);
 }
 
-// ---- Memory ----
+// ---- DeterministicSchedule: memory ----
 
 bool DeterministicSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
   const SliceWork* const own = slice.get();
@@ -544,7 +556,7 @@ DroppedSlices DeterministicSchedule::TakeFailed() {
   return dropped;
 }
 
-// ---- The device ----
+// ---- DeterministicSchedule: the device ----
 
 void DeterministicSchedule::Push(Operation* operation) {
   operation->arrival = ++arrivals_;
@@ -608,7 +620,7 @@ Backlog DeterministicSchedule::backlog() const {
   return backlog;
 }
 
-// ---- News of the open step ----
+// ---- DeterministicSchedule: news of the open step ----
 
 void DeterministicSchedule::OnDeclared(uint64_t microbatch_id) {
   sequencer_.OnDeclared(microbatch_id);
@@ -626,7 +638,7 @@ void DeterministicSchedule::OnRestart() {
   CallTurns(/*all=*/true);
 }
 
-// ---- Turns of contributions ----
+// ---- DeterministicSchedule: turns of contributions ----
 
 bool DeterministicSchedule::HasTurn(uint64_t contribution_id) const {
   return contribution_id <= sequencer_.turn().microbatch_id;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schedule of a trainable head in deterministic mode. Rows that accumulate come in the order of a
-// Sequencer: group by group, each group a chunk, in areas of memory that hold a whole group. Everything else,
-// operations and rows that do not accumulate, comes by arrival, in an ArrivalSchedule inside this one. Groups
-// and other chunks take turns; an operation runs after all groups that were complete before it.
+// The schedule of a trainable head in deterministic mode: it accumulates rows in a fixed order, so that the
+// same microbatches give the same bits whatever arrives first.
 //
-// As Schedule. Held by a shared pointer: buffers of slices may outlive the head, and find out that way.
+// The file has the parts from the bottom up. A GroupAssembly collects the rows of one group. GroupDecisions
+// remembers how the groups of the step were computed. A Sequencer decides which group comes next. GroupAreas
+// is the memory of the groups. DeterministicSchedule is the schedule that a session (head_session.h) uses.
+//
+// All of it is guarded by the engine's lock, as schedule.h says.
 #ifndef LOSSD_SERVER_ENGINE_DETERMINISTIC_SCHEDULE_H_
 #define LOSSD_SERVER_ENGINE_DETERMINISTIC_SCHEDULE_H_
 
@@ -38,6 +40,14 @@ struct GroupKey {
   friend auto operator<=>(const GroupKey&, const GroupKey&) = default;
 };
 
+// One group of rows while it comes together.
+//
+// A group is a fixed range of rows of one microbatch, computed as one chunk. It has an area of memory with a
+// place for each of its rows; a slice is lent the places of its rows, is copied there, and is then part of
+// the group. Slices may overlap (the same rows sent by two calls): each row is computed once, for all of
+// them.
+//
+// Plain state without locks; the engine's lock guards it. Not movable: areas and the engine refer to it.
 class GroupAssembly {
  public:
   // Rows between two neighbouring ends of slices, and the slices that hold them; no slices: a gap.
@@ -113,14 +123,12 @@ class GroupAssembly {
   uint64_t last_arrival_ = 0;
 };
 
-// Deterministic mode: how the groups of a step were computed, so that a repeat of some of their rows is
-// computed in the same way.
+// How the groups of a step were computed, so that a repeat of some of their rows is computed in the same way.
 //
 // A group may decide itself how its gradients are computed (kernels/decision.h), by all its rows. A repeat
 // that brings only some of the rows could decide otherwise, and give other bits.
 //
 // Plain state without locks; the engine's lock guards it.
-
 class GroupDecisions {
  public:
   // About 4 MiB. Repeats of groups beyond these decide by the rows that they bring.
@@ -141,7 +149,7 @@ class GroupDecisions {
   std::map<GroupKey, Decided> decided_;  // of groups that were not computed as asked for
 };
 
-// Deterministic mode: in which order the rows of one head are accumulated, and whose slice may come next.
+// In which order the rows of one head are accumulated, and which slice may come next.
 //
 // The rows of a microbatch are cut into groups on a fixed grid; a group is one chunk, so what is computed
 // together depends on the microbatch alone. Groups accumulate in the order of (microbatch id, group), ids
@@ -160,7 +168,6 @@ class GroupDecisions {
 // Failure. A group that fails keeps its turn. If its results were not all good, what is settled of it stays.
 //
 // Plain state without locks or threads; the engine's lock guards it.
-
 class Sequencer {
  public:
   // The fewest areas with which a group can assemble while another one is computed and a third one, whose
@@ -180,9 +187,9 @@ class Sequencer {
 
   int64_t group_rows() const { return group_rows_; }
   GroupKey turn() const { return turn_; }
-  // Those of the rows that may leave the ledger: their groups have not had their turn yet, or are to have it
-  // again. A group that has nothing to accumulate does not lose what the turn found, also when the turn has
-  // gone back since; its slices would keep an area until the turn comes, and others need the area before.
+  // Returns which of the rows may leave the ledger: their groups have not had their turn yet, or are to have
+  // it again. A group that has nothing to accumulate does not lose what the turn found, also when the turn
+  // has gone back since; its slices would keep an area until the turn comes, and others need the area before.
   std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const;
 
   // ---- Slices ----
@@ -269,12 +276,19 @@ struct GroupAreas {
 
   // Rows of a group: as many as `max_bytes` for all areas allow, but at most those of a slice.
   static int64_t GroupRows(int64_t hidden_size, int64_t slice_rows, int64_t max_bytes);
-  // As many rows as `max_bytes` for all areas allow, but at most those of a slice. Not for the engine's lock.
+  // Allocates the areas, with groups of GroupRows rows. To be called without the engine's lock.
   static absl::StatusOr<GroupAreas> Allocate(kernels::Backend* backend, int64_t hidden_size,
                                              int64_t slice_rows, int64_t max_bytes);
   uint8_t* At(size_t area) const { return memory->bytes().data() + static_cast<int64_t>(area) * area_bytes; }
 };
 
+// Rows that accumulate come in the order of a Sequencer: group by group, each group a chunk, in areas of
+// memory that hold a whole group. Everything else, operations and rows that do not accumulate, comes by
+// arrival, in an ArrivalSchedule inside this one. Groups and other chunks take turns; an operation runs after
+// all groups that were complete before it.
+//
+// Threads and locks as in Schedule. Held by a shared pointer: buffers of slices may outlive the head, and see
+// by a weak pointer that it is gone.
 class DeterministicSchedule final : public Schedule,
                                     public std::enable_shared_from_this<DeterministicSchedule> {
  public:
@@ -314,7 +328,7 @@ class DeterministicSchedule final : public Schedule,
   void EndTurns() override;
 
   // ---- Of its chunks ----
-  // Of a chunk with only some of the rows of a group that may have been computed before.
+  // Options for a chunk with only some rows of a group that may have been computed before (GroupDecisions).
   kernels::LossOptions OptionsForAPart(const GroupAssembly& group, const kernels::LossOptions& asked) const;
   // A whole group was computed to be accumulated.
   void OnComputed(const GroupAssembly& group, const kernels::Chunk& chunk);

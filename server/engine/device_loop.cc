@@ -31,6 +31,8 @@ Runtime* SystemRuntime() {
   return &runtime;
 }
 
+// ---- DeviceLoop ----
+
 DeviceLoop::DeviceLoop(absl::Mutex* mutex, int max_chunks, Runtime* runtime)
     : mutex_(mutex), runtime_(runtime), load_{.max_chunks = max_chunks}, counted_(runtime->Now()) {}
 
@@ -182,6 +184,8 @@ DeviceLoop::Work DeviceLoop::NextWork() {
   }
   return nullptr;
 }
+
+// ---- Notifier ----
 
 namespace {
 

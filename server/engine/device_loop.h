@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device thread of an engine: the only thread that touches the backend and the heads. It runs tasks that
-// belong to no head in the order of their submission, before anything else, and otherwise asks the sources of
-// work, which are the heads, in turn. It knows neither slices nor operations: work is a closure.
+// The engine's own threads and its clock. DeviceLoop is the device thread, Notifier is the thread that calls
+// stream observers, and Runtime is where both get their threads, their waits and the time from. MutexUnlock
+// releases the engine's lock for a scope.
 //
-// Threads. The loop shares the engine's lock with the sources. Members that say "locked" are called with the
-// lock held, all others without it. Tasks and work run without the lock.
-// Lifetime. The mutex outlives the loop. A started loop has to be stopped and joined before it is destroyed.
+// A test replaces Runtime to decide itself which thread goes on next.
 #ifndef LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 #define LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 
@@ -29,6 +27,11 @@
 
 namespace lossd::engine {
 
+// What an engine needs of the system besides a device: threads for its loops, a way to wait, and the time. A
+// server uses the threads and clocks of the operating system (SystemRuntime). The simulation
+// (tests/server/engine/simulation) has a scheduler in its place, which decides what happens next.
+//
+// Thread-safe.
 class Runtime {
  public:
   // Work of the engine's own that goes on beside its callers. Whoever runs a loop calls either Run, or, one
@@ -51,7 +54,7 @@ class Runtime {
   virtual absl::AnyInvocable<void()> Start(Loop* loop) = 0;
   // Blocks until `done` has been notified.
   virtual void Wait(const absl::Notification& done) = 0;
-  // Of the steady clock, and of the wall clock: kernels/clocks/clock.h.
+  // The time of the steady clock, and that of the wall clock (kernels/clocks/clock.h).
   virtual absl::Time Now() = 0;
   virtual absl::Time WallNow() = 0;
 };
@@ -67,6 +70,13 @@ struct DeviceLoad {
   bool accepts_chunk() const { return chunks < max_chunks; }
 };
 
+// The device thread of an engine: the only thread that touches the backend and the heads. It runs tasks that
+// belong to no head in the order of their submission, before anything else, and otherwise asks the sources of
+// work, which are the heads, in turn. It knows neither slices nor operations: work is a closure.
+//
+// Threads. The loop shares the engine's lock with the sources. Members that say "locked" are called with the
+// lock held, all others without it. Tasks and work run without the lock.
+// Lifetime. The mutex outlives the loop. A started loop has to be stopped and joined before it is destroyed.
 class DeviceLoop final : public Runtime::Loop {
  public:
   using Work = absl::AnyInvocable<void()>;
@@ -143,7 +153,6 @@ class DeviceLoop final : public Runtime::Loop {
 // caller of the engine ever waits for an observer, and no lock is held while one runs.
 //
 // Thread-safe. The queue is bounded by what causes events: slices in staging buffers and open streams.
-
 class Notifier final : public Runtime::Loop {
  public:
   using Event = absl::AnyInvocable<void()>;
@@ -173,9 +182,6 @@ class Notifier final : public Runtime::Loop {
 
 }  // namespace lossd::engine
 
-// The opposite of absl::MutexLock: releases a mutex that the scope holds and takes it again at the scope's
-// end.
-
 // Abseil's annotation for unlocking leaves open in which mode the mutex was held; a scope has to know, to
 // take it again.
 #if ABSL_HAVE_ATTRIBUTE(release_capability)
@@ -186,6 +192,8 @@ class Notifier final : public Runtime::Loop {
 
 namespace lossd::engine {
 
+// The opposite of absl::MutexLock: releases a mutex that the scope holds and takes it again at the scope's
+// end.
 class ABSL_SCOPED_LOCKABLE MutexUnlock {
  public:
   // `mutex` is held by this thread and outlives the scope.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine: takes rows with targets from any number of streams, fills chunks with rows of the same
-// head and options wherever they come from, drives the device, and keeps the ledger that makes
-// accumulation exactly-once. It knows nothing of gRPC, protobuf or metrics and runs with any
-// kernels::Backend, so that tests drive it as a state machine.
+// The engine takes rows with targets from any number of streams, fills chunks with rows of the same head and
+// options whatever streams they come from, drives the device, and keeps the ledger that makes accumulation
+// exactly-once. It knows nothing of gRPC, protobuf or metrics and runs with any kernels::Backend, so that
+// tests drive it as a state machine. This file has the interface, Engine, and its implementation, EngineImpl.
 //
 // Threads. One thread of the engine's own (the device thread) is the only one that touches the backend
 // and the heads. Every public member is thread-safe; those that say "blocks" wait for the device thread
@@ -10,14 +10,15 @@
 //
 // Order. Work on one head takes effect in the order of submission: an operation on a head sees all
 // slices submitted before it, and heads take turns. On a deterministic engine rows are accumulated in an
-// order of their own (deterministic_schedule.h), and an operation sees all groups that were complete before it.
+// order of their own (deterministic_schedule.h), and an operation sees all groups that were complete before
+// it.
 //
-// Memory. A slice is taken when there is memory for it, so the queue is bounded by the staging pool;
-// operations on a head are bounded by max_queued_operations, slices that wait for memory or their turn by one
-// a stream.
+// Memory. The engine takes a slice when there is memory for it, so the staging pool bounds the queue.
+// max_queued_operations bounds the operations on a head. Each stream has at most one slice that waits for
+// memory or for its turn.
 //
-// Types by concern: engine_options.h, stream.h (rows), stream.h, ledger.h, stream.h,
-// engine_options.h.
+// The types of the arguments are in engine_options.h (options, observers), stream.h (streams, snapshots,
+// requests of steps), ledger.h (contributions) and operations.h (readers and writers of tensors).
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_H_
 
@@ -50,6 +51,7 @@
 
 namespace lossd::engine {
 
+// See the head of this file for threads, order and memory.
 class Engine {
  public:
   // `backend`, the observers and `runtime` outlive the engine. Allocates the staging pool. `incarnation` must
@@ -92,12 +94,12 @@ class Engine {
                                 absl::FunctionRef<absl::Status(head::Head&)> operation) = 0;
 
   // ---- Tensors ----
-  // For a published head: NOT_FOUND, UNAVAILABLE.
+  // The head must be published. NOT_FOUND, UNAVAILABLE.
   virtual absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name) = 0;
   virtual absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name) = 0;
 
   // ---- Steps; all block ----
-  // `run`: of the program that asks, for people; likewise below.
+  // In all of them, `run` names the program that asks, for people.
   virtual absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step,
                                                   absl::string_view run = "") = 0;
   // On missing rows: FAILED_PRECONDITION, and GetMissing (errors.h) lists them. FAILED_PRECONDITION, too, if
@@ -161,10 +163,8 @@ class Engine {
   virtual int64_t ExpireRetained(absl::Time limit) = 0;
 };
 
-// The implementation of Engine: finds the head of a request and hands the request to its session, on the
-// caller's thread or as an operation on the device thread. See engine.h for the contract, and head_session.h
-// for where the work is done.
-
+// The implementation of Engine. It finds the head of a request and hands the request to the head's session
+// (head_session.h), which does the work: on the caller's thread, or as an operation on the device thread.
 class EngineImpl final : public Engine {
  public:
   explicit EngineImpl(std::unique_ptr<EngineContext> context);

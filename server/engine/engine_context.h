@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all parts of one engine share: its options, its memory, its lock, its threads.
+// EngineContext holds what all parts of one engine share: its options, its memory, its lock and its threads.
 //
-// The lock is a leaf with respect to everything outside the engine: neither an observer nor a caller's copy
-// function nor the backend is ever called with it held. Slices are destroyed, and their memory is given back,
-// without it.
+// The engine has one lock. It is a leaf with respect to everything outside the engine: neither an observer
+// nor a caller's copy function nor the backend is ever called with the lock held. Slices are destroyed, and
+// their memory is given back, without the lock.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an engine is set up, and its fixed measures. Plain data.
+// How an engine is set up (EngineOptions), and what it reports to observers about its work as it happens
+// (EngineObserver), for metrics and logs.
+//
+// Options and reports are plain data.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 
@@ -25,10 +28,11 @@ struct EngineOptions {
   int64_t max_streams = 256;                   // open at once, over all heads
   int64_t max_heads = 64;
   int64_t max_queued_operations = 64;  // waiting for the device, per head
-  // Remembered per head and step: so many rows of microbatches (5 to 21 bytes each), so many of contributions
-  // (8).
+  // The most rows of microbatches (5 to 21 bytes each), and the most rows of contributions (8 bytes each),
+  // that the ledger of a head keeps for one step.
   int64_t max_ledger_rows = int64_t{1} << 26;
-  // Likewise microbatches, and contributions: some hundred bytes each even without rows.
+  // The most microbatches, and the most contributions, of one head and step. Each takes some hundred bytes
+  // even without rows.
   int64_t max_step_microbatches = int64_t{1} << 18;
   // Host memory for targets and weights of open streams and for the ledgers of open steps, over all heads
   // (staging.h).
@@ -37,20 +41,11 @@ struct EngineOptions {
   // 1].
   double peer_share = 0.5;
   int64_t retained_bytes = 0;  // hidden states of deferred microbatches; 0: none are kept
-  // Weight gradients are sums in an order of their own (server/engine/deterministic_schedule.h), so that the same
-  // microbatches give the same bits whatever arrives first. Each trainable head takes up to staging_bytes
-  // besides the pool.
+  // Weight gradients are summed in a fixed order (deterministic_schedule.h), so that the same microbatches
+  // give the same bits whatever arrives first. Each trainable head then takes up to staging_bytes in addition
+  // to the pool.
   bool deterministic = false;
 };
-
-// What an engine tells about work as it happens, for metrics and logs: one report for each kind of event.
-//
-// An engine has a list of observers, which are told one after the other, so no observer has to pass an event
-// on to another one. A new event is a report here and the place in the engine that fills it in.
-//
-// Threads. Reports come on the threads of the engine, of the backend and of the engine's callers, never under
-// a lock of the engine's. An observer must be thread-safe, must not block and must not call back into the
-// engine. Views in a report are valid during the call.
 
 // A slice in a chunk.
 struct SliceReport {
@@ -66,12 +61,12 @@ struct ChunkReport {
   int64_t valid_rows = 0;  // of them, those with a target
   // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
-  // Of the valid rows that may reach the accumulators: how many, and the sum of their losses, row weights and
-  // z-loss included.
+  // How many of the valid rows may reach the accumulators, and the sum of their losses, with row weights and
+  // z-loss.
   int64_t loss_rows = 0;
   double loss_sum = 0.0;
   double dropped_mass = 0.0;  // probability left out of its gradients, summed over its valid rows
-  // Of sampled gradients, as in kernels::SliceSums, summed over its valid rows.
+  // Sums of sampled gradients over its valid rows, as in kernels::SliceSums.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
   // Predicted relative error of sampled gradients; 0 if nothing was sampled.
@@ -80,7 +75,7 @@ struct ChunkReport {
   }
   double compute_seconds = 0.0;  // from its forming until its results were ready
   double device_seconds = 0.0;   // from its forming until now: until it left the device, if it has
-  // Of each of its slices, from being queued until the chunk was formed.
+  // How long each of its slices was queued until the chunk was formed.
   std::vector<double> queue_seconds;
   std::vector<SliceReport> slices;  // in the same order
 };
@@ -110,7 +105,15 @@ struct StepReport {
   int64_t made_not_finite = 0;
 };
 
-// Every member is pure, so that no observer forgets an event: what it does not care for it says.
+// Receives the engine's reports, one for each kind of event. Every member is pure virtual, so that an
+// observer cannot forget an event by accident.
+//
+// An engine has a list of observers and tells them one after the other, so no observer has to pass an event
+// on to another one. To add an event, add its report here and fill it in where the event happens.
+//
+// Threads. Reports come on the threads of the engine, of the backend and of the engine's callers, never under
+// a lock of the engine's. An observer must be thread-safe, must not block and must not call back into the
+// engine. Views in a report are valid during the call.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine's errors, and what they say to programs beside the field at fault
-// (kernels/errors/field_error.h): the step that is open, and what a step misses. server/messages turns all of
-// it into lossd.v1.ErrorDetail.
+// The functions here make the engine's errors. An error names the field at fault
+// (kernels/errors/field_error.h); some errors carry more for programs: the step that is open, or what a step
+// misses. server/messages turns all of it into lossd.v1.ErrorDetail.
 //
 // Fields have the paths that they have in requests: "open.rows", "slice.rows", "backward.step". Those of
 // other requests have the bare name ("step", "head"), to which the caller adds the path if there is one.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunk on the device: hands it to the backend, sends the results of its slices on their way when they are
-// there, and books its rows in the ledger when it is done. It treats all chunks alike; what is special about
-// one is in its ChunkWork.
+// A Flight is a chunk on the device. It hands the chunk to the backend, sends the results of the slices when
+// they are there, and books the rows in the ledger when the chunk is done. It treats all chunks alike; what
+// is special about a chunk is in its ChunkWork (work_queue.h).
 //
-// Exactly once: rows are committed when the weight gradient is in, or with the results if the work says so
-// (ChunkWork::settles_with_results), and released if it is not to be had. Operations on the head run when no
-// chunk of it is under way, so no step or read finds rows committed whose gradient is still to come. If the
-// device fails in between, the head's gradients are marked invalid: whatever the calls were told, the step is
-// not applied.
+// Exactly once. A flight commits rows when their weight gradient has been added, or together with the results
+// if the work says so (ChunkWork::settles_with_results). It releases the rows if the gradient failed.
+// Operations on the head run when no chunk of it is under way, so no step or read finds committed rows whose
+// gradient is still to come. If the device fails in between, the head's gradients are marked invalid:
+// whatever the calls were told, the step is not applied.
 //
 // Threads. Constructed and launched on the device thread, the rest on whatever thread the backend calls from.
 // Shared by the backend's two callbacks; keeps its owner alive.

@@ -108,7 +108,7 @@ absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
                                                  std::move(memory_ready));
 }
 
-// ---- Slices ----
+// ---- HeadSession: slices ----
 
 bool HeadSession::Receive(std::unique_ptr<SliceWork>& slice) {
   const std::shared_ptr<StreamState> stream = slice->stream;
@@ -139,7 +139,7 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
   if (slice == nullptr) caller.on_queued(staging_bytes);
 }
 
-// ---- Shares ----
+// ---- HeadSession: shares ----
 
 absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   kernels::HeadKernels& kernels = head_->kernels();
@@ -164,7 +164,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   return absl::OkStatus();
 }
 
-// ---- Versions ----
+// ---- HeadSession: versions ----
 
 void HeadSession::EnterStep(absl::FunctionRef<void(OpenStep&)> enter) {
   enter(*step_);
@@ -195,7 +195,7 @@ void HeadSession::OnAccumulationFailed(const absl::Status& status) {
       " are not to be trusted (zero the gradients and repeat the step): ", status.message())));
 }
 
-// ---- The device ----
+// ---- HeadSession: the device ----
 
 absl::Status HeadSession::Run(absl::FunctionRef<absl::Status()> operation) {
   const auto run = [&](head::Head&) { return operation(); };
@@ -232,7 +232,7 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   return [flight = std::move(flight)] { flight->Launch(); };
 }
 
-// ---- Its flights ----
+// ---- HeadSession: its flights ----
 
 Flight::Parts HeadSession::flight_parts() {
   return {.head = name_,
@@ -266,7 +266,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
   context_->observers.Tell(&EngineObserver::OnChoices, {.head = name_, .choices = choices});
 }
 
-// ---- What is told about it ----
+// ---- HeadSession: what is told about it ----
 
 namespace {
 
@@ -335,6 +335,8 @@ void HeadSession::AddTo(EngineStats& stats) {
   stats.retained_microbatches += deferred_.size();
 }
 
+// ---- StreamHandle ----
+
 StreamHandle::~StreamHandle() {
   Cancel(absl::CancelledError("the stream was dropped"));
   EngineContext& context = session_->context();
@@ -382,6 +384,8 @@ void StreamHandle::Cancel(absl::Status why) {
   session_->streams().FinishIfReady(state_);
 }
 
+// ---- HeadDirectory ----
+
 namespace {
 
 absl::Status BeingCreated(absl::string_view name) {
@@ -390,7 +394,7 @@ absl::Status BeingCreated(absl::string_view name) {
 
 }  // namespace
 
-// ---- Creation ----
+// ---- HeadDirectory: creation ----
 
 absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
   if (slots_.contains(name)) {
@@ -419,7 +423,7 @@ absl::Status HeadDirectory::Publish(absl::string_view name) {
   return absl::OkStatus();
 }
 
-// ---- Deletion ----
+// ---- HeadDirectory: deletion ----
 
 absl::StatusOr<uint64_t> HeadDirectory::BeginDelete(absl::string_view name) {
   if (auto found = FindSlot(name); !found.ok()) return found.status();
@@ -446,7 +450,7 @@ std::vector<HeadDirectory::SessionPtr> HeadDirectory::RemoveAll() {
   return sessions;
 }
 
-// ---- Look-up ----
+// ---- HeadDirectory: look-up ----
 
 absl::StatusOr<const HeadDirectory::Slot*> HeadDirectory::FindSlot(absl::string_view name) const {
   const auto it = slots_.find(name);

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head and everything that is going on with it: its open step, its streams, its deferred microbatches,
-// and the schedule of its work. A session lives from the creation of the head until the last of its slices is
-// gone; the head itself ends on the device thread.
+// The heads of an engine. A HeadSession is one head with everything that is going on with it, a StreamHandle
+// is the caller's end of one of its streams, and a HeadDirectory has the sessions of all heads by name.
 //
-// The parts have contracts of their own. What is here concerns several of them: the way of a slice from its
-// caller to the schedule, the way of a chunk to the device and back, and the beginning of a step.
-//
-// Threads. Guarded by the engine's lock: members are called with it held unless they say otherwise.
+// Threads. The engine's lock guards all of it. Members are called with the lock held unless they say
+// otherwise; a StreamHandle takes the lock itself.
 #ifndef LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 #define LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 
@@ -35,6 +32,13 @@
 
 namespace lossd::engine {
 
+// One head and everything that is going on with it: its open step (open_step.h), its streams
+// (stream_admission.h), its deferred microbatches (stream_state.h), and the schedule of its work
+// (schedule.h). A session lives from the creation of the head until the last of its slices is gone; the head
+// itself ends on the device thread.
+//
+// Each part has a contract of its own. A session does what concerns several parts: it leads a slice from its
+// caller to the schedule and a chunk to the device and back, and it lets a step begin.
 class HeadSession final : public DeviceLoop::Source,
                           public Flight::Owner,
                           public std::enable_shared_from_this<HeadSession> {
@@ -55,7 +59,7 @@ class HeadSession final : public DeviceLoop::Source,
   Schedule& schedule() { return *schedule_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
-  Magnitudes magnitudes;  // of what the head holds, likewise
+  Magnitudes magnitudes;  // of what the head holds; also on the device thread only
   // Ends the head, and lets go of what it keeps of the context's memory: the backend may hold the session
   // longer than the engine lives.
   void DeleteHead();
@@ -124,8 +128,8 @@ class HeadSession final : public DeviceLoop::Source,
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;
   std::shared_ptr<Schedule> schedule_;          // set once, by Create
-  std::unique_ptr<StreamSet> streams_;          // likewise
-  std::unique_ptr<StreamAdmission> admission_;  // likewise
+  std::unique_ptr<StreamSet> streams_;          // set once, by Create
+  std::unique_ptr<StreamAdmission> admission_;  // set once, by Create
   std::vector<kernels::Choice> last_chunk_choices_;
   double gradient_error_ = 0.0;  // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;
@@ -133,12 +137,11 @@ class HeadSession final : public DeviceLoop::Source,
   int64_t total_rows_ = 0;
 };
 
-// Of the slices of such a head, of which one has slice_rows rows at most for its backend.
+// The limits on slices of a head with this config, whose backend takes slices of at most `slice_rows` rows.
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows);
 
-// The caller's end of a stream.
-
+// The caller's end of a stream. Thread-safe, as Stream.
 class StreamHandle final : public Stream {
  public:
   StreamHandle(std::shared_ptr<HeadSession> session, std::shared_ptr<StreamState> state)
@@ -167,9 +170,6 @@ class StreamHandle final : public Stream {
 // deletion begins.
 //
 // Plain state; the engine's lock guards it.
-
-class HeadSession;
-
 class HeadDirectory {
  public:
   using SessionPtr = std::shared_ptr<HeadSession>;

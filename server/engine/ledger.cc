@@ -29,7 +29,7 @@ bool SameBytes(const T* a, const T* b, size_t count) {
 
 }  // namespace
 
-// ---- Segments ----
+// ---- MicrobatchRecord: segments ----
 
 int64_t MicrobatchRecord::Segment::settled_rows() const {
   return std::count_if(states.begin(), states.end(), IsSettled);
@@ -106,7 +106,7 @@ MicrobatchRecord::Segment MicrobatchRecord::Remove(std::map<int64_t, Segment>::i
   return segment;
 }
 
-// ---- Declared rows ----
+// ---- MicrobatchRecord: declared rows ----
 
 std::array<absl::Span<const float>, MicrobatchRecord::kFloats> MicrobatchRecord::FloatsOf(
     const RowContents& contents) {
@@ -226,7 +226,7 @@ RowValues MicrobatchRecord::Contents(RowRange rows) const {
   return values;
 }
 
-// ---- States ----
+// ---- MicrobatchRecord: states of rows ----
 
 int64_t MicrobatchRecord::CountUnsettled(RowRange rows) const {
   int64_t unsettled = rows.size();
@@ -319,6 +319,8 @@ std::string MicrobatchRecord::DescribeMissing() const {
   return absl::StrCat(text, " of ", terms_.microbatch_rows);
 }
 
+// ---- Ledger ----
+
 namespace {
 
 // "open.microbatch_id <id><how>"
@@ -334,7 +336,7 @@ std::string Describe(uint64_t id, const MicrobatchRecord& record) {
 
 }  // namespace
 
-// ---- Declared rows ----
+// ---- Ledger: declared rows ----
 
 void Ledger::Count(const MicrobatchRecord& record) {
   begun_ += record.begun() ? 1 : 0;
@@ -447,7 +449,7 @@ void Ledger::Clear() {
   bytes_ = 0;
 }
 
-// ---- States of rows ----
+// ---- Ledger: states of rows ----
 
 int64_t Ledger::CountUnsettled(uint64_t id, RowRange rows) const {
   const auto it = microbatches_.find(id);
@@ -478,7 +480,7 @@ int64_t Ledger::Commit(uint64_t id, RowRange rows) {
 
 void Ledger::Release(uint64_t id, RowRange rows) { microbatches_.at(id).Release(rows); }
 
-// ---- What is missing, begun, complete ----
+// ---- Ledger: what is missing, begun, complete ----
 
 std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max_lines) const {
   std::vector<std::string> lines;
@@ -517,6 +519,8 @@ std::vector<uint64_t> Ledger::CompleteIds() const {
   }
   return ids;
 }
+
+// ---- Contributions: checks of their values ----
 
 namespace {
 
@@ -614,6 +618,8 @@ std::vector<uint64_t> RowChecksums(absl::Span<const uint8_t> values, int64_t row
   }
   return checksums;
 }
+
+// ---- ContributionLedger ----
 
 absl::Status ContributionLedger::CheckDeclare(uint64_t id, const ContributionTerms& terms) const {
   if (const auto it = contributions_.find(id); it != contributions_.end()) {
@@ -722,6 +728,8 @@ void ContributionLedger::Clear() {
   contributions_.clear();
   rows_ = 0;
 }
+
+// ---- StepLedgers ----
 
 namespace {
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What has been accumulated in the open step of one head, row by row, so that nothing is counted twice.
+// The ledgers of one head's open step: they know which rows have been accumulated, so that no row is counted
+// twice. Ledger has the rows of microbatches, a MicrobatchRecord for each; ContributionLedger has the rows of
+// contributions, which are gradients from outside (AddGradient); StepLedgers has both. Contribution is an
+// open call that brings such a gradient.
 //
-// Rows are kept themselves, not hashes (ledger.h): the same id with other contents is always
-// noticed. What ends without accumulating anything is withdrawn again, and leaves no trace.
-//
-// Memory: that of the records; at most max_rows rows of max_microbatches microbatches, and what RowMemory
-// has. Thread-compatible: guarded by the engine's lock.
+// Thread-compatible: the engine's lock guards all of it, unless a type or function says otherwise. Limits and
+// RowMemory (staging.h) bound the memory. A ledger that refuses something has changed nothing.
 #ifndef LOSSD_SERVER_ENGINE_LEDGER_H_
 #define LOSSD_SERVER_ENGINE_LEDGER_H_
 
@@ -37,7 +37,8 @@ struct MicrobatchTerms {
   Reduction reduction = Reduction::kSum;
   double normalizer = 1.0;  // as resolved
   float grad_output = 1.0f;
-  // Set for streams in order only (deterministic_schedule.h), whose rows are computed with those of other streams.
+  // Set only for streams whose rows are computed in groups with rows of other streams
+  // (deterministic_schedule.h).
   bool want_grad_hidden = false;
   bool want_row_entropy = false;
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
@@ -58,6 +59,15 @@ struct RowValues {
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
 };
 
+// What the ledger knows of the rows of one microbatch.
+//
+// Rows are declared in pieces (each stream declares its row range with its targets and row weights, or a
+// backward with its gradients too); pieces may overlap if they agree. A declared row is pending, reserved (in
+// a chunk that is being computed) or settled (accumulated, or ignored and so nothing to accumulate).
+//
+// Memory: 5 bytes per declared row and 4 for each kind of float that RowContents gives, and some hundred for
+// the microbatch and each run of rows.
+// Thread-compatible.
 class MicrobatchRecord {
  public:
   // A microbatch of which no row has been declared.
@@ -105,7 +115,7 @@ class MicrobatchRecord {
   enum RowState : uint8_t { kPending, kReserved, kSettled, kIgnored };
   static bool IsSettled(uint8_t state) { return state >= kSettled; }
 
-  // Of a map's node and the heap's blocks, beside the rows.
+  // The bytes of a map's node and of the heap's blocks, in addition to the rows.
   static constexpr int64_t kRecordBytes = 256;
   static constexpr int64_t kSegmentBytes = 288;
 
@@ -148,6 +158,14 @@ class MicrobatchRecord {
   bool kept_ = false;
 };
 
+// What has been accumulated of microbatches in the open step of one head, row by row.
+//
+// The ledger keeps the contents of rows themselves, not hashes: it always notices if an id comes again with
+// other contents. Rows of a stream that ends without having accumulated them are withdrawn and leave no
+// trace.
+//
+// Memory: that of the records; at most max_rows rows of max_microbatches microbatches, and what RowMemory
+// has. Thread-compatible: guarded by the engine's lock.
 class Ledger {
  public:
   // `memory` pays for the ledger, until Clear.
@@ -207,7 +225,7 @@ class Ledger {
   void Clear();
 
   int64_t microbatches() const { return static_cast<int64_t>(microbatches_.size()); }
-  // Of those, the ones that are part of the sum: rows were accumulated, or none has to be.
+  // How many of the microbatches are part of the sum: rows of them were accumulated, or none has to be.
   int64_t begun_microbatches() const { return begun_; }
   int64_t accumulated_rows() const { return accumulated_rows_; }  // valid rows settled
   int64_t declared_rows() const { return declared_rows_; }
@@ -235,8 +253,9 @@ class Ledger {
   int64_t bytes_ = 0;
 };
 
-// A gradient that another stage accumulated for a parameter it shares with the head (tied embeddings): what a
-// caller hands to the engine to have it added, and what is known of its rows without a device.
+// ---- Contributions ----
+// A contribution is a gradient that another stage accumulated for a parameter which it shares with the head
+// (tied embeddings).
 
 // Opens (part of) a contribution. Field names equal those of lossd.v1.OpenGradient, and errors name them so.
 struct ContributionSpec {
@@ -300,21 +319,18 @@ struct AddedRows {
 };
 
 // OUT_OF_RANGE naming the row and column of the first element that is not finite, or whose product with the
-// scale is not finite in fp32. `values` are `rows` of the
-// contribution.
+// scale is not finite in fp32. `values` are `rows` of the contribution. Thread-safe.
 absl::Status CheckFinite(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
 
-// A 64-bit checksum of each row of `values`, whose rows have `row_bytes` > 0 bytes; never 0.
+// A 64-bit checksum of each row of `values`, whose rows have `row_bytes` > 0 bytes; never 0. Thread-safe.
 std::vector<uint64_t> RowChecksums(absl::Span<const uint8_t> values, int64_t row_bytes);
 
 // Which rows of which contributions have been added in the open step of one head, so that none is added
 // twice. The counterpart of Ledger for gradients that come from outside; a row is known by a checksum of its
 // values.
 //
-// Memory: 8 bytes for each row of each contribution, at most max_rows rows of
-// max_contributions contributions.
-// Thread-compatible: guarded by the engine's lock.
-
+// Memory: 8 bytes for each row of each contribution, at most max_rows rows of max_contributions
+// contributions. Thread-compatible: guarded by the engine's lock.
 class ContributionLedger {
  public:
   // `memory` pays for the ledger, until Clear.
@@ -342,14 +358,14 @@ class ContributionLedger {
 
   // A line for each contribution outside `ids`, ascending, of which some rows were added and others not.
   std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids, int max_lines = 20) const;
-  // Those that were added in full, ascending.
+  // The contributions that were added in full, ascending.
   std::vector<uint64_t> CompleteIds() const;
 
   // Forgets everything (a new step).
   void Clear();
 
   int64_t contributions() const { return static_cast<int64_t>(contributions_.size()); }
-  // Of those, the ones that are part of the sum: rows were added, or there are none to add.
+  // How many of the contributions are part of the sum: rows of them were added, or there are none to add.
   int64_t begun_contributions() const;
   int64_t rows() const { return rows_; }
   int64_t bytes() const { return rows_ * kRowBytes + contributions() * kRecordBytes; }
@@ -376,7 +392,6 @@ class ContributionLedger {
 // contributions. A microbatch and a contribution never have the same id in one step.
 //
 // Plain state without threads or lock; the engine's lock guards it.
-
 struct StepLedgers {
   // The limits hold for each of the two, and `memory` pays for both.
   StepLedgers(int64_t max_rows, int64_t max_microbatches, const RowMemory::Account& memory)
@@ -386,7 +401,7 @@ struct StepLedgers {
   std::vector<std::string> Missing(absl::Span<const uint64_t> ids) const;
   // A line for each microbatch or contribution outside `ids` that was begun and is not complete.
   std::vector<std::string> Incomplete(absl::Span<const uint64_t> ids) const;
-  // Of microbatches and contributions, ascending.
+  // The ids of complete microbatches and contributions, ascending.
   std::vector<uint64_t> CompleteIds() const;
   // Empties both, which give their memory back.
   void Clear();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How large the values and moments of a head are at most: what an update can make of them follows from that.
+// Magnitudes says how large the values and moments of a head are at most. What an update can make of them
+// follows from that (operations.h).
 //
-// A session keeps this from step to step. What is written into the head makes it unknown, and then a step
-// whose outcome depends on it reads the tensors.
+// A session keeps the magnitudes from step to step. A write into the head makes them unknown; a step whose
+// outcome depends on them then reads the tensors.
 //
 // Threads. On the device thread only.
 #ifndef LOSSD_SERVER_ENGINE_MAGNITUDES_H_

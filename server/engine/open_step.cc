@@ -12,6 +12,8 @@
 
 namespace lossd::engine {
 
+// ---- LastStep ----
+
 void LastStep::Set(uint64_t number, const head::AppliedStep& applied, std::vector<uint64_t> complete_ids) {
   number_ = number;
   applied_ = applied;
@@ -64,6 +66,8 @@ StepResult LastStep::Result(const HeadState& now) const {
           .skipped = applied_->skipped,
           .applied_incarnation = applied_->incarnation};
 }
+
+// ---- StepHistory ----
 
 namespace {
 
@@ -149,6 +153,8 @@ std::string StepHistory::WhyNotOpen(const NamedStep& named, uint64_t open, absl:
   return absl::StrJoin(parts, "; ");
 }
 
+// ---- OpenStep ----
+
 OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
                    const RowMemory::Account& memory)
     : incarnation_(incarnation),
@@ -157,7 +163,7 @@ OpenStep::OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_ro
       ledgers_(max_rows, max_microbatches, memory),
       history_(counter->Next()) {}
 
-// ---- Validity ----
+// ---- OpenStep: validity ----
 
 void OpenStep::MarkGradientsInvalid(absl::Status why) {
   gradients_status_ = std::move(why);
@@ -198,7 +204,7 @@ absl::Status OpenStep::CheckBound(const Binding& binding) const {
   return changed.ok() ? weights_status_ : WithCurrentStep(std::move(changed), number());
 }
 
-// ---- Closing ----
+// ---- OpenStep: closing ----
 
 absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_view waits_for,
                                      absl::Time now) const {
@@ -225,7 +231,7 @@ absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_vi
   return WithMissing(WithCurrentStep(std::move(status), number()), lines);
 }
 
-// ---- Transitions ----
+// ---- OpenStep: transitions ----
 
 void OpenStep::BeginClose() {
   closing_ = Contents{.microbatches = ledgers_.microbatches.begun_microbatches(),

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
-// device are valid. The one place that knows the versions of a head (stream.h), and so what a call may
-// begin, go on with, or has to end for. It also decides whether a step may be closed.
-//
-// A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
-// ForgetRows, so that the calls that end with them can be ended first.
+// The steps of one head. OpenStep is the step that is open: it decides what a call may begin or go on with
+// and whether the step may be closed. LastStep is the step before it, so that a repeated ApplyStep gets the
+// same answer. StepHistory knows who trains the head and where its values come from, and finds the words for
+// a caller that names another step.
 //
 // Plain state without threads, device or lock; the engine's lock guards it. Checks change nothing.
 #ifndef LOSSD_SERVER_ENGINE_OPEN_STEP_H_
@@ -26,6 +24,8 @@
 
 namespace lossd::engine {
 
+// How the step before the open one was closed, so that a repeat of the request that closed it is recognised
+// and gets the same answer.
 class LastStep {
  public:
   // The step `number` was closed by this engine with these microbatches and contributions complete,
@@ -56,17 +56,14 @@ class LastStep {
   std::optional<std::vector<uint64_t>> complete_ids_;
 };
 
-// What is known of who trains a head and where its values come from, and the words in which a caller is told
-// that it named another step than the open one: another program trains the head, or the head went back.
-//
-// Plain state without threads, clock or lock; the engine's lock guards it.
-
 // A step that a call names, and the run that makes the call ("": it names none).
 struct NamedStep {
   uint64_t step = 0;
   absl::string_view run;
 };
 
+// What is known of who trains a head and where its values come from, and the words in which a caller is told
+// that it named another step than the open one: another program trains the head, or the head went back.
 class StepHistory {
  public:
   // `origin` names where the values come from: another number with each OnReplaced, none twice in an engine.
@@ -74,7 +71,7 @@ class StepHistory {
 
   const head::History& history() const { return history_; }
   uint64_t origin() const { return origin_; }
-  // Of the first rows of the open step; "": it has none, or the run named none.
+  // The run that sent the first rows of the open step; "": the step has no rows, or the run gave no name.
   std::string open_run() const { return open_run_.value_or(""); }
 
   // ---- Events ----
@@ -105,6 +102,12 @@ class StepHistory {
   std::optional<std::string> open_run_;  // nothing: the open step has no rows
 };
 
+// The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
+// device are valid. OpenStep alone knows the versions of a head (stream.h), and so what a call may begin, may
+// go on with, or has to end for.
+//
+// A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
+// ForgetRows, so that the calls that end with them can be ended first.
 class OpenStep {
  public:
   // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the
@@ -147,9 +150,10 @@ class OpenStep {
   absl::Status CheckTensors() const;
   // To read the accumulated gradients.
   absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
-  // For the step that it names: FAILED_PRECONDITION if another one is open, saying what is known of why.
+  // Checks the step that a call names. FAILED_PRECONDITION if another one is open, saying what is known of
+  // why.
   absl::Status CheckNumber(absl::string_view field, const NamedStep& named, absl::Time now) const;
-  // For the gradients that it names, if any: ABORTED if the head has others.
+  // Checks the generation of gradients that a call names, if it names one. ABORTED if the head has another.
   absl::Status CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const;
 
   // ---- What a call may go on with ----

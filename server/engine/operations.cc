@@ -327,6 +327,8 @@ absl::Status EndLoad(HeadSession& session) {
   return absl::OkStatus();
 }
 
+// ---- Contributions ----
+
 namespace {
 
 absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& config) {
@@ -462,6 +464,8 @@ absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& cont
   added.state = step.state();
   return added;
 }
+
+// ---- Bounds of an update ----
 
 namespace {
 

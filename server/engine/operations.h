@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done to the open step of a head as a whole. Each function is the body of an operation: it runs on
-// the device thread, without the engine's lock, while no chunk of the head is in flight; it checks under the
-// lock, works on the device without it, and books under the lock. Only the device thread changes a step, so
-// what was checked holds.
+// The operations on a head: closing, resetting and loading its step, adding rows of contributions, and
+// reading and writing its tensors. Checks of what an update would do to the weights are here, too.
+//
+// Threads. An operation runs on the device thread, without the engine's lock, while no chunk of the head is
+// in flight. It checks under the lock, works on the device without the lock, and books under the lock. Only
+// the device thread changes a step, so what was checked still holds when the operation books. Functions that
+// run elsewhere say so.
 #ifndef LOSSD_SERVER_ENGINE_OPERATIONS_H_
 #define LOSSD_SERVER_ENGINE_OPERATIONS_H_
 
@@ -27,10 +30,13 @@
 
 namespace lossd::engine {
 
+// ---- Steps ----
+
 // Checks the number of expected ids and puts them in order, which is much work for many. On any thread.
 absl::Status OrderExpected(const EngineOptions& options, StepRequest& request);
 
-// Each as the member of Engine with its name; the optimizer's options have been validated.
+// Each of these operations does what the member of Engine with its name promises; the caller has validated
+// the optimizer's options.
 absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step,
                                         absl::string_view run);
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request);
@@ -41,7 +47,7 @@ absl::Status BeginLoad(HeadSession& session, const head::Progress& progress,
                        const std::optional<head::AppliedStep>& last_step, const head::History& history);
 absl::Status EndLoad(HeadSession& session);
 
-// Contributions to the gradients of a head: opening them, and adding their rows.
+// ---- Contributions to the gradients of a head ----
 
 // As Engine::OpenContribution, with the lock held.
 absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec);
@@ -55,15 +61,15 @@ struct ContributionRows {
 };
 // INVALID_ARGUMENT or OUT_OF_RANGE naming what is wrong. Without the lock, on any thread.
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
-// The body of an operation (operations.h): adds those of the rows that had not been added before,
-// together with their entries in the ledger. The rest as Engine::AddRows.
+// An operation: adds those of the rows that had not been added before, together with their entries in the
+// ledger. The rest as Engine::AddRows.
 absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& contribution,
                                   const ContributionRows& rows);
 
+// ---- Bounds of an update ----
 // What an update may do to the weights, before it is made: options that no fp32 arithmetic can take are
-// refused, and updates that only strange options make possible are looked at afterwards.
-//
-// All functions are stateless and thread-safe.
+// refused, and updates that only strange options make possible are looked at afterwards. The functions are
+// stateless and thread-safe.
 
 // INVALID_ARGUMENT naming the field and its value if an option, or the factor of an update that follows from
 // some, is no fp32 number.
@@ -90,13 +96,12 @@ absl::Status CheckDecay(const kernels::OptimizerOptions& options, const Magnitud
 // largest.
 inline constexpr double kMostChange = 1e30;
 
-// Reading and writing the tensors of a head, some rows at a time, so that all rows of a call are of one
-// version. Engine::OpenReader and OpenWriter make these; docs/consistency.md says what may happen meanwhile.
+// ---- Reading and writing tensors ----
+// A reader or writer takes some rows at a time, and all rows of it are of one version. Engine::OpenReader and
+// OpenWriter make them; docs/consistency.md says what may happen meanwhile.
 //
 // Thread-compatible. Read and Write block, as Engine::OnDevice. The objects must be destroyed before the
 // engine; the head may be deleted, and then they answer NOT_FOUND, also if another head gets its name.
-
-class HeadSession;
 
 class TensorReader {
  public:

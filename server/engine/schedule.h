@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What comes next to the device on one head, and where slices are received until then. Two schedules exist:
-// ArrivalSchedule computes what arrives first first; DeterministicSchedule accumulates in an order of its own
-// and contains an arrival schedule for everything else. The rest of the engine does not know which one a head
-// has.
+// A Schedule decides what comes next to the device on one head, and where slices are received until then. Two
+// schedules exist. ArrivalSchedule, in this file, computes rows in the order in which they arrive.
+// DeterministicSchedule (deterministic_schedule.h) accumulates rows in an order of its own and contains an
+// arrival schedule for everything else. The rest of the engine does not know which one a head has.
 //
 // A slice goes through a schedule in three steps: FindMemory (its rows may now be copied), Queue (they have
 // been), and TakeNext, which makes it part of a chunk. A stream stays with the schedule that For gave it.
@@ -78,7 +78,7 @@ class Schedule {
   // ---- News of the open step ----
   // Rows of a microbatch were declared in the ledger, or withdrawn.
   virtual void OnDeclared(uint64_t microbatch_id) = 0;
-  // Those of the rows that the schedule can do without if they are withdrawn from the ledger.
+  // Returns which of the rows may be withdrawn from the ledger: the schedule does not need them.
   virtual std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const = 0;
   // A contribution was declared, or rows of it were added.
   virtual void OnContribution() = 0;
@@ -98,11 +98,9 @@ class Schedule {
 };
 
 // The schedule that computes by arrival: slices wait in one queue, and a chunk takes as many with the same
-// options as it holds, from whatever streams (work_queue.h, work_queue.h). Memory comes from the staging
-// pool.
+// options as it holds, from whatever streams (work_queue.h). Memory comes from the staging pool (staging.h).
 //
-// As Schedule. Not for callers outside the engine.
-
+// Threads and locks as in Schedule.
 class ArrivalSchedule final : public Schedule {
  public:
   // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule.

@@ -10,6 +10,8 @@
 
 namespace lossd::engine {
 
+// ---- FairShare ----
+
 FairShare::Answer FairShare::Check(absl::string_view holder, int64_t amount) const {
   const int64_t left = capacity_ - used_ - amount;
   if (left < 0) return Answer::kFull;
@@ -43,6 +45,8 @@ int64_t FairShare::held(absl::string_view holder) const {
   const auto it = held_.find(holder);
   return it == held_.end() ? 0 : it->second;
 }
+
+// ---- RangeAllocator ----
 
 RangeAllocator::RangeAllocator(int64_t size, int64_t alignment, double share)
     : alignment_(alignment), size_(size / alignment * alignment), shares_(size_, share) {
@@ -102,6 +106,8 @@ void RangeAllocator::Free(const Block& block) {
   free_.emplace(offset, bytes);
 }
 
+// ---- RowMemory ----
+
 using errors::ExactBytes;
 
 absl::Status RowMemory::Account::Take(int64_t bytes) {
@@ -129,6 +135,8 @@ absl::Status RowMemory::Account::Take(int64_t bytes) {
 void RowMemory::Account::Give(int64_t bytes) {
   if (memory_ != nullptr) memory_->shares_.Give(holder_, bytes);
 }
+
+// ---- StagingBuffer and StagingPool ----
 
 namespace {
 

@@ -1,14 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
-//
-//   A holder that has something may take more only as long as it then has at most `share` of the capacity,
-//   and at most as much as is left to all others. A holder that has nothing may take whatever is free.
-//
-// So holders that only take, never give back, leave something for each one that comes later: with a share of
-// a half, the first one gets a half, the next a quarter, and so on. (Dynamic thresholds, as in the shared
-// buffers of switches.)
-//
-// Memory: an entry for each holder that has something. Thread-compatible.
+// The host memory of an engine, and how peers and heads share it. StagingPool lends StagingBuffers, the
+// memory that slices are received into, computed in and sent from. RowMemory counts what the server remembers
+// of rows. RangeAllocator hands out ranges of one piece of memory, for the pool and for retained rows.
+// FairShare is the rule by which holders share each of them (docs/fairness.md).
 #ifndef LOSSD_SERVER_ENGINE_STAGING_H_
 #define LOSSD_SERVER_ENGINE_STAGING_H_
 
@@ -31,6 +25,16 @@
 
 namespace lossd::engine {
 
+// How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
+//
+//   A holder that has something may take more only as long as it then has at most `share` of the capacity,
+//   and at most as much as is left to all others. A holder that has nothing may take whatever is free.
+//
+// So holders that only take, never give back, leave something for each one that comes later: with a share of
+// a half, the first one gets a half, the next a quarter, and so on. (Dynamic thresholds, as in the shared
+// buffers of switches.)
+//
+// Memory: an entry for each holder that has something. Thread-compatible.
 class FairShare {
  public:
   // `share` in (0, 1]; 1: a holder may take all there is.
@@ -65,7 +69,6 @@ class FairShare {
 // thousand blocks: the free ranges are searched one after the other.
 //
 // Thread-safe. Must outlive its blocks.
-
 class RangeAllocator {
  public:
   // A range on loan; goes back when destroyed.
@@ -117,11 +120,10 @@ class RangeAllocator {
 // Host memory for what the server remembers of rows: the targets and weights of open streams, and the ledgers
 // of open steps. A budget that is counted, not an allocation: its users allocate row by row.
 //
-// Streams are paid for by their peer, ledgers by their head, and each has its share (staging.h). A user of
-// the memory has an Account with it.
+// A peer pays for its streams, a head for its ledgers, and each has its share (FairShare). A user of the
+// memory has an Account with it.
 //
 // Thread-compatible: guarded by the engine's lock.
-
 class RowMemory {
  public:
   // As FairShare.
@@ -150,20 +152,6 @@ class RowMemory {
   FairShare shares_;
 };
 
-// Host memory that slices are received into, computed in place, and sent from. It is one piece, allocated
-// when the server starts (pinned, for a GPU), so the request path allocates no tensor memory and a full pool
-// is what slows senders down.
-//
-// A buffer has the bytes that were asked for, rounded up to grain(), first fit. The grain is a 64th of the
-// largest buffer, which bounds how many buffers there can be. No request starves: while one waits, no later
-// one is served before it, so what is on loan comes back until the free bytes lie in one piece.
-//
-// Buffers have holders, each with its share of the pool (staging.h). A request beyond its holder's share
-// waits until the holder has given enough back, and is passed by those of other holders meanwhile. So a
-// holder that gives nothing back, because its client takes no answers, holds up itself.
-//
-// Thread-safe. The pool must outlive its buffers.
-
 // Host memory on loan; goes back to its owner when destroyed. Move-only, thread-compatible.
 class StagingBuffer {
  public:
@@ -188,6 +176,19 @@ class StagingBuffer {
   GiveBack give_back_;
 };
 
+// Host memory that slices are received into, computed in place, and sent from. It is one piece, allocated
+// when the server starts (pinned, for a GPU), so the request path allocates no tensor memory and a full pool
+// is what slows senders down.
+//
+// A buffer has the bytes that were asked for, rounded up to grain(), first fit. The grain is a 64th of the
+// largest buffer, which bounds how many buffers there can be. No request starves: while one waits, no later
+// one is served before it, so what is on loan comes back until the free bytes lie in one piece.
+//
+// Buffers have holders, each with its share of the pool (FairShare). A request beyond its holder's share
+// waits until the holder has given enough back; requests of other holders pass it meanwhile. So a holder that
+// gives nothing back, because its client takes no answers, holds up only itself.
+//
+// Thread-safe. The pool must outlive its buffers.
 class StagingPool {
  public:
   // Called once with a buffer, on the thread that gave its memory back; must not block.

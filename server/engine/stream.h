@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stream: one contiguous row range of one microbatch. What a caller hands to the engine to have its rows
-// computed, and what it gets back. The rpc layer turns messages into these; tests drive them directly.
+// The types that a caller and the engine exchange. A stream carries one contiguous row range of one
+// microbatch: here is what a caller hands over to have its rows computed (StreamSpec, BackwardSpec,
+// IncomingSlice), what it gets back (SliceOutput, StreamSummary, StreamObserver), and the stream itself
+// (Stream). Here are also what an engine says of itself and its heads (HeadSnapshot, EngineStats), the
+// request that closes a step (StepRequest), and the versions of a head that a call may rest on (HeadVersions,
+// Binding).
+//
+// server/messages turns protocol messages into these types; tests use them directly. Specs, snapshots and
+// requests are plain data.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_H_
 #define LOSSD_SERVER_ENGINE_STREAM_H_
 
@@ -233,7 +240,7 @@ class Stream {
   virtual void Cancel(absl::Status why) = 0;
 };
 
-// What an engine tells about itself and its heads at one moment. Plain data.
+// ---- Snapshots: what an engine says of itself and its heads at one moment ----
 
 // What a device has of a head whose classes are divided; times and rows are of all its heads
 // (kernels::MemberState).
@@ -301,7 +308,7 @@ struct EngineStats {
   absl::Duration device_busy;
 };
 
-// Closing a step: what a caller asks for and what it is told. Plain data.
+// ---- Closing a step: what a caller asks for and what it is told ----
 
 // Which step to close and what must be in it; see lossd.v1.ApplyStepRequest.
 struct StepRequest {
@@ -330,22 +337,18 @@ struct GradNormResult {
 struct StepResult {
   HeadState state;  // the step now open
   double grad_norm = 0.0;
-  int64_t microbatches = 0;  // that are part of the sum, likewise contributions
+  int64_t microbatches = 0;  // that are part of the sum
   int64_t rows = 0;
-  int64_t contributions = 0;
+  int64_t contributions = 0;  // that are part of the sum
   bool skipped = false;
   bool repeated = false;
   uint64_t applied_incarnation = 0;  // of the engine that applied the step
 };
 
-// The numbers that name the versions of one head, what a call under way is bound to, and which tensors are
-// being written. docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
-//
-// Numbers are drawn from a counter of the engine. So none is used twice within an incarnation, even if a head
-// is deleted and created again.
-//
-// Plain state; the engine's lock guards it.
+// ---- Versions of a head ----
 
+// Draws the numbers of versions, for all heads of an engine. So no number is used twice within an
+// incarnation, even if a head is deleted and created again. The engine's lock guards it.
 class VersionCounter {
  public:
   uint64_t Next() { return ++last_; }  // never 0
@@ -366,6 +369,10 @@ struct Binding {
 // What a write replaces rows of.
 enum class Written : uint8_t { kValue, kMoment };
 
+// The numbers that name the versions of one head, and which of its tensors are being written.
+// docs/consistency.md has the rules; a call that keeps a Binding and asks Check follows them.
+//
+// Plain state; the engine's lock guards it.
 class HeadVersions {
  public:
   // Step 0 of a new head. The counter outlives this.

@@ -15,6 +15,8 @@
 
 namespace lossd::engine {
 
+// ---- StreamSet ----
+
 void StreamSet::Fail(StreamState& stream, absl::Status why) {
   if (stream.failed() || stream.finished()) return;
   const bool gave_up = absl::IsDeadlineExceeded(why) || absl::IsCancelled(why);
@@ -103,6 +105,8 @@ std::vector<RowRange> StreamSet::OwnRows(const StreamState& stream, bool* shared
   if (next < spec.rows.end) own.push_back({next, spec.rows.end});
   return own;
 }
+
+// ---- StreamAdmission ----
 
 absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
   const EngineContext& context = *parts_.context;

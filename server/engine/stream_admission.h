@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How streams of one head begin and end for the rest of the head: a new stream is checked, pays for its rows,
-// is entered in the ledger and gets its peer's place; at its end it gives that back, and its rows stay in the
-// ledger or leave it.
+// The streams of one head, from their beginning to their end. StreamAdmission lets a stream begin and gives
+// back at its end what it had; StreamSet has the streams that are open, and ends them.
 //
-// A stream that is refused leaves no trace. Guarded by the engine's lock, which is held in all calls.
+// Guarded by the engine's lock, which is held in all calls.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 #define LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 
@@ -30,6 +29,8 @@
 
 namespace lossd::engine {
 
+// The open streams of one head: their failures and their ends. The notifier calls their observers, without
+// the lock.
 class StreamSet {
  public:
   using Predicate = absl::FunctionRef<bool(const StreamState&)>;
@@ -77,6 +78,9 @@ class StreamSet {
   const std::shared_ptr<CountedCall::Counter> contributions_ = std::make_shared<CountedCall::Counter>(0);
 };
 
+// How a stream begins and ends for the rest of the head. A new stream is checked, pays for its rows, is
+// entered in the ledger and takes one of its peer's places. At its end it gives the memory and the place
+// back, and its rows stay in the ledger or leave it. A stream that is refused leaves no trace.
 class StreamAdmission {
  public:
   // What a stream is admitted to. All outlive this.

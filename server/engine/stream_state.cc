@@ -12,6 +12,8 @@
 
 namespace lossd::engine {
 
+// ---- DeferredMicrobatches ----
+
 absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
                            absl::string_view how) {
   if (!(kept.terms == other.terms)) {
@@ -102,6 +104,8 @@ int64_t DeferredMicrobatches::Expire(absl::Time limit) {
   return static_cast<int64_t>(
       std::erase_if(microbatches_, [limit](const auto& entry) { return entry.second.last_used < limit; }));
 }
+
+// ---- StreamRows ----
 
 namespace {
 
@@ -350,6 +354,8 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
   return absl::OkStatus();
 }
 
+// ---- The backward pass of deferred microbatches ----
+
 namespace {
 
 // Appends the rows [begin, end) of a part. Parts with and without weights may stand side by side: no weight
@@ -407,6 +413,8 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
   }
   return backward;
 }
+
+// ---- StreamState ----
 
 absl::StatusOr<std::shared_ptr<StreamState>> StreamState::Create(StreamSpec spec,
                                                                  const kernels::HeadConfig& config,

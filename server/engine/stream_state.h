@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bookkeeping of one open stream, beside what its rows are (stream_state.h): which rows were sent, what is
-// outstanding, the sums so far, and when it is over.
-// Plain state without locks or threads; the engine's lock guards it.
+// What the engine knows of a stream. StreamRows says what its rows are, StreamState how far it has come.
+// DeferredMicrobatches keeps the rows that streams retained for a later backward pass, and RowsOf makes the
+// stream of that backward pass.
+//
+// Plain state without locks or threads; the engine's lock guards it unless a type says otherwise.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_STATE_H_
 #define LOSSD_SERVER_ENGINE_STREAM_STATE_H_
 
@@ -41,6 +43,11 @@ struct RetainedTerms {
 absl::Status CheckRetained(uint64_t id, const RetainedTerms& kept, const RetainedTerms& other,
                            absl::string_view how);
 
+// The deferred microbatches of one head: rows whose losses were computed without gradients (reduction none)
+// and whose hidden states are kept until Backward brings the gradient of each row.
+//
+// A microbatch consists of parts, one for each stream that carried it. Parts never overlap.
+// Thread-compatible: guarded by the engine's lock.
 class DeferredMicrobatches {
  public:
   struct Part {
@@ -83,15 +90,14 @@ class DeferredMicrobatches {
   std::map<uint64_t, Microbatch> microbatches_;
 };
 
-// What a stream's rows are: its spec, checked and with everything resolved that the spec leaves open, and
-// where its rows are retained. Fixed once the stream is open; how far it has come is StreamState's.
-//
-// Thread-compatible; the members that are not const are called before the first slice or at the stream's end.
-
 // INVALID_ARGUMENT unless `values` are finite, one for each of the rows, or absent where they are optional.
 absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
                             bool optional);
 
+// What a stream's rows are: its spec, checked and with everything resolved that the spec leaves open, and
+// where its rows are retained. Fixed once the stream is open; StreamState knows how far it has come.
+//
+// Thread-compatible; the members that are not const are called before the first slice or at the stream's end.
 class StreamRows {
  public:
   // Checks everything about the spec that does not depend on the ledger, maps ignored targets to
@@ -139,7 +145,8 @@ class StreamRows {
   RowValues TakeValues();
   // What a stream that retained its rows leaves behind. Call once, at its end.
   DeferredMicrobatches::Part TakePart();
-  // Whether it computes retained rows. Never changes after SetRetained, so it may be read without a lock.
+  // Whether the stream computes retained rows. Never changes after SetRetained, so it may be read without a
+  // lock.
   bool is_backward() const { return is_backward_; }
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
@@ -172,10 +179,8 @@ class StreamRows {
   RowGradients gradients_;
 };
 
-// The backward pass of deferred microbatches: what a caller asked for, as a stream over rows that the engine
-// holds.
-//
-// Thread-safe: functions of their arguments.
+// ---- The backward pass of deferred microbatches ----
+// What a caller asked for becomes a stream over rows that the engine holds. The functions are thread-safe.
 
 // INVALID_ARGUMENT naming the field that is wrong whatever is retained.
 absl::Status CheckBackward(const BackwardSpec& spec);
@@ -188,6 +193,8 @@ struct BackwardRows {
 // `kept` has the rows of `spec`.
 BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microbatch& kept);
 
+// The bookkeeping of one open stream: which rows were sent, what is outstanding, the sums so far, and when
+// the stream is over.
 class StreamState : public StreamRows {
  public:
   StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observer);

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What waits for the device on one head, in order: slices and operations, and the choice of what goes
-// next.
+// The work of the device on one head, and the queue in which it waits. A SliceWork is a slice on its way
+// through the engine, a ChunkWork is the rows that are computed together, an Operation is anything else that
+// the device thread does on the head. WorkQueue keeps slices and operations in order and forms chunks of the
+// slices.
 //
-// Peers share the device in rounds: of each peer that has slices here, about `round_rows` rows belong to a
-// round, and the slices of a round come before those of the next one. Within a round the order is that of
-// arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
-// begun. The slices of a peer keep their order, and none passes an operation.
-//
-// Plain state without locks; the engine's lock guards it.
+// Plain state without locks; the engine's lock guards it unless a type says otherwise.
 #ifndef LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 #define LOSSD_SERVER_ENGINE_WORK_QUEUE_H_
 
@@ -34,6 +31,8 @@
 
 namespace lossd::engine {
 
+// A slice on its way through the engine. Owned by whoever has it: the schedule while it waits, its chunk
+// afterwards. Destroyed without the engine's lock.
 struct SliceWork {
   std::shared_ptr<StreamState> stream;
   RowRange rows;
@@ -69,18 +68,12 @@ struct DroppedSlices {
 // The seed of a microbatch's random numbers (kernels/decision.h): a function of what identifies it and of
 // nothing else. So a row is sampled alike whenever and wherever it is computed: in a repeat, by another
 // connection, cut into other slices, in its backward pass, after a restart. Pure; thread-safe.
-
 // `step`: the one that was open when the rows were opened. The result may not change from one version of the
 // program to the next.
 uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_id);
 
-// A chunk on its way through the engine: rows that are computed together, described by the schedule that put
-// them together (schedule.h) and computed by a Flight (flight.h), which is the same for all schedules.
-//
-// A chunk is a list of segments. A segment is a run of rows of one microbatch; it belongs to the slices that
-// hold its rows: usually one, several if the same rows were sent twice, or none if rows have to be computed
-// that were not sent. Guarded by the engine's lock before the launch; a flight's own afterwards.
-
+// A run of rows of one microbatch in a chunk. It belongs to the slices that hold its rows: usually one,
+// several if the same rows were sent twice, or none if rows have to be computed that were not sent.
 struct Segment {
   uint64_t microbatch_id = 0;
   RowRange rows;
@@ -90,6 +83,9 @@ struct Segment {
   kernels::Slice input;            // all that the backend is given but for the results
 };
 
+// A chunk on its way through the engine: a list of segments that are computed together. The schedule that put
+// them together (schedule.h) describes the chunk, and a Flight (flight.h), which is the same for all
+// schedules, computes it. Guarded by the engine's lock before the launch; the flight's own afterwards.
 struct ChunkWork {
   virtual ~ChunkWork() = default;
 
@@ -143,8 +139,7 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   return slice;
 }
 
-// When a chunk is formed of what is queued.
-//
+// ---- When a chunk is formed of what is queued ----
 // A chunk that accumulates reads and writes the whole fp32 weight gradient, however few rows it has. So rows
 // are worth waiting for, as long as the device does not idle over it: a chunk in flight has its results
 // before it computes its weight gradient, about a third of its time, and by then the next chunk is needed.
@@ -172,6 +167,12 @@ struct Operation {
   uint64_t arrival = 0;  // set when it is queued
 };
 
+// What waits for the device on one head, in order: slices and operations, and the choice of what goes next.
+//
+// Peers share the device in rounds: of each peer that has slices here, about `round_rows` rows belong to a
+// round, and the slices of a round come before those of the next one. Within a round the order is that of
+// arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
+// begun. The slices of a peer keep their order, and none passes an operation.
 class WorkQueue {
  public:
   // `round_rows`: those of a chunk, so that a round of one peer fills one.

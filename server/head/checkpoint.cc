@@ -57,6 +57,8 @@ absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::Head
 
 std::string AutomaticName(uint64_t step) { return absl::StrFormat("step-%010d", step); }
 
+// ---- CheckpointReader ----
+
 namespace {
 
 // `status`, an error, as one of the checkpoint that a request names.
@@ -230,6 +232,8 @@ absl::Status CheckpointReader::ReadPart(const StoredPart& stored, int64_t slice_
   return DataLoss(*stored.shard,
                   absl::StrCat("the checksum of tensor ", stored.info.name, " does not match"));
 }
+
+// ---- Saving ----
 
 namespace {
 
@@ -421,7 +425,7 @@ class Save {
   std::string head_folder_;
   std::optional<TemporaryFolder> folder_;
   absl::Status site_error_;  // written by the disk's thread
-  int64_t not_finite_ = 0;   // likewise: values in files of other processes
+  int64_t not_finite_ = 0;   // values in files of other processes; written by the disk's thread
 };
 
 absl::Status CheckFree(const std::string& path) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A head on disk: <directory>/<head>/<checkpoint name>/ with the tensors and a manifest of checksums.
-// docs/checkpoint-format.md describes the files.
+// Saving a head as a checkpoint (SaveCheckpoint) and reading it back (CheckpointReader). A checkpoint is a
+// folder <directory>/<head>/<checkpoint name>/ with the head's tensors and a manifest of checksums;
+// docs/checkpoint-format.md describes the files. checkpoint_store.h lists, removes and numbers checkpoints.
 //
 // A checkpoint is complete or not there: it is written under a temporary name, brought to the disk and
-// renamed. Nothing is ever overwritten. checkpoint_store.h looks after all checkpoints of a directory.
+// renamed. Nothing is ever overwritten.
 //
 // Tensors come and go in slices through callbacks, so that a caller can run each slice on the device's
 // thread while the disk works on others. All functions are thread-safe; a CheckpointReader is
@@ -107,7 +108,8 @@ struct LoadOptions {
   std::function<bool(const TensorPart&)> wanted = nullptr;
 };
 
-// While there is one, the checkpoint is not pruned, and its files stay if its name is taken away.
+// An open checkpoint. While it is open, the checkpoint is not pruned, and its files stay if its name is taken
+// away.
 class CheckpointReader {
  public:
   // Opens `checkpoint` ("<head>/<name>") and checks its manifest and that all rows of every tensor are there
@@ -164,7 +166,6 @@ class CheckpointReader {
 };
 
 // How far the training of a head has come. Plain data.
-
 struct Progress {
   uint64_t step = 0;     // the open step: steps closed so far
   uint64_t updates = 0;  // of them, those that updated the weights (bias correction counts these)

@@ -142,6 +142,8 @@ CheckpointInfo InfoOf(const std::string& directory, const std::string& name) {
 
 int64_t ManifestsReadForTesting() { return manifests_read; }
 
+// ---- Listing and pruning ----
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -272,6 +274,8 @@ absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& dir
   return removed;
 }
 
+// ---- Save numbers ----
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -377,6 +381,8 @@ void SortNewestFirst(std::vector<CheckpointInfo>* infos) {
   for (const Placed& one : placed) sorted.push_back(*one.info);
   *infos = std::move(sorted);
 }
+
+// ---- Removing a checkpoint ----
 
 namespace {
 

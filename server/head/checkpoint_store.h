@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// All checkpoints of a directory: what is there, what may go. checkpoint_store.h removes a certain one. One
-// server owns a directory; several may share it as long as their heads' names differ.
+// All checkpoints of a directory: these functions list them, order them by age, prune old ones and remove a
+// certain one. One server owns a directory; several may share it as long as their heads' names differ.
 //
-// Thread-safe. Errors as in checkpoint.h.
+// Thread-safe, but for TakeSaveNumber. Errors as in checkpoint.h.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 #define LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 
@@ -20,8 +20,10 @@
 
 namespace lossd::head {
 
+// The most checkpoints that the process remembers a CheckpointInfo of.
 inline constexpr size_t kMostInfos = 16'384;
 
+// What is known of a checkpoint from its manifest.
 struct CheckpointInfo {
   std::string name;     // "<head>/<name>"
   absl::Status status;  // why it cannot be loaded, as far as its manifest tells; then the rest is unset
@@ -32,7 +34,12 @@ struct CheckpointInfo {
   uint64_t save_number = 0;  // Manifest::save_number
 };
 
-// Of the checkpoint `name` ("<head>/<name>") below a directory.
+// What is known of the checkpoint `name` ("<head>/<name>") below a directory.
+//
+// A manifest is read and checked once. The process remembers what it said, for all its directories together,
+// as long as the file is the same (device, inode, size, times of the last change). A file that was changed in
+// the last seconds is read again. The memory is about a KiB for each of at most kMostInfos checkpoints; the
+// one that was not asked for longest goes first. No lock is held while a file is read.
 CheckpointInfo InfoOf(const std::string& directory, const std::string& name);
 
 // How many manifests the process has read for InfoOf; for tests.
@@ -43,7 +50,7 @@ int64_t ManifestsReadForTesting();
 absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk = Disk::Real());
 
 // The checkpoints of a head, or of all (`head` empty), by head and then from the newest to the oldest as
-// SortNewestFirst (checkpoint_store.h) says. Only manifests are read, and those that were read before not again.
+// SortNewestFirst says. Only manifests are read, and those that were read before are not read again.
 // Empty if there is no such folder.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
                                                             absl::string_view head);
@@ -67,14 +74,14 @@ absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& dir
                                                           absl::string_view saved, int64_t keep,
                                                           Disk* disk = Disk::Real());
 
+// ---- Save numbers ----
 // The saves of a head are numbered, so that the order of its checkpoints depends on no clock and on no step.
 // A number is in the checkpoint's manifest, and the last one also in the name of an empty file beside the
 // checkpoints (.save-number-0000000000000012), so that it survives the removal of all of them.
-//
-// Thread-safe for heads that differ; saves of one head take turns.
 
 // Takes the next number for a save of `head`: one more than the number beside the checkpoints and those in
-// their manifests, and at least 1. The file beside them has it when this returns.
+// their manifests, and at least 1. The file beside them has it when this returns. Thread-safe for heads that
+// differ; saves of one head take turns.
 absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory, const std::string& head);
 
 // From the newest checkpoint of a head to the oldest: by save number. One without a number, which an older
@@ -83,14 +90,13 @@ absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory
 // read come last.
 void SortNewestFirst(std::vector<CheckpointInfo>* infos);
 
-// Removing a checkpoint that others may be reading.
+// ---- Removing a checkpoint that others may be reading ----
+// A removal takes the checkpoint's name away at once, so that no new reader finds it, and removes its files
+// when no reader has them open. Two locks (FolderLock, disk.h) make that safe. A reader holds the folder that
+// the checkpoint lies in while it opens the files by their names, and the checkpoint's own folder as long as
+// it reads. A removal holds only the first one, while it takes the name away.
 //
-// A removal takes the checkpoint's name away at once, so that nobody finds it any more, and removes its files
-// when nobody reads them. Two locks (disk.h) make that safe. A reader holds the folder that the
-// checkpoint lies in while it opens the files by their names, and the checkpoint's own folder as long as it
-// reads. A removal holds the first alone while it takes the name away.
-//
-// Thread-safe, also against other processes. Errors as in checkpoint.h.
+// Thread-safe, also against other processes.
 
 // What a reader holds.
 struct ReadLocks {

@@ -86,6 +86,8 @@ absl::Status RemoveTree(Disk* disk, const std::string& folder) {
   return disk->RemoveFolder(folder);
 }
 
+// ---- What a directory takes ----
+
 absl::StatusOr<int64_t> DirectoryBytes(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code error;
@@ -113,6 +115,8 @@ absl::Status CheckRoom(const std::string& directory, int64_t bytes, int64_t limi
                    " below the checkpoint directory (remove checkpoints, or raise the limit)"),
       limit_bytes, absl::StatusCode::kResourceExhausted);
 }
+
+// ---- FolderLock ----
 
 namespace {
 
@@ -166,6 +170,8 @@ FolderLock::~FolderLock() {
   if (descriptor_ >= 0) close(descriptor_);
 }
 
+// ---- Small files ----
+
 absl::Status WriteSmallFile(Disk* disk, const std::string& path, const std::string& text) {
   absl::StatusOr<std::unique_ptr<formats::OutputFile>> file = disk->CreateFile(path);
   if (!file.ok()) return file.status();
@@ -186,6 +192,8 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& folder, const std::
   if (!status.ok()) return status;
   return text;
 }
+
+// ---- Temporary folders ----
 
 namespace {
 

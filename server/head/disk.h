@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations on files that saving and removing checkpoints consist of. Tests replace them, to have any
-// single one fail or be the last before a crash.
+// Files and folders of the checkpoint directory. Disk has the operations that change them, CheckRoom holds
+// the directory to a limit, FolderLock keeps a folder from removal, and TemporaryFolder becomes a checkpoint
+// or disappears.
 //
-// Thread-safe. Errors as in proto/tensorfile/file.h.
+// All functions are thread-safe; objects are thread-compatible unless their class says otherwise. Errors as
+// in proto/tensorfile/file.h.
 #ifndef LOSSD_SERVER_HEAD_DISK_H_
 #define LOSSD_SERVER_HEAD_DISK_H_
 
@@ -18,6 +20,8 @@
 
 namespace lossd::head {
 
+// The operations on files that saving and removing checkpoints consist of. Tests replace them, to have any
+// single one fail or be the last before a crash. Thread-safe.
 class Disk {
  public:
   // The operating system's.
@@ -26,7 +30,8 @@ class Disk {
 
   // ALREADY_EXISTS if there is such a file or folder.
   virtual absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path);
-  // The same for a large file, which does not pass through the page cache if the file system allows that.
+  // As CreateFile, for a large file, which does not pass through the page cache if the file system allows
+  // that.
   virtual absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path);
   virtual absl::Status CreateFolder(const std::string& path);
   // Brings the names in a folder to the disk.
@@ -41,7 +46,7 @@ class Disk {
 // Removes a folder with everything in it, following no links; stops at the first error.
 absl::Status RemoveTree(Disk* disk, const std::string& folder);
 
-// How much a directory takes on the disk, against a limit. Stateless and thread-safe.
+// ---- What a directory takes on the disk, against a limit ----
 
 // The bytes of all regular files below `directory`, at any depth; links are not followed.
 absl::StatusOr<int64_t> DirectoryBytes(const std::string& directory);
@@ -54,7 +59,6 @@ absl::Status CheckRoom(const std::string& directory, int64_t bytes, int64_t limi
 // that it is being written or read. Where the file system has no locks, none is given (UNIMPLEMENTED).
 //
 // Thread-compatible. The lock ends with the object or the process.
-
 class FolderLock {
  public:
   enum class Kind { kShared, kExclusive };
@@ -76,7 +80,7 @@ class FolderLock {
   int descriptor_ = -1;
 };
 
-// Files of a few bytes, as a whole. Stateless and thread-safe.
+// ---- Files of a few bytes, as a whole ----
 
 // Makes a file, and brings it to the disk.
 absl::Status WriteSmallFile(Disk* disk, const std::string& path, const std::string& text);
@@ -84,11 +88,11 @@ absl::Status WriteSmallFile(Disk* disk, const std::string& path, const std::stri
 // A file of exactly `bytes` bytes; DATA_LOSS if it has another size, else errors as OpenBelow.
 absl::StatusOr<std::string> ReadSmallFile(const std::string& folder, const std::string& name, size_t bytes);
 
-// A folder that becomes a checkpoint or disappears, and what interrupted work leaves of such folders. Their
-// names start with a dot, as no checkpoint's does, and they are locked while they are in use.
-//
-// Thread-compatible; the free functions are thread-safe.
+// ---- Temporary folders ----
+// Their names start with a dot, as no checkpoint's does, and they are locked while they are in use.
+// Interrupted work leaves such folders behind, without a lock.
 
+// A folder that becomes a checkpoint or disappears. Thread-compatible.
 class TemporaryFolder {
  public:
   // Makes an empty one in `parent` for a checkpoint that will be called `name`. `disk` outlives it.

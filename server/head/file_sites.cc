@@ -30,6 +30,8 @@ TensorPart RowsOfReplica(const kernels::HeadConfig& config, const TensorPart& pa
   return {part.id, begin, std::max<int64_t>(end - begin, 0)};
 }
 
+// ---- SiteLoading ----
+
 SiteLoading::SiteLoading(const kernels::HeadConfig& config, std::vector<std::unique_ptr<LoadSite>> sites)
     : config_(config), sites_(std::move(sites)) {
   if (!sites_.empty()) config_.split = sites_.front()->part().split;
@@ -79,6 +81,8 @@ absl::Status SiteLoading::Await(absl::Status status) {
   return status;
 }
 
+// ---- SiteWriting ----
+
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(100);
@@ -97,7 +101,7 @@ absl::Status RemoveIfThere(Disk* disk, const std::string& path) {
 
 }  // namespace
 
-// ---- Who takes part ----
+// ---- SiteWriting: who takes part ----
 
 absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& folder) {
   const std::string nonce = RandomNonce();
@@ -133,7 +137,7 @@ absl::Status SiteWriting::CheckProof(SaveSite& site, const TemporaryFolder& fold
   return absl::FailedPreconditionError("what it writes does not come here");
 }
 
-// ---- Which files ----
+// ---- SiteWriting: which files ----
 
 // By classes. What no other process takes is this one's; neighbouring classes of this one are one group.
 std::vector<SiteWriting::Group> SiteWriting::Groups() const {
@@ -175,7 +179,7 @@ std::vector<PlannedFile> SiteWriting::Divide(const ShardRules& rules) {
   return files_;
 }
 
-// ---- Writing ----
+// ---- SiteWriting: writing ----
 
 void SiteWriting::Start() {
   for (const Group& group : groups_) {

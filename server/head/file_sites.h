@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other processes of the server that have parts of a head, and write their files of a checkpoint, or read
-// what they need of one, by themselves.
+// The part of other processes in saves and loads. A server may consist of several processes; each has a part
+// of a head, and writes its files of a checkpoint, or reads what it needs of one, by itself. SaveSite,
+// LoadSite and FileSites are the interface to such processes; server/ranks implements it (in
+// remote_backend.h for the leader, in files.h for a worker). SiteWriting and SiteLoading decide who takes
+// part in a save and in a load, and wait for it.
 //
-// The objects are thread-compatible unless a function says more.
+// The objects are thread-compatible unless a class or function says more.
 #ifndef LOSSD_SERVER_HEAD_FILE_SITES_H_
 #define LOSSD_SERVER_HEAD_FILE_SITES_H_
 
@@ -61,7 +64,7 @@ class SaveSite {
   virtual void Cancel() = 0;
 };
 
-// One load of one process, likewise.
+// One load of one process. It ends when Await has returned; an object that is destroyed before cancels it.
 class LoadSite {
  public:
   virtual ~LoadSite() = default;
@@ -79,7 +82,7 @@ class LoadSite {
   virtual void Cancel() = 0;  // thread-safe
 };
 
-// Thread-safe.
+// Makes the sites of a save or a load, one for each process that has one of the parts. Thread-safe.
 class FileSites {
  public:
   virtual ~FileSites() = default;
@@ -90,17 +93,15 @@ class FileSites {
 // The classes of which a part has all that a checkpoint holds of them. May be none.
 ClassRange ClassesOf(const kernels::HeadConfig& config, const kernels::RemotePart& part);
 
-// Of some rows of a tensor, those that a replica of a head keeps; `rows` is 0 if there are none. `config`: as
+// Which of some rows of a tensor a replica of a head keeps; `rows` is 0 if it keeps none. `config`: as
 // the head is divided.
 TensorPart RowsOfReplica(const kernels::HeadConfig& config, const TensorPart& part, kernels::Replica replica);
 
 // How long a process may take to show what it sees.
 inline constexpr absl::Duration kProofTimeout = absl::Seconds(10);
 
-// The part that other processes take in a load: who of them reads what its part of the head needs by itself.
-//
-// Thread-compatible.
-
+// The part that other processes take in a load: which of them reads what its part of the head needs by
+// itself.
 class SiteLoading {
  public:
   // `config`: the head's.
@@ -108,7 +109,7 @@ class SiteLoading {
 
   // Lets go of the processes that do not see the checkpoint with this content.
   void Open(const std::string& checkpoint, const std::string& content_digest);
-  // Of those that take part.
+  // The ranks of the processes that take part.
   std::vector<int> ranks() const;
   // Whether this process has to bring any of these rows to the head.
   bool Wants(const TensorPart& part) const;
@@ -126,12 +127,11 @@ class SiteLoading {
   bool started_ = false;
 };
 
-// The part that other processes take in a save: who of them takes part, which files each writes, and whether
-// they lie there as those processes say.
+// The part that other processes take in a save: which of them takes part, which files each writes, and
+// whether the files lie there as those processes say.
 //
 // Thread-compatible, but for failed(), progress() and Cancel(), which are thread-safe once Divide has
 // returned.
-
 class SiteWriting {
  public:
   // `config` and `disk` outlive it.
@@ -143,7 +143,7 @@ class SiteWriting {
   // All files of the checkpoint, in order. Each is of classes of one process; without others, those of
   // DivideClasses.
   std::vector<PlannedFile> Divide(const ShardRules& rules);
-  // Those that this process writes, by their places among all.
+  // The files that this process writes, by their places among all.
   const std::vector<size_t>& own() const { return own_; }
   // How many threads a process has for its files.
   int threads() const { return threads_; }
@@ -157,7 +157,7 @@ class SiteWriting {
   absl::Status Await(std::vector<ManifestShard>& lines);
 
   bool failed() const;
-  // Of all processes, without total_bytes.
+  // The sum over all other processes, without total_bytes.
   SaveProgress progress() const;
   void Cancel() const;
 

@@ -54,6 +54,8 @@ absl::Status Head::Named(kernels::TensorId id, const absl::Status& status) const
                       absl::StrCat("head '", name_, "', tensor ", TensorName(id), ": ", status.message()));
 }
 
+// ---- Initial values ----
+
 namespace {
 
 constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15u;

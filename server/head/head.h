@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A named head on the device. The open step, its ledger and stored results belong to the engine.
-//
-// Driven by the engine's device thread alone, except name() and config(), which are thread-safe.
+// A head as data. Head is a named head on the device; FillUniform draws the initial values of its tensors;
+// History says where its values come from. The open step, its ledger and stored results belong to the engine.
 #ifndef LOSSD_SERVER_HEAD_HEAD_H_
 #define LOSSD_SERVER_HEAD_HEAD_H_
 
@@ -20,6 +19,9 @@ namespace lossd::head {
 // "weight" for a value, else "weight.gradient", "norm.gain.moment1", ...
 std::string TensorName(kernels::TensorId id);
 
+// A named head on the device. Its tensors are read and written some rows at a time.
+//
+// Only the engine's device thread calls it, except name() and config(), which are thread-safe.
 class Head {
  public:
   Head(std::string name, std::unique_ptr<kernels::HeadKernels> kernels);
@@ -54,8 +56,9 @@ class Head {
   Written written_;
 };
 
-// Initial values of a head's tensors, drawn so that any part can be generated alone, in any order, and
-// comes out bit for bit the same on every machine.
+// ---- Initial values ----
+// They are drawn so that any part can be generated alone, in any order, and comes out bit for bit the same on
+// every machine.
 //
 // Element i of a parameter is a function of (seed, parameter, i) alone: SplitMix64's output function
 // (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) over a counter, whose stream
@@ -72,7 +75,6 @@ void FillUniform(uint64_t seed, kernels::Param param, int64_t first_element, flo
 
 // Where the values of a head come from: who applied its last step, and which checkpoint holds or held them.
 // lossd.v1.HeadHistory, apart from the open step. Plain data.
-
 struct History {
   std::string run;                      // that applied the last step; "": none was applied, or it named none
   int64_t applied_unix_seconds = 0;     // when; 0: not known

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// It is longer than 400 lines because what is written stands beside what reads it.
 #include "server/head/manifest.h"
 
 #include <xxhash.h>
@@ -103,6 +102,8 @@ std::map<std::string, std::string> ShardMetadata(const kernels::HeadConfig& conf
   if (classes == ClassRange{0, config.vocab_size}) return {};
   return {{"classes", absl::StrCat("[", classes.begin, ", ", classes.end, ") of ", config.vocab_size)}};
 }
+
+// ---- The manifest ----
 
 namespace {
 
@@ -390,6 +391,8 @@ std::string ContentDigest(const Manifest& manifest) {
   return DigestOf(content);
 }
 
+// ---- Counters, the last step, who trained ----
+
 namespace {
 
 constexpr size_t kMostRunBytes = 512;                    // 128 characters
@@ -524,6 +527,8 @@ absl::Status DecodeCounts(const Json& json, Manifest* manifest) {
   }
   return status;
 }
+
+// ---- Checksum ----
 
 void Checksum::Free::operator()(XXH3_state_s* state) const { XXH3_freeState(state); }
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manifest of a checkpoint: what it is of, and what its tensors must read as. docs/checkpoint-format.md
-// describes its JSON. Thread-safe.
+// The manifest of a checkpoint, and how the tensors of a head lie in its files. Manifest says what the
+// checkpoint is of and what its tensors must read as; EncodeManifest and DecodeManifest are its JSON.
+// DivideClasses and PartsOf divide the tensors among files. docs/checkpoint-format.md describes the files and
+// the JSON.
+//
+// Functions are stateless and thread-safe; Checksum is thread-compatible.
 #ifndef LOSSD_SERVER_HEAD_MANIFEST_H_
 #define LOSSD_SERVER_HEAD_MANIFEST_H_
 
@@ -26,6 +30,8 @@
 
 namespace lossd::head {
 
+// How an optimizer step was applied and what it answered: what a repeated ApplyStep is checked against and
+// answered with, also after a restart from a checkpoint. Plain data.
 struct AppliedStep {
   uint64_t incarnation = 0;  // of the server that applied it
   uint64_t generation = 0;   // of the gradients that it was applied with; 0: not known
@@ -40,9 +46,9 @@ struct AppliedStep {
   friend bool operator==(const AppliedStep&, const AppliedStep&) = default;
 };
 
-// How the tensors of a head lie in the files of a checkpoint (shards): each file has the rows of one range of
-// classes, of every tensor that has a row for each class. The other tensors are in the first file.
-// docs/checkpoint-format.md describes the files. Stateless and thread-safe.
+// ---- Shards ----
+// The files of tensors are shards: each has the rows of one range of classes, of every tensor that has a row
+// for each class. The other tensors are in the first file.
 
 // Classes [begin, end).
 struct ClassRange {
@@ -66,7 +72,7 @@ struct ShardRules {
 // All classes of a head, in order, in ranges that differ by at most one class. With a head that is large
 // enough each thread has the same number of files.
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ShardRules& rules);
-// The same for some classes of a head, into at most so many ranges.
+// Divides only some classes of a head, into at most `most` ranges.
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ClassRange& classes,
                                       const ShardRules& rules, size_t most);
 
@@ -86,13 +92,15 @@ struct TensorPart {
 // What the file of a range holds, in file order.
 std::vector<TensorPart> PartsOf(const kernels::HeadConfig& config, const ClassRange& classes);
 
-// Of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or "tensors.safetensors"
-// if there is no other.
+// The name of the file of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or
+// "tensors.safetensors" if there is no other.
 std::string ShardFile(size_t shard, size_t shards);
 
 // What a file says of its range beside its tensors; nothing if it has all classes.
 std::map<std::string, std::string> ShardMetadata(const kernels::HeadConfig& config,
                                                  const ClassRange& classes);
+
+// ---- The manifest ----
 
 // What a checkpoint is of.
 struct CheckpointSubject {
@@ -133,13 +141,13 @@ struct Manifest {
   CheckpointSubject subject;
   absl::Time saved_at = absl::UnixEpoch();  // to the second; the epoch if it is not known
   bool automatic = false;                   // named by the server, which may remove it
-  // Of this save among all of the head in the directory: larger than those of all before it, whatever the
-  // clock said. 0: a server saved it that did not count.
+  // The number of this save: larger than those of all earlier saves of the head in the directory, whatever
+  // the clock said. 0: a server saved it that did not count.
   uint64_t save_number = 0;
   std::vector<ManifestShard> shards;  // together all classes, in order
 };
 
-// Of all files of tensors.
+// The bytes of all files of tensors.
 int64_t ShardBytes(const Manifest& manifest);
 
 // Ends with a checksum of the rest. A manifest with one shard has the older of the two versions.
@@ -153,15 +161,14 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 // Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.
 absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint);
 
-// Of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last step, but
-// not when and by which server it was saved. 16 hexadecimal digits.
+// A digest of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last
+// step, but not when and by which server it was saved. 16 hexadecimal digits.
 std::string ContentDigest(const Manifest& manifest);
 
-// What a manifest says beside the head's config and its tensors: counters, the last step, who trained. Parts
-// of manifest.cc. Stateless and thread-safe.
-//
-// Decode functions throw Json::exception for a missing key or a value of another type, and return false for a
-// value out of range.
+// ---- Parts of EncodeManifest and DecodeManifest ----
+// They are what a manifest says beside the head's config and its tensors: counters, the last step, who
+// trained. The decode functions throw Json::exception for a missing key or a value of another type, and
+// return false for a value out of range.
 
 using Json = nlohmann::ordered_json;
 
@@ -182,13 +189,12 @@ Json EncodeHistory(const CheckpointSubject& subject);
 // Manifests of older servers have none.
 bool DecodeHistory(const Json& json, CheckpointSubject* subject);
 
-// What saving and reading a checkpoint have in common: the names of its files, and how tensors lie in them.
-// Stateless and thread-safe.
+// ---- What saving and reading a checkpoint have in common ----
 
 inline constexpr char kTensorFile[] = "tensors.safetensors";  // of a checkpoint that has only one
 inline constexpr char kManifestFile[] = "manifest.json";
 
-// Of some rows of a tensor.
+// The shape of some rows of a tensor in a file.
 inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels::Param param, int64_t rows) {
   if (param == kernels::Param::kWeight) return {rows, kernels::ShapeOf(config, param).cols};
   return {rows};
@@ -223,19 +229,18 @@ inline int64_t CountNotFinite(absl::Span<const uint8_t> values) {
 
 }  // namespace lossd::head
 
-// The checksum of checkpoints: XXH3, 64 bits, without a seed. It finds corruption, not tampering.
-// Thread-compatible.
-
 struct XXH3_state_s;
 
 namespace lossd::head {
 
+// The checksum of checkpoints: XXH3, 64 bits, without a seed. It finds corruption, not tampering.
+// Thread-compatible.
 class Checksum {
  public:
   Checksum();
 
   void Update(absl::Span<const uint8_t> bytes);
-  // Of all bytes so far, as 16 lower-case hexadecimal digits.
+  // The checksum of all bytes so far, as 16 lower-case hexadecimal digits.
   std::string Digest() const;
 
  private:

@@ -214,6 +214,8 @@ FolderBelow::~FolderBelow() {
 // The dot: the number alone is a link, which not everybody follows.
 std::string FolderBelow::path() const { return absl::StrCat("/proc/self/fd/", descriptor_, "/."); }
 
+// ---- Threads ----
+
 absl::Status RunInThreads(int threads, size_t tasks, absl::FunctionRef<absl::Status(size_t)> task) {
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names and paths that come from clients, confined to one directory. Errors repeat what the client said
-// and nothing of the server's own paths. Thread-safe.
+// Names and paths that come from clients, confined to one directory: they are checked, resolved and opened
+// here. Errors repeat what the client said and nothing of the server's own paths. RunInThreads, which divides
+// work among threads, is here as well.
+//
+// Thread-safe.
 #ifndef LOSSD_SERVER_HEAD_PATHS_H_
 #define LOSSD_SERVER_HEAD_PATHS_H_
 
@@ -54,8 +57,6 @@ class FolderBelow {
   int descriptor_;
   std::string name_;
 };
-
-// Work that several threads share. Thread-safe.
 
 // Calls `task` once with each number below `tasks`, in order, on this thread and on up to `threads` - 1
 // others; the threads end before this returns. After an error no further task begins. Of several errors that

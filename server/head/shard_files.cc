@@ -19,6 +19,8 @@
 
 namespace lossd::head {
 
+// ---- ReadAhead ----
+
 ReadAhead::ReadAhead(int64_t buffer_bytes, int64_t most_buffers, size_t lanes)
     : buffer_bytes_(buffer_bytes), most_buffers_(most_buffers), lanes_(lanes) {}
 
@@ -106,6 +108,8 @@ void ReadAhead::End(absl::Status result) {
   result_.Update(std::move(result));
 }
 
+// ---- ShardWriter ----
+
 absl::StatusOr<std::unique_ptr<ShardWriter>> ShardWriter::Create(Disk* disk, const std::string& folder,
                                                                  const std::string& name,
                                                                  const kernels::HeadConfig& config,
@@ -152,6 +156,8 @@ absl::StatusOr<ManifestShard> ShardWriter::Finish() {
   return std::move(line_);
 }
 
+// ---- ShardFiles ----
+
 namespace {
 
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(200);
@@ -183,7 +189,7 @@ ShardFiles::ShardFiles(const kernels::HeadConfig& config, std::vector<PlannedFil
   progress_.total_bytes = BytesOf(config, files_);
 }
 
-// ---- The thread that reads ----
+// ---- ShardFiles: the thread that reads ----
 
 // Reads for all lanes in turn, most for those that write fastest.
 absl::Status ShardFiles::Read(TensorSource source) {
@@ -244,7 +250,7 @@ void ShardFiles::ReportIfDue() {
   options_.on_progress(progress_);
 }
 
-// ---- The disk's threads ----
+// ---- ShardFiles: the disk's threads ----
 
 absl::StatusOr<std::vector<ManifestShard>> ShardFiles::Write(const std::string& folder) {
   absl::Status status = RunInThreads(static_cast<int>(lanes_), lanes_, [&](size_t lane) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Some files of a checkpoint on their way from the head's tensors to a folder. One thread reads, ahead of the
-// disk, which other threads serve: one for each lane, which writes every lane-th file.
+// How the files of a checkpoint are written, on the way from the head's tensors to a folder. ShardFiles
+// writes a set of files: one thread reads from the head, ahead of other threads that serve the disk.
+// ReadAhead has the buffers between them, also those of a load; ShardWriter writes one file; SliceCursor cuts
+// tensors into slices.
 #ifndef LOSSD_SERVER_HEAD_SHARD_FILES_H_
 #define LOSSD_SERVER_HEAD_SHARD_FILES_H_
 
@@ -40,7 +42,7 @@ inline int64_t MostSliceBytes(const kernels::HeadConfig& config, int64_t slice_b
   return most;
 }
 
-// Goes through the slices of some parts, in their order. `config` outlives it.
+// Goes through the slices of some parts, in their order. `config` outlives it. Thread-compatible.
 class SliceCursor {
  public:
   SliceCursor(const kernels::HeadConfig& config, std::vector<TensorPart> parts, int64_t slice_bytes)
@@ -76,7 +78,6 @@ class SliceCursor {
 // the buffers.
 //
 // Thread-safe. Buffers are aligned for direct writes and allocated when they are first needed.
-
 class ReadAhead {
  public:
   // A buffer, and of it the part that is in use.
@@ -95,7 +96,7 @@ class ReadAhead {
   // A block without content; nullopt if none is free by `deadline` or a consumer has failed.
   std::optional<Block> Take(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
   void Put(Block block, size_t lane = 0) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Of the lanes for which `open` is true, at least one, the one with the fewest blocks that wait.
+  // The lane with the fewest waiting blocks, of those for which `open` is true, which is at least one.
   size_t ShortestLane(const std::vector<bool>& open) const ABSL_LOCKS_EXCLUDED(mutex_);
   // Nothing more will come; not OK: and what is there is to be dropped. The first call counts, but an error
   // counts more than OK.
@@ -138,8 +139,8 @@ class ReadAhead {
   absl::Status result_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Writes one file of a checkpoint, block by block, and what the manifest says of it. Thread-compatible.
-
+// Writes one file of a checkpoint, block by block, and says what the manifest has to say of it.
+// Thread-compatible.
 class ShardWriter {
  public:
   // Makes the file `name` in `folder` for the rows of `classes`. `disk` and `config` outlive this.
@@ -200,6 +201,8 @@ struct WritingOptions {
   std::function<bool()> cancelled = [] { return false; };
 };
 
+// Some files of a checkpoint on their way from the head's tensors to a folder. One thread reads, ahead of the
+// disk, which other threads serve: one for each lane, which writes every lane-th file.
 class ShardFiles {
  public:
   // `config` outlives it. There is at least one file.

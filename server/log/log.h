@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Structured logs on stderr: one event a line, with named fields, as text or JSON.
+// Log writes structured logs to stderr: one event a line, with named fields, as text or JSON. LineBudget
+// bounds the lines that a client without rights can cause.
 //
 //   Log(LogLevel::kInfo, "head created", {{"head", name}, {"vocab_size", 8192}});
 //   2026-01-02T03:04:05.678Z INFO head created head=main vocab_size=8192
 //   {"time":"2026-01-02T03:04:05.678Z","level":"INFO","message":"head created","head":"main",...}
 //
-// All functions are thread-safe; lines of concurrent events never mix.
+// All functions and classes are thread-safe; lines of concurrent events never mix.
 #ifndef LOSSD_SERVER_LOG_LOG_H_
 #define LOSSD_SERVER_LOG_LOG_H_
 
@@ -75,11 +76,8 @@ std::string AbslUnparseFlag(LogLevel level);
 bool AbslParseFlag(absl::string_view text, LogFormat* format, std::string* error);
 std::string AbslUnparseFlag(LogFormat format);
 
-// How many lines of one kind may be logged: some at once, and one a second from then on. For lines that
-// a client without rights can cause, which could fill a disk with them.
-//
-// Thread-safe.
-
+// How many lines of one kind may be logged: some at once, and one a second from then on. For lines that a
+// client without rights can cause and could fill a disk with. Thread-safe.
 class LineBudget {
  public:
   explicit LineBudget(int64_t at_once, std::function<absl::Time()> now = &clocks::SteadyNow)
@@ -97,11 +95,9 @@ class LineBudget {
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Budgets of several holders, for example peers, and one of all of them together. Of a holder that has been
-// quiet longest nothing is remembered when there are more than kMostHolders; so what they may log is bounded
-// by the budget of all.
-//
-// Thread-safe.
+// One budget for each of several holders, for example peers, and one budget for all holders together. When
+// there are more than kMostHolders, the holder that has been quiet longest is forgotten; the budget of all
+// then still bounds what the holders may log. Thread-safe.
 class LineBudgets {
  public:
   static constexpr size_t kMostHolders = 1'000;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that can be shared with another process: a sealed memfd, mapped here. Whoever gets the descriptor
-// can write to the memory, but cannot make it shorter under this process.
+// SharedMemory is memory that can be shared with another process: a sealed memfd, mapped into this process. A
+// process that gets the descriptor can write to the memory, but cannot make it shorter under this process.
 #ifndef LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
 #define LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
 

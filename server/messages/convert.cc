@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both directions of each message side by side, so that a new field is not forgotten in one of them; that
-// makes it longer than 400 lines.
+// Both directions of each message stand side by side, so that a new field is not forgotten in one of them.
 #include "server/messages/convert.h"
 
 #include <limits>
@@ -15,6 +14,9 @@
 #include "server/messages/texts.h"
 
 namespace lossd::messages {
+
+// ---- Messages ----
+
 namespace {
 
 using errors::FieldError;
@@ -480,6 +482,8 @@ v1::SliceResult ToProto(const engine::SliceOutput& output) {
 }
 
 using errors::FieldError;
+
+// ---- Enums ----
 
 absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field) {
   switch (dtype) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of lossd.v1 to and from the structs of engine and kernels.
+// The functions of this file turn messages and enums of lossd.v1 into the structs and enums of engine and
+// kernels, and back.
 //
-// What a message can get wrong by itself (unknown enum values, numbers out of a type's range, counts that
-// disagree, hyper-parameters out of range) is refused here with INVALID_ARGUMENT; the error's detail has
-// the field's path and value. What depends on a head or a step is the engine's to refuse.
+// They refuse with INVALID_ARGUMENT what a message can get wrong by itself: unknown enum values, numbers out
+// of a type's range, counts that disagree, hyper-parameters out of range. The error's detail has the field's
+// path and value. The engine refuses what depends on a head or a step.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_MESSAGES_CONVERT_H_
@@ -57,10 +58,9 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary);
 // Everything but the gradient, which is the payload.
 v1::SliceResult ToProto(const engine::SliceOutput& output);
 
-// Enums of lossd.v1 to and from those of engine and kernels.
-//
-// A value that is not known, or is UNSPECIFIED where nothing says what that means, is refused with
-// INVALID_ARGUMENT, whose detail names `field`. All functions are stateless and thread-safe.
+// The functions below convert enums. They refuse a value that is not known with INVALID_ARGUMENT, whose
+// detail names `field`. They also refuse UNSPECIFIED, unless the comment of a function says what it stands
+// for.
 
 absl::StatusOr<kernels::DType> ToDType(v1::DType dtype, absl::string_view field);
 // Unspecified: `fallback`.

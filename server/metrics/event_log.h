@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What has happened on the server that an operator wants to know, the last kMost events of it: heads that
-// came and went, steps that were skipped, checkpoints, errors of the device, and calls that ended with an
+// EventLog holds the last kMost events of the server that an operator wants to know: heads that were created
+// and deleted, steps that were skipped, checkpoints, errors of the device, and calls that ended with an
 // error.
 //
 // An event that repeats itself, such as a refused call, is one event with a count. Each change of an event
 // gives it a new id and makes it the newest one, so a reader goes on with what came after the last id that it
 // has seen.
 //
-// Memory: at most kMost events, whose texts have at most kTextBytes each; 150 KiB in all. Who is refused over
-// and over adds an event of its own for each method and code in ten minutes, and so does not drive the others
-// out.
+// Memory: at most kMost events, whose texts have at most kTextBytes each; 150 KiB in all. A client that is
+// refused over and over adds one event for each method and code in ten minutes, so it does not drive the
+// other events out.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_EVENT_LOG_H_

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Short ways to build metric families: in a registry, or by hand for values that are pulled when metrics are
-// collected.
+// Short functions that build metric families: in a registry, or by hand for values that are pulled when
+// metrics are collected. The file also has two small groups of such families: of the process
+// (CollectProcess), and of the memory that clients share with the server (AddSharedMemoryFamilies).
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_FAMILIES_H_
@@ -82,10 +83,7 @@ inline prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Re
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-// Metrics of this process under the names that Prometheus client libraries share, read from /proc/self.
-//
-// Thread-safe.
-
+// What /proc/self says of this process.
 struct ProcessStats {
   double cpu_seconds = 0.0;         // user and system
   double start_time_seconds = 0.0;  // since the Unix epoch
@@ -97,11 +95,11 @@ struct ProcessStats {
 // Nullopt if /proc cannot be read.
 std::optional<ProcessStats> ReadProcessStats();
 
-// Empty if /proc cannot be read.
+// Metrics of this process under the names that Prometheus client libraries share. Empty if /proc cannot be
+// read.
 std::vector<prometheus::MetricFamily> CollectProcess();
 
-// Metrics of the memory that clients of the host share with the server. Pure functions; thread-safe.
-
+// The memory of one kind that clients of the host share with the server.
 struct SharedMemoryUse {
   std::string device;  // "GPU-...", or "host"
   int64_t used_bytes = 0;

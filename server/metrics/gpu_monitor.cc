@@ -13,6 +13,9 @@
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
+
+// ---- NVML ----
+
 namespace {
 
 template <typename Function>
@@ -64,6 +67,8 @@ absl::Status Nvml::ToStatus(int result, absl::string_view call) const {
   const char* const text = error_string_(result);
   return absl::InternalError(absl::StrCat(call, " failed: ", text == nullptr ? "unknown error" : text));
 }
+
+// ---- The monitor ----
 
 namespace {
 

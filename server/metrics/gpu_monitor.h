@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Watches one GPU through NVML: power, temperature, memory, utilisation, throttling, ECC errors as metrics,
-// and critical errors (Xid) as they happen. So the loss of an idle device is noticed too.
+// GpuMonitor watches one GPU through NVML, NVIDIA's management library. It reports power, temperature,
+// memory, utilisation, throttling and ECC errors as metrics, and critical errors (Xid) as they happen, so the
+// server also notices the loss of an idle device. Nvml has the functions of the library that the server uses.
 //
-// A thread of its own asks NVML once a second and keeps the answers; a driver that hangs therefore holds up
-// neither a scrape nor a probe. Thread-safe.
+// Both classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_GPU_MONITOR_H_
 #define LOSSD_SERVER_METRICS_GPU_MONITOR_H_
 
@@ -25,6 +25,8 @@
 #include "absl/time/time.h"
 
 namespace lossd::metrics {
+
+// ---- The part of NVML's interface that the server uses ----
 
 inline constexpr char kNvmlLibrary[] = "libnvidia-ml.so.1";
 
@@ -56,6 +58,8 @@ struct NvmlEvent {
   unsigned gpu_instance, compute_instance;
 };
 
+// The functions of NVML that the server uses. The library comes with the driver and is looked up when it is
+// needed, so the program runs without it. Thread-safe, as NVML is.
 class Nvml {
  public:
   // Loads and initializes the library. UNAVAILABLE with the reason if that fails.
@@ -103,6 +107,8 @@ struct GpuMonitorOptions {
   absl::AnyInvocable<void(unsigned processes)> on_shared = [](unsigned) {};
 };
 
+// Watches one GPU. A thread of the monitor asks NVML once a second and keeps the answers; so a driver that
+// hangs holds up neither a scrape nor a probe.
 class GpuMonitor {
  public:
   // UNAVAILABLE if NVML cannot be had, or does not know the GPU.
@@ -145,7 +151,7 @@ class GpuMonitor {
   NvmlDevice device_ = nullptr;
   NvmlEventSet events_ = nullptr;  // null: the GPU reports none
   bool lost_ = false;              // of the thread
-  bool shared_ = false;            // likewise: on_shared was called
+  bool shared_ = false;            // of the thread: on_shared was called
 
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -152,6 +152,8 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
   }
 }
 
+// ---- Saves ----
+
 namespace {
 
 using prometheus::MetricFamily;

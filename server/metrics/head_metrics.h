@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of each head: its rows, and its last steps as a trainer would plot them.
+// The metrics of each head. HeadMetrics counts a head's rows and keeps its last steps as a trainer would plot
+// them. SaveMetrics counts saved checkpoints and keeps the last saves of a head.
 //
-// The series of a head begin with its first chunk or step and end with the head, so there are as many as
-// there are heads. The last kSteps steps of a head take 4 KiB.
-//
-// Thread-safe.
+// Both classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HEAD_METRICS_H_
 #define LOSSD_SERVER_METRICS_HEAD_METRICS_H_
 
@@ -35,6 +33,8 @@
 
 namespace lossd::metrics {
 
+// Rows and steps of each head. The series of a head begin with its first chunk or step and end with the head,
+// so their number is bounded by the number of heads. The last kSteps steps of a head take 4 KiB.
 class HeadMetrics {
  public:
   static constexpr size_t kSteps = 32;  // of each head are kept
@@ -71,7 +71,7 @@ class HeadMetrics {
   std::map<std::string, Summary> Summaries() const ABSL_LOCKS_EXCLUDED(mutex_);
   // The last steps of a head, the newest first.
   std::vector<Step> Steps(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Rows of all heads, also of those that are gone.
+  // Rows of all heads, also of heads that were deleted.
   int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
   void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -103,9 +103,6 @@ class HeadMetrics {
 };
 
 // Metrics of saved checkpoints.
-//
-// Thread-safe.
-
 class SaveMetrics {
  public:
   // The registry outlives this, and collects what is counted here.

@@ -123,6 +123,8 @@ std::string History::Json(uint64_t incarnation, uint64_t after, absl::string_vie
   return json;
 }
 
+// ---- The sampler ----
+
 namespace {
 
 using prometheus::ClientMetric;
@@ -130,7 +132,7 @@ using prometheus::ClientMetric;
 constexpr float kNothing = std::numeric_limits<float>::quiet_NaN();
 constexpr double kQuantiles[] = {0.5, 0.95, 0.99};
 
-// Keeps the last one that is as old as the window, and those after it.
+// Keeps the last reading that is as old as the window, and the readings after it.
 template <typename Readings>
 void Shorten(Readings* readings, absl::Time now, absl::Duration window) {
   while (readings->size() > 2 && now - (*readings)[1].time >= window) readings->pop_front();

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server did in the last 15 minutes, for charts: a sample every two seconds, of the server and of each
-// head.
+// The samples behind the charts of the status page. History holds what the server and each head did in the
+// last 15 minutes, a sample every two seconds. Sampler takes the samples on a thread of its own.
 //
-// Memory: the ring has kSamples samples, each with the values of all series of the server and of at most
-// kMostHeads heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head that there is. Heads
-// that are gone leave with their series.
-//
-// Thread-safe.
+// Both classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HISTORY_H_
 #define LOSSD_SERVER_METRICS_HISTORY_H_
 
@@ -64,14 +60,19 @@ absl::string_view HeadSeriesName(size_t series);
 using Values = std::array<float, kSeries>;
 using HeadValues = std::array<float, kHeadSeries>;
 
+// The last kSamples samples of the server and of each head.
+//
+// Memory: the ring has kSamples samples. Each sample has the values of all series of the server and of at
+// most kMostHeads heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head. The series of a
+// head end with the head.
 class History {
  public:
   static constexpr absl::Duration kInterval = absl::Seconds(2);
   static constexpr size_t kSamples = 450;
   static constexpr size_t kMostHeads = 64;
 
-  // A sample of the time `time`. Heads that are not in `heads` leave. If there are more than kMostHeads
-  // heads, those that came last have no series.
+  // Adds a sample of the time `time`. The series of heads that are not in `heads` end. If there are more than
+  // kMostHeads heads, the heads that came last have no series.
   void Add(absl::Time time, const Values& values, const std::map<std::string, HeadValues>& heads)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -99,12 +100,9 @@ class History {
   uint64_t last_ ABSL_GUARDED_BY(mutex_) = 0;  // number of the last sample; the first has 1
 };
 
-// Takes the samples of a History: what the server did since the samples before, once every
-// History::kInterval, whether somebody looks or not. So all viewers see the same rates, and the first one
-// sees them too.
-//
-// Thread-safe. Has a thread of its own from Start on, which ends with the object.
-
+// Takes the samples of a History: what the server did since the samples before. It takes a sample once every
+// History::kInterval, whether a page is open or not. So all viewers see the same rates, and the first viewer
+// sees them at once. The sampler has a thread of its own from Start on, which ends with the object.
 class Sampler {
  public:
   // Rates are means over so long, so that chunks that take seconds do not look like pauses.
@@ -145,7 +143,7 @@ class Sampler {
   History* const history_;
 
   absl::Mutex mutex_;
-  // Those of the windows, the oldest first; the first one is where the window begins.
+  // The readings of the windows, the oldest first; a window begins with the first reading.
   std::deque<Reading> readings_ ABSL_GUARDED_BY(mutex_);
   std::deque<LatencyReading> latencies_ ABSL_GUARDED_BY(mutex_);
 

@@ -54,9 +54,8 @@ absl::StatusOr<HttpListener> ListenForHttp(absl::string_view address) {
         absl::StrCat("http: ", sockets.status().message(), " (is the port taken?)"));
   }
   const int chosen = sockets->front().port();
-  return HttpListener{.sockets = *std::move(sockets),
-                      .address = absl::StrCat(host, ":", chosen),
-                      .loopback = *loopback};
+  return HttpListener{
+      .sockets = *std::move(sockets), .address = absl::StrCat(host, ":", chosen), .loopback = *loopback};
 }
 
 }  // namespace lossd::metrics

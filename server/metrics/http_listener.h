@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The listening sockets of the HTTP server.
+// ListenForHttp opens the listening sockets of the HTTP server.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_HTTP_LISTENER_H_

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What HTTP answers beside metrics and health: the pages, their script and style, and the samples and events
-// as JSON.
+// HttpPages has the handlers of the paths for people and their pages: the pages, their script and style, and
+// the samples and events as JSON. (Metrics and health have handlers of their own.)
 //
 //   /              the status page
 //   /heads/NAME    the page of a head
 //   /history.json  samples; ?after=NUMBER: only later ones; ?head=NAME: of the heads only this one
 //   /events.json   events; ?after=ID: only later ones
 //   /trace         POST: begins a trace of ?seconds=SECONDS, and says its number
-//   /trace.json    POST: hands out the trace of this number, ?recording=NUMBER, once it is over, and only
-//   once /page/...      script, style and icon of the pages
+//   /trace.json    POST: hands out the trace ?recording=NUMBER, once it is over, and only once
+//   /page/...      script, style and icon of the pages
 //
-// A parameter that is malformed, or none of the path's, is answered with 400; a trace that there is not with
-// 404, one that is not over, or in the way of another, with 409.
+// A parameter that is malformed or unknown is answered with 400. A trace that does not exist is answered with
+// 404; a trace that is not over, or that another trace prevents, with 409.
 #ifndef LOSSD_SERVER_METRICS_HTTP_PAGES_H_
 #define LOSSD_SERVER_METRICS_HTTP_PAGES_H_
 
@@ -28,7 +28,7 @@
 
 namespace lossd::metrics {
 
-// Paths for operators only, who make the server work for them.
+// Paths for operators only, because a request for such a path makes the server do work.
 inline constexpr absl::string_view kOperatorPaths[] = {"/trace", "/trace.json"};
 
 // All outlive the handlers.
@@ -48,7 +48,7 @@ void AddPages(const PageSources& sources, HttpHandlers* handlers);
 class HttpPages {
  public:
   // All outlive this. `trouble` is asked with each request.
-  // The checkpoints that pages list are those of `checkpoint_directory`; empty: none are.
+  // The pages list the checkpoints of `checkpoint_directory`; empty: they list none.
   HttpPages(const StatusPageOptions& options, const std::string& checkpoint_directory,
             const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics,
             std::function<std::string()> trouble);

@@ -30,7 +30,7 @@ struct HttpResponse {
 // decoded.
 using HttpParameters = std::vector<std::pair<absl::string_view, absl::string_view>>;
 
-// What a handler is told of a request. The views are valid during the call.
+// What a handler gets of a request. The views are valid during the call.
 struct HttpCall {
   absl::string_view rest;  // "lm" of "/heads/lm" for the handler of "/heads/"; else empty
   HttpParameters parameters;
@@ -55,7 +55,7 @@ struct HttpHandler {
 // have one more name behind it: neither nothing nor another "/".
 using HttpHandlers = std::map<std::string, HttpHandler, std::less<>>;
 
-// What refuses a request for who sent it: the answer, or nothing if the request may be answered.
+// Refuses a request because of who sent it: returns the answer, or nothing if the request may be answered.
 struct HttpRequest;
 using HttpGuard =
     std::function<std::optional<HttpResponse>(const HttpRequest& request, absl::string_view path)>;
@@ -75,18 +75,17 @@ struct HttpRequest {
 
 // Whose requests are answered.
 enum class HttpAudience : uint8_t {
-  // Requests for a loopback host, or without any. A server that listens on the loopback only is reached by
-  // web pages
-  // too, if a name of theirs resolves to 127.0.0.1 (DNS rebinding). Such requests name that host, since
-  // browsers always
-  // name one.
+  // Requests for a loopback host, or without a host. Web pages too reach a server that listens on the
+  // loopback only, if a name of theirs resolves to 127.0.0.1 (DNS rebinding). Such requests name that host,
+  // because browsers always name a host.
   kLoopbackHosts,
   kAnyHost,
 };
 
 // Calls the handler of the path. Errors, the first that applies:
-//   400  several Host fields, or none in HTTP/1.1; HTTP/1.0 does not need one, and some health checkers send
-//   none. 403  the host is not of the audience. (Not 421, which invites the client to try again elsewhere.)
+//   400  several Host fields, or none in HTTP/1.1; HTTP/1.0 does not need one, and some health checkers
+//        send none.
+//   403  the host is not of the audience. (Not 421, which invites the client to try again elsewhere.)
 //   405  the method is not POST and the handler changes something, or it is neither GET nor HEAD, whatever
 //        the path, and no such handler has it.
 //   404  the path has no handler. Paths are compared as sent: %-escapes are not decoded.
@@ -97,8 +96,9 @@ HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, Htt
                    const HttpGuard& guard = nullptr);
 
 // Whether a browser sent the request for a page of another origin than this server. Browsers say so in
-// Sec-Fetch-Site, which scripts cannot set; those that do not know it name the page's origin with POST. What
-// is no browser sends neither, and is no way around what a browser keeps its pages from.
+// Sec-Fetch-Site, which scripts cannot set; older browsers, which do not know that field, name the page's
+// origin with POST. A program that is no browser sends neither field, and a page cannot send requests through
+// it.
 bool IsOfAnotherPage(const HttpRequest& request);
 
 // True for "localhost", addresses in 127.0.0.0/8 and "[::1]", each with or without a port.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small HTTP server for metrics, health and the status page: GET and HEAD of the paths that have a handler,
-// POST of those that change something, nothing else. It reads no files and no request bodies, and it switches
-// to no other protocol.
+// HttpServer is a small HTTP server for metrics, health and the status page. It answers GET and HEAD of the
+// paths that have a handler, and POST of the paths that change something. It reads no files and no request
+// bodies, and it switches to no other protocol. HttpCertificates hands the server's certificate to GnuTLS.
 //
-// Thread-safe. Handlers run on the server's one thread, one at a time, and every client waits for the one
+// Thread-safe. Handlers run on the server's one thread, one at a time, and every client waits for the handler
 // that runs: a handler must not wait for the device, a disk or another client. An answer is copied before it
-// is sent, so that a client that takes it slowly delays no other.
+// is sent, so a client that takes its answer slowly delays no other client.
 //
 // Answers. Route (http_router.h) decides about well-formed requests; a request that is not well-formed or too
 // large gets an error of the library's (400, 413, 414, 431, 505) or is hung up on. A connection is closed
@@ -13,11 +13,11 @@
 //
 // Limits. The thread has kStackBytes of stack, which has to hold the static thread-local data of all
 // libraries of the program (BLAS takes 60 KiB) and the handlers. A request line and its header fields share
-// kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed. Connections come in
-// as those of gRPC do (server/connections), on a thread of their own, but the oldest one makes room for a new
-// one: beyond kMostConnections in all, beyond kMostPerPeer of its peer (an address; of this host, a user), or
-// when it is older than kAge. A client is therefore never refused because others hold connections, not even
-// others of the same peer, and these cost one descriptor each and no thread.
+// kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed. Connections of HTTP come
+// in as gRPC's connections do (server/connections), on a thread of their own, but the oldest connection makes
+// room for a new one: beyond kMostConnections in all, beyond kMostPerPeer of its peer (an address; of this
+// host, a user), or when it is older than kAge. A client is therefore never refused because others hold
+// connections, not even others of the same peer, and these cost one descriptor each and no thread.
 #ifndef LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 #define LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 
@@ -40,7 +40,7 @@
 
 namespace lossd::metrics {
 
-// How the server protects itself. Both may be left out.
+// How the server protects itself. Both members may be left out.
 struct HttpSecurity {
   access::ReloadedTls* tls = nullptr;  // HTTPS; outlives the server. Clients' certificates are not asked for
   HttpGuard guard;                     // asked before a handler runs
@@ -74,9 +74,7 @@ class HttpServer {
 };
 
 // The certificate of the HTTP server, as GnuTLS takes it, parsed again when the files have changed.
-//
 // Thread-compatible: created on one thread and then used by the server's one thread.
-
 class HttpCertificates {
  public:
   // `material` outlives it. INVALID_ARGUMENT if GnuTLS does not take certificate or key.

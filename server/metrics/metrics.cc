@@ -44,8 +44,8 @@ MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryByt
   return family;
 }
 
-// Of a call that ended with the code: who cancels a call knows about it, and who serves it has to look at the
-// last two.
+// The level of the event of a call that ended with the code. A client that cancels a call knows about it; the
+// operator has to look at INTERNAL and DATA_LOSS.
 EventLevel LevelOf(absl::string_view code) {
   if (code == "CANCELLED") return EventLevel::kInfo;
   return code == "INTERNAL" || code == "DATA_LOSS" ? EventLevel::kError : EventLevel::kWarning;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything the server counts and measures, in Prometheus's terms. One object per server.
+// Metrics holds everything the server counts and measures, in Prometheus's terms. There is one object per
+// server.
 //
-// Counters and histograms are pushed by the parts that do the work; what the engine, the backend and
-// the process know anyway (memory, queues, streams) is pulled when metrics are collected.
+// The parts that do the work push counters and histograms. What the engine, the backend and the process know
+// anyway (memory, queues, streams) is pulled when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
 // and `code` by the protocol, `gradients` is exact, filtered or sampled.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The script, the style sheet and the icon of the pages: the files in page/, which are built into the
-// program.
+// program. The header is shorter than 60 lines because CMake makes its source, which holds the files, from
+// page_assets.cc.in.
 //
 // Stateless, thread-safe.
 #ifndef LOSSD_SERVER_METRICS_PAGE_ASSETS_H_

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks of one server, processes or devices, as metrics: who is there, and what each holds. Stateless;
-// thread-safe.
+// The metrics of the ranks of one server: AddRankFamilies says which ranks (processes or devices) there are
+// and what each holds, and PlainFamily is the form in which a worker, a rank that serves no clients, sends
+// its own metrics to rank 0.
+//
+// All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_METRICS_RANK_METRICS_H_
 #define LOSSD_SERVER_METRICS_RANK_METRICS_H_
 
@@ -18,6 +21,7 @@
 
 namespace lossd::metrics {
 
+// What is known of one rank.
 struct RankReading {
   kernels::RankState state;
   std::vector<prometheus::MetricFamily> metrics;  // of the rank's own, without the label rank
@@ -26,7 +30,8 @@ struct RankReading {
 // Of all ranks, by rank; thread-safe.
 using ReadRanks = std::function<std::vector<RankReading>()>;
 
-// Adds the families of all ranks; those that several ranks have of their own become one, with the label rank.
+// Adds the families of all ranks. Families of one name from several ranks become one family, with the label
+// rank.
 void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families);
 
 // What a rank's time went into, without the label rank.
@@ -35,11 +40,7 @@ std::vector<prometheus::MetricFamily> RankTimeFamilies(const kernels::RankTimes&
 // Adds the label to every sample, before its others.
 void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families);
 
-// What a worker, a rank that serves no clients, says of itself as metrics, in a form that can be sent.
-//
-// All functions are stateless and thread-safe.
-
-// Counters or gauges of one name.
+// Counters or gauges of one name, in a form that can be sent.
 struct PlainFamily {
   struct Sample {
     std::vector<std::pair<std::string, std::string>> labels;
@@ -51,7 +52,7 @@ struct PlainFamily {
   std::vector<Sample> samples;
 };
 
-// What a worker's time went into, and the metrics of its GPUs. Null: one without metrics.
+// What a worker's time went into, and the metrics of its GPUs. A null monitor: a GPU without metrics.
 std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
 

@@ -16,6 +16,8 @@
 
 namespace lossd::metrics {
 
+// ---- Pieces of pages ----
+
 std::string EscapeHtml(absl::string_view text) {
   return absl::StrReplaceAll(
       text, {{"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}, {"'", "&#39;"}});
@@ -100,6 +102,8 @@ std::string Document(absl::string_view title, absl::string_view head, absl::stri
                       "</main>\n</body></html>\n");
 }
 
+// ---- Lists of checkpoints ----
+
 CheckpointLists::CheckpointLists(std::string directory)
     : directory_(std::move(directory)), thread_([this] { Run(); }) {}
 
@@ -151,7 +155,7 @@ void CheckpointLists::Run() {
   }
 }
 
-// One that waits stays: it is in the queue.
+// A head whose list waits to be read stays, because it is in the queue.
 void CheckpointLists::ForgetOldest() {
   auto oldest = by_head_.end();
   for (auto it = by_head_.begin(); it != by_head_.end(); ++it) {
@@ -160,6 +164,8 @@ void CheckpointLists::ForgetOldest() {
   }
   if (oldest != by_head_.end()) by_head_.erase(oldest);
 }
+
+// ---- The page of the server ----
 
 namespace {
 
@@ -312,7 +318,7 @@ std::string EventRows(const EventLog& events, absl::string_view head, size_t mos
   return rows;
 }
 
-// The page of one head, a part of StatusPage.
+// ---- The page of one head ----
 
 namespace {
 

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pages for people who look at a server: / shows what it holds and does, /heads/NAME shows one head.
+// StatusPage renders the pages for people who look at a server: / shows what the server holds and does,
+// /heads/NAME shows one head. CheckpointLists reads which checkpoints a head has. The functions before them
+// write pieces of HTML, and numbers as people read them.
 //
 // A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js
 // draws the charts out of /history.json, and fetches the page again every two seconds to renew what has
@@ -7,7 +9,7 @@
 //
 // Rendering takes no longer because of what happened before: tables have at most kMostRows rows.
 //
-// Thread-safe.
+// All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_STATUS_PAGE_H_
 #define LOSSD_SERVER_METRICS_STATUS_PAGE_H_
 
@@ -38,9 +40,9 @@ std::string EscapeHtml(absl::string_view text);
 
 // "0 B", "512 B", "1.5 KiB", "3.2 GiB".
 std::string FormatBytes(double bytes);
-// "0", "35 us", "1.2 ms", "3.4 s"; "-" for NaN.
-// "3 d 4 h", "4 h 12 min", "12 min 5 s": of a time since a start, the two largest units.
+// The two largest units of a time since a start: "3 d 4 h", "4 h 12 min", "12 min 5 s".
 std::string FormatUptime(absl::Duration uptime);
+// "0", "35 us", "1.2 ms", "3.4 s"; "-" for NaN.
 std::string FormatSeconds(double seconds);
 // 1234567 as "1,234,567".
 std::string Grouped(int64_t number);
@@ -63,14 +65,11 @@ std::string Chart(absl::string_view kind, absl::string_view title);
 // `head` is the head that the page is about, empty for none.
 std::string Document(absl::string_view title, absl::string_view head, absl::string_view body);
 
-// The checkpoints of heads, as their pages list them. A thread of its own reads the directory, since a disk
-// may be slow and the thread that answers HTTP may not wait for it.
+// The checkpoints of heads, as their pages list them. The object has a thread that reads the directory,
+// because a disk may be slow and the thread that answers HTTP may not wait for it.
 //
 // What is read is bounded: names and times of at most kMostFolders folders, and the manifests of the kShown
-// newest of them. It is read when somebody looks, at most once in kFresh for each head.
-//
-// Thread-safe.
-
+// newest of them. The list of a head is read when a page asks for it, at most once in kFresh.
 class CheckpointLists {
  public:
   static constexpr size_t kShown = 20;
@@ -109,6 +108,7 @@ class CheckpointLists {
   std::thread thread_;  // last
 };
 
+// What the pages say of the server, and where their checkpoints come from.
 struct StatusPageOptions {
   std::string version;
   std::string grpc_address;
@@ -117,6 +117,7 @@ struct StatusPageOptions {
   CheckpointLists* checkpoints = nullptr;  // null: pages list none
 };
 
+// Renders the pages.
 class StatusPage {
  public:
   static constexpr size_t kMostRows = 100;
@@ -131,7 +132,7 @@ class StatusPage {
   std::string Render(absl::string_view trouble) const;
   // nullopt: there is no such head.
   std::optional<std::string> RenderHead(absl::string_view name) const;
-  // What stands in its place.
+  // The page that stands in place of the page of a head that does not exist.
   std::string RenderNoHead(absl::string_view name) const;
 
  private:

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records, on request and for a short time, what becomes of slices and chunks, so that a person can look at
-// it in Perfetto or in chrome://tracing.
+// TraceRecorder records, on request and for a short time, what becomes of slices and chunks, so that a person
+// can look at the recording in Perfetto or in chrome://tracing.
 //
 // While nothing is recorded, Add costs one atomic load. A recording takes at most kMostSpans spans of 64
-// bytes; it ends when its time is over or when there are so many, and is dropped when it is taken, or kKept
-// after its end.
+// bytes. It ends when its time is over or when it has that many spans, and is dropped when it is taken, or
+// kKept after its end.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_METRICS_TRACE_RECORDER_H_
@@ -62,7 +62,7 @@ class TraceRecorder {
   // A recording that is over, in Chrome's Trace Event Format; the recorder forgets it. UNAVAILABLE while it
   // is under way, NOT_FOUND if there is none of this number.
   absl::StatusOr<std::string> Take(uint64_t number) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Drops a recording that nobody has taken. To be called now and then.
+  // Drops a recording that was not taken in time. To be called now and then.
   void Expire() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:

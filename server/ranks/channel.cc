@@ -102,6 +102,8 @@ absl::Status CheckSecret(const std::string& secret, const grpc::ServerContext& c
   return absl::UnauthenticatedError("the secret of the ranks is missing or another one (--rank_secret_file)");
 }
 
+// ---- The host's name and address ----
+
 namespace {
 
 std::string TextOf(const sockaddr* address) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What both ends of the ranks' connection agree on: sizes of messages, how soon a silent end counts as lost,
-// and the secret that admits a rank.
+// and the secret that admits a rank. LocalAddressFor finds the address at which other hosts reach this one,
+// and ThreadQueue passes messages between two threads of a rank.
 //
-// Stateless; thread-safe.
+// The functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_CHANNEL_H_
 #define LOSSD_SERVER_RANKS_CHANNEL_H_
 
@@ -45,19 +46,14 @@ std::string NewLocalName();
 void AddSecret(const std::string& secret, grpc::ClientContext* context);
 absl::Status CheckSecret(const std::string& secret, const grpc::ServerContext& context);
 
-// What this host is called, and at which of its addresses the others reach it.
-//
-// Stateless; thread-safe.
-
 // The address of this host from which `host` is reached; of `host` itself, where that is this one, an address
 // that others reach. A loopback address only if `host` is one. UNAVAILABLE if the name cannot be resolved.
 absl::StatusOr<std::string> LocalAddressFor(const std::string& host);
 
-// For people; "unknown" if the system does not say.
+// What this host is called, for people; "unknown" if the system does not say.
 std::string HostName();
 
 // Messages between two threads. Thread-safe.
-
 template <typename Message>
 class ThreadQueue {
  public:

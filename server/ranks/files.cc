@@ -16,6 +16,8 @@
 
 namespace lossd::ranks {
 
+// ---- WorkerFiles ----
+
 WorkerFiles::WorkerFiles(const WorkerFilesOptions& options, Parts parts)
     : options_(options), parts_(std::move(parts)) {}
 
@@ -82,6 +84,8 @@ void WorkerFiles::End() {
   for (const auto& [request, job] : jobs) job->EndDriver();
 }
 
+// ---- FileJob ----
+
 namespace {
 
 constexpr int64_t kMostThreads = 64;
@@ -110,7 +114,7 @@ FileJob::~FileJob() {
   thread_.join();
 }
 
-// ---- Other threads ----
+// ---- FileJob: other threads ----
 
 absl::Status FileJob::GoOn(const v1::GoOn& go_on) {
   absl::MutexLock lock(&mutex_);
@@ -140,7 +144,7 @@ bool FileJob::cancelled() const {
   return cancelled_;
 }
 
-// ---- The job's thread ----
+// ---- FileJob: the job's thread ----
 
 void FileJob::Run() {
   progress_.set_request(request_.id());
@@ -212,7 +216,7 @@ int64_t FileJob::BufferBytes(int threads) const {
   return std::clamp<int64_t>(host->bytes - options_.reserve_bytes - writing, 0, options_.buffer_bytes);
 }
 
-// ---- Saving ----
+// ---- FileJob: saving ----
 
 absl::Status FileJob::Save(v1::Answer& answer) {
   const v1::SaveFiles& save = request_.save_files();
@@ -309,7 +313,7 @@ absl::StatusOr<std::vector<head::ManifestShard>> FileJob::Write(const head::Fold
   return lines;
 }
 
-// ---- Loading ----
+// ---- FileJob: loading ----
 
 absl::Status FileJob::Load() {
   const v1::LoadFiles& load = request_.load_files();

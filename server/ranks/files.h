@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The work of a worker on files of checkpoints: it writes the files of its classes, and reads what its part
-// of a head needs, below its own checkpoint directory. Names come from the leader and are checked here; the
-// worker makes files in a temporary folder only, under names that it makes itself.
+// of a head needs, below its own checkpoint directory. WorkerFiles takes the leader's requests; a FileJob is
+// one of them. RankFiles (remote_backend.h) is the leader's end.
 //
-// Each request has a thread, and goes between it and the device's: the driving thread reads and writes
-// tensors a slice at a time, between chunks. Thread-safe.
+// Names come from the leader and are checked here. The worker makes files only in a temporary folder, under
+// names that it makes itself.
+//
+// Threads. Each request has a thread of its own, which works on the files. The worker's driving thread reads
+// and writes the tensors for it, a slice at a time, between chunks. Both classes are thread-safe.
 #ifndef LOSSD_SERVER_RANKS_FILES_H_
 #define LOSSD_SERVER_RANKS_FILES_H_
 
@@ -42,6 +45,7 @@ struct WorkerFilesOptions {
 
 class FileJob;
 
+// Takes the leader's requests that concern files, and has a FileJob for each that is under way. Thread-safe.
 class WorkerFiles {
  public:
   struct Parts {
@@ -78,10 +82,9 @@ class WorkerFiles {
   std::map<uint64_t, std::unique_ptr<FileJob>> jobs_ ABSL_GUARDED_BY(mutex_);
 };
 
-// One request that works on files of a checkpoint, with a thread of its own (files.h).
+// One request that works on files of a checkpoint, with a thread of its own.
 //
 // Thread-safe. Ends when it is destroyed, which waits for its thread.
-
 class FileJob {
  public:
   // Begins. All outlive it.

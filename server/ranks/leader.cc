@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// It is longer than 400 lines because the start of the ranks and their end are one story.
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
@@ -32,6 +31,7 @@
 
 namespace lossd::ranks {
 
+// A worker's stream to the leader, over gRPC. Thread-safety as WorkerTransport.
 class GrpcTransport final : public WorkerTransport {
  public:
   using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
@@ -49,7 +49,6 @@ class GrpcTransport final : public WorkerTransport {
 // Decided while the ranks come together, and logged once for each worker.
 //
 // For the thread that forms the group. What it makes of the group's options is thread-safe.
-
 class LeaderRows {
  public:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;  // all, by rank
@@ -178,7 +177,7 @@ absl::Status LeaderImpl::Listen() {
   return absl::OkStatus();
 }
 
-// ---- Streams ----
+// ---- LeaderImpl: streams ----
 
 grpc::Status LeaderImpl::Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) {
   GrpcTransport transport(context, stream);
@@ -273,7 +272,7 @@ absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
   return status;
 }
 
-// ---- Forming ----
+// ---- LeaderImpl: forming ----
 
 absl::Status LeaderImpl::Late() const {
   std::vector<int> missing;
@@ -402,7 +401,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
   return MakeGroup(std::move(own.backend));
 }
 
-// ---- Afterwards ----
+// ---- LeaderImpl: afterwards ----
 
 std::vector<RankReport> LeaderImpl::Reports() const {
   const kernels::MemberWork work = own_work();
@@ -439,6 +438,8 @@ absl::StatusOr<std::unique_ptr<Leader>> Leader::Start(const LeaderOptions& optio
   if (absl::Status status = leader->Listen(); !status.ok()) return status;
   return leader;
 }
+
+// ---- LeaderRows ----
 
 void LeaderRows::Prepare(const Workers& workers, const std::string& collectives, bool share) {
   if (share) {

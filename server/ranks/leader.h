@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader of several ranks: waits until all workers are there and agree, and makes their backends and its
-// own into one.
+// The leader of several ranks. It waits until all workers are there and agree (start.h), and makes their
+// backends and its own into one backend (remote_backend.h). Afterwards it tells when a rank is lost or wants
+// to leave.
 //
 // Thread-safe, but for Form.
 #ifndef LOSSD_SERVER_RANKS_LEADER_H_
@@ -80,14 +81,14 @@ class Leader {
 
   // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
   virtual void WatchLoss(std::function<void(const absl::Status&)> on_lost) = 0;
-  // `on_leaving` is called when a worker has been asked to stop, likewise.
+  // `on_leaving` is called once, when the first worker has been asked to stop; on a thread as for WatchLoss.
   virtual void WatchLeaving(std::function<void(const Leaving&)> on_leaving) = 0;
 
-  // Of all ranks, by rank.
+  // What is known of each rank, by rank.
   virtual std::vector<RankReport> Reports() const = 0;
   // How long ago the threads that serve ranks' sockets last looked for something to do: the longest.
   virtual absl::Duration Silence() const = 0;
-  // Of rank 0; workers say theirs in their metrics. After Form, while its backend is there.
+  // The times of rank 0; workers report theirs in their metrics. After Form, while its backend is there.
   virtual kernels::RankTimes times() const = 0;
 };
 

@@ -293,6 +293,8 @@ head::ManifestShard FromProto(const v1::FileLine& line) {
   return shard;
 }
 
+// ---- Chunks and their slices ----
+
 namespace {
 
 using kernels::Slice;

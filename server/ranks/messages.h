@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks send each other as types of the kernels and of checkpoints, and back.
+// The ranks' protocol messages (proto/lossd/ranks/v1) as types of the kernels and of checkpoints, and back:
+// first requests and answers, then chunks with their slices, for the leader and for a worker.
 //
 // All functions are stateless and thread-safe. Both ends are of one version and one host order, and admitted;
 // what a message must not say is refused where it would be out of the range of an enumeration or an array.
@@ -60,9 +61,7 @@ head::ManifestShard FromProto(const v1::FileLine& line);
 
 absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value);
 
-// Chunks and their slices as messages, and back. Stateless; thread-safe.
-
-// ---- The leader's side ----
+// ---- Chunks and their slices: the leader's side ----
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head);
 // Where bytes lie in memory that the worker has mapped; nullopt: in none.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
@@ -77,17 +76,17 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kern
 // has written them there. INTERNAL if results are not as long as they have to be, or come another way.
 absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool in_place,
                          kernels::Slice& slice);
-// Of a head that is split by vocabulary, whose first part delivers the results.
+// As TakeResults, for a head that is split by vocabulary, whose first part delivers the results.
 void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 
-// ---- The worker's side ----
+// ---- Chunks and their slices: the worker's side ----
 // The chunk without its slices.
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
 // Memory for a slice on the worker.
 struct SliceMemory {
   void* own = nullptr;          // for hidden states that the message brings, and gradients that have no place
   void* hidden = nullptr;       // those that the message names; null: it brings them
-  void* grad_hidden = nullptr;  // likewise
+  void* grad_hidden = nullptr;  // where the message wants them; null: it names no place
 };
 // Whether the slice needs SliceMemory::own.
 bool NeedsOwnMemory(const v1::ChunkSlice& message);
@@ -99,7 +98,7 @@ absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes
 // What the slice says of itself after it was computed. `in_place`: its gradients are where the leader wants
 // them.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);
-// Likewise, for TakePartResults.
+// The same for a part of a head that is split by vocabulary: what TakePartResults takes.
 void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);
 
 }  // namespace lossd::ranks

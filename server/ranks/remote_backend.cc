@@ -233,6 +233,8 @@ absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> RemoteBackend::Allocate
 }
 absl::Status RemoteBackend::PlanHostMemory(kernels::MemoryKind, int64_t) { return OnlyAtTheLeader(); }
 
+// ---- What all ranks do together ----
+
 namespace {
 
 class RankReplicas final : public kernels::Replicas {
@@ -312,6 +314,8 @@ absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
   }
   return link->JoinClasses(heads.front());
 }
+
+// ---- Files of checkpoints ----
 
 namespace {
 
@@ -516,6 +520,8 @@ void RankFiles::Note(int rank, const std::string& what, const absl::Status& stat
   log::Log(level, absl::StrCat("checkpoints of a rank are ", what),
            {{"rank", rank}, {"how", way}, {"reason", status.ok() ? "it sees the folder" : status.message()}});
 }
+
+// ---- What carries the sums and exchanges ----
 
 namespace {
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backend of a worker, as a member of the leader's group: what is asked of it goes over the worker's
-// stream, and it answers UNAVAILABLE once the worker is lost. Staging and retained memory are the leader's
-// own.
+// What the leader makes of its workers. RemoteBackend and RemoteHead are a worker's backend and a head on it,
+// as members of the leader's group (kernels/group). MakeRankReplicas and JoinRankClasses let all ranks do
+// their parts of one head together, RankFiles lets workers save and load their parts, and UseCollectives
+// chooses what carries the sums and exchanges between ranks.
 //
-// Thread-safety as Backend and HeadKernels.
+// All of it sends messages over the workers' streams (worker_stream.h). Once a worker is lost, calls that
+// need it answer UNAVAILABLE. Threads as in Backend and HeadKernels, unless a class says otherwise.
 #ifndef LOSSD_SERVER_RANKS_REMOTE_BACKEND_H_
 #define LOSSD_SERVER_RANKS_REMOTE_BACKEND_H_
 
@@ -27,6 +29,7 @@
 
 namespace lossd::ranks {
 
+// A head of a worker's backend.
 class RemoteHead final : public kernels::HeadKernels, public kernels::RemoteParts {
  public:
   // `description`: what the worker has said of the head.
@@ -78,6 +81,7 @@ class RemoteHead final : public kernels::HeadKernels, public kernels::RemotePart
   bool passed_by_ = false;
 };
 
+// The backend of a worker. Staging and retained memory are the leader's own.
 class RemoteBackend final : public kernels::Backend {
  public:
   // INTERNAL if the worker says what cannot be of its backend.
@@ -109,30 +113,30 @@ inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
 // network, the worker deals with another. Their bytes lie in both processes.
 inline constexpr size_t kPiecesUnderWay = 4;
 
-// The replicas of one head on all ranks, as the leader drives them: every rank is told to do its part, and
-// the leader does its own beside them. And the parts of a head that is split by vocabulary.
+// ---- What all ranks do together ----
+// The leader tells every worker to do its part and does its own meanwhile.
 
-// `heads`: the leader's own, of the backend of `link`, then those of the workers in the order of their ranks
-// (RemoteHead). An error of one rank is that of all: whatever a rank could not do may be done at others. A
-// worker that does not answer within `timeout`, and a little more for it to notice that itself, is given up.
+// The replicas of one head on all ranks. `heads`: the leader's own, of the backend of `link`, then those of
+// the workers in the order of their ranks (RemoteHead). An error of one rank is that of all: whatever a rank
+// could not do may be done at others. A worker that does not answer within `timeout`, and a little more for
+// it to notice that itself, is given up.
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
 // Joins the leader's part of a head that is split by vocabulary to those of the workers, who have joined
-// theirs. `heads` as above. INVALID_ARGUMENT naming rank and values if chunks have to be of the same size on
-// all ranks, and would not be.
+// theirs. `heads` as for MakeRankReplicas. INVALID_ARGUMENT naming rank and values if chunks have to be of
+// the same size on all ranks, and would not be.
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 
 // The leader's end of the work of its workers on files of checkpoints (files.h).
 //
 // Thread-safe. The objects that it makes outlive neither it nor the leader.
-
 class RankFiles final : public head::FileSites {
  public:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
 
-  // Of all workers; once, before the rest.
+  // Gives it the streams of all workers. Call once, before the other members.
   void SetWorkers(const Workers& workers) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::vector<std::unique_ptr<head::SaveSite>> ForSave(absl::Span<const kernels::RemotePart> parts) override;
@@ -149,9 +153,8 @@ class RankFiles final : public head::FileSites {
   std::map<std::pair<int, std::string>, std::string> noted_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What carries the sums and exchanges of all ranks, which the leader chooses when all have come.
-//
-// Stateless; thread-safe.
+// ---- What carries the sums and exchanges of all ranks ----
+// The leader chooses it when all workers have come. The functions are stateless and thread-safe.
 
 // INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU; `why`: what needs one for each. CPUs
 // have no names, and are not compared.
@@ -171,8 +174,8 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
-// The same for the leader's own link, which uses it from then on. Logs the choice. Processes that have
-// several `devices` each may have no GPU in common, whatever the collectives.
+// Chooses as ChooseCollectives for the leader's own link, which uses the choice from then on, and logs it.
+// Processes that have several `devices` each may have no GPU in common, whatever the collectives.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers);
 

@@ -27,10 +27,12 @@
 
 namespace lossd::ranks {
 
+// ---- RowRegions ----
+
 RowRegions::RowRegions(int ranks, std::function<void()> on_news)
     : on_news_(std::move(on_news)), workers_(static_cast<size_t>(ranks)) {}
 
-// ---- Memory ----
+// ---- RowRegions: memory ----
 
 uint64_t RowRegions::Add(absl::Span<uint8_t> memory, wire::OwnedDescriptor descriptor) {
   const auto begin = reinterpret_cast<uintptr_t>(memory.data());
@@ -112,7 +114,7 @@ std::optional<v1::RowsPlace> RowRegions::Find(int rank, const void* begin, size_
   return place;
 }
 
-// ---- Workers ----
+// ---- RowRegions: workers ----
 
 bool RowRegions::Enter(int rank) {
   absl::MutexLock lock(&mutex_);
@@ -180,6 +182,8 @@ bool RowRegions::OnAnswer(int rank, uint64_t region, bool mapped) {
   }
   return region > 0 && region < next_ && regions_.count(region) == 0;  // it is gone by now
 }
+
+// ---- MappedRows ----
 
 namespace {
 
@@ -283,7 +287,7 @@ absl::StatusOr<MappedRows::Rows> MappedRows::Find(const v1::RowsPlace& place, ui
   return Rows{.region = std::move(region), .data = data};
 }
 
-// ---- The thread ----
+// ---- MappedRows: the thread ----
 
 // When the connection ends, what is mapped stays: slices that name it may be under way.
 void MappedRows::Run() {
@@ -331,6 +335,8 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   regions_[region] = mapped;
   return absl::OkStatus();
 }
+
+// ---- SharedRows ----
 
 namespace {
 
@@ -413,7 +419,7 @@ SharedRows::~SharedRows() {
   thread_.join();
 }
 
-// ---- Memory ----
+// ---- SharedRows: memory ----
 
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(kernels::Backend* first,
                                                                              int64_t bytes) {
@@ -459,7 +465,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
   return std::make_unique<SharedStaging>(&regions_, region, nullptr, *std::move(staging), memory.size());
 }
 
-// ---- Connections ----
+// ---- SharedRows: connections ----
 
 void SharedRows::Run() {
   while (true) {

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's table of regions: memory that rows lie in, and which workers have mapped it. What a worker has
-// not been told yet waits here.
+// Rows in memory that the leader shares with the workers of its host. SharedRows is the leader's side: it
+// makes the memory and hands it to workers over a Unix socket. MappedRows is a worker's side: it maps the
+// memory. RowRegions is the leader's table of which worker has mapped which memory. Slices then name places
+// in that memory instead of bringing hidden states. Rows that cannot be shared with a worker travel in
+// messages, as to the workers of other hosts.
 //
-// Thread-safe. Bounded: at most kMost regions, and for each worker one piece of news of each.
+// All three are thread-safe. SharedRows and MappedRows have one thread each.
 #ifndef LOSSD_SERVER_RANKS_ROWS_H_
 #define LOSSD_SERVER_RANKS_ROWS_H_
 
@@ -33,6 +36,10 @@
 
 namespace lossd::ranks {
 
+// The leader's table of regions: memory that rows lie in, and which workers have mapped it. It keeps the news
+// that a worker has not been told yet.
+//
+// Thread-safe. Bounded: at most kMost regions, and for each worker one piece of news of each.
 class RowRegions {
  public:
   static constexpr size_t kMost = 1024;
@@ -97,14 +104,13 @@ class RowRegions {
   std::vector<Worker> workers_ ABSL_GUARDED_BY(mutex_);  // by rank
 };
 
-// A worker's side of rows.h: the leader's memory, mapped here, as staging memory of the worker's
-// backend. It is not counted: the leader counts it.
+// A worker's side: the leader's memory, mapped here, as staging memory of the worker's backend. The worker
+// does not count the memory; the leader does.
 //
 // Thread-safe. One thread, which maps what the leader shares and unmaps what is gone.
-
 class MappedRows {
  public:
-  // For the leader to answer a token.
+  // How long the leader may take to answer a token.
   static constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
 
   // UNAVAILABLE, saying why, if nobody listens there (the leader is on another host, or in another network
@@ -142,23 +148,21 @@ class MappedRows {
   std::thread thread_;
 };
 
-// Rows in memory that the leader shares with the workers of its host: staging memory of the group is a memfd
-// whose descriptor goes to them over a Unix socket, and slices name places in it instead of bringing hidden
-// states. What cannot be shared with a worker travels in messages, as to the workers of other hosts.
+// The leader's side. Staging memory of the group is a memfd, whose descriptor goes to the workers over a Unix
+// socket.
 //
 // The socket is an abstract one with a random name. It serves processes of the leader's user and root
 // (SO_PEERCRED) that know the token of their rank, which goes over the ranks' own connection.
 //
 // Thread-safe. One thread.
-
 class SharedRows final : public kernels::GroupStaging {
  public:
   // How long memory waits for the workers to map it. Then they get rows in messages until they have.
   static constexpr absl::Duration kMapTimeout = absl::Seconds(10);
-  // For a process that has connected, to say its token.
+  // How long a process that has connected may take to say its token.
   static constexpr absl::Duration kTokenTimeout = absl::Seconds(10);
 
-  // For workers 1 to `ranks` - 1. UNAVAILABLE if there can be no socket.
+  // Makes the socket for workers 1 to `ranks` - 1. UNAVAILABLE if there can be none.
   static absl::StatusOr<std::unique_ptr<SharedRows>> Listen(int ranks);
   ~SharedRows() override;
   SharedRows(const SharedRows&) = delete;
@@ -176,7 +180,8 @@ class SharedRows final : public kernels::GroupStaging {
   // Memory of the result is shared with all workers that are here when this returns. It ends before this.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> Allocate(kernels::Backend* first,
                                                                    int64_t bytes) override;
-  // Shared with the workers soon, if the options have a descriptor. Likewise.
+  // Memory of the result is shared with the workers soon, if the options have a descriptor. It ends before
+  // this.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> Adopt(
       kernels::Backend* first, absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) override;
 

@@ -120,6 +120,8 @@ absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration ti
   return absl::DeadlineExceededError(message);
 }
 
+// ---- Which process this is ----
+
 namespace {
 
 // The variables of a launcher, of each the first that is set. MASTER_PORT is no port of ours: torchrun's own

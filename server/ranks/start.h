@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of one server have to have in common. Pure functions; thread-safe.
+// How several processes start as one server. ReadLaunch says which of the processes this one is and where the
+// leader is; CheckAgreement says whether a worker has what all ranks must have in common. FirstNews passes on
+// the first loss, or the first wish to leave, of any rank.
+//
+// The functions are pure and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_START_H_
 #define LOSSD_SERVER_RANKS_START_H_
 
@@ -23,6 +27,8 @@
 
 namespace lossd::ranks {
 
+// ---- What the ranks have in common ----
+
 // Names and values of what every rank has to have the same: flags, version and so on.
 using Settings = std::vector<std::pair<std::string, std::string>>;
 
@@ -35,8 +41,8 @@ inline constexpr char kDevices[] = "number of devices";
 // INVALID_ARGUMENT unless a worker's rank is in [1, ranks).
 absl::Status CheckRank(const v1::Hello& worker, int ranks);
 
-// Of the messages between ranks: two processes with the same value read each other's messages alike. 16
-// hexadecimal digits.
+// A hash of the messages between ranks: two processes with the same value read each other's messages alike.
+// 16 hexadecimal digits.
 std::string ProtocolHash();
 
 // INVALID_ARGUMENT naming rank (or process, where processes have several devices), setting and both values if
@@ -53,8 +59,8 @@ absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& t
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout,
                      const absl::Status& refusal = absl::OkStatus());
 
-// Which of how many processes this one is, and where the first of them is reached: from flags, and from the
-// environment that launchers set. A pure function; thread-safe.
+// ---- Which of how many processes this one is, and where the leader is reached ----
+// Flags say so, or the environment variables that launchers set.
 
 // A server has at most so many processes, and so many ranks.
 inline constexpr int kMostRanks = 1024;
@@ -88,9 +94,8 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
 // The first host of a Slurm node list, "gpu[03-05,9],login" -> "gpu03"; empty if it is not one.
 std::string FirstHost(const std::string& node_list);
 
-// Something that happens at most once, for one who watches for it: whoever begins to watch afterwards hears
-// it at once. Thread-safe; the watcher is called without a lock.
-
+// The first news of its kind, for one watcher. A watcher that begins to watch after the news hears it at
+// once. Thread-safe; the watcher is called without a lock.
 template <typename T>
 class FirstNews {
  public:

@@ -115,7 +115,7 @@ class WorkerImpl final : public Worker {
   };
 
   ThreadQueue<Work> requests_;           // bounded: the leader waits for answers, and sends so many chunks
-  ThreadQueue<v1::FromWorker> answers_;  // likewise
+  ThreadQueue<v1::FromWorker> answers_;  // bounded by what was asked
   kernels::BusyClock busy_;              // of chunks and requests
   WorkerHeads heads_;
   WorkerFiles files_;

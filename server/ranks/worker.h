@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that is not the leader: it joins the leader, and computes what that asks of it until one of the two
-// ends.
+// A worker: a rank that is not the leader. It joins the leader, and computes what the leader asks of it until
+// one of the two ends. worker_heads.h carries out requests and chunks, files.h the requests that concern
+// files.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_RANKS_WORKER_H_

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heads of a worker's backend: carries out what the leader asks of them.
+// The heads of a worker's backend. WorkerHeads carries out what the leader asks of them; WorkerBuffers has
+// the memory for the rows of chunks that bring them in messages.
 //
-// Driven by one thread, the backend's driving thread; what `send` is given may come from the backend's own.
+// WorkerHeads is called by one thread, the backend's driving thread. What it sends may come from the
+// backend's own threads.
 #ifndef LOSSD_SERVER_RANKS_WORKER_HEADS_H_
 #define LOSSD_SERVER_RANKS_WORKER_HEADS_H_
 
@@ -25,6 +27,9 @@
 
 namespace lossd::ranks {
 
+// Staging memory for the chunks of a worker: one buffer for each chunk in flight, used again by later ones.
+//
+// Thread-safe.
 class WorkerBuffers {
  public:
   using Buffer = std::unique_ptr<kernels::StagingMemory>;
@@ -71,7 +76,7 @@ class WorkerBuffers {
 
  private:
   static int64_t SizeOf(const Buffer& buffer) { return static_cast<int64_t>(buffer->bytes().size()); }
-  // Of more than can be in flight, the smallest goes.
+  // Keeps a buffer for later. If there are more than chunks in flight, the smallest one goes.
   void Keep(Buffer buffer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     free_.push_back(std::move(buffer));
     if (free_.size() <= most_) return;
@@ -86,6 +91,7 @@ class WorkerBuffers {
   int64_t reserved_ ABSL_GUARDED_BY(mutex_) = 0;      // so many buffers, free or in use, have these bytes
 };
 
+// Carries out the leader's requests and chunks on the worker's heads. See the head of this file for threads.
 class WorkerHeads {
  public:
   using Send = std::function<void(v1::FromWorker)>;  // thread-safe

@@ -9,6 +9,8 @@
 
 namespace lossd::ranks {
 
+// ---- PendingRequests ----
+
 uint64_t PendingRequests::Add() {
   absl::MutexLock lock(&mutex_);
   const uint64_t id = next_++;
@@ -99,6 +101,8 @@ void PendingRequests::Fail(const absl::Status& status) {
   failed_ = status;
 }
 
+// ---- WorkerStream ----
+
 using kernels::Chunk;
 using kernels::ChunkCallbacks;
 
@@ -118,7 +122,7 @@ WorkerStream::WorkerStream(v1::Hello hello, WorkerTransport* transport)
       transport_(transport),
       cancelled_by_(transport) {}
 
-// ---- Writing ----
+// ---- WorkerStream: writing ----
 
 bool WorkerStream::Send(const v1::ToWorker& message) {
   sent_bytes_ += static_cast<int64_t>(message.ByteSizeLong());
@@ -161,7 +165,7 @@ void WorkerStream::GiveUp(const absl::Status& reason) {
   if (cancelled_by_ != nullptr) cancelled_by_->Cancel();
 }
 
-// ---- Rendezvous and requests ----
+// ---- WorkerStream: rendezvous and requests ----
 
 absl::StatusOr<v1::Prepared> WorkerStream::AwaitPrepared(absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
@@ -199,7 +203,7 @@ uint64_t WorkerStream::StartConnect(const std::vector<std::string>& addresses) {
   return id;
 }
 
-// ---- Chunks ----
+// ---- WorkerStream: chunks ----
 
 void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks callbacks) {
   const size_t row_bytes = head.hidden_size * kernels::SizeOf(chunk->hidden_dtype);
@@ -255,7 +259,7 @@ void WorkerStream::NoteRead(uint64_t chunk, std::vector<bool> in_place) {
   flight.is_read = true;
 }
 
-// ---- Reading ----
+// ---- WorkerStream: reading ----
 
 void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
                        absl::AnyInvocable<void(const std::string&)> on_leaving) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's end of one worker's stream: requests and their answers, chunks and their results.
-//
-// Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, what
-// is under way fails and all that comes, with UNAVAILABLE naming the rank.
+// The leader's end of one worker's stream. WorkerStream sends requests and chunks and takes answers and
+// results; PendingRequests has the requests that wait for an answer; RankReport is what the leader knows of a
+// rank. WorkerTransport is the stream itself, of gRPC or of a test.
 #ifndef LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 #define LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 
@@ -27,6 +26,9 @@
 
 namespace lossd::ranks {
 
+// The requests of one worker that have no answer yet, and what the worker says of them meanwhile.
+//
+// Thread-safe.
 class PendingRequests {
  public:
   explicit PendingRequests(int rank) : rank_(rank) {}
@@ -68,17 +70,17 @@ class PendingRequests {
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What the leader knows of a rank. Values; thread-compatible.
-
+// What the leader knows of a rank. Plain data.
 struct RankReport {
   kernels::RankState state;
   v1::Metrics metrics;  // of a worker, as it last said
 };
 
-// For the other ranks to say what is wrong, beyond the time of a collective, in which each notices it.
+// How long the other ranks may take to say what is wrong, after the time of a collective, in which each
+// notices it.
 inline constexpr absl::Duration kLastWords = absl::Seconds(5);
 
-// Of one message of metrics.
+// The most bytes of one message of metrics.
 inline constexpr size_t kMostMetricsBytes = 64 << 10;
 
 // The stream itself, of gRPC or of a test.
@@ -99,6 +101,10 @@ struct RemoteHeadId {
   bool is_part = false;  // of a head that is split by vocabulary: another part delivers the results
 };
 
+// Requests and their answers, chunks and their results.
+//
+// Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, all
+// that is under way and all that comes later fails with UNAVAILABLE naming the rank.
 class WorkerStream {
  public:
   // `hello` is what the worker has said first.
@@ -137,7 +143,7 @@ class WorkerStream {
   // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
   void Submit(const RemoteHeadId& head, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
 
-  // Of the worker's backend, as it last said.
+  // The memory of the worker's backend, as the worker last said.
   kernels::MemoryStats memory() const;
   RankReport report() const;
   bool lost() const;
@@ -166,7 +172,7 @@ class WorkerStream {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void NoteRead(uint64_t chunk, std::vector<bool> in_place) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Of the reading thread: an error if the worker has said what it must not.
+  // On the reading thread. An error if the worker has said what it must not.
   absl::Status OnMessage(v1::FromWorker& message);
   absl::Status OnAnswer(v1::Answer& answer);
   absl::Status OnSlice(const v1::SliceResults& results);

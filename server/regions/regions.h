@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions of a server: memory of the host or of its devices that clients of this host have opened, by
-// their ids, which nobody can guess.
+// Regions is the table of a server's regions of shared memory, by their ids, which cannot be guessed. A
+// region is memory of the host or of a device of the server that a client of this host has opened.
+// RegionMemory is the memory of one region, and RegionBudget bounds what all regions of one kind of memory
+// take.
 //
-// A region is in the table as long as its session (session_server.h) is open. Whoever uses it holds a share
-// of it, so that the memory stays until the last use has ended; it counts as used until then.
+// A region is in the table as long as its session (session_server.h) is open. Code that uses a region holds a
+// share of it, so the memory stays until the last use has ended; it counts as used until then.
+//
+// All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_REGIONS_REGIONS_H_
 #define LOSSD_SERVER_REGIONS_REGIONS_H_
 
@@ -27,7 +31,8 @@
 
 namespace lossd::regions {
 
-// The client may write to it at any time. Thread-safe.
+// The memory of a region: of the host, or of a device of the server. The client may write to it at any time.
+// Thread-safe.
 class RegionMemory {
  public:
   virtual ~RegionMemory() = default;
@@ -36,7 +41,7 @@ class RegionMemory {
   virtual absl::Span<uint8_t> bytes() const = 0;
   // What the client maps it by; stays this object's.
   virtual int descriptor() const = 0;
-  // The GPU that it is of, "GPU-..."; empty: memory of the host.
+  // The GPU that the memory is of, "GPU-..."; empty: memory of the host.
   virtual const std::string& device() const = 0;
   // Copies `from`, a part of bytes(), to memory of the host, or the other way, and waits for it. UNAVAILABLE:
   // the device is lost.
@@ -44,7 +49,8 @@ class RegionMemory {
   virtual absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const = 0;
 };
 
-// At least `bytes` > 0, in whole pages. RESOURCE_EXHAUSTED, or the backend's error. The backend outlives it.
+// Memory of the host: at least `bytes` > 0, in whole pages. RESOURCE_EXHAUSTED, or the backend's error. The
+// backend outlives the memory.
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes);
 // The same of the GPU `device`, one of SharingDevices; UNIMPLEMENTED if it cannot be shared.
 absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
@@ -54,7 +60,8 @@ absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backen
 // none.
 std::vector<std::string> SharingDevices(kernels::Backend* backend);
 
-// What the regions of one kind of memory may take, and have: the host's, or one device's. Thread-safe.
+// What the regions of one kind of memory (of the host, or of one device) may take, and what they have taken.
+// Thread-safe.
 class RegionBudget {
  public:
   RegionBudget(int64_t bytes, double peer_share)
@@ -76,7 +83,7 @@ class RegionBudget {
   engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Thread-safe.
+// A region: its id and its memory. Thread-safe.
 class Region {
  public:
   Region(std::string id, std::unique_ptr<RegionMemory> memory)
@@ -97,14 +104,14 @@ struct RegionLimits {
   int64_t device_bytes = 0;  // of each device
 };
 
-// What the regions of one kind of memory have.
+// What the regions of one kind of memory have taken.
 struct RegionUse {
   std::string device;  // "GPU-..."; empty: memory of the host
   int64_t used_bytes = 0;
   int64_t limit_bytes = 0;
 };
 
-// Thread-safe. The backend outlives it and all regions.
+// The table of a server's regions. Thread-safe. The backend outlives the table and all regions.
 class Regions {
  public:
   static constexpr int64_t kLeastBytes = int64_t{1} << 20;  // of a region, unless less is asked for
@@ -119,10 +126,11 @@ class Regions {
   // "device" for another one; UNIMPLEMENTED if its memory cannot be shared, which the log says once.
   absl::StatusOr<std::shared_ptr<Region>> Create(const std::string& holder, const std::string& device,
                                                  int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Its session is over.
+  // Removes the region from the table, because its session is over.
   void Forget(const std::string& id) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The region of that id, which belongs to the first `identity` that asks for it; null for others, and if
-  // there is none. "": a caller whom the server has not asked who it is, who is an identity like others.
+  // The region of that id. A region belongs to the first `identity` that asks for it; null for other
+  // identities, and if there is no such region. "" is the identity of all callers that the server does not
+  // ask for one.
   std::shared_ptr<Region> Claim(absl::string_view id, absl::string_view identity) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Of the host, and then of the devices in their order.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The side of region.proto that clients connect to: makes a region for each connection that asks for one, and
-// forgets it when the connection closes or the process that made it has ended, also if a child of it holds
-// the connection.
+// SessionServer is the side of region.proto that clients connect to. It makes a region for each connection
+// that asks for one. It forgets the region when the connection closes, or when the process that made the
+// connection has ended, even if a child of that process holds the connection.
 //
-// One thread, which no client can make wait: what a client has sent is closed elsewhere
-// (server/connections/closer.h). Thread-safe, but for the end.
+// SessionServer has one thread, and no client can make it wait: what a client has sent is closed on another
+// thread (server/connections/closer.h). Thread-safe, but for its end.
 #ifndef LOSSD_SERVER_REGIONS_SESSION_SERVER_H_
 #define LOSSD_SERVER_REGIONS_SESSION_SERVER_H_
 

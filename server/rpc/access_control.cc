@@ -180,8 +180,9 @@ std::string PeerAddress(const grpc::CallbackServerContext& context) {
 
 namespace {
 
-// A number that no other open connection of the server has, where gRPC knows connections only by addresses:
-// where the properties lie that it keeps for each connection, with and without TLS. 0 if there are none.
+// A number that no other open connection of the server has, for connections that gRPC knows only by their
+// addresses: the address in memory of the properties that gRPC keeps for each connection, with and without
+// TLS. 0 if there are no properties.
 uint64_t ConnectionNumber(const grpc::CallbackServerContext& context) {
   const std::shared_ptr<const grpc::AuthContext> connection = context.auth_context();
   if (connection == nullptr) return 0;

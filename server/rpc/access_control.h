@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who makes a call, whether they may, and the call's audit line. Every method of the services asks Admit
-// first (services_access_test calls each without an identity and with too low a role).
+// AccessControl says who makes a call and whether the caller may make it, and writes the call's audit line.
+// Every method of the services asks AccessControl::Admit first (services_access_test calls each method
+// without an identity and with too low a role). MethodAccessTable says which role each method needs. PeerKey
+// names the peer that limits count a call for.
 //
-// Thread-safe.
+// All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
 #define LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
 
@@ -24,6 +26,8 @@
 
 namespace lossd::rpc {
 
+// The role that a caller needs for one method of lossd.v1. A method that is not in the table is refused to
+// every client; access_control_test walks over the protocol's services.
 struct MethodAccess {
   absl::string_view service;  // "lossd.v1.HeadService"
   absl::string_view method;   // "CreateHead"; no two services have a method of one name
@@ -45,19 +49,20 @@ struct AdmittedCall {
   std::string address;                        // "10.0.0.5:40112"; empty unless the method is audited
 };
 
+// Admits and refuses calls, by what the authority knows of callers and by MethodAccessTable.
 class AccessControl {
  public:
-  // Both outlive it.
+  // `authority` and `audit` outlive this object.
   AccessControl(const access::Authority* authority, access::AuditLog* audit)
       : authority_(authority), audit_(audit) {}
 
-  // Who calls; empty: the server asks no caller. UNAUTHENTICATED if it is not known, which is an audit line.
-  // For calls whose request has not come: a stranger's is not received.
+  // Who calls; empty: the server asks no caller. UNAUTHENTICATED, with an audit line, if the caller is not
+  // known. For calls whose request has not come yet, so that the request of a stranger is not received.
   absl::StatusOr<std::string> Identify(const grpc::CallbackServerContext& context,
                                        absl::string_view method) const;
 
-  // UNAUTHENTICATED if it is not known who calls; PERMISSION_DENIED, naming method, role and identity, if
-  // they may not. A refusal is an audit line; `head` is the head the call is about, as far as it is known.
+  // UNAUTHENTICATED if it is not known who calls; PERMISSION_DENIED, naming method, role and identity, if the
+  // caller may not. A refusal is an audit line; `head` is the head that the call is about; empty: not known.
   absl::StatusOr<AdmittedCall> Admit(const grpc::CallbackServerContext& context, absl::string_view method,
                                      absl::string_view head = "") const;
 
@@ -83,25 +88,23 @@ class AccessControl {
   access::AuditLog* const audit_;
 };
 
-// Whether a call ended so because of who made it. Such calls are audit lines, of a bounded number, and
-// nothing else in the log.
+// Whether a call ended with this status because of who made it. Such calls are audit lines, of a bounded
+// number, and nothing else in the log.
 bool IsRefusal(const grpc::Status& status);
 
 // The address of the peer, without gRPC's prefix and escapes: "10.0.0.5:40112", "[::1]:40112".
 std::string PeerAddress(const grpc::CallbackServerContext& context);
 
-// Whom a limit for each peer counts a call for: the identity if the server asks for one ("dns:trainer-1",
+// The peer that limits count a call for: the identity if the server asks for one ("dns:trainer-1",
 // "token:pipeline-1"), else what PeerOf says of the connection.
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
 
-// Who is at the other end of a call whose client has not shown who it is, as far as limits are concerned
-// (PeerKey of access_control.h).
-
-// The peer of a connection that gRPC calls `uri`, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234":
-// its address without the port, "10.0.0.7". The address of the server's own machine does not tell one process
-// from another, so there each connection is a peer of its own ("127.0.0.1:41234"). A connection over a Unix
-// socket has no address at all; `connection` tells it from the others that are open. "" for callers in this
-// process, which have no limits of their own. Thread-safe.
+// The name by which PeerKey counts a client that has not shown who it is. `uri` is the connection's name in
+// gRPC, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234"; the peer is its address without the port,
+// "10.0.0.7". The address of the server's own machine does not tell one process from another, so there each
+// connection is a peer of its own ("127.0.0.1:41234"). A connection over a Unix socket has no address at all;
+// `connection` tells it from the others that are open. "" for callers in this process, which have no limits
+// of their own. Thread-safe.
 std::string PeerOf(absl::string_view uri, uint64_t connection);
 
 }  // namespace lossd::rpc

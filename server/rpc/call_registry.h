@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The calls of one kind that are open: bounds their number, in all and per peer, ends those that wait too
-// long for their client or for their turn, and lets a shutdown wait for the last one.
+// A CallRegistry holds the open calls of one kind. It bounds their number, in all and per peer, ends calls
+// that wait too long for their client or for their turn, and lets a shutdown wait for the last call.
+// CallTimeouts says how long a call may wait, and CallClock measures how long one call has waited.
 //
-// Thread-safe.
+// The registry is thread-safe; it does not own the calls.
 #ifndef LOSSD_SERVER_RPC_CALL_REGISTRY_H_
 #define LOSSD_SERVER_RPC_CALL_REGISTRY_H_
 
@@ -24,7 +25,7 @@
 
 namespace lossd::rpc {
 
-// All positive.
+// How long a call may wait, by what it waits for. All times are positive.
 struct CallTimeouts {
   absl::Duration open = absl::Seconds(20);  // for the first message of a call
   absl::Duration idle =
@@ -33,7 +34,7 @@ struct CallTimeouts {
   absl::Duration send = absl::Seconds(60);  // for the client to take an answer
 };
 
-// Where a call stands. Thread-compatible: guarded by the call's lock.
+// What a call waits for, and since when. Thread-compatible: the lock of the call guards it.
 class CallClock {
  public:
   enum class Waits { kNothing, kOpen, kMessage, kTurn, kSend };
@@ -127,6 +128,7 @@ struct CallRegistryOptions {
   std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a limit was reached
 };
 
+// Thread-safe.
 class CallRegistry {
  public:
   // Looks for late calls a few times per shortest timeout.

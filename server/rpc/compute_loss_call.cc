@@ -19,6 +19,8 @@
 
 namespace lossd::rpc {
 
+// ---- CallInbox ----
+
 void CallInbox::OnMemory(absl::AnyInvocable<void()> receive) { Post(std::move(receive)); }
 
 void CallInbox::OnSlice(engine::SliceOutput output) {
@@ -93,6 +95,8 @@ void CallInbox::Deliver(Event event) {
   }
 }
 
+// ---- Regions that a call names ----
+
 absl::StatusOr<std::shared_ptr<regions::Region>> ClaimRegion(regions::Regions* regions,
                                                              absl::string_view field, const std::string& id,
                                                              const std::string& identity) {
@@ -122,6 +126,8 @@ absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl:
   }
   return memory.subspan(range.offset(), range.bytes());
 }
+
+// ---- SlicePlaces ----
 
 absl::Status SlicePlaces::UseForGradients(std::shared_ptr<regions::Region> region,
                                           const v1::RegionRange& range, int64_t first_row) {
@@ -198,6 +204,8 @@ grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
                       [buffer = std::move(output.grad_hidden)]() mutable { buffer.Release(); });
 }
 
+// ---- PeerTable ----
+
 void PeerTable::Peer::Open(absl::Time now) {
   absl::MutexLock lock(&mutex_);
   ++totals_.open_streams;
@@ -266,13 +274,16 @@ std::vector<PeerTable::Entry> PeerTable::List() const {
   return entries;
 }
 
+// ---- ComputeLossCall ----
+
 namespace {
 
-// What is written of a slice whose answer another thread's wake-up would hold up more than the writing does.
+// The most rows and bytes of an answer that is written at once: for a larger answer, writing takes longer
+// than waking another thread.
 constexpr int64_t kQuickRows = 1024;
 constexpr int64_t kQuickBytes = int64_t{64} << 10;
 
-// Has gradients of these rows, which are retained, lie in a region if the message says so.
+// Puts the gradients of these retained rows into a region if the message says so.
 absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, regions::Regions* regions,
                        const std::string& identity, SlicePlaces* places) {
   if (backward.region().empty() && !backward.has_in_region()) return absl::OkStatus();
@@ -567,11 +578,9 @@ void ComputeLossCall::Handle(CallInbox::End end) {
   Pump();
 }
 
-// ComputeLossCall: writing, time, and the end. Reading is in compute_loss_call.cc.
-
 namespace {
 
-// That a slice of `stream` was written, which was ready to be at `ready`.
+// Records in the trace that a slice of `stream` was written; `ready`: when it was ready to be written.
 void TraceSend(const engine::Stream& stream, const engine::RowRange& rows, absl::Time ready,
                metrics::TraceRecorder* trace) {
   trace->Add(stream.head(), {.kind = metrics::SpanKind::kSend,

@@ -1,24 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One ComputeLoss call: the reactor between gRPC and an engine stream.
-//
-//   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
-//
-// A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
-//
-// Reading. At most one message is in flight. The engine takes a slice when it has memory for it (on a
-// deterministic server, when it is the slice's turn), which is after it has arrived, not before: an idle call
-// holds no memory. No further message is read while a slice waits, or while slices of this call that are with
-// the engine or waiting to be sent take max_staging_bytes, so one stuck client can neither hold the pool nor
-// pile up messages. Slices in order are bounded by the rows of a few groups instead: a group is not computed
-// before all of it is here. Writing. Exactly one write is in flight; the queue is bounded by the slices in
-// flight plus two. Gradients are sent from their staging buffer, which goes back to the pool when the
-// transport drops its slice. Ending. With an engine stream open, the call always finishes through the
-// engine's OnFinished; every other reason to end cancels the engine stream first.
-//
-// Threads. gRPC's reactions and the turns of the inbox (compute_loss_call.h) share mutex_, under which all gRPC
-// operations are started (gRPC never runs a reaction from within them). A slice is copied on the thread of
-// the reaction that received it, or in a turn if it had to wait for memory; never with mutex_ held. Lifetime.
-// Shared by gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received.
+// The ComputeLoss call and its parts. ComputeLossCall is the reactor between gRPC and an engine stream.
+// CallInbox delivers to the call what the engine tells it. SlicePlaces knows where slices and their gradients
+// lie: in messages, or in a region of shared memory. PeerTable counts for ListStreams what each client has
+// sent and taken. Each class says which threads use it.
 #ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 #define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 
@@ -59,6 +43,13 @@
 
 namespace lossd::rpc {
 
+// What the engine tells a ComputeLoss call, delivered in order, one piece after another. A piece whose
+// delivery takes microseconds is delivered by the engine's thread that brings it, because waking another
+// thread takes longer. All other pieces are delivered in turns on a pool of workers.
+//
+// Thread-safe. The handler is never called by two threads at a time. A worker calls the handler, or the
+// thread that leaves a piece, if that piece is quick or the workers take no more tasks. Lifetime: the engine
+// (until OnFinished) and scheduled turns share the inbox; the inbox keeps the handler.
 class CallInbox final : public engine::StreamObserver, public std::enable_shared_from_this<CallInbox> {
  public:
   struct Slice {
@@ -109,12 +100,10 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
   bool turn_scheduled_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// What a call says of a region of shared memory: which one, and which part of it. Everything is checked here
-// before any of the memory is used.
-//
-// Thread-safe.
+// ClaimRegion and BytesOf check what a call says of a region of shared memory, before any of the memory is
+// used. Both are thread-safe.
 
-inline constexpr uint64_t kRegionAlignment = 256;  // of ranges in a region
+inline constexpr uint64_t kRegionAlignment = 256;  // of ranges in a region, in bytes
 
 // The region that a caller of this identity names in `field`. UNAVAILABLE, which says nothing of regions of
 // others, if it has no such region. `regions` null: the server shares no memory.
@@ -135,13 +124,13 @@ absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl:
 // are read once.
 //
 // Thread-safe after Use or UseForGradients.
-
 class SlicePlaces {
  public:
   // Slices may lie in `region` from now on. Its memory stays as long as this object.
   void Use(std::shared_ptr<regions::Region> region) { region_ = std::move(region); }
-  // Of rows that the server has: the gradients of `first_row` and of those behind it go to `range` of the
-  // region, as far as it reaches. INVALID_ARGUMENT, naming field and value, if there is no such range.
+  // For rows that the server has retained: the gradients of `first_row` and of the rows behind it go to
+  // `range` of the region until the range is full. INVALID_ARGUMENT, naming field and value, if there is no
+  // such range.
   absl::Status UseForGradients(std::shared_ptr<regions::Region> region, const v1::RegionRange& range,
                                int64_t first_row);
 
@@ -168,17 +157,10 @@ class SlicePlaces {
   std::map<int64_t, absl::Span<uint8_t>> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
 };
 
-// What each client has sent and taken since the server knows it, for ListStreams.
-//
-// Memory: an entry for each client. There are at most `most`, or as many as have open calls if these are
-// more. When another client comes, those that have been idle longest go.
-//
-// Thread-safe.
-
-// Of all ComputeLoss calls of a client.
+// The sums over all ComputeLoss calls of one client.
 struct PeerTotals {
   int64_t open_streams = 0;
-  int64_t streams = 0;         // with those that have ended
+  int64_t streams = 0;         // open and ended
   int64_t rows = 0;            // whose results the client has taken
   int64_t received_bytes = 0;  // hidden states that were queued
   int64_t sent_bytes = 0;      // gradients that the client has taken
@@ -186,6 +168,12 @@ struct PeerTotals {
   absl::Time last_active;  // it last opened a call, sent or took something
 };
 
+// What each client has sent and taken since the server knows it, for ListStreams.
+//
+// Memory: one entry for each client. There are at most `most` entries, or one for each client with an open
+// call if these are more. When another client comes, the table forgets the client that has been idle longest.
+//
+// Thread-safe.
 class PeerTable {
  public:
   explicit PeerTable(size_t most) : most_(most) {}
@@ -244,6 +232,31 @@ struct ComputeLossEnvironment {
 // Why a call was cancelled: DEADLINE_EXCEEDED or CANCELLED.
 absl::Status CancellationStatus(const grpc::CallbackServerContext& context);
 
+// One ComputeLoss call: the reactor between gRPC and an engine stream.
+//
+//   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
+//
+// A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
+//
+// Reading. At most one message is in flight. The engine takes a slice when it has memory for it (on a
+// deterministic server, when it is the slice's turn), which is after it has arrived, not before: an idle call
+// holds no memory. No further message is read while a slice waits, or while slices of this call that are with
+// the engine or waiting to be sent take max_staging_bytes. So one stuck client can neither hold the pool nor
+// pile up messages. Slices in order are bounded by the rows of a few groups instead: a group is not computed
+// before all of it is here.
+//
+// Writing. Exactly one write is in flight; the queue is bounded by the slices in flight plus two. Gradients
+// are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
+//
+// Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
+// reason to end cancels the engine stream first.
+//
+// Threads. gRPC's reactions and the turns of CallInbox share mutex_, under which all gRPC operations are
+// started (gRPC never runs a reaction from within them). A slice is copied on the thread of the reaction that
+// received it, or in a turn if it had to wait for memory; never with mutex_ held.
+//
+// Lifetime. gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received share the
+// call.
 class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                               public CallInbox::Handler,
                               public WatchedCall,
@@ -304,7 +317,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
       ABSL_LOCKS_EXCLUDED(mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Has the engine take rows that it holds, and the slices behind them as long as there is memory at once;
+  // Makes the engine take rows that it holds, and the slices behind them as long as there is memory at once;
   // null: there is nothing to do. One call at a time.
   void ReceiveRetained(std::optional<engine::RowRange> rows) ABSL_LOCKS_EXCLUDED(mutex_);
   // The engine has queued a slice, for which the client has sent `bytes`.
@@ -328,8 +341,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ComputeLossEnvironment* const environment_;
   grpc::CallbackServerContext* const context_;
   std::string peer_;                         // PeerKey; set before anything else
-  std::string identity_;                     // AdmittedCall's; likewise
-  std::shared_ptr<PeerTable::Peer> totals_;  // of the peer; likewise, null for a call that was refused
+  std::string identity_;                     // AdmittedCall's; set before anything else
+  std::shared_ptr<PeerTable::Peer> totals_;  // of the peer; set before anything else; null: refused
   const absl::Time came_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 

@@ -62,8 +62,8 @@ bool Pulse::Connect() {
   return Send(socket_.get(), kPreface) && Send(socket_.get(), kSettings);
 }
 
-// gRPC closes the connection when it is short of memory, or has been idle for long: then there is another
-// one. With nothing to connect by (no descriptor is left), what is unknown is not held against gRPC.
+// gRPC closes the connection when it is short of memory, or when the connection has been idle for long: then
+// Pulse makes another one. If no descriptor is left to connect with, gRPC does not count as silent.
 void Pulse::Ask() {
   if (socket_) ReadAnswers();
   if (!socket_) {

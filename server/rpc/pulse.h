@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether gRPC's threads answer: a connection of the server's to itself, over which gRPC is asked for a sign
-// of life every second. It asks the way that clients do, through the threads that read and write connections.
+// Pulse finds out whether gRPC's threads answer. The server keeps a connection to itself, and Pulse asks gRPC
+// for a sign of life over it every second. The question goes the way that clients' calls go, through the
+// threads that read and write connections.
 //
-// Thread-safe.
+// Pulse is thread-safe.
 #ifndef LOSSD_SERVER_RPC_PULSE_H_
 #define LOSSD_SERVER_RPC_PULSE_H_
 
@@ -24,6 +25,7 @@
 
 namespace lossd::rpc {
 
+// Runs a function on a thread of its own, again and again, until destroyed.
 class Periodic {
  public:
   // The first run is after one `pause`. `run` must be quick: the destructor waits for it.

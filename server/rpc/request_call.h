@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call whose client sends one request: it is answered once (UnaryCall) or with several messages.
+// RequestCall is a call whose client sends one request. UnaryCall answers it once; other subclasses send
+// several messages. WithRequestMethods registers the methods of a service whose calls are RequestCalls.
 //
 // gRPC shows such a call to a server when the request is complete, so a client that never completes it could
-// hold its memory without any limit of ours. Here the methods are registered as if clients streamed their
-// requests, which looks the same on the wire: the server sees a call when it begins, asks who makes it,
-// bounds their number (in all and per peer) and ends those whose request does not come.
+// hold its memory without any limit of lossd's. So the methods are registered as if clients streamed their
+// requests, which looks the same on the wire. The server then sees a call when it begins, asks who makes it,
+// bounds the number of such calls (in all and per peer) and ends a call whose request does not come.
 //
-// Thread-safe.
+// Calls are thread-safe.
 #ifndef LOSSD_SERVER_RPC_REQUEST_CALL_H_
 #define LOSSD_SERVER_RPC_REQUEST_CALL_H_
 
@@ -50,7 +51,7 @@ class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteB
   void OnReadDone(bool ok) final ABSL_LOCKS_EXCLUDED(mutex_);
 
  protected:
-  // `method` is a name in the table of access_control.h that outlives the call.
+  // `method` is a name in MethodAccessTable that outlives the call.
   RequestCall(const RequestEnvironment* environment, grpc::CallbackServerContext* context,
               absl::string_view method)
       : environment_(environment), context_(context), method_(method) {}
@@ -124,11 +125,10 @@ class UnaryCall final : public RequestCall {
   grpc::ByteBuffer answer_;
 };
 
-// Registers methods of a generated service whose calls are RequestCalls (request_call.h).
+// Registers methods of a generated service whose calls are RequestCalls. `Service` is a generated class, or
+// derived from one.
 //
-// Thread-compatible: for the constructors of services.
-
-// `Service` is generated, or derived from what is.
+// Thread-compatible: constructors of services use it.
 template <typename Service>
 class WithRequestMethods : public Service {
  protected:

@@ -23,15 +23,19 @@
 #include "server/rpc/workers.h"
 
 namespace lossd::rpc {
+
+// ---- HeadService ----
+
 namespace {
 
 using grpc::CallbackServerContext;
 
-// Of the generated service, the methods to which clients stream tensors; the others begin with one request.
+// The generated service with the methods to which clients stream tensors; all other methods begin with one
+// request.
 using Base = WithRequestMethods<v1::HeadService::WithRawCallbackMethod_WriteTensor<
     v1::HeadService::WithRawCallbackMethod_AddGradient<v1::HeadService::Service>>>;
 
-// What does a request.
+// A function that does what a request asks for.
 template <typename Request, typename Response>
 using Operation = absl::StatusOr<Response> (admin::HeadOperations::*)(const Request&);
 
@@ -238,6 +242,8 @@ std::unique_ptr<HeadService> HeadService::Create(const HeadServiceOptions& optio
   return std::make_unique<HeadServiceImpl>(options, engine, access, metrics);
 }
 
+// ---- LossService ----
+
 namespace {
 
 constexpr absl::string_view kReleaseMicrobatch = "ReleaseMicrobatch";
@@ -347,6 +353,8 @@ absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* ca
   response.set_released(released->released);
   return response;
 }
+
+// ---- ServerService ----
 
 namespace {
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
-// they wait for the device or the disk; gRPC's own threads never do.
+// The services of lossd.v1 as gRPC serves them: HeadService, LossService and ServerService. A service decides
+// who may call, bounds its open calls, and hands each call to the class that carries it out.
 //
-// Thread-safe. Must outlive the gRPC server it is registered with.
+// All three are thread-safe. Each must outlive the gRPC server that it is registered with.
 #ifndef LOSSD_SERVER_RPC_SERVICES_H_
 #define LOSSD_SERVER_RPC_SERVICES_H_
 
@@ -51,6 +51,8 @@ struct HeadServiceOptions {
   regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
 };
 
+// lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
+// they wait for the device or the disk; gRPC's own threads never do.
 class HeadService {
  public:
   // All that is pointed to outlives the service.
@@ -61,20 +63,16 @@ class HeadService {
   virtual grpc::Service* service() = 0;
   // As admin::RestoreLatest; before the service has calls.
   virtual absl::Status RestoreLatest() = 0;
-  // For the calls of the other services whose clients send one request: one bound for all of them.
+  // The environment for calls of the other services whose clients send one request: one bound holds for all.
   virtual const RequestEnvironment* requests() const = 0;
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   virtual void Drain() = 0;
-  // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
+  // Makes the running save and all waiting saves end with CANCELLED soon, for when a drain takes too long.
   virtual void CancelSaves() = 0;
-  // True if no streaming call is open, no other is being worked on and no save runs, at the latest by
-  // `deadline`.
+  // Waits until no streaming call is open, no other call is being worked on and no save runs; false if that
+  // is not so by `deadline`.
   virtual bool WaitUntilIdle(absl::Time deadline) = 0;
 };
-
-// lossd.v1.LossService over an engine. The calls themselves are in compute_loss_call.h.
-//
-// Thread-safe. Must outlive the gRPC server it is registered with.
 
 struct LossServiceOptions {
   int64_t max_streams = 256;                      // open calls; the engine bounds opened streams alike
@@ -86,6 +84,7 @@ struct LossServiceOptions {
   regions::Regions* regions = nullptr;                  // where slices may lie; null: in messages only
 };
 
+// lossd.v1.LossService over an engine. Its calls are ComputeLossCalls (compute_loss_call.h).
 class LossService final : public WithRequestMethods<
                               v1::LossService::WithRawCallbackMethod_ComputeLoss<v1::LossService::Service>> {
  public:
@@ -98,7 +97,7 @@ class LossService final : public WithRequestMethods<
 
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
-  // Ends all calls that are open: what they wait for does not come.
+  // Ends all open calls with `why`, because what they wait for does not come.
   void EndAll(const absl::Status& why) { registry_.EndAll(why); }
   // As ServerService.ListStreams, but for incarnation and time. INVALID_ARGUMENT.
   absl::StatusOr<v1::ListStreamsResponse> ListStreams(const v1::ListStreamsRequest& request);
@@ -116,10 +115,6 @@ class LossService final : public WithRequestMethods<
   Periodic expiry_;     // of retained microbatches
 };
 
-// lossd.v1.ServerService: what the server is, has and allows.
-//
-// Thread-safe. Must outlive the gRPC server it is registered with.
-
 struct ServerServiceOptions {
   std::string version;
   absl::Time started;
@@ -133,6 +128,7 @@ struct ServerServiceOptions {
   std::function<std::string()> http;
 };
 
+// lossd.v1.ServerService: what the server is, has and allows.
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {
  public:
   // All that is pointed to outlives the service.

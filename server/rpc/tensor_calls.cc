@@ -88,7 +88,7 @@ absl::string_view ReceiveRowsCall::EndIfLate(absl::Time now, const CallTimeouts&
   return limit;
 }
 
-// One that has something to do waits for nobody, and is ended the next time.
+// A call that has something to do waits for no client; it is ended the next time.
 void ReceiveRowsCall::EndWith(absl::Status why) {
   bool waits_for_turn = false;
   {
@@ -260,7 +260,7 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   return Extent{contribution_.rows, contribution_.row_bytes()};
 }
 
-// A contribution that waits for its turn holds no worker; neither does it read on.
+// A contribution that waits for its turn holds no worker and reads no further message.
 absl::Status AddGradientCall::Await(std::function<void()> next) {
   const auto ready = [this, next] {
     { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
@@ -311,6 +311,8 @@ absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
   response.set_repeated_rows(static_cast<uint64_t>(contribution_.rows.size() - added_.rows));
   return wire::Encode(response);
 }
+
+// ---- SaveCheckpoint ----
 
 SaveCall* SaveCall::Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context) {
   const std::shared_ptr<SaveCall> call(new SaveCall(environment, context));
@@ -429,6 +431,8 @@ void SaveCall::OnDone() {
   environment_->registry->Remove(this);
   const std::shared_ptr<SaveCall> last = std::move(self_);
 }
+
+// ---- ReadTensor ----
 
 namespace {
 

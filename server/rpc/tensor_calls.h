@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The streaming calls of HeadService: ReadTensor, WriteTensor and AddGradient. Messages hold at most 4 MiB of
-// tensor (at least one row) and one is in transit at a time, so a slow peer costs one message of memory.
+// The streaming calls of HeadService: ReadTensor, WriteTensor, AddGradient and SaveCheckpoint.
 //
-// Each step of a call (device, then transport) starts when the one before has ended; steps that wait for the
-// device run on the worker pool.
+// A message of the first three holds at most 4 MiB of a tensor (at least one row). One message is in transit
+// at a time, so a slow peer costs one message of memory. Each step of such a call (device, then transport)
+// starts when the step before has ended; steps that wait for the device run on AdminWorkers.
 #ifndef LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 #define LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 
@@ -38,7 +38,7 @@
 
 namespace lossd::rpc {
 
-// What all calls share; outlives them.
+// What all calls of ReadTensor, WriteTensor and AddGradient share; outlives them.
 struct TensorCallEnvironment {
   const RequestEnvironment* requests = nullptr;
   admin::HeadOperations* operations = nullptr;
@@ -51,7 +51,7 @@ struct TensorCallEnvironment {
   std::atomic<bool> draining{false};
 };
 
-// What a call that was not admitted ends with, else OK. Sets `*peer`, whom the limits count it for.
+// Admits a call: OK, or what the call ends with. Sets `*peer` to the peer that limits count the call for.
 absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
                              WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
                              std::string* peer);
@@ -59,7 +59,7 @@ absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::Cal
 grpc::Status EndedTensorCall(TensorCallEnvironment* environment, absl::string_view method,
                              absl::Status status);
 
-// Deletes itself in OnDone. In tensor_calls.cc; the others are in tensor_calls.cc.
+// A call of ReadTensor. Deletes itself in OnDone.
 class ReadTensorCall final : public RequestCall, public WatchedCall {
  public:
   static ReadTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context);
@@ -77,14 +77,14 @@ class ReadTensorCall final : public RequestCall, public WatchedCall {
   void OnRequest(const grpc::ByteBuffer& request) override;
   void Schedule(void (ReadTensorCall::*step)());
   void Begin();
-  // Has the rows lie in a region if the request says so.
+  // Puts the rows into a region if the request says so.
   absl::Status UseRegion();
   void ReadSlice();
   void End(absl::Status status);
 
   TensorCallEnvironment* const environment_;
   std::string peer_;      // PeerKey; set before anything is scheduled
-  std::string identity_;  // AdmittedCall's; likewise
+  std::string identity_;  // AdmittedCall's; set before anything is scheduled
   v1::ReadTensorRequest request_;
   admin::TensorRead read_;
   std::shared_ptr<regions::Region> region_;
@@ -216,12 +216,7 @@ class AddGradientCall final : public ReceiveRowsCall {
   uint64_t ticket_ ABSL_GUARDED_BY(turn_mutex_) = 0;  // of the wait for the contribution's turn; 0: none
 };
 
-// The call HeadService.SaveCheckpoint: progress goes out while the save runs, on a worker that is for saves
-// alone, and the result last. The save outlives a client that goes away, unless it asked otherwise.
-//
-// Thread-safe.
-
-// What all calls share; outlives them and the saves they start.
+// What all calls of SaveCheckpoint share; outlives them and the saves they start.
 struct SaveCallEnvironment {
   admin::Checkpoints* checkpoints = nullptr;
   const RequestEnvironment* requests = nullptr;
@@ -233,7 +228,9 @@ struct SaveCallEnvironment {
   std::function<void(int change)> count;  // of saves waiting or running
 };
 
-// Lives until both gRPC and the save are done with it.
+// A call of SaveCheckpoint. The save runs on a worker that runs nothing but saves; the call sends progress
+// while the save runs, and the result last. The save outlives a client that goes away, unless the client
+// asked otherwise. Thread-safe. Lives until both gRPC and the save are done with it.
 class SaveCall final : public RequestCall, public WatchedCall {
  public:
   static SaveCall* Start(SaveCallEnvironment* environment, grpc::CallbackServerContext* context);
@@ -251,7 +248,7 @@ class SaveCall final : public RequestCall, public WatchedCall {
   void OnRequest(const grpc::ByteBuffer& request) override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Schedule(const grpc::ByteBuffer& request);
   void Run();
-  // Sends the update, or the latest of those that come while one is being sent.
+  // Sends the update. Of the updates that come while one is being sent, only the latest is sent.
   void Post(v1::SaveCheckpointUpdate update) ABSL_LOCKS_EXCLUDED(mutex_);
   // After what was posted the call ends.
   void End(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);

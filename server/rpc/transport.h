@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// gRPC's own limits: memory, threads, calls of a connection, the size of a message, and how long a connection
-// may take to begin or be idle.
+// The functions that set up gRPC's transport: Configure sets gRPC's own limits, TlsCredentials makes the
+// credentials of a server with TLS, and LogGrpcMessages turns gRPC's messages into lines of the log.
 //
-// Stateless; thread-safe.
+// All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_RPC_TRANSPORT_H_
 #define LOSSD_SERVER_RPC_TRANSPORT_H_
 
@@ -17,6 +17,8 @@
 
 namespace lossd::rpc {
 
+// Limits of gRPC: memory, calls of a connection, the size of a message, and how long a connection may take to
+// begin or be idle.
 struct TransportOptions {
   // Messages that are being received, and buffers of connections. At its end gRPC takes no new connections
   // and cancels calls. A call that is behind holds one message and a window of 1/1024 of this. 0: 256 MiB, or
@@ -33,24 +35,21 @@ struct TransportOptions {
 
 void Configure(const TransportOptions& options, grpc::ServerBuilder* builder);
 
-// gRPC over TLS with certificates that are looked up again for each connection, so that new files are taken
-// without a restart. Connections that stand keep theirs.
-
 enum class ClientCertificates {
   kNone,      // are not asked for
   kOptional,  // are verified if there is one
   kRequired,  // a client without a valid one gets no connection
 };
 
-// `material` outlives the credentials, and the credentials outlive every server that has them: gRPC does not
-// keep them. TLS 1.2 or 1.3.
+// gRPC over TLS. Certificates are looked up again for each connection, so new files are taken without a
+// restart; open connections keep theirs. `material` outlives the credentials, and the credentials outlive
+// every server that has them: gRPC does not keep them. TLS 1.2 or 1.3.
 std::shared_ptr<grpc::ServerCredentials> TlsCredentials(access::ReloadedTls* material,
                                                         ClientCertificates clients);
 
-// gRPC's own messages as lines of the log. gRPC writes one for each TLS handshake that fails, which whoever
-// reaches the port can cause, so that their number is bounded (log::LineBudget).
-
-// For the whole process; may be repeated. Thread-safe.
+// From now on gRPC's own messages are lines of the log. Anyone who reaches the port can make a TLS handshake
+// fail, and gRPC writes a message for each such handshake, so the number of lines is bounded
+// (log::LineBudget). For the whole process; may be repeated.
 void LogGrpcMessages();
 
 }  // namespace lossd::rpc

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A fixed number of threads that run what must not run on gRPC's callback threads or on the engine's:
-// calls that block, and writes to the transport.
+// Threads that run what must not run on gRPC's callback threads or on the engine's threads: calls that block,
+// and writes to the transport. WorkerPool runs tasks in order; AdminWorkers runs the calls of HeadService and
+// shares its threads fairly among heads and peers.
 //
-// Thread-safe.
+// Both classes are thread-safe.
 #ifndef LOSSD_SERVER_RPC_WORKERS_H_
 #define LOSSD_SERVER_RPC_WORKERS_H_
 
@@ -25,6 +26,7 @@
 
 namespace lossd::rpc {
 
+// A fixed number of threads that run tasks in order of submission.
 class WorkerPool {
  public:
   using Task = absl::AnyInvocable<void()>;
@@ -52,21 +54,6 @@ class WorkerPool {
   std::vector<std::thread> threads_;
 };
 
-// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
-// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
-//
-//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
-//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
-//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
-//     read it, and at most kRowsOfHead that move rows of tensors;
-//   - heads being created or loaded (kLong) together have at most half of the threads;
-//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
-//     engine::FairShare gives.
-//
-// Otherwise a task goes first whose peer has the fewest running, and among those the one that came first.
-//
-// Thread-safe.
-
 enum class AdminKind : uint8_t {
   kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads
   kList,    // looks at what is on the disk: ListCheckpoints
@@ -90,6 +77,19 @@ struct AdminWorkersOptions {
   std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a task was refused
 };
 
+// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
+// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
+//
+//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
+//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
+//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
+//     read it, and at most kRowsOfHead that move rows of tensors;
+//   - heads being created or loaded (kLong) together have at most half of the threads;
+//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
+//     engine::FairShare gives.
+//
+// Otherwise the task whose peer has the fewest tasks running goes first, and of several such tasks the one
+// that came first.
 class AdminWorkers {
  public:
   using Work = absl::AnyInvocable<void()>;

@@ -14,8 +14,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "examples/ngram_lm/loss_head.h"
 #include "examples/ngram_lm/model.h"
-#include "examples/ngram_lm/remote_head.h"
 
 namespace lossd::ngram_lm {
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of examples/ngram_lm: the optimizer, the rows, the corpus, the model, the plot, the tokenizer, and
+// the state of a trainer.
 #include "examples/ngram_lm/model.h"
 
 #include <gmock/gmock.h>
@@ -16,6 +18,8 @@
 #include "examples/ngram_lm/training_run.h"
 #include "tests/examples/random_seed.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Adam ----
 
 namespace lossd::ngram_lm::adam_test {
 namespace {
@@ -88,6 +92,8 @@ TEST(AdamTest, GoesOnFromAState) {
 }  // namespace
 }  // namespace lossd::ngram_lm::adam_test
 
+// ---- Batches ----
+
 namespace lossd::ngram_lm::batches_test {
 namespace {
 
@@ -138,6 +144,8 @@ TEST(UnigramEntropyTest, AddsOneToEveryCount) {
 
 }  // namespace
 }  // namespace lossd::ngram_lm::batches_test
+
+// ---- Corpus ----
 
 namespace lossd::ngram_lm::corpus_test {
 namespace {
@@ -214,6 +222,8 @@ TEST(LoadTest, ReadsAFileAndReportsMissingOnes) {
 
 }  // namespace
 }  // namespace lossd::ngram_lm::corpus_test
+
+// ---- Model ----
 
 namespace lossd::ngram_lm::model_test {
 namespace {
@@ -308,6 +318,8 @@ TEST(StageOneInitTest, HiddenStatesStartNearUnitVariance) {
 }  // namespace
 }  // namespace lossd::ngram_lm::model_test
 
+// ---- Plot ----
+
 namespace lossd::ngram_lm::plot_test {
 namespace {
 
@@ -357,6 +369,8 @@ TEST(FormatProgressTest, Golden) {
 
 }  // namespace
 }  // namespace lossd::ngram_lm::plot_test
+
+// ---- Tokenizer ----
 
 namespace lossd::ngram_lm::tokenizer_test {
 namespace {
@@ -461,6 +475,8 @@ TEST(TokenizerTest, RoundTripsThePerlManual) {
 
 }  // namespace
 }  // namespace lossd::ngram_lm::tokenizer_test
+
+// ---- Trainer state ----
 
 namespace lossd::ngram_lm::trainer_state_test {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The results of a row against double precision on the same inputs: within 1e-4 whatever the row shares its
-// chunk with, the dtype, the options and the way that the chunk takes.
+// Conformance tests of backends (backend_conformance.h) about numbers: row results, gradients of every kind,
+// gradients of entropies, and equal bits.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -18,6 +18,11 @@
 #include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
+
+// ---- Row results ----
+// The results of a row against double precision on the same inputs: within 1e-4 whatever the row shares its
+// chunk with, the dtype, the options and the way that the chunk takes.
+
 namespace {
 
 constexpr float kDeviations[] = {3.0f, 22.0f};  // of logits: the largest of some 500 are 10 and 70
@@ -246,6 +251,7 @@ TEST_P(BackendConformance, RowResultsDoNotDependOnTheChunk) {
   }
 }
 
+// ---- Gradients of every kind ----
 // Gradients of every kind on one head, and what `auto` decides.
 
 namespace {
@@ -448,6 +454,7 @@ TEST_P(GradientsConformance, NonFiniteRowFailsItsSliceAloneWithAnyGradients) {
   }
 }
 
+// ---- Gradients of entropies ----
 // Gradients of entropies, as an entropy bonus in reinforcement learning has them: rows with and without one
 // in the same chunk, of any sign, with every other option.
 
@@ -652,6 +659,7 @@ TEST_P(BackendConformance, EntropiesInADeferredBackward) {
   }
 }
 
+// ---- Equal bits ----
 // What deterministic servers rest on: results depend on the rows of a chunk and their order alone, to the
 // bit; on how they are cut into slices they do not in independent chunks, which is what such servers send.
 

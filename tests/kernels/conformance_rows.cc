@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of weight 0 are absent: they have loss 0 and gradient 0, and nothing that their hidden states hold
-// reaches any sum. Where these are finite, the other row results are those of any row.
+// Conformance tests of backends (backend_conformance.h) about rows that are special: absent rows, rows of
+// masked classes, bad input, and deferred rows.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -19,6 +19,11 @@
 #include "tests/kernels/deferred_rows.h"
 
 namespace lossd::kernels::testing {
+
+// ---- Absent rows ----
+// Rows of weight 0 are absent: they have loss 0 and gradient 0, and nothing that their hidden states hold
+// reaches any sum. Where these are finite, the other row results are those of any row.
+
 namespace {
 
 // Weight 0 for each row with this probability, else a random one.
@@ -243,6 +248,7 @@ TEST_P(BackendConformance, AbsentRowsThatAreRetained) {
   }
 }
 
+// ---- Masked classes ----
 // Classes whose probability is exactly 0 because a bias or a weight is -infinity: they add 0 to entropies and
 // to all gradients. And what such a head makes impossible: rows without a finite loss or gradient, which add
 // nothing.
@@ -546,6 +552,7 @@ TEST_P(BackendConformance, HiddenGradientsThatAreNotFiniteFailTheirSlice) {
   ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
 }
 
+// ---- Bad input ----
 // What a chunk can get wrong: it, or the slice at fault, fails by itself and changes nothing else.
 
 namespace {
@@ -690,7 +697,8 @@ TEST_P(BackendConformance, BadChunksAreRefusedAndChangeNothing) {
   ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
 }
 
-// Deferred rows: kept by one chunk, computed again by a later one from what was kept, whatever comes in
+// ---- Deferred rows ----
+// Rows are kept by one chunk, computed again by a later one from what was kept, whatever comes in
 // between and whatever rows share a chunk with them.
 
 TEST_P(BackendConformance, DeferredAndDirectRowsInAnyOrder) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampled gradients, element by element with the random numbers of the reference.
+// Conformance tests of backends (backend_conformance.h) about gradients that are not exact: filtered and
+// sampled.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -13,6 +14,8 @@
 #include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
+
+// ---- Filtered gradients ----
 
 TEST_P(GradientsConformance, FilteredWithEachOption) {
   ProblemSpec plain = Plain({17, 20}, 37, 101);
@@ -101,6 +104,9 @@ TEST_P(GradientsConformance, NothingIsDroppedFromALossAlone) {
   EXPECT_EQ(run.slices[0].sums.dropped_mass, 0.0);
   ExpectGradients(run, Gradients::kExact);
 }
+
+// ---- Sampled gradients ----
+// Element by element, with the random numbers of the reference.
 
 namespace {
 
@@ -311,6 +317,7 @@ TEST_P(GradientsConformance, SampledInADeferredBackward) {
   }
 }
 
+// ---- Means of sampled gradients ----
 // What sampled gradients are for: without bias, with the spread that is predicted, and a function of the
 // random numbers of each row alone.
 

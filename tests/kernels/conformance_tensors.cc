@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A head's tensors: initial values, reading and writing, gradients from outside, the gradient norm.
+// Conformance tests of backends (backend_conformance.h) about what a head holds: its memory, optimizer steps,
+// and its tensors.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,6 +18,10 @@
 #include "tests/kernels/chunk_run.h"
 
 namespace lossd::kernels::testing {
+
+// ---- Memory ----
+// What heads and buffers take, and what a backend says that it chose.
+
 namespace {
 
 using ::testing::HasSubstr;
@@ -183,6 +188,7 @@ TEST_P(GradientsConformance, SaysWhatItChose) {
   EXPECT_TRUE(RunChunk(*head, problem).choices.empty()) << "it was refused";
 }
 
+// ---- Steps ----
 // Optimizer steps, against the double-precision reference.
 
 namespace {
@@ -401,6 +407,9 @@ TEST_P(BackendConformance, StepRefusesWhatTheHeadCannotDo) {
   EXPECT_EQ((*head)->ApplyStep({.kind = Kind::kSgd}, 0).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE((*head)->ApplyStep({.kind = Kind::kSgd, .momentum = 0.9}, 1).ok());
 }
+
+// ---- Tensors ----
+// Initial values, reading and writing, gradients from outside, the gradient norm.
 
 namespace {
 

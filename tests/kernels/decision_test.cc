@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of decision.h: the decision for or against sampling, and the samplers.
 #include "kernels/decision.h"
 
 #include <algorithm>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+
+// ---- Decision ----
 
 namespace lossd::kernels::decision_test {
 namespace {
@@ -64,6 +67,8 @@ TEST(Decision, SaysWhichThresholdWasTaken) {
 
 }  // namespace
 }  // namespace lossd::kernels::decision_test
+
+// ---- Sampling ----
 
 namespace lossd::kernels::sampling_test {
 namespace {

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of device_choice.h and exchange_times.h: which device is chosen, how GPUs are shared, heartbeats, and
+// the clock of busy time.
 #include "kernels/device_choice.h"
 
 #include <gmock/gmock.h>
@@ -12,6 +14,8 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/exchange_times.h"
+
+// ---- Device choice ----
 
 namespace lossd::kernels::device_choice_test {
 namespace {
@@ -77,6 +81,8 @@ TEST(DeviceChoiceTest, UnlikeGpusAreRefused) {
 }  // namespace
 }  // namespace lossd::kernels::device_choice_test
 
+// ---- Sharing of GPUs ----
+
 namespace lossd::kernels::gpu_sharing_test {
 namespace {
 
@@ -113,6 +119,8 @@ TEST_F(GpuSharingTest, UnderMpsItSaysPriorityAndShare) {
 }  // namespace
 }  // namespace lossd::kernels::gpu_sharing_test
 
+// ---- Heartbeat ----
+
 namespace lossd::kernels::heartbeat_test {
 namespace {
 
@@ -128,6 +136,8 @@ TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
 
 }  // namespace
 }  // namespace lossd::kernels::heartbeat_test
+
+// ---- Busy clock ----
 
 namespace lossd::kernels::busy_clock_test {
 namespace {

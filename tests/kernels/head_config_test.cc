@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of head_config.h: the configuration of a head, the options of a loss, and the options of an
+// optimizer.
 #include "kernels/head_config.h"
 
 #include <limits>
@@ -7,6 +9,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
+
+// ---- Head config ----
 
 namespace lossd::kernels::head_config_test {
 namespace {
@@ -88,6 +92,8 @@ TEST(HeadConfigTest, Shapes) {
 
 }  // namespace
 }  // namespace lossd::kernels::head_config_test
+
+// ---- Loss options ----
 
 namespace lossd::kernels::loss_options_test {
 namespace {
@@ -171,6 +177,8 @@ TEST(LossOptionsTest, EverythingCanBeSampled) {
 
 }  // namespace
 }  // namespace lossd::kernels::loss_options_test
+
+// ---- Optimizer options ----
 
 namespace lossd::kernels::optimizer_options_test {
 namespace {

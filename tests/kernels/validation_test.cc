@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of validation.h: what a backend checks of its arguments, and the shares of a head.
 #include "kernels/validation.h"
 
 #include <gtest/gtest.h>
@@ -16,6 +17,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
+
+// ---- Validation ----
 
 namespace lossd::kernels::validation_test {
 namespace {
@@ -111,10 +114,10 @@ TEST_F(ValidationTest, TensorAccessNamesFieldAndValue) {
 }  // namespace
 }  // namespace lossd::kernels::validation_test
 
-namespace lossd::kernels::shares_test {
-
+// ---- Shares ----
 // How shares divide the classes of a head among devices.
 
+namespace lossd::kernels::shares_test {
 namespace {
 
 using ::testing::ElementsAre;

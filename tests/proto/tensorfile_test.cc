@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions against the formats' definitions, computed here from sign, exponent and fraction.
+// Tests of proto/tensorfile: conversions, files with direct writes, .npy, safetensors, and the index of a
+// model in several files.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -27,6 +28,9 @@
 #include "proto/tensorfile/safetensors.h"
 #include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Conversions ----
+// Conversions against the formats' definitions, computed here from sign, exponent and fraction.
 
 namespace lossd::formats::convert_test {
 namespace {
@@ -141,11 +145,11 @@ TEST(ConvertTest, RefusesOtherTypesAndSizes) {
 }  // namespace
 }  // namespace lossd::formats::convert_test
 
-namespace lossd::formats::direct_file_test {
-
+// ---- Direct file ----
 // Whatever pieces are appended, and wherever they lie in memory, the file has their bytes, on file systems
 // with direct writes and without.
 
+namespace lossd::formats::direct_file_test {
 namespace {
 
 using testing::HasSubstr;
@@ -229,10 +233,10 @@ TEST_F(DirectFileTest, NoSuchFolder) {
 }  // namespace
 }  // namespace lossd::formats::direct_file_test
 
-namespace lossd::formats::npy_test {
-
+// ---- .npy ----
 // Round trips, headers as NumPy writes them, and headers that must be refused.
 
+namespace lossd::formats::npy_test {
 namespace {
 
 using test::ReadWholeFile;
@@ -386,10 +390,10 @@ TEST_F(NpyTest, RangesOutsideAndBadRequests) {
 }  // namespace
 }  // namespace lossd::formats::npy_test
 
-namespace lossd::formats::safetensors_test {
-
+// ---- Safetensors ----
 // Round trips, bytes written by hand after the format's description, and hostile headers.
 
+namespace lossd::formats::safetensors_test {
 namespace {
 
 using test::ReadWholeFile;
@@ -722,10 +726,10 @@ TEST_F(SafetensorsTest, WriterChecksWhatItIsGiven) {
 }  // namespace
 }  // namespace lossd::formats::safetensors_test
 
-namespace lossd::formats::safetensors_index_test {
-
+// ---- Safetensors index ----
 // Indexes of sharded models: what is written is found, and nothing malformed is taken.
 
+namespace lossd::formats::safetensors_index_test {
 namespace {
 
 using testing::AllOf;

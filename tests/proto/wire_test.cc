@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codec against protobuf's own encoding and parser, for every message that has a payload.
+// Tests of proto/wire: the codec of payloads, the packets of the region socket, and statuses.
 #include <gmock/gmock.h>
 #include <google/protobuf/message.h>
 #include <google/protobuf/stubs/logging.h>
@@ -28,6 +28,9 @@
 #include "proto/wire/payload_codec.h"
 #include "proto/wire/region_packets.h"
 #include "proto/wire/status_details.h"
+
+// ---- Payload codec ----
+// The codec against protobuf's own encoding and parser, for every message that has a payload.
 
 namespace lossd::wire::payload_codec_test {
 namespace {
@@ -325,10 +328,10 @@ TEST_F(PayloadCodecTest, LargePayloads) {
 }  // namespace
 }  // namespace lossd::wire::payload_codec_test
 
-namespace lossd::wire::region_packets_test {
-
+// ---- Region packets ----
 // Packets of the region socket: what was sent before a side closed arrives, whatever was still unread.
 
+namespace lossd::wire::region_packets_test {
 namespace {
 
 std::pair<OwnedDescriptor, OwnedDescriptor> Connected() {
@@ -385,6 +388,8 @@ TEST(RegionPacketsTest, PollWaitsForADeadline) {
 
 }  // namespace
 }  // namespace lossd::wire::region_packets_test
+
+// ---- Status details ----
 
 namespace lossd::wire::status_details_test {
 namespace {

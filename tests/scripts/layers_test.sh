@@ -9,7 +9,7 @@ expect_found "$here/../../scripts/check-layers" "$here/bad_layers" \
   "kernels/cpu/reaches_up.cc:1: layer kernels must not include server/head/head.h" \
   "server/engine/knows_grpc.cc:1: layer engine must not include grpcpp/grpcpp.h" \
   "client/cpp/knows_kernels.h:2: layer client must not include kernels/backend.h" \
-  "server/rpc/uses_tests.cc:1: layer rpc must not include tests/reference.h" \
-  "server/rpc/knows_prometheus.h:1: layer rpc must not include prometheus/registry.h" \
+  "server/rpc/uses_tests.cc:1: layer service must not include tests/reference.h" \
+  "server/rpc/knows_prometheus.h:1: layer service must not include prometheus/registry.h" \
   "server/stray.cc:1: server belongs to no layer of cmake/layers.txt" \
   "6 breaches"

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and copies among GPUs, of one process or one of each of several: what NCCL does, and what goes through
-// the memory of the hosts where NCCL cannot.
+// The interface of sums and copies among GPUs. The GPUs are in one process, or in several processes with one
+// GPU each. Nccl (nccl.h) implements it by NCCL, HostCollectives (host_collectives.h) through the memory of
+// the hosts where NCCL cannot.
 //
-// Threads: driven by one thread, the backends' driving thread, but for what one member does, which is for the
-// thread that drives its device, and Wait for an event, Watched, Abort and failure(), which are thread-safe.
-// Errors: UNAVAILABLE for whatever goes wrong, and where an exchange does not end in time. After that every
-// exchange fails, with the first reason.
+// Threads: the backends' driving thread calls what all members do, and the thread that drives a device calls
+// what its member does alone. Wait for an event, Watched, Abort and failure() are thread-safe.
+// Errors: UNAVAILABLE for whatever goes wrong, and if an exchange does not end in time. After that every
+// exchange fails with the first reason.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA and cuBLAS errors as absl::Status, with the name of the call.
+// Calls of CUDA and of libraries that are loaded at run time: errors as absl::Status with the name of the
+// call (ToStatus), functions of CUDA's driver (FindDriverFunction), and libraries (SharedLibrary). Nothing
+// links the driver or these libraries, so that programs start where they are missing.
 //
-// Stateless and thread-safe.
+// Functions are stateless and thread-safe. A SharedLibrary is driven by one thread.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
 
@@ -54,10 +56,6 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
 
 namespace lossd::kernels::cuda {
 
-// Functions of CUDA's driver, found at run time: nothing links the driver, so that programs start without it.
-//
-// Stateless and thread-safe.
-
 // Sets `function` to the driver's function of this name as CUDA 12.0 has it; null if the driver lacks it.
 template <typename Function>
 cudaError_t FindDriverFunction(const char* name, Function& function) {
@@ -71,10 +69,7 @@ cudaError_t FindDriverFunction(const char* name, Function& function) {
   return error;
 }
 
-// A library that is loaded at run time, so that programs start where it is missing.
-//
-// Driven by one thread.
-
+// A library that is loaded at run time.
 class SharedLibrary {
  public:
   SharedLibrary() = default;

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
-// works.
-//
-// Streams: `upload` and `download` copy and convert rows, `compute` does everything else, in submission
-// order. Their kernels go before those of other streams that wait for a multiprocessor (StreamPriority), but
-// for work that is enqueued InBackground. Threads that wait for the GPU sleep. Thread-safe where said; the
-// rest belongs to the backend's driving thread.
+// One GPU (Device), events and copies on its streams, and what GPUs exchange while they compute a chunk of a
+// head that is split by vocabulary (ClassExchange).
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 
@@ -74,6 +69,14 @@ inline absl::Status Await(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
 }
 
+// One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
+// works.
+//
+// Streams: `upload` and `download` copy and convert rows, `compute` does everything else, in submission
+// order. Their kernels go before those of other streams that wait for a multiprocessor (StreamPriority), but
+// for work that is enqueued InBackground. Threads that wait for the GPU sleep.
+//
+// Members are thread-safe where their comment says so; the others belong to the backend's driving thread.
 class Device {
  public:
   static constexpr int kMaxChunksInFlight = 2;
@@ -150,20 +153,19 @@ class Device {
   std::thread completion_thread_;
 };
 
-// What the parts of a head that is split by vocabulary exchange while a chunk is computed, each on a device
-// of its own. Every part calls the same functions with the same sizes in the same order, from the thread that
-// drives its device, and each call enqueues on the device's compute stream; Wait is for the completion
-// thread, and Abort for any.
-//
-// Errors: UNAVAILABLE. After an error of one part none of them can go on: it has to Abort, so that the others
-// do not wait for it.
-
 // Rows [begin, end).
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
 
+// What the parts of a head that is split by vocabulary exchange while a chunk is computed. Each part is on a
+// device of its own. Every part calls the same functions with the same sizes in the same order, from the
+// thread that drives its device, and each call enqueues on the device's compute stream; the completion thread
+// calls Wait, and any thread may call Abort.
+//
+// Errors: UNAVAILABLE. After an error of one part no part can go on: the part has to Abort, so that the
+// others do not wait for it.
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A choice between two pieces of work by a number that the device computes: made by the device when it gets
-// there, without the host (a graph with a conditional node, built from what the two functions enqueue and
-// launched into the stream), or by the host, which waits for the number.
+// A choice between two pieces of work by a number that the device computes. The device makes the choice when
+// it gets there, without the host: a graph with a conditional node is built from what two functions enqueue,
+// and launched into the stream. Where that is not wanted, the host waits for the number and makes the choice.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_BRANCH_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_BRANCH_H_
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernel launches need to know of a device. Plain data.
+// What kernel launches need to know of a device. Plain data. The file is shorter than 60 lines because plans
+// read it in programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_LIMITS_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_LIMITS_H_
 

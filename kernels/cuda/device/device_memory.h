@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device and pinned host memory with accounting by kind.
+// Memory of one GPU and pinned memory of the host, with accounting by kind: the count (MemoryLedger), owners
+// (DeviceBuffer, PinnedBuffer), pieces of a buffer (Carver), and retained hidden states (CudaRetained).
 //
 // MemoryLedger is thread-safe; a DeviceBuffer and a PinnedBuffer are plain owners.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_MEMORY_H_
@@ -32,6 +33,7 @@ constexpr int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 
 // Parts of size b that a is divided into.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Counts memory by kind.
 class MemoryLedger {
  public:
   // limit_bytes: what the device memory in use may reach.
@@ -105,7 +107,6 @@ class Carver {
 };
 
 // Retained hidden states of the CUDA backend: device memory. Thread-compatible; HostBytes is thread-safe.
-
 class CudaRetained final : public RetainedMemory, public HostBytes {
  public:
   // `bytes` of the buffer, which lies on GPU `device`, are used; it may be longer.

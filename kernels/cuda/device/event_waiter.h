@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waits for events of one GPU without taking CPU time, and comes back although an event never happens.
+// Time of threads and streams at work that depends on other GPUs: a wait for an event that comes back
+// although the event never happens (EventWaiter), a watch over threads that enqueue (EnqueueWatch), and the
+// time that a stream exchanges (StreamTimer).
 //
-// cudaEventSynchronize sleeps until the GPU's interrupt but has no limit, and cudaEventQuery has to be called
-// again and again: a thread that asks every 50 us takes a tenth of a core and more for each GPU. So a thread
-// of the object's own sleeps in cudaEventSynchronize, and the thread that waits sleeps until that one says
-// so, or until it is time to look for errors.
-//
-// Thread-safe; waits of several threads take turns.
+// All three classes are thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_EVENT_WAITER_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_EVENT_WAITER_H_
 
@@ -32,6 +29,10 @@
 
 namespace lossd::kernels::cuda {
 
+// Notices that a thread does not come back from enqueueing the work of a chunk. A call of the driver may wait
+// until the GPU has done what was enqueued before (cuBLASLt's first use of a kernel has been seen to). If
+// that work is an exchange which another GPU stays away from, no thread is left to see that it takes too
+// long.
 class EnqueueWatch {
  public:
   // `on_late` is called once, on a thread of the object's own, when something has been under way for `limit`.
@@ -69,6 +70,12 @@ inline constexpr absl::Duration kShortestPause = absl::Microseconds(50);
 inline constexpr absl::Duration kLongestPause = absl::Microseconds(500);
 absl::Duration PauseAfter(absl::Duration waited);
 
+// Waits for events of one GPU without taking CPU time, and comes back although an event never happens.
+//
+// cudaEventSynchronize sleeps until the GPU's interrupt but has no limit, and cudaEventQuery has to be called
+// again and again: a thread that asks every 50 us takes a tenth of a core and more for each GPU. So a thread
+// of the object's own sleeps in cudaEventSynchronize, and the thread that waits sleeps until that one says
+// so, or until it is time to look for errors. Waits of several threads take turns.
 class EventWaiter {
  public:
   // Returns when the event has happened, or with what keeps it from happening.
@@ -97,10 +104,7 @@ class EventWaiter {
   std::thread thread_;
 };
 
-// How long a stream is at exchanges with other GPUs, from events around them.
-//
-// Thread-safe.
-
+// How long a stream exchanges with other GPUs, from events around the exchanges.
 class StreamTimer {
  public:
   // Exchanges whose end is still to come; of more, the time is not counted.

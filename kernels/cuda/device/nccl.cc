@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file is longer than 400 lines because the functions of the library, the life of communicators and the
-// waits for them are one thing to read.
 #include "kernels/cuda/device/nccl.h"
 
 #include <nccl.h>

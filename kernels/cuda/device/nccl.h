@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives by NCCL, which is loaded at run time: of several GPUs of this process, or of one of each of
-// several.
+// Collectives by NCCL, which is loaded at run time: among several GPUs of this process, or among several
+// processes with one GPU each.
 //
 // Threads and errors as Collectives; errors name the call of NCCL that failed. After one, the communicators
 // have been aborted. The library stays loaded until the process ends.

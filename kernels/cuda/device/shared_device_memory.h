@@ -15,11 +15,11 @@
 
 namespace lossd::kernels::cuda {
 
-// As DeviceMemorySharer::ShareDeviceMemory; `device` outlives the result. Thread-safe.
+// Does what DeviceMemorySharer::ShareDeviceMemory says; `device` outlives the result. Thread-safe.
 absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes);
 
-// As DeviceMemorySharer::ReachDeviceMemory, of memory that the function above gave for another device of this
-// process. Thread-safe.
+// Does what DeviceMemorySharer::ReachDeviceMemory says, with memory that ShareDeviceMemory gave for another
+// device of this process. Thread-safe.
 absl::Status ReachDeviceMemory(Device* device, absl::Span<uint8_t> memory);
 
 }  // namespace lossd::kernels::cuda

@@ -64,7 +64,7 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
           .coef_entropy = block.coef_entropy};
 }
 
-// Of a head that is split: which rows' hidden gradients become complete on this device.
+// Says for a head that is split which rows' hidden gradients become complete on this device.
 void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& job) {
   const int64_t rows = job.rows();
   const auto raw = [&](int64_t compact) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head on a GPU: the HeadKernels of the CUDA backend (see kernels/backend.h for its contract). It knows
-// the phases of a chunk; what it is made of has a class each: tensors, slots, transfers, the norm, the
-// planner, and the ways of computing a chunk (paths/).
+// One head on a GPU: CudaHead is the HeadKernels of the CUDA backend, with the contract of kernels/backend.h.
+// It knows the phases of a chunk; CudaHead::Enqueue lists them. Tensors, slots, transfers, the norm, the
+// planner (ChunkPlanner, in this file) and the ways of computing a chunk (paths/) have a class each.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 
@@ -25,6 +25,9 @@
 
 namespace lossd::kernels::cuda {
 
+// Plans the chunks of a head, one after the other. A plan depends on options and device alone, with one
+// exception: a chunk is planned to be exact while filtering pauses after it has been in vain (FilterBackoff
+// in paths/kept_entries.h). Driven by the backend's thread.
 class ChunkPlanner {
  public:
   // `norm` outlives it.

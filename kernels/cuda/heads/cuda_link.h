@@ -17,6 +17,7 @@ namespace lossd::kernels::cuda {
 // As RankLink::WatchChunks.
 using OnChunkFailure = std::function<absl::Status(const absl::Status&)>;
 
+// Enqueues each exchange on the compute stream of this process's GPU. Threads and errors are ClassExchange's.
 class RankClassExchange final : public ClassExchange {
  public:
   // `timer` and `on_failure` outlive the object; what that is may be set until the first chunk.

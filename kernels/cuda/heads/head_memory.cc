@@ -80,9 +80,10 @@ int64_t LimitedBytes(const HeadConfig& config, const HeadSizes& sizes, int multi
   return Recomputes(config) ? w.bytes : w.bytes + w.slot_bytes;
 }
 
-// Of a row in a chunk of so many, in units of one of the three products. Logits and hidden gradients are
-// computed in panels of whole rows; adding to the weight gradient costs each chunk what some 350 rows of its
-// product do (8 V D bytes beside 2 V D operations a row, measured on an H200; V and D make no difference).
+// The time of one row in a chunk of `rows`, in units of one of the three products. Logits and hidden
+// gradients are computed in panels of whole rows; adding to the weight gradient costs each chunk what some
+// 350 rows of its product do (8 V D bytes beside 2 V D operations a row, measured on an H200; V and D make no
+// difference).
 double RowCost(int64_t rows) {
   constexpr int64_t kAddRows = 350;
   const int64_t in_panels = hopper::Panels(rows) * hopper::kPanelRows;

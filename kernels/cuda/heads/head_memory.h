@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a head keeps on the device for its chunks and where: one function lays out a buffer for counting (null
-// base) and for use, so that a plan is what is allocated. The ways of computing chunks say themselves what
-// they need (paths/head_paths.h). Pure functions; thread-safe.
+// What a head keeps on the device and where: the sizes of a head (SizesFor), the memory of its chunks
+// (Workspace), the memory of its tensors (ParamBlock, ValueBuffer), and the plan of all that (PlanHead). One
+// function lays out a buffer for counting (null base) and for use. The backend creates a head by the same
+// arithmetic as PlanHead, so that a plan made on another machine is what the server allocates.
+//
+// The ways of computing chunks say themselves what they need (paths/path_claims.h). Pure functions;
+// thread-safe; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 
@@ -29,7 +33,7 @@ inline constexpr int kChunkSlots = 2;  // chunks of a head that may be in flight
 // default kRecomputedWorkspaceBytes if that is less. fused: the device can compute fused losses, if the
 // compute dtype is a 16-bit type.
 //
-// Of a part of a head that is split by vocabulary: as many rows as the other parts have.
+// The parts of a head that is split by vocabulary all get the same number of rows.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
                    int multiprocessors, bool fused, Replica replica = {});
 
@@ -48,9 +52,9 @@ struct Workspace {
   uint8_t* upload_buffer = nullptr;    // [transfer_bytes]
   uint8_t* download_buffer = nullptr;  // [transfer_bytes]
   int32_t* keep = nullptr;             // [chunk_rows]
-  float* mean = nullptr;               // [chunk_rows], norm heads only, likewise below
-  float* inverse_deviation = nullptr;
-  double* square_sums = nullptr;  // [kSquareSumPartials + 1]
+  float* mean = nullptr;               // [chunk_rows], norm heads only
+  float* inverse_deviation = nullptr;  // [chunk_rows], norm heads only
+  double* square_sums = nullptr;       // [kSquareSumPartials + 1]
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
 
@@ -66,10 +70,6 @@ absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, in
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
 
-// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how a full chunk is
-// computed. The backend creates a head by the same arithmetic, so that a plan made on another machine is what
-// the server allocates. Pure functions; thread-safe; also of programs without CUDA.
-
 // What a plan needs to know of a GPU and of the backend's options (cuda_options.h).
 struct PlanDevice {
   DeviceLimits limits;
@@ -79,6 +79,8 @@ struct PlanDevice {
   Replica replica;
 };
 
+// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how a full chunk is
+// computed.
 struct HeadPlan {
   HeadSizes sizes;
   MemoryBytes memory;  // by kind, as allocated
@@ -94,9 +96,6 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
 // How many rows a chunk has, and why no more.
 Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const MemoryBytes& memory,
                    int64_t max_chunk_rows);
-
-// The tensors of a head on the device and where they lie in their buffers: one function lays out a buffer for
-// counting (null base) and for use, so that a plan is what is allocated. Pure functions; thread-safe.
 
 // Consecutive floats of a tensor, padding included.
 struct ShardRange {
@@ -115,12 +114,13 @@ struct ShardRanges {
 // (validation.h), which is all that it has where there is one copy.
 Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica);
 
-// One role's tensors (value, gradient or a moment): all trained parameters one after the other.
+// The tensors of one role (value, gradient or a moment) and where they lie in their buffer: all trained
+// parameters one after the other.
 struct ParamBlock {
   float* weight = nullptr;      // [padded_vocab, padded_hidden]
-  float* bias = nullptr;        // [padded_vocab] or null, likewise below
-  float* norm_gain = nullptr;   // [padded_hidden]
-  float* norm_shift = nullptr;  // [padded_hidden]
+  float* bias = nullptr;        // [padded_vocab] or null
+  float* norm_gain = nullptr;   // [padded_hidden] or null
+  float* norm_shift = nullptr;  // [padded_hidden] or null
   int64_t bytes = 0;
 
   static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);

@@ -7,7 +7,7 @@
 
 namespace lossd::kernels::cuda {
 
-// As the launches will plan, whose matrices all begin where vectors may.
+// Plans what the launches will plan; all matrices of a launch begin where vectors may.
 void HeadNorm::Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const {
   if (!exists()) return;
   NormParams p;

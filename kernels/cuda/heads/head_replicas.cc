@@ -166,7 +166,8 @@ class HeadReplicas final : public Replicas {
   const std::vector<CudaHead*> heads_;
 };
 
-// Those of every place, of other GPUs each, at the same time.
+// The replicas of a head that is split by vocabulary. Each place has replicas on GPUs of its own, so the
+// places work at the same time.
 class PlacesReplicas final : public Replicas {
  public:
   explicit PlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) : places_(std::move(places)) {}

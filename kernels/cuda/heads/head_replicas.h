@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The replicas of one head on GPUs, as far as they are in this process: sums of their gradients, and copies
-// of their values. Of a head that is split by vocabulary, replicas of its parts.
+// Sums of the gradients and copies of the values of the replicas of one head on GPUs. This process has some
+// or all of the replicas. Of a head that is split by vocabulary, they are the replicas of its parts.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_REPLICAS_H_
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of chunks on their way between host and device, on the streams for that: hidden states and per-row
-// inputs up, results and hidden gradients down, converted and compacted where host and device differ. Driven
-// by the backend's thread.
+// The rows of chunks on their way between host and device (RowTransfers), and what belongs to one chunk of a
+// head from Submit to its end (ChunkSlot).
 #ifndef LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 
@@ -18,6 +17,8 @@
 
 namespace lossd::kernels::cuda {
 
+// What belongs to one chunk from Submit to its end. A plain owner, driven by the backend's thread, except for
+// the host blocks and events of a chunk in flight, which the completion thread reads.
 struct ChunkSlot {
   SlotMemory memory;
   PinnedBuffer host_inputs;
@@ -30,6 +31,7 @@ struct ChunkSlot {
   std::optional<LossOptions> trial;
 };
 
+// The slots of a head. Driven by the backend's thread.
 class ChunkSlots {
  public:
   absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes, const Workspace& workspace);
@@ -42,6 +44,9 @@ class ChunkSlots {
   size_t next_ = 0;
 };
 
+// Moves rows between host and device, on the streams for that: hidden states and per-row inputs up, results
+// and hidden gradients down, converted and compacted where host and device differ. Driven by the backend's
+// thread.
 class RowTransfers {
  public:
   // `device` outlives it; `workspace` is of the head.

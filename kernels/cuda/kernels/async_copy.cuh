@@ -3,6 +3,9 @@
 //
 // The copies a thread has started since its last CommitCopies() are one batch; batches end in order. A thread
 // sees what it has copied itself after waiting; the others after a barrier that follows the wait.
+//
+// The file is shorter than 60 lines because kernels that have nothing else in common include it:
+// norm_rows.cuh and row_part.cuh.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ASYNC_COPY_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ASYNC_COPY_CUH_
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A launch whose blocks may take their places while the kernel before it in the stream ends. The kernel waits
 // for that one itself (AwaitKernelBefore in device_math.cuh). Plain data.
+//
+// The file is shorter than 60 lines because four sources of three folders include it.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_EARLY_LAUNCH_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_EARLY_LAUNCH_H_
 

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the gradient of a row with respect to its logits is at most, from the row's factors.
+//
+// The file is shorter than 60 lines because the guard and sampled gradients share this one formula.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_GRADIENT_FACTOR_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_GRADIENT_FACTOR_CUH_
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the guard: which rows of a chunk may reach the accumulators.
+// Launchers of the guard, which finds the rows of a chunk that may not reach the accumulators: all rows of a
+// slice in which something is not finite.
 //
 // All enqueue on `stream`; all pointers are device memory. Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_GUARD_H_

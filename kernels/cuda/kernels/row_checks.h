@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the guard looks at. Also of programs without CUDA.
+// What the guard (guard.h) checks of a row. Also of programs without CUDA.
+//
+// The file is shorter than 60 lines because plans without CUDA (paths/chunk_layout.h) include it, and guard.h
+// does.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_CHECKS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_CHECKS_H_
 

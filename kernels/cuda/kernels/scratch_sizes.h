@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The memory that launches need beside their operands and results. Pure functions; also of programs without
 // CUDA.
+//
+// The file is shorter than 60 lines because plans without CUDA include it, and the launches that it is about
+// need CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SCRATCH_SIZES_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SCRATCH_SIZES_H_
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels that put together what several devices, each with some of the classes, say of the
-// same rows.
+// Launchers of the kernels for heads that are split by vocabulary: each device has statistics of a row over
+// its own classes, and these kernels merge the statistics of all devices.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_

@@ -23,7 +23,8 @@ struct RowInputBlock {
   int32_t* compact_of_raw = nullptr;   // [capacity]: -1 for rows without target
   int32_t* raw_of_compact = nullptr;   // [capacity]
   int32_t* gradient_of_raw = nullptr;  // [capacity]: compact_of_raw, but -1 for absent rows too
-  int32_t* target = nullptr;           // [capacity], compact, likewise below
+  // [capacity] each, by compact row.
+  int32_t* target = nullptr;
   int32_t* accumulate = nullptr;
   int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted; no stand-in, not absent
   RowCheck* checks = nullptr;
@@ -45,9 +46,9 @@ struct RowOutputBlock {
   float* entropy = nullptr;
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
-  float* dropped_mass = nullptr;  // only of a chunk that may be filtered
-  float* variance = nullptr;      // over unit squared, only of a chunk that may be sampled; likewise below
-  float* square = nullptr;
+  float* dropped_mass = nullptr;      // only of a chunk that may be filtered
+  float* variance = nullptr;          // over unit squared; only of a chunk that may be sampled
+  float* square = nullptr;            // over unit squared; only of a chunk that may be sampled
   float* sample_threshold = nullptr;  // [1]
   int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
   int32_t* lost = nullptr;       // [1]: not 0 if the chunk has left something in the accumulators that fails

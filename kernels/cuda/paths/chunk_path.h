@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A way of computing the loss and the gradients of a chunk, phase by phase. A head has one object of each way
-// that its chunks may take; the planner (head_paths.h) picks one for a chunk.
+// The contract of a path, which is a way of computing the loss and the gradients of a chunk, phase by phase
+// (ChunkPath), and what a path works with: the chunk (ChunkJob), some of its rows (RowBlock) and the head
+// (PathContext). A head has one object of each path that its chunks may take; HeadPaths (head_paths.h) picks
+// one for a chunk.
 //
 // The head calls the phases of a chunk in this order, and all of them before those of the next chunk:
 // Prepare, Loss, HiddenGradient if job.wants_hidden_gradient, WeightGradient if job.layout.accumulate. Each
@@ -27,16 +29,15 @@
 
 namespace lossd::kernels::cuda {
 
-// From compact row `begin` on.
+// Some rows of a chunk that are computed together, from compact row `begin` on. Plain data.
 struct RowBlock {
   int64_t begin = 0;
   RowInputs in;
   RowResults out;
 };
 
-// A chunk while it is being enqueued, as the ways of computing it (chunk_path.h) see it. Pointers are device
-// memory of the chunk's slot unless said otherwise. Plain data.
-
+// A chunk while it is being enqueued, as paths see it. Pointers are device memory of the chunk's slot unless
+// their comment says otherwise. Plain data.
 struct ChunkJob {
   Chunk* chunk = nullptr;  // host memory
   ChunkLayout layout;
@@ -52,7 +53,7 @@ struct ChunkJob {
   // Of a chunk whose plan is sampled.
   const float* omega = nullptr;       // [rows]
   float* variance = nullptr;          // [rows], out, over the gradient unit squared
-  float* square = nullptr;            // [rows], likewise
+  float* square = nullptr;            // [rows], out, over the gradient unit squared
   float* sample_threshold = nullptr;  // [1], out
   Decision* decision = nullptr;       // [1], out, of a chunk whose plan is not exact
 
@@ -66,7 +67,7 @@ struct ChunkJob {
   RowRange rows_here;                  // compact
   RowRange raw_rows_here;              // with those between and beside them that have no target
   bool direct = false;                 // dx is then as the client gets it
-  float weight_gradient_scale = 1.0f;  // of dW and db, likewise
+  float weight_gradient_scale = 1.0f;  // of dW = scale times ds^T x, and of db
 
   // For choices that the device makes, in the first phase of the gradients and in the last. Host memory.
   DeviceBranch* loss_branch = nullptr;
@@ -100,6 +101,7 @@ struct PathContext {
   const ClassLink* link = nullptr;       // to the other parts of the head
 };
 
+// The head of this file says in which order the phases are called, and by which thread.
 class ChunkPath {
  public:
   virtual ~ChunkPath() = default;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// When a chunk can be filtered on the GPU, and the memory that takes. Pure functions; thread-safe.
+// When a chunk can be filtered on the GPU (WhyNotFilteredOnDevice), and the memory that this takes
+// (FilterBuffers). Sampled gradients use FilterShape and KeptBuffers too. Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_
 #define LOSSD_KERNELS_CUDA_PATHS_FILTER_PLAN_H_
 
@@ -19,7 +20,8 @@ namespace lossd::kernels::cuda {
 int RowBits(int64_t rows);
 int KeyBits(int64_t rows, int64_t vocab);
 
-// Where the entries are, [capacity] each unless said otherwise.
+// The memory of a list of elements of ds that becomes a weight gradient (kept_entries.h): where the entries
+// are, [capacity] each unless said otherwise.
 struct KeptBuffers {
   uint64_t* keys = nullptr;  // as in KeptList
   float* coefs = nullptr;
@@ -40,7 +42,7 @@ struct KeptBuffers {
 // Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
 // chunk exact.
 inline constexpr int64_t kPooledCandidates = 128;
-// Of a head that recomputes logits, whose sampled entries have the same room.
+// The same for a head that recomputes logits; its sampled entries have the same room.
 inline constexpr int64_t kPooledRecomputed = 192;
 inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
 

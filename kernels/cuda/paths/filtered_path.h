@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Filtered gradients of a chunk whose head stores logits (docs/kernels/filtered.md): candidates are selected
-// from the fp32 logits of a block of rows after the other, and the device decides by them whether the chunk
-// is filtered or computed anew as StoredPath would. The lists of a filtered chunk lie in the memory of its
-// logits, which are not read any more.
+// The paths of filtered gradients (docs/kernels/filtered.md): FilteredStoredPath for heads that store logits,
+// FilteredRecomputedPath for heads that recompute them.
+//
+// Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_FILTERED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_FILTERED_PATH_H_
 
@@ -13,6 +13,9 @@
 
 namespace lossd::kernels::cuda {
 
+// Candidates are selected from the fp32 logits of a block of rows after the other, and the device decides by
+// them whether the chunk is filtered or computed anew as StoredPath would. The lists of a filtered chunk lie
+// in the memory of its logits, which are not read any more.
 class FilteredStoredPath final : public ChunkPath {
  public:
   explicit FilteredStoredPath(const PathContext& context);
@@ -37,11 +40,10 @@ class FilteredStoredPath final : public ChunkPath {
   const CandidateFilter filter_;
 };
 
-// Filtered gradients of a chunk whose logits are recomputed, a block of rows after the other: candidates are
-// listed by the logit pass where the plan is fused, else selected from the logits of a block of few rows. The
-// device then decides by the candidates of all rows whether the chunk is filtered or computed as
-// RecomputedPath would. docs/kernels/recomputed.md has the whole picture.
-
+// Logits are recomputed, a block of rows after the other: candidates are listed by the logit pass where the
+// plan is fused, else selected from the logits of a block of few rows. The device then decides by the
+// candidates of all rows whether the chunk is filtered or computed as RecomputedPath would.
+// docs/kernels/recomputed.md has the whole picture.
 class FilteredRecomputedPath final : public ChunkPath {
  public:
   explicit FilteredRecomputedPath(const PathContext& context);

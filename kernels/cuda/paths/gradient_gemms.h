@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMMs of the gradients of a chunk whose logits are stored: dx = ds W and dW += ds^T x, by cuBLASLt or
-// by kernels of our own (hopper/gradient_gemm.h). Which of them computes a chunk is decided by its plan.
+// The gradients of a chunk from a matrix of ds in device memory, which the paths of stored logits have in
+// common (StoredGradients), and their GEMMs: dx = ds W and dW += ds^T x, by cuBLASLt (LibraryGemms) or by
+// kernels of our own (OwnGemms, hopper/gradient_gemm.h). The plan of a chunk says which of them computes it.
 //
 // Each function enqueues on the device's compute stream. Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_GRADIENT_GEMMS_H_
@@ -64,11 +65,7 @@ class OwnGemms final : public GradientGemms {
   const PathContext& context_;
 };
 
-// The gradients of a chunk from a matrix of ds in device memory: what the paths of stored logits have in
-// common.
-//
-// Each function enqueues on the device's compute stream. Driven by the backend's thread.
-
+// The gradients of a chunk from its matrix of ds.
 class StoredGradients {
  public:
   explicit StoredGradients(const PathContext& context)

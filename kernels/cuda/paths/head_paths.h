@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ways of computing chunks that a head has, and which of them computes a chunk: the planner.
+// The paths of a head, which are its ways of computing chunks, and the choice of the path that computes a
+// chunk by the chunk's plan (chunk_plan.h).
 //
-// A new way is a class derived from ChunkPath in a file of its own, and a line in one of the tables of
-// head_paths.cc. Beside ChunkPath's members the class has a constructor that takes a PathContext, and
+// A new path is a class derived from ChunkPath, and a line in one of the tables of head_paths.cc. Beside
+// ChunkPath's members the class has a constructor that takes a PathContext, and
 //
 //     static bool Takes(const ChunkPlan&);  // whether it computes such a chunk
 //

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a head on the device that everything else follows from. Plain data.
+// The sizes of a head on the device, which everything else follows from (HeadSizes), and the device memory
+// that the ways of computing a head's chunks (chunk_path.h) work in: its regions (Region), what a path claims
+// of them (PathClaims), and where they lie (PathMemory). Plain data; thread-compatible.
 //
 // Matrices are padded to multiples of 8 rows and columns; the padding is zero and stays zero, so GEMMs may
 // run over it. A part of a head that is split may have no classes: all of its 8 are padding, which kernels
@@ -49,13 +51,9 @@ constexpr DType HiddenGradientDType(const HeadSizes& sizes, DType compute) {
   return compute == DType::kFloat16 || sizes.is_split() ? DType::kFloat32 : compute;
 }
 
-// The device memory that the ways of computing a head's chunks (chunk_path.h) work in. It is divided into
-// regions. A path claims the bytes that it needs of each; a region is as large as the largest claim, because
-// only one path works at a time. So what a region holds between two phases of a chunk is the path's own
-// affair.
-//
-// Plain data; thread-compatible.
-
+// The regions of the memory of paths. A path claims the bytes that it needs of each region; a region is as
+// large as the largest claim, because only one path works at a time. What a region holds between two phases
+// of a chunk is the path's own affair.
 enum class Region : uint8_t {
   kLogits,          // logits of a chunk, or of blocks of it with what belongs to them
   kHiddenGradient,  // dx, [chunk_rows, padded_hidden] HiddenGradientDType(), for the download or the norm; in

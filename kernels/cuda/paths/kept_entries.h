@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The weight gradient from a list of elements of ds, and the uniform part of label smoothing beside it: what
-// filtered and sampled gradients have in common.
+// What filtered and sampled gradients have in common: which chunks try it (FilterBackoff), the weight
+// gradient from a list of elements of ds (AddEntries) with the uniform part of label smoothing beside it
+// (AddUniform), what filtered gradients do with candidates (CandidateFilter), and how a chunk goes on by the
+// device's decision (BranchByDecision).
 //
-// Each function enqueues on the device's compute stream. Driven by the backend's thread.
+// Each function but those of FilterBackoff enqueues on the device's compute stream. Driven by the backend's
+// thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_KEPT_ENTRIES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_KEPT_ENTRIES_H_
 
@@ -21,6 +24,12 @@ namespace lossd::kernels::cuda {
 
 inline constexpr int kFilterPatience = 16;
 
+// Which chunks that may be filtered or sampled try it. Once kFilterPatience of them in a row have turned out
+// exact, for their candidates or for the predicted error, trying pauses: only one chunk in kFilterPatience
+// tries. The others are exact from the start, which spares them the selection and, where filtered ones store
+// their logits, lets their loss be fused. The arithmetic is in docs/lab/2026-11-21-filter-trials.md.
+//
+// What it says depends on nothing but the order of the calls. Thread-compatible.
 class FilterBackoff {
  public:
   // Whether the next chunk, with these options, is to try. Other options than the last chunk's begin anew.
@@ -54,9 +63,6 @@ absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const K
 // What filtered gradients do with the candidates of a chunk once they are found: dx row by row, the list of
 // kept elements, the decision whether the chunk is filtered after all, and dW from the list
 // (docs/kernels/filtered.md). A path finds the candidates and says where the lists lie.
-//
-// Each function enqueues on the device's compute stream. Driven by the backend's thread.
-
 class CandidateFilter {
  public:
   // Both outlive it.
@@ -86,11 +92,9 @@ class CandidateFilter {
 // The exact way of a filtered chunk drops nothing: zeroes job.dropped_mass.
 absl::Status ZeroDroppedMass(const ChunkJob& job, cudaStream_t stream);
 
-// What a chunk goes on with when the device has decided whether it is exact (kernels/decision.h).
-
-// Enqueues on the device's compute stream what `exact` enqueues if job.decision is to be exact, else what
-// `planned` does. As DeviceBranch::Enqueue(); a chunk that is sampled whatever its data enqueues `planned`
-// without a branch. Driven by the backend's thread.
+// A chunk goes on by what the device has decided (kernels/decision.h): enqueues what `exact` enqueues if
+// job.decision is to be exact, else what `planned` does. Errors are those of DeviceBranch::Enqueue(). A chunk
+// that is sampled whatever its data enqueues `planned` without a branch.
 absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
                               absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> planned);

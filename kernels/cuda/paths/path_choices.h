@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several paths say of themselves, for people (kernels/backend.h).
+// What several paths say of themselves for people, as Choices (kernels/backend.h).
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_PATH_CHOICES_H_
 

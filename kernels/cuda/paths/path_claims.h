@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ways of computing chunks (head_paths.h) need of a head's memory, all in one place: a new way adds
-// what it needs to path_claims.cc. Pure functions; thread-safe; also of programs without CUDA.
+// What the paths (head_paths.h) need of a head's memory, all in one place (ClaimsOf): a new path adds what it
+// needs to path_claims.cc. Two layouts stand here too: where the fp32 logits of a chunk lie (PlanStaging),
+// and what a head that is split by vocabulary keeps of rows (SplitRows). Pure functions; thread-safe; also of
+// programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_CLAIMS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_PATH_CLAIMS_H_
 
@@ -19,6 +21,9 @@ enum class Kept {
   kGradient,  // padded_vocab elements of the compute dtype a row, from the beginning of Region::kLogits
 };
 
+// Some rows of a chunk, and where their fp32 logits lie while they are turned into results: in memory that is
+// free anyway. What is kept of a chunk has 16 bits an element, so that the memory of the rows that are still
+// to come holds the logits of the next third of them; the last rows take the memory of dx.
 struct StagedBlock {
   int64_t begin = 0;      // row
   int64_t rows = 0;       // padded
@@ -34,10 +39,8 @@ int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes);
 std::vector<StagedBlock> PlanStaging(const HeadConfig& config, const HeadSizes& sizes, Kept kept,
                                      int64_t padded_rows);
 
-// What a head that is split by vocabulary keeps of the rows of a chunk (split_rows.h), and where it lies.
-// Pure functions; also of programs without CUDA.
-
-// In Region::kSplitRows.
+// What a head that is split by vocabulary keeps of the rows of a chunk (kernels/split_rows.h), in
+// Region::kSplitRows.
 struct SplitRows {
   int32_t* columns = nullptr;      // [chunk_rows], RowInputs::targets
   RowRecord* own = nullptr;        // [chunk_rows]

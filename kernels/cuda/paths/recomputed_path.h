@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact gradients of a chunk whose logits are recomputed, so that those of no more than a block of rows and
-// classes are in memory: first the statistics of all rows, then, with lse known and the guard passed, each
-// block's logits once more and their gradient. Both are fused into the logits product where the plan says so.
-// docs/kernels/recomputed.md has the whole picture.
+// The path of exact gradients of a chunk whose logits are recomputed, so that memory holds the logits of one
+// block of rows and classes at most. The path first computes the statistics of all rows. Then lse is known
+// and the guard has passed, and the path computes each block's logits once more, and their gradient. Both are
+// fused into the logits product where the plan says so. docs/kernels/recomputed.md has the whole picture.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 

@@ -12,7 +12,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// Of an entry and what belongs to it in SampleBuffers, but for `listed`.
+// Bytes of an entry and of what belongs to it in SampleBuffers, without `listed`.
 constexpr int64_t kEntryBytes = 44;
 // What else there is, and what rounding adds.
 constexpr int64_t kMatrixSlack = int64_t{4} << 20;
@@ -151,7 +151,8 @@ double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
 }
 
-// Of the logit pass, whose clusters work on whole panels: what its last round leaves idle is mostly lost.
+// Rounds of the logit pass. Its clusters work on whole panels, so what its last round leaves idle is mostly
+// lost.
 double PassRounds(int64_t rows, int64_t classes, int multiprocessors) {
   const int64_t tiles = hopper::Panels(rows) * CeilDiv(classes, hopper::kColumnTile);
   const double rounds = static_cast<double>(tiles) / std::max(multiprocessors / hopper::kClusterBlocks, 1);
@@ -187,14 +188,14 @@ bool BlocksFit(const RecomputedShape& shape, const RecomputedBlocks& blocks, int
   return RecomputedArena::Carve(shape, blocks, nullptr).bytes <= bytes;
 }
 
-// Of either selection.
+// Bytes that suffice for either selection.
 int64_t FilterBytes(const RecomputedShape& shape, const FilterShape& chunk, const FilterBlock& block) {
   const int64_t bytes = FilterArena::Carve(chunk, Selection::kFromLogits, block, nullptr).bytes;
   if (!shape.fused) return bytes;
   return std::max(bytes, FilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
 }
 
-// Of chunks of either kind.
+// Bytes that suffice for fused chunks and for others.
 int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks) {
   const int64_t bytes = RecomputedArena::Carve(shape.For(false), blocks, nullptr).bytes;
   return std::max(bytes, RecomputedArena::Carve(shape, blocks, nullptr).bytes);

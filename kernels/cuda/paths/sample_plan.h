@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory that sampled gradients take on the GPU. Pure functions; thread-safe.
+// How chunks with sampled gradients, and chunks whose logits are recomputed, fit the memory of a head. The
+// first half is the memory of sampled gradients (SampleBuffers, RecomputedSampleBuffers). The second half
+// divides a chunk of a head that recomputes logits into blocks of rows and classes, so that a block and what
+// belongs to it fit an arena of a given size (RecomputedArena, FilterArena); docs/kernels/recomputed.md says
+// what is in it.
+//
+// Pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLE_PLAN_H_
 
@@ -29,6 +35,7 @@ inline constexpr int64_t kLeastSamples = int64_t{8} * kMaxRowSamples;
 // Room of a chunk with so many rows. `shape`: of the head.
 int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
 
+// The lists of a sampled chunk whose logits are stored.
 struct SampleBuffers {
   SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
@@ -51,7 +58,7 @@ struct SampleBuffers {
   static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
 
-// Of a chunk whose logits are recomputed, a block of rows after the other.
+// The lists of a sampled chunk whose logits are recomputed, a block of rows after the other.
 struct RecomputedSampleBuffers {
   SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
@@ -94,12 +101,7 @@ float LeastTaken(int64_t rows);
 
 HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver);
 
-// How a chunk of a head that recomputes logits is divided into blocks of rows and classes, so that a block
-// and what belongs to it fit an arena of a given size. docs/kernels/recomputed.md says what is in it.
-//
-// Pure functions; thread-safe.
-
-// Workspace of such a head unless it has a limit of its own or the server's is lower.
+// Workspace of a head that recomputes logits, unless it has a limit of its own or the server's is lower.
 inline constexpr int64_t kRecomputedWorkspaceBytes = int64_t{64} << 20;
 // Rows of its chunks at most: more would only lengthen its slots.
 inline constexpr int64_t kRecomputedChunkRows = 4096;

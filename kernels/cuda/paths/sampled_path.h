@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampled gradients of a chunk whose logits are stored (docs/kernels/sampled.md), and filtered ones of a head
-// that is split by vocabulary (docs/kernels/filtered.md). The chunk begins as an
-// exact one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a list of few classes a
-// row is taken; with `auto` the device decides by the predicted error whether the list or the matrix becomes
-// dx and dW. What follows the decision works in the memory of the matrix.
+// The paths of sampled gradients (docs/kernels/sampled.md): SampledStoredPath for heads that store logits,
+// SampledRecomputedPath for heads that recompute them. Both also compute the filtered gradients of a head
+// that is split by vocabulary (docs/kernels/filtered.md).
+//
+// Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
 
@@ -20,6 +20,9 @@
 
 namespace lossd::kernels::cuda {
 
+// The chunk begins as an exact one, FusedStoredPath's or StoredPath's, which leaves a matrix of ds. From it a
+// list of few classes a row is taken; with `auto` the device decides by the predicted error whether the list
+// or the matrix becomes dx and dW. What follows the decision works in the memory of the matrix.
 class SampledStoredPath final : public ChunkPath {
  public:
   explicit SampledStoredPath(const PathContext& context);
@@ -70,13 +73,12 @@ class SampledStoredPath final : public ChunkPath {
   bool knows_hot_ = false;
 };
 
-// Sampled gradients of a chunk whose logits are recomputed, a block of rows after the other
-// (docs/kernels/sampled.md). The logits of a block, of all classes, become ds in place, and from it the list
-// of the block's rows is taken. dx and dW come from the lists of all blocks. With `auto` the device decides
-// after the last block, by the predicted error, whether the gradients are computed as RecomputedPath would.
+// Logits are recomputed, a block of rows after the other. The logits of a block, of all classes, become ds in
+// place, and from it the list of the block's rows is taken. dx and dW come from the lists of all blocks. With
+// `auto` the device decides after the last block, by the predicted error, whether the gradients are computed
+// as RecomputedPath would.
 //
 // Each block has its share of the room for entries, and takes a larger threshold if that is not enough.
-
 class SampledRecomputedPath final : public ChunkPath {
  public:
   explicit SampledRecomputedPath(const PathContext& context);

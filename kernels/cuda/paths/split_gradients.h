@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the devices of a head that is split by vocabulary tell each other of gradients that are not exact: at
-// which level they sample, and of each row the predicted error or the dropped mass. So they decide alike, and
-// say the same. For a head that is not split there is nothing to tell.
+// The rows and gradients of a chunk between the kernels that know the classes on this device and those that
+// need all classes: sums of rows (RowMerger), and what is said of gradients that are not exact
+// (GradientMerger). For a head that is not split by vocabulary there is nothing to exchange. The functions at
+// the end are what the paths of sampled gradients have in common, whether logits are stored or recomputed.
 //
 // Each function enqueues on the device's compute stream. Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SPLIT_GRADIENTS_H_
@@ -17,6 +18,8 @@
 
 namespace lossd::kernels::cuda {
 
+// The rows of a chunk of a head that is split by vocabulary, between the kernels that sum over the classes
+// here and those that need the sums over all classes (kernels/split_rows.h).
 class RowMerger {
  public:
   explicit RowMerger(const PathContext& context);
@@ -32,6 +35,9 @@ class RowMerger {
   const SplitRows rows_;
 };
 
+// What the devices of a head that is split by vocabulary tell each other of gradients that are not exact: at
+// which level they sample, and of each row the predicted error or the dropped mass. So they decide alike, and
+// say the same.
 class GradientMerger {
  public:
   explicit GradientMerger(const PathContext& context);
@@ -60,15 +66,13 @@ class GradientMerger {
   const SplitRows rows_;
 };
 
-// What the paths of sampled gradients have in common, whether logits are stored or recomputed.
-
 // From which size on elements are listed as they are; filtered ones are, all that is left of them.
 inline float ThresholdOf(const ChunkJob& job) {
   return job.plan.sampled() ? job.options().sample_threshold : 0.0f;
 }
 
 // Enqueues the decision about a chunk whose rows have all been sampled, into job.decision and
-// job.sample_threshold. Driven by the backend's thread.
+// job.sample_threshold.
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters);
 
 // What dx of the rows from `begin` on takes; `in` is theirs. Without kept entries, hot classes and the

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact gradients of a chunk whose head stores logits: the library's GEMM computes the logits of a block of
-// rows in fp32, the row loss kernel turns them into row results and their gradient in the compute dtype, and
-// when all rows have it two GEMMs take it from there.
+// The paths of exact gradients of a chunk whose head stores logits: StoredPath for every GPU, FusedStoredPath
+// for Hopper. StagedLogits computes fp32 logits for StoredPath and for the filtered path.
+//
+// Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 
@@ -16,6 +17,8 @@
 
 namespace lossd::kernels::cuda {
 
+// The fp32 logits of a chunk, a block of rows at a time (PlanStaging in path_claims.h). So no number of 16
+// bits decides about a result of a row.
 class StagedLogits {
  public:
   explicit StagedLogits(const PathContext& context);
@@ -45,6 +48,9 @@ class StagedLogits {
   const GemmShapes shapes_;
 };
 
+// The library's GEMM computes the logits of a block of rows in fp32, the row loss kernel turns them into row
+// results and their gradient in the compute dtype, and when all rows have that gradient, two GEMMs compute dx
+// and dW from it.
 class StoredPath final : public ChunkPath {
  public:
   explicit StoredPath(const PathContext& context);
@@ -82,7 +88,6 @@ class StoredPath final : public ChunkPath {
 
 // Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it
 // stores exponentials, whose rows lack one factor each to be the gradient.
-
 class FusedStoredPath final : public ChunkPath {
  public:
   explicit FusedStoredPath(const PathContext& context);

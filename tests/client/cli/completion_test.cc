@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lossctl says of unfinished and of misspelt words: the binary, against the fake server.
+// Tests of what lossctl knows about its own command line and about named servers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -23,6 +23,9 @@
 #include "kernels/errors/field_error.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Completion ----
+// What lossctl says of unfinished and of misspelt words: the binary, against the fake server.
 
 namespace lossd::cli::completion_test {
 namespace {
@@ -194,10 +197,10 @@ TEST_F(CompletionTest, AMisspeltWord) {
 }  // namespace
 }  // namespace lossd::cli::completion_test
 
-namespace lossd::cli::contexts_test {
-
+// ---- Contexts ----
 // The file of contexts. The cases of tests/client/contexts/cases.json are the Python client's, too.
 
+namespace lossd::cli::contexts_test {
 namespace {
 
 using nlohmann::json;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of the parts of lossctl that need no server: texts and tables, events, histories, HTTP addresses,
+// metrics, shares, and tensors in files.
 #include "client/cli/format.h"
 
 #include <gmock/gmock.h>
@@ -18,6 +20,8 @@
 #include "client/cli/share_balance.h"
 #include "client/cli/tensor_io.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Format ----
 
 namespace lossd::cli::format_test {
 namespace {
@@ -125,6 +129,8 @@ TEST(FormatTest, FieldsAlign) {
 }  // namespace
 }  // namespace lossd::cli::format_test
 
+// ---- Events text ----
+
 namespace lossd::cli::events_text_test {
 namespace {
 
@@ -161,6 +167,8 @@ TEST(EventsTextTest, OtherAnswersAreErrors) {
 
 }  // namespace
 }  // namespace lossd::cli::events_text_test
+
+// ---- Head history ----
 
 namespace lossd::cli::head_history_test {
 namespace {
@@ -218,6 +226,8 @@ TEST(HeadHistoryTest, DescribeShowsIt) {
 }  // namespace
 }  // namespace lossd::cli::head_history_test
 
+// ---- HTTP addresses ----
+
 namespace lossd::cli::http_address_test {
 namespace {
 
@@ -263,6 +273,8 @@ TEST(HttpAddressTest, AnOldServerHasTheUsualPort) {
 
 }  // namespace
 }  // namespace lossd::cli::http_address_test
+
+// ---- Metrics text ----
 
 namespace lossd::cli::metrics_text_test {
 namespace {
@@ -326,6 +338,8 @@ TEST(MetricsTextTest, Quantiles) {
 }  // namespace
 }  // namespace lossd::cli::metrics_text_test
 
+// ---- Share balance ----
+
 namespace lossd::cli::share_balance_test {
 namespace {
 
@@ -361,6 +375,8 @@ TEST(ShareBalanceTest, DevicesThatHaveClassesEndTogether) {
 
 }  // namespace
 }  // namespace lossd::cli::share_balance_test
+
+// ---- Tensors in files ----
 
 namespace lossd::cli::tensor_io_test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the lossctl binary against the fake server.
+// Tests of the lossctl binary against the fake server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <httplib.h>
@@ -25,6 +25,9 @@
 #include "absl/time/clock.h"
 #include "client/cli/tensor_io.h"
 #include "tests/client/cli/lossctl_fixture.h"
+
+// ---- Commands ----
+// Runs each command.
 
 namespace lossd::cli::lossctl_test {
 namespace {
@@ -366,10 +369,10 @@ TEST_F(LossctlTest, BrokenCallsAreSentAgain) {
 }  // namespace
 }  // namespace lossd::cli::lossctl_test
 
+// ---- Output ----
+// How lossctl prints: documents, wide tables, colours.
+
 namespace lossd::cli::lossctl_output_test {
-
-// How lossctl prints: documents, wide tables, colours. The commands' own words are lossctl_test.cc's.
-
 namespace {
 
 using ::testing::HasSubstr;
@@ -477,11 +480,11 @@ TEST_F(LossctlOutputTest, ATerminalHasColoursUnlessTheEnvironmentSaysNo) {
 }  // namespace
 }  // namespace lossd::cli::lossctl_output_test
 
-namespace lossd::cli::lossctl_usage_test {
-
+// ---- Wrong command lines ----
 // What lossctl says of command lines that are wrong, of numbers that are too large, and of output that goes
 // nowhere.
 
+namespace lossd::cli::lossctl_usage_test {
 namespace {
 
 using ::testing::ContainsRegex;
@@ -593,10 +596,9 @@ TEST_F(LossctlUsageTest, WhatCannotBePrintedIsAnError) {
 }  // namespace
 }  // namespace lossd::cli::lossctl_usage_test
 
+// ---- Plans ----
+
 namespace lossd::cli::lossctl_plan_test {
-
-// Runs `lossctl plan`.
-
 namespace {
 
 using ::testing::ContainsRegex;
@@ -706,10 +708,10 @@ TEST_F(LossctlTest, PlanOfAPipelineHasSharesToPaste) {
 }  // namespace
 }  // namespace lossd::cli::lossctl_plan_test
 
-namespace lossd::cli::lossctl_asking_test {
-
+// ---- Commands that ask ----
 // Commands that throw something away: they ask on a terminal, and want --yes in scripts.
 
+namespace lossd::cli::lossctl_asking_test {
 namespace {
 
 using ::testing::AllOf;
@@ -862,10 +864,10 @@ TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
 }  // namespace
 }  // namespace lossd::cli::lossctl_asking_test
 
-namespace lossd::cli::lossctl_contexts_test {
-
+// ---- Contexts ----
 // `lossctl context`, and which server and credentials a command uses.
 
+namespace lossd::cli::lossctl_contexts_test {
 namespace {
 
 using ::testing::HasSubstr;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of watch_view.h and top_view.h: what `lossctl watch` and `lossctl top` show.
 #include "client/cli/watch_view.h"
 
 #include <gmock/gmock.h>
@@ -12,6 +13,8 @@
 #include "absl/strings/str_split.h"
 #include "client/cli/format.h"
 #include "client/cli/top_view.h"
+
+// ---- lossctl top ----
 
 namespace lossd::cli::top_view_test {
 namespace {
@@ -179,6 +182,8 @@ TEST(TopViewTest, AnErrorIsShownWithWhatWasSeenLast) {
 
 }  // namespace
 }  // namespace lossd::cli::top_view_test
+
+// ---- lossctl watch ----
 
 namespace lossd::cli::watch_view_test {
 namespace {

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of loss_plan.h: the plan of a call, and the record of its answers.
 #include "client/cpp/loss_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <random>
+
+// ---- Loss plan ----
 
 namespace lossd::client::internal::loss_plan_test {
 namespace {
@@ -223,6 +226,8 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
 
 }  // namespace
 }  // namespace lossd::client::internal::loss_plan_test
+
+// ---- Answer tracker ----
 
 namespace lossd::client::internal::answer_tracker_test {
 namespace {

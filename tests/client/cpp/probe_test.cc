@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of probe.h without a network, and of credentials (client_options.h).
 #include "client/cpp/probe.h"
 
 #include <gmock/gmock.h>
@@ -16,6 +17,8 @@
 #include "tests/client/cpp/listener.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/test_pki.h"
+
+// ---- Probe ----
 
 namespace lossd::client::internal::probe_test {
 namespace {
@@ -81,6 +84,8 @@ TEST(ProbeTest, APeerThatGoesDuringTheHandshake) {
 
 }  // namespace
 }  // namespace lossd::client::internal::probe_test
+
+// ---- Credentials ----
 
 namespace lossd::client::credentials_test {
 namespace {

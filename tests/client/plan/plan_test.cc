@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of client/plan: cards, models and their parameters, pipelines, whole plans, rates, and the memory of
+// a trainer.
 #include "client/plan/plan.h"
 
 #include <algorithm>
@@ -20,6 +22,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Cards ----
 
 namespace lossd::plan::cards_test {
 namespace {
@@ -88,6 +92,8 @@ TEST(Cards, RefusesWhatNoSheetIsKnownOf) {
 
 }  // namespace
 }  // namespace lossd::plan::cards_test
+
+// ---- Model ----
 
 namespace lossd::plan::model_test {
 namespace {
@@ -167,10 +173,10 @@ TEST(Model, IsReadFromAFileOrItsFolder) {
 }  // namespace
 }  // namespace lossd::plan::model_test
 
+// ---- Numbers of parameters ----
+// Configurations that are not among the fifteen models of TrainerMemoryBesidePublished, below.
+
 namespace lossd::plan::parameters_test {
-
-// What plan_test.cc has no model for; that one counts fifteen.
-
 namespace {
 
 using ::testing::AllOf;
@@ -266,6 +272,8 @@ TEST(Parameters, ModelTypesAreNamed) {
 
 }  // namespace
 }  // namespace lossd::plan::parameters_test
+
+// ---- Pipeline ----
 
 namespace lossd::plan::pipeline_test {
 namespace {
@@ -368,6 +376,8 @@ TEST(Pipeline, FactorsAreOfThePartsThatTheyName) {
 
 }  // namespace
 }  // namespace lossd::plan::pipeline_test
+
+// ---- Plan ----
 
 namespace lossd::plan::plan_test {
 namespace {
@@ -670,6 +680,8 @@ TEST(Measured, NamesWhatIsWrong) {
 }  // namespace
 }  // namespace lossd::plan::plan_test
 
+// ---- Rates ----
+
 namespace lossd::plan::rates_test {
 namespace {
 
@@ -738,6 +750,8 @@ TEST(Rates, WhatWasNotMeasuredIsNotInvented) {
 
 }  // namespace
 }  // namespace lossd::plan::rates_test
+
+// ---- Trainer memory ----
 
 namespace lossd::plan::trainer_memory_test {
 namespace {

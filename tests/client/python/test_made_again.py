@@ -172,6 +172,9 @@ def test_whatever_meets_a_head_that_is_made_again_is_told_why(server, seed):
                     outcomes["done"] += 1
                 except fine as error:
                     outcomes[type(error).__name__] += 1
+                except lossd.Unavailable as error:  # another thread creates it for longer than calls are repeated
+                    if "is being created" not in str(error):
+                        wrong.append(error)
                 except BaseException as error:
                     wrong.append(error)
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of clock.h: the steady clock, and waits until a time.
 #include "absl/time/clock.h"
 
 #include <gtest/gtest.h>
@@ -11,6 +12,8 @@
 
 #include "kernels/clocks/clock.h"
 #include "tests/support/system_clock.h"
+
+// ---- Clock ----
 
 namespace lossd::clocks::clock_test {
 namespace {
@@ -37,11 +40,11 @@ TEST(ClockTest, InfiniteTimesStay) {
 }  // namespace
 }  // namespace lossd::clocks::clock_test
 
-namespace lossd::clocks::waits_test {
-
+// ---- Waits ----
 // Waits end when their time has passed, whatever the wall clock says. This program has a clock_gettime of its
 // own, so that its wall clock can be ahead or behind of the kernel's.
 
+namespace lossd::clocks::waits_test {
 namespace {
 
 using test::system_ahead;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every set of row loops that this processor can run, against the C library in double.
+// Tests of the loops of the CPU backend: row loops, the sampling of a row, conversions, and the threads that
+// run them.
 #include "kernels/cpu/row_loops.h"
 
 #include <algorithm>
@@ -14,6 +15,9 @@
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loss.h"
 #include "tests/kernels/problem.h"
+
+// ---- Row loops ----
+// Every set of row loops that this processor can run, against the C library in double.
 
 namespace lossd::kernels::testing::row_loops_test {
 namespace {
@@ -180,6 +184,8 @@ TEST(SelectRowLoopsTest, TakesTheWidest) { EXPECT_EQ(&SelectRowLoops(), Availabl
 }  // namespace
 }  // namespace lossd::kernels::testing::row_loops_test
 
+// ---- Row sampling ----
+
 namespace lossd::kernels::row_sampling_test {
 namespace {
 
@@ -268,6 +274,8 @@ TEST(RowSampler, CountsTheNarrowestClasses) {
 }  // namespace
 }  // namespace lossd::kernels::row_sampling_test
 
+// ---- Conversions ----
+
 namespace lossd::kernels::testing::convert_test {
 namespace {
 
@@ -337,6 +345,8 @@ TEST(ConvertTest, NanStaysNan) {
 
 }  // namespace
 }  // namespace lossd::kernels::testing::convert_test
+
+// ---- Parallel for ----
 
 namespace lossd::kernels::parallel_for_test {
 namespace {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is particular to the CUDA backend: devices, memory, chunks in flight. It is longer than 400 lines
-// because all tests are of one device and share its problems.
+// What is particular to the CUDA backend: devices, memory, chunks in flight.
 #include "kernels/cuda/cuda_backend.h"
 
 #include <algorithm>

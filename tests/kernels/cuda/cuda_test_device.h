@@ -15,7 +15,7 @@ inline int GpuCount() {
 }
 inline bool HaveGpu() { return GpuCount() > 0; }
 
-// Compute capability 9.0, for which the kernels in kernels/cuda/hopper are built.
+// Compute capability 9.0, for which the kernels in kernels/cuda/kernels/hopper are built.
 inline bool HaveHopperGpu() {
   cudaDeviceProp properties;
   return HaveGpu() && cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;

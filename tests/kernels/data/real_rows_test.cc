@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of real_rows.h and softmax_profile.h: data with the softmax of a real model.
 #include "kernels/data/real_rows.h"
 
 #include <algorithm>
@@ -16,6 +17,10 @@
 #include "gtest/gtest.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/data/softmax_profile.h"
+
+// ---- Real data ----
+// The data have the softmax that was measured. Thresholds that the size has room for are within the 15 % that
+// benchmarks promise; 512 rows have a standard error of 3 to 6 %.
 
 namespace lossd::data::real_data_test {
 namespace {
@@ -116,6 +121,8 @@ TEST(ProfileCheckTest, CountsClassesAndProbability) {
 }  // namespace
 }  // namespace lossd::data::real_data_test
 
+// ---- Real rows ----
+
 namespace lossd::data::real_rows_test {
 namespace {
 
@@ -173,6 +180,8 @@ TEST(RealRowsTest, RefusesWhatHasNoRoomForSuchRows) {
 
 }  // namespace
 }  // namespace lossd::data::real_rows_test
+
+// ---- Softmax profile ----
 
 namespace lossd::data::softmax_profile_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of field_error.h: errors of fields, payloads of errors, and texts of numbers.
 #include "kernels/errors/field_error.h"
 
 #include <gtest/gtest.h>
@@ -13,6 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "gtest/gtest.h"
+
+// ---- Numbers of bytes ----
 
 namespace lossd::errors::bytes_test {
 namespace {
@@ -40,6 +43,8 @@ TEST(BytesTest, ExactBytesHaveAUnitWhereTheNumberIsLong) {
 
 }  // namespace
 }  // namespace lossd::errors::bytes_test
+
+// ---- Field error ----
 
 namespace lossd::errors::field_error_test {
 namespace {
@@ -155,6 +160,8 @@ TEST(FieldErrorTest, LongPathsAreShortened) {
 }  // namespace
 }  // namespace lossd::errors::field_error_test
 
+// ---- Payload ----
+
 namespace lossd::errors::payload_test {
 namespace {
 
@@ -214,6 +221,8 @@ TEST(PayloadTest, AnotherMessageKeepsCodeAndPayloads) {
 
 }  // namespace
 }  // namespace lossd::errors::payload_test
+
+// ---- Texts ----
 
 namespace lossd::errors::text_test {
 namespace {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divisions of random chunks have the properties that group_chunk.h promises.
+// Tests of how a group divides a chunk (group_chunk.h): the parts, and the decision about sampling in each
+// part.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,6 +16,10 @@
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/group/member_group.h"
 #include "tests/kernels/problem.h"
+
+// ---- Decisions of the parts ----
+// By rows, each member decides for its part of a chunk whether to sample (Gradients::kAuto). What all parts
+// together then have of error is within the limit: the predicted error of the chunk, and what comes out.
 
 namespace lossd::kernels::testing::auto_parts_test {
 namespace {
@@ -144,6 +149,9 @@ TEST_F(AutoPartsTest, WhatThePartsDecideKeepsTheChunkWithinTheLimit) {
 
 }  // namespace
 }  // namespace lossd::kernels::testing::auto_parts_test
+
+// ---- Divisions ----
+// Divisions of random chunks have the properties that group_chunk.h promises.
 
 namespace lossd::kernels::division_test {
 namespace {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine hears of a chunk that several members compute: once, in order, and the truth when some of
-// them fail.
+// Tests of a head that lies on several members: deferred rows, memory, and what the engine hears.
 #include "kernels/group/group_head.h"
 
 #include <gmock/gmock.h>
@@ -28,6 +27,10 @@
 #include "tests/kernels/group/member_group.h"
 #include "tests/kernels/group/scripted_member.h"
 #include "tests/server/app/forwarding_backend.h"
+
+// ---- Deferred rows ----
+// Deferred rows of a head that lies on several members by rows: all of them compute some, and what one of
+// them fails spoils neither the rows that are retained nor later gradients.
 
 namespace lossd::kernels::testing::deferred_rows_test {
 namespace {
@@ -172,11 +175,11 @@ INSTANTIATE_TEST_SUITE_P(Members, GroupDeferredRowsTest, ::testing::Values(1, 2,
 }  // namespace
 }  // namespace lossd::kernels::testing::deferred_rows_test
 
-namespace lossd::kernels::device_memory_test {
-
+// ---- Memory of the device ----
 // Memory that a group shares with other programs: it is the member's that is asked for, and all members reach
 // it.
 
+namespace lossd::kernels::device_memory_test {
 namespace {
 
 // What has been asked of the members.
@@ -317,6 +320,10 @@ TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
 
 }  // namespace
 }  // namespace lossd::kernels::device_memory_test
+
+// ---- What the engine hears ----
+// What the engine hears of a chunk that several members compute: once, in order, and the truth when some of
+// them fail.
 
 namespace lossd::kernels::testing::group_head_test {
 namespace {

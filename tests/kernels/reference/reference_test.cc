@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference proves itself: its gradients are those of its losses by central differences, and its losses
-// agree with values worked out by hand.
+// Tests of reference.h, which the tests of all backends rest on: exact gradients, sampled gradients, and one
+// sampled row.
 #include "kernels/reference/reference.h"
 
 #include <algorithm>
@@ -15,6 +15,10 @@
 #include "kernels/decision.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
+
+// ---- Exact gradients ----
+// The reference proves itself: its gradients are those of its losses by central differences, and its losses
+// agree with values worked out by hand.
 
 namespace lossd::kernels::testing::reference_test {
 namespace {
@@ -155,11 +159,11 @@ TEST(ReferenceTest, MaskedRowsStayOutOfTheParameterGradients) {
 }  // namespace
 }  // namespace lossd::kernels::testing::reference_test
 
-namespace lossd::kernels::testing::reference_sampling_test {
-
-// Sampled gradients of the reference: their mean over many seeds is the exact gradient, with the spread that
+// ---- Sampled gradients ----
+// Their mean over many seeds is the exact gradient, with the spread that
 // is predicted. One row and a bias show dL/d(dot product) class by class.
 
+namespace lossd::kernels::testing::reference_sampling_test {
 namespace {
 
 constexpr int kSeeds = 4000;
@@ -379,6 +383,8 @@ TEST(ReferenceSampling, NumbersAreThoseOfTheRowsPlaceInItsMicrobatch) {
 
 }  // namespace
 }  // namespace lossd::kernels::testing::reference_sampling_test
+
+// ---- One sampled row ----
 
 namespace lossd::kernels::reference::sampled_row_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of certificates.h: files that are read again when they change, and TLS material.
 #include "server/access/certificates.h"
 
 #include <gmock/gmock.h>
@@ -9,6 +10,8 @@
 #include "kernels/clocks/clock.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/test_pki.h"
+
+// ---- Files that are read again ----
 
 namespace lossd::access::reloaded_test {
 namespace {
@@ -71,6 +74,8 @@ TEST_F(ReloadedTest, TheFirstHasToBeValid) {
 
 }  // namespace
 }  // namespace lossd::access::reloaded_test
+
+// ---- TLS material ----
 
 namespace lossd::access::tls_material_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of roles.h: the access file, the roles of certificates, and tokens.
 #include "server/access/roles.h"
 
 #include <gmock/gmock.h>
@@ -8,6 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Access file ----
 
 namespace lossd::access::access_file_test {
 namespace {
@@ -73,6 +76,8 @@ TEST_F(AccessFileTest, RefusesWhatIsNoFileWithContent) {
 }  // namespace
 }  // namespace lossd::access::access_file_test
 
+// ---- Certificate roles ----
+
 namespace lossd::access::certificate_roles_test {
 namespace {
 
@@ -119,6 +124,8 @@ TEST(CertificateRolesTest, RefusesLines) {
 
 }  // namespace
 }  // namespace lossd::access::certificate_roles_test
+
+// ---- Tokens ----
 
 namespace lossd::access::tokens_test {
 namespace {

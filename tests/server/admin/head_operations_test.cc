@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of head_operations.h: the log of choices, and the history of a head.
 #include "server/admin/head_operations.h"
 
 #include <gmock/gmock.h>
@@ -6,6 +7,8 @@
 
 #include "server/log/log.h"
 #include "tests/server/admin/checkpoints_fixture.h"
+
+// ---- Choice log ----
 
 namespace lossd::admin::choice_log_test {
 namespace {
@@ -34,10 +37,10 @@ TEST(ChoiceLogTest, IsForDebuggingOnly) { EXPECT_EQ(Logged(log::LogLevel::kInfo)
 }  // namespace
 }  // namespace lossd::admin::choice_log_test
 
-namespace lossd::admin {
-
+// ---- Head history ----
 // What a head says of where its values come from, and what a call is told that names another step.
 
+namespace lossd::admin {
 namespace {
 
 using ::testing::HasSubstr;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of the small parts that a server process is started and watched with: addresses, options, health, and
+// the events that stop it.
 #include "server/app/process.h"
 
 #include <gmock/gmock.h>
@@ -18,6 +20,8 @@
 #include "server/app/health.h"
 #include "server/app/server_parts.h"
 #include "server/app/stop_events.h"
+
+// ---- Addresses ----
 
 namespace lossd::app::addresses_test {
 namespace {
@@ -72,6 +76,8 @@ TEST(AddressesTest, KnowsLoopback) {
 }  // namespace
 }  // namespace lossd::app::addresses_test
 
+// ---- Sizes in bytes ----
+
 namespace lossd::app::byte_size_test {
 namespace {
 
@@ -115,10 +121,10 @@ TEST(ByteSizeTest, RoundTrip) {
 }  // namespace
 }  // namespace lossd::app::byte_size_test
 
-namespace lossd::app::check_options_test {
-
+// ---- Checks of options ----
 // Options that are out of range, and what follows from them.
 
+namespace lossd::app::check_options_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -175,6 +181,8 @@ TEST(CheckOptionsTest, StreamPriority) {
 }  // namespace
 }  // namespace lossd::app::check_options_test
 
+// ---- Process ----
+
 namespace lossd::app::process_test {
 namespace {
 
@@ -204,6 +212,8 @@ TEST(ProcessTest, AWriteThatFailsDoesNotEndTheProcess) {
 
 }  // namespace
 }  // namespace lossd::app::process_test
+
+// ---- Health ----
 
 namespace lossd::app::health_test {
 namespace {
@@ -259,6 +269,8 @@ TEST(HealthTest, TroubleIsWhatAPersonHasToKnowFirst) {
 }  // namespace
 }  // namespace lossd::app::health_test
 
+// ---- Device watch ----
+
 namespace lossd::app::device_watch_test {
 namespace {
 
@@ -283,6 +295,8 @@ TEST(DeviceWatchTest, ReportsALostDeviceOnce) {
 
 }  // namespace
 }  // namespace lossd::app::device_watch_test
+
+// ---- Stop events ----
 
 namespace lossd::app::stop_events_test {
 namespace {

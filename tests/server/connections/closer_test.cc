@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of closer.h: the threads that close descriptors of strangers, and the relay between two sockets.
 #include "server/connections/closer.h"
 
 #include <arpa/inet.h>
@@ -17,6 +18,8 @@
 
 #include "absl/time/clock.h"
 #include "tests/server/connections/lingering_socket.h"
+
+// ---- Closer ----
 
 namespace lossd::connections::closer_test {
 namespace {
@@ -66,6 +69,8 @@ TEST(CloserTest, NothingIsNothing) {
 
 }  // namespace
 }  // namespace lossd::connections::closer_test
+
+// ---- Relay ----
 
 namespace lossd::connections::relay_test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients from outside through the engine.
+// Tests of gradients that come from outside (AddGradient) through the engine, in both modes.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +21,8 @@
 #include "tests/server/engine/contributions_fixture.h"
 #include "tests/server/engine/row_collector.h"
 #include "tests/server/engine/sent_slice.h"
+
+// ---- In arrival order ----
 
 namespace lossd::engine::contributions_test {
 namespace {
@@ -270,10 +272,10 @@ TEST_F(ContributionsTest, RandomHistoriesAddEachRowOnce) {
 }  // namespace
 }  // namespace lossd::engine::contributions_test
 
-namespace lossd::engine::deterministic_contributions_test {
-
+// ---- In deterministic order ----
 // Gradients from outside in deterministic mode: they wait for their turn among the microbatches.
 
+namespace lossd::engine::deterministic_contributions_test {
 namespace {
 
 class DeterministicContributionsTest : public ContributionsTest {

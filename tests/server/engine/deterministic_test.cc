@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine in deterministic mode: order, waiting and repeats on a scripted device.
+// Tests of the engine in deterministic mode (deterministic_schedule.h).
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -20,6 +20,9 @@
 #include "tests/server/engine/row_collector.h"
 #include "tests/server/engine/sent_slice.h"
 #include "tests/server/engine/silent_observer.h"
+
+// ---- Order ----
+// Order, waiting and repeats, on a scripted device.
 
 namespace lossd::engine::deterministic_test {
 namespace {
@@ -315,11 +318,11 @@ TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
 }  // namespace
 }  // namespace lossd::engine::deterministic_test
 
-namespace lossd::engine::deterministic_decisions_test {
-
-// Deterministic mode on the CPU backend with gradients `auto`: what a group has decided holds for its
+// ---- Decisions about sampling ----
+// On the CPU backend with gradients `auto`: what a group has decided holds for its
 // repeats.
 
+namespace lossd::engine::deterministic_decisions_test {
 namespace {
 
 using kernels::Gradients;
@@ -471,10 +474,10 @@ TEST_F(DeterministicDecisionsTest, ZeroedGradientsForgetWhatWasDecided) {
 }  // namespace
 }  // namespace lossd::engine::deterministic_decisions_test
 
+// ---- Deferred microbatches ----
+// On a scripted device.
+
 namespace lossd::engine::deterministic_deferred_test {
-
-// Deferred microbatches in deterministic mode, on a scripted device.
-
 namespace {
 
 using ::testing::ElementsAre;
@@ -560,6 +563,8 @@ TEST_F(DeterministicDeferredTest, RowsThatAreNotSentAgainKeepTheirGradients) {
 
 }  // namespace
 }  // namespace lossd::engine::deterministic_deferred_test
+
+// ---- Decisions of groups ----
 
 namespace lossd::engine::group_decisions_test {
 namespace {

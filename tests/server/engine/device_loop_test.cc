@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of device_loop.h: the thread that drives the device, what the engine says when the device fails, and
+// how long the device has been silent.
 #include "server/engine/device_loop.h"
 
 #include <cstdint>
@@ -22,6 +24,8 @@
 #include "server/engine/engine_options.h"
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
+
+// ---- Device loop ----
 
 namespace lossd::engine::device_loop_test {
 namespace {
@@ -303,11 +307,11 @@ TEST_F(DeviceLoopTest, ARemovedSourceIsAskedNoMore) {
 }  // namespace
 }  // namespace lossd::engine::device_loop_test
 
-namespace lossd::engine::device_errors_test {
-
+// ---- Errors of the device ----
 // What the engine tells as a failure of the device: what the backend has said, and nothing that it says
 // itself. The server ends when it is told UNAVAILABLE.
 
+namespace lossd::engine::device_errors_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -361,11 +365,11 @@ TEST_F(DeviceErrorsTest, TheNormOfAStepNoticesALostDevice) {
 }  // namespace
 }  // namespace lossd::engine::device_errors_test
 
-namespace lossd::engine::device_silence_test {
-
+// ---- Silence of the device ----
 // Engine::DeviceSilence: an idle engine beats, and one whose device thread or device hangs falls silent until
 // it goes on.
 
+namespace lossd::engine::device_silence_test {
 namespace {
 
 class DeviceSilenceTest : public EngineTest {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of engine.h: the engine as its callers see it, its context and observers, and what it refuses.
 #include "server/engine/engine.h"
 
 #include <algorithm>
@@ -22,6 +23,8 @@
 #include "server/engine/staging.h"
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
+
+// ---- The engine ----
 
 namespace lossd::engine::engine_test {
 namespace {
@@ -370,6 +373,8 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
 }  // namespace
 }  // namespace lossd::engine::engine_test
 
+// ---- Engine context ----
+
 namespace lossd::engine::engine_context_test {
 namespace {
 
@@ -396,6 +401,8 @@ TEST(EngineContextTest, MemoryThatCannotBeHadIsAnError) {
 
 }  // namespace
 }  // namespace lossd::engine::engine_context_test
+
+// ---- Engine observer ----
 
 namespace lossd::engine::engine_observer_test {
 namespace {
@@ -437,11 +444,11 @@ TEST(EngineObserversTest, EveryObserverIsToldEverything) {
 }  // namespace
 }  // namespace lossd::engine::engine_observer_test
 
-namespace lossd::engine::refusals_test {
-
+// ---- Refusals ----
 // What the engine refuses, and that nothing else changes: bad slices, bad streams, rows that are not finite,
-// what is over a limit.
+// requests over a limit.
 
+namespace lossd::engine::refusals_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -589,6 +596,18 @@ TEST_F(RefusalsTest, LimitsAreEnforced) {
   const kernels::HeadConfig config{.hidden_size = kHidden, .vocab_size = 10};
   EXPECT_EQ(engine_->CreateHead("third", config).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(engine_->CreateHead("head", config).code(), absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(RefusalsTest, ARefusedStreamDoesNotBeginTheStep) {
+  Start({.max_ledger_rows = 10});
+  StreamSpec refused = Whole(1, 11);
+  refused.run = "refused";
+  EXPECT_EQ(engine_->Open(refused, std::make_shared<RowCollector>()).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  StreamSpec first = Whole(1, 10);
+  first.run = "first";
+  auto stream = Open(first, std::make_shared<RowCollector>());
+  EXPECT_EQ(engine_->Describe("head")->open_run, "first");
 }
 
 TEST_F(RefusalsTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {

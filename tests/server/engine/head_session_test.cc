@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A head's session by hand: slices from their caller to the device and back, and versions.
+// Tests of head_session.h: the session of one head, and the directory of all heads.
 #include "server/engine/head_session.h"
 
 #include <memory>
@@ -13,6 +13,9 @@
 #include "kernels/errors/field_error.h"
 #include "server/engine/operations.h"
 #include "tests/server/engine/session_fixture.h"
+
+// ---- The session of a head ----
+// Driven by hand: slices from their caller to the device and back, and versions.
 
 namespace lossd::engine::head_session_test {
 namespace {
@@ -206,6 +209,8 @@ TEST_F(HeadSessionTest, ItsPartOfTheStats) {
 
 }  // namespace
 }  // namespace lossd::engine::head_session_test
+
+// ---- The directory of heads ----
 
 namespace lossd::engine::head_directory_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of ledger.h: the ledger of contributions and the ledger of microbatch rows.
 #include "server/engine/ledger.h"
 
 #include <cstdint>
@@ -14,6 +15,8 @@
 #include "kernels/backend.h"
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
+
+// ---- Contribution ledger ----
 
 namespace lossd::engine::contribution_ledger_test {
 namespace {
@@ -136,6 +139,8 @@ TEST(ContributionLedgerTest, AgreesWithAPlainModel) {
 
 }  // namespace
 }  // namespace lossd::engine::contribution_ledger_test
+
+// ---- Ledger ----
 
 namespace lossd::engine::ledger_test {
 namespace {

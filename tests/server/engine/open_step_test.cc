@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of open_step.h: the last step, the open step, and the history of a head's steps.
 #include "server/engine/open_step.h"
 
 #include <limits>
@@ -11,6 +12,8 @@
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
 #include "server/engine/errors.h"
+
+// ---- Last step ----
 
 namespace lossd::engine::last_step_test {
 namespace {
@@ -42,6 +45,8 @@ TEST(LastStepTest, AnyGradientsAreRightIfItIsNotKnownWhichTheyWere) {
 
 }  // namespace
 }  // namespace lossd::engine::last_step_test
+
+// ---- Open step ----
 
 namespace lossd::engine::open_step_test {
 namespace {
@@ -299,6 +304,8 @@ TEST_F(OpenStepTest, BrokenWeightsEndWhatUsesThem) {
 
 }  // namespace
 }  // namespace lossd::engine::open_step_test
+
+// ---- Step history ----
 
 namespace lossd::engine::step_history_test {
 namespace {

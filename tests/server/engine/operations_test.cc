@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps through the engine: applied once, whole, and never on numbers that may be wrong.
+// Tests of operations.h through an engine: steps, bounds on updates, and access to tensors.
 #include "server/engine/operations.h"
 
 #include <cmath>
@@ -15,6 +15,9 @@
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
 #include "tests/server/engine/engine_fixture.h"
+
+// ---- Steps ----
+// Steps are applied once, whole, and never on numbers that may be wrong.
 
 namespace lossd::engine::steps_test {
 namespace {
@@ -326,6 +329,8 @@ TEST_F(StepsTest, LoadedProgressCountsUpdates) {
 }  // namespace
 }  // namespace lossd::engine::steps_test
 
+// ---- Update bounds ----
+
 namespace lossd::engine::update_bounds_test {
 namespace {
 
@@ -435,10 +440,10 @@ TEST(UpdateBoundsTest, WhatMustOverflowIsRefused) {
 }  // namespace
 }  // namespace lossd::engine::update_bounds_test
 
-namespace lossd::engine::tensor_access_test {
-
+// ---- Access to tensors ----
 // Reading and writing tensors row by row, while other calls change the head or want to use it.
 
+namespace lossd::engine::tensor_access_test {
 namespace {
 
 using ::testing::HasSubstr;

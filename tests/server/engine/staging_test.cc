@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of staging.h: fair shares, ranges of memory, the staging pool, and how several takers share it.
 #include "server/engine/staging.h"
 
 #include <algorithm>
@@ -20,6 +21,8 @@
 #include "absl/synchronization/notification.h"
 #include "gtest/gtest.h"
 #include "tests/server/engine/fake_backend.h"
+
+// ---- Fair share ----
 
 namespace lossd::engine::fair_share_test {
 namespace {
@@ -86,6 +89,8 @@ TEST(FairShareTest, RemembersOnlyHoldersThatHaveSomething) {
 }  // namespace
 }  // namespace lossd::engine::fair_share_test
 
+// ---- Range allocator ----
+
 namespace lossd::engine::range_allocator_test {
 namespace {
 
@@ -150,6 +155,8 @@ TEST(RangeAllocatorTest, BlocksNeverOverlap) {
 
 }  // namespace
 }  // namespace lossd::engine::range_allocator_test
+
+// ---- Staging pool ----
 
 namespace lossd::engine::staging_pool_test {
 namespace {
@@ -491,10 +498,9 @@ TEST_F(StagingPoolTest, ForgetWhileOthersReturn) {
 }  // namespace
 }  // namespace lossd::engine::staging_pool_test
 
+// ---- Shares of the staging pool ----
+
 namespace lossd::engine::staging_shares_test {
-
-// Shares of the staging pool.
-
 namespace {
 
 // Takes all that `holder` gets without waiting.

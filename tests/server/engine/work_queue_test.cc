@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of work_queue.h: the queue and its policy for chunks, the seeds of sampled gradients, and what the
+// engine reports of chunks.
 #include "server/engine/work_queue.h"
 
 #include <cstdint>
@@ -12,6 +14,8 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/silent_observer.h"
 #include "tests/server/engine/stream_specs.h"
+
+// ---- Work queue ----
 
 namespace lossd::engine::work_queue_test {
 namespace {
@@ -192,6 +196,8 @@ TEST(ChunkPolicyTest, OnlyAnOpenChunkThatAccumulatesWaitsAndOnlyForOneThatIsComp
 }  // namespace
 }  // namespace lossd::engine::work_queue_test
 
+// ---- Sample seed ----
+
 namespace lossd::engine::sample_seed_test {
 namespace {
 
@@ -217,10 +223,10 @@ TEST(SampleSeed, EachMicrobatchHasItsOwn) {
 }  // namespace
 }  // namespace lossd::engine::sample_seed_test
 
-namespace lossd::engine::chunk_reports_test {
-
+// ---- Chunk reports ----
 // What the engine tells of the chunks it has computed: how, and how their gradients turned out.
 
+namespace lossd::engine::chunk_reports_test {
 namespace {
 
 using ::testing::ElementsAre;

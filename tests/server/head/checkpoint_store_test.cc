@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is listed, what is pruned, what is cleaned up.
+// Tests of checkpoint_store.h: one checkpoint in the directory, and the store of all of them.
 #include "server/head/checkpoint_store.h"
 
 #include <fcntl.h>
@@ -11,6 +11,9 @@
 #include "absl/time/clock.h"
 #include "server/head/disk.h"
 #include "tests/server/head/checkpoint_fixture.h"
+
+// ---- Checkpoint directory ----
+// A checkpoint among others in a directory: files that lead out of it, names that are taken, a limit.
 
 namespace lossd::head::checkpoint_directory_test {
 namespace {
@@ -115,6 +118,9 @@ TEST_F(CheckpointDirectoryTest, DirectoryWithALimit) {
 
 }  // namespace
 }  // namespace lossd::head::checkpoint_directory_test
+
+// ---- Checkpoint store ----
+// What is listed, what is pruned, what is cleaned up.
 
 namespace lossd::head::checkpoint_store_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of disk.h: the removal of folders, and the lock of a folder.
 #include "server/head/disk.h"
 
 #include <gtest/gtest.h>
@@ -10,6 +11,8 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Disk ----
 
 namespace lossd::head::disk_test {
 namespace {
@@ -26,6 +29,8 @@ TEST(DiskTest, SaysWhetherAFolderWasRemoved) {
 
 }  // namespace
 }  // namespace lossd::head::disk_test
+
+// ---- Folder lock ----
 
 namespace lossd::head::folder_lock_test {
 namespace {

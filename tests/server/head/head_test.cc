@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of head.h: the head and its initial values.
 #include "server/head/head.h"
 
 #include <gmock/gmock.h>
@@ -14,6 +15,8 @@
 #include <vector>
 
 #include "tests/server/head/memory_kernels.h"
+
+// ---- Head ----
 
 namespace lossd::head::head_test {
 namespace {
@@ -73,6 +76,8 @@ TEST(HeadTest, ErrorsNameHeadAndTensor) {
 
 }  // namespace
 }  // namespace lossd::head::head_test
+
+// ---- Initializer ----
 
 namespace lossd::head::initializer_test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a manifest says is read back exactly, and a manifest of another version is refused.
+// Tests of manifest.h: checksums, the manifest, and the division of classes into shards.
 #include "server/head/manifest.h"
 
 #include <gmock/gmock.h>
@@ -13,6 +13,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+
+// ---- Checksum ----
 
 namespace lossd::head::checksum_test {
 namespace {
@@ -32,6 +34,9 @@ TEST(ChecksumTest, KnownValues) {
 
 }  // namespace
 }  // namespace lossd::head::checksum_test
+
+// ---- Manifest ----
+// What a manifest says is read back exactly, and a manifest of another version is refused.
 
 namespace lossd::head::manifest_test {
 namespace {
@@ -343,11 +348,11 @@ TEST_F(ManifestTest, AnEarlierVersionsIsRead) {
 }  // namespace
 }  // namespace lossd::head::manifest_test
 
-namespace lossd::head::shards_test {
-
+// ---- Shards ----
 // Every class is in exactly one file, files are about as large as each other, and there are as many as the
 // rules want.
 
+namespace lossd::head::shards_test {
 namespace {
 
 using kernels::HeadConfig;

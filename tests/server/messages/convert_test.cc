@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of convert.h and texts.h: messages, enumerations, texts and errors.
 #include "server/messages/convert.h"
 
 #include <gmock/gmock.h>
@@ -13,6 +14,8 @@
 #include "proto/wire/status_details.h"
 #include "server/engine/errors.h"
 #include "server/messages/texts.h"
+
+// ---- Conversions ----
 
 namespace lossd::messages::convert_test {
 namespace {
@@ -180,6 +183,8 @@ TEST(ConvertTest, SliceResultsKeepTheirOrder) {
 }  // namespace
 }  // namespace lossd::messages::convert_test
 
+// ---- Enums ----
+
 namespace lossd::messages::enums_test {
 namespace {
 
@@ -250,6 +255,8 @@ TEST(EnumsTest, UnspecifiedIsADefaultOrRefused) {
 }  // namespace
 }  // namespace lossd::messages::enums_test
 
+// ---- Texts ----
+
 namespace lossd::messages {
 namespace {
 
@@ -292,6 +299,8 @@ TEST(TextsTest, AnIdIsNotEmpty) {
 
 }  // namespace
 }  // namespace lossd::messages
+
+// ---- Errors ----
 
 namespace lossd::messages::errors_test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The series of each head, by a clock of the test's own.
+// Tests of head_metrics.h and of the registry of metrics.
 #include "server/metrics/head_metrics.h"
 
 #include <gmock/gmock.h>
@@ -20,6 +20,9 @@
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Head metrics ----
+// The series of each head, by a clock of the test's own.
 
 namespace lossd::metrics::head_metrics_test {
 namespace {
@@ -158,6 +161,8 @@ TEST_F(HeadMetricsTest, AHeadsSeriesEndWithIt) {
 
 }  // namespace
 }  // namespace lossd::metrics::head_metrics_test
+
+// ---- The registry of metrics ----
 
 namespace lossd::metrics::metrics_test {
 namespace {

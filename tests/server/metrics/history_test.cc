@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of history.h: the history of samples, and the sampler that fills it.
 #include "server/metrics/history.h"
 
 #include <gmock/gmock.h>
@@ -11,6 +12,8 @@
 
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
+
+// ---- History ----
 
 namespace lossd::metrics::history_test {
 namespace {
@@ -104,10 +107,10 @@ TEST_F(HistoryTest, SoManyHeadsHaveSeries) {
 }  // namespace
 }  // namespace lossd::metrics::history_test
 
-namespace lossd::metrics::sampler_test {
-
+// ---- Sampler ----
 // Samples of a server without calls, by times of the test's own.
 
+namespace lossd::metrics::sampler_test {
 namespace {
 
 class SamplerTest : public testing::Test {

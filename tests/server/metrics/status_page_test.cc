@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of status_page.h: HTML, the page itself, and its lists of checkpoints.
 #include "server/metrics/status_page.h"
 
 #include <gmock/gmock.h>
@@ -18,6 +19,8 @@
 #include "server/metrics/history.h"
 #include "server/metrics/http_pages.h"
 #include "tests/support/temp_folder.h"
+
+// ---- Status page ----
 
 namespace lossd::metrics::status_page_test {
 namespace {
@@ -258,6 +261,8 @@ TEST_F(StatusPageTest, BadParametersAreNamed) {
 
 }  // namespace
 }  // namespace lossd::metrics::status_page_test
+
+// ---- Checkpoint lists ----
 
 namespace lossd::metrics::checkpoint_lists_test {
 namespace {

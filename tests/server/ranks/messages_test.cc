@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks send each other is what they had, field by field. The structured bindings name all fields of a
-// type: one that is added has to be added here, and so to the messages.
+// Tests of what ranks say to each other: messages, collectives, and the agreement of all ranks.
 #include "server/ranks/messages.h"
 
 #include <gmock/gmock.h>
@@ -14,6 +13,10 @@
 #include "server/ranks/remote_backend.h"
 #include "server/ranks/start.h"
 #include "tests/server/ranks/local_worker.h"
+
+// ---- Messages ----
+// What ranks send each other is what they had, field by field. The structured bindings name all fields of a
+// type: one that is added has to be added here, and so to the messages.
 
 namespace lossd::ranks::messages_test {
 namespace {
@@ -104,6 +107,8 @@ TEST(RankMessagesTest, SumsOfSlices) {
 
 }  // namespace
 }  // namespace lossd::ranks::messages_test
+
+// ---- Collectives ----
 
 namespace lossd::ranks::collectives_test {
 namespace {
@@ -201,6 +206,8 @@ TEST(RankCollectivesTest, WhatIsInTheWayIsNamed) {
 
 }  // namespace
 }  // namespace lossd::ranks::collectives_test
+
+// ---- Agreement ----
 
 namespace lossd::ranks::agreement_test {
 namespace {

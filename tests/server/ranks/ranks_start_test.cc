@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that are stopped or killed before they serve: whoever was asked to stop ends at once, and says so,
-// and the others end or wait for it to come again.
+// Tests of how ranks start: ranks that end before they serve, and the programs that launch ranks.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -21,6 +20,10 @@
 #include "tests/server/service/small_training.h"
 #include "tests/support/fake_service_manager.h"
 #include "tests/support/rank_server.h"
+
+// ---- Ranks that end early ----
+// Ranks that are stopped or killed before they serve: whoever was asked to stop ends at once, and says so,
+// and the others end or wait for it to come again.
 
 namespace lossd::app::testing::ranks_start_test {
 namespace {
@@ -138,11 +141,11 @@ TEST(RanksStartTest, ARankThatIsKilledWhileTheyComeTogetherEndsAll) {
 }  // namespace
 }  // namespace lossd::app::testing::ranks_start_test
 
-namespace lossd::app::testing::ranks_launchers_test {
-
+// ---- Launchers ----
 // lossd as launchers start it: the environment that each sets says which rank a process is; and torchrun
 // itself, which starts all ranks again when one has ended.
 
+namespace lossd::app::testing::ranks_launchers_test {
 namespace {
 
 using test::RankServer;

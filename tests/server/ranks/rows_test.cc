@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of rows.h: regions that hold rows, memory that ranks share, and chunks whose rows lie there.
 #include "server/ranks/rows.h"
 
 #include <fcntl.h>
@@ -29,6 +30,8 @@
 #include "tests/server/app/forwarding_backend.h"
 #include "tests/server/connections/await_closing.h"
 #include "tests/server/ranks/local_worker.h"
+
+// ---- Row regions ----
 
 namespace lossd::ranks::row_regions_test {
 namespace {
@@ -213,11 +216,11 @@ TEST_F(RowRegionsTest, WaitsForThoseThatAreHere) {
 }  // namespace
 }  // namespace lossd::ranks::row_regions_test
 
-namespace lossd::ranks::shared_rows_test {
-
+// ---- Memory that ranks share ----
 // Memory that the leader shares with a worker: who may have it, where rows lie in it, and how it ends. Leader
 // and worker are in this process.
 
+namespace lossd::ranks::shared_rows_test {
 namespace {
 
 using kernels::MemoryKind;
@@ -426,11 +429,11 @@ TEST_F(SharedRowsTest, ManyThatSayNothingKeepNoWorkerOut) {
 }  // namespace
 }  // namespace lossd::ranks::shared_rows_test
 
-namespace lossd::ranks::shared_chunks_test {
-
+// ---- Chunks in shared memory ----
 // Chunks whose rows lie in memory that leader and worker share: hidden states and their gradients leave the
 // messages, and results are the same.
 
+namespace lossd::ranks::shared_chunks_test {
 namespace {
 
 using ::testing::HasSubstr;

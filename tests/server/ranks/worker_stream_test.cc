@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's end of a stream whose worker does what it must not: it is lost, and all that is under way
-// fails once.
+// Tests of the leader's end of a worker's stream: buffers, what is known of the worker, and workers that
+// fail.
 #include "server/ranks/worker_stream.h"
 
 #include <gmock/gmock.h>
@@ -14,6 +14,8 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "server/ranks/worker_heads.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
+
+// ---- Buffers of a worker ----
 
 namespace lossd::ranks::worker_buffers_test {
 namespace {
@@ -109,10 +111,10 @@ TEST(WorkerBuffersTest, WithoutAReserveTheLargestChunkDecides) {
 }  // namespace
 }  // namespace lossd::ranks::worker_buffers_test
 
-namespace lossd::ranks::worker_state_test {
-
+// ---- What is known of a worker ----
 // What the leader knows of a worker: memory, traffic, metrics.
 
+namespace lossd::ranks::worker_state_test {
 namespace {
 
 using testing::kHidden;
@@ -191,6 +193,9 @@ TEST_F(WorkerStreamTest, MoreMetricsThanThereCanBeAreALoss) {
 
 }  // namespace
 }  // namespace lossd::ranks::worker_state_test
+
+// ---- Workers that fail ----
+// The worker does what it must not: it is lost, and all that is under way fails once.
 
 namespace lossd::ranks::worker_stream_test {
 namespace {

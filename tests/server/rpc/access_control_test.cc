@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of access_control.h: which role each method needs, and who the peer of a call is.
 #include "server/rpc/access_control.h"
 
 #include <gmock/gmock.h>
@@ -14,6 +15,8 @@
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/region.pb.h"
 #include "lossd/v1/server.pb.h"
+
+// ---- Access to methods ----
 
 namespace lossd::rpc::method_access_test {
 namespace {
@@ -77,6 +80,8 @@ TEST(MethodAccessTest, ChangesOfHeadsAreAudited) {
 
 }  // namespace
 }  // namespace lossd::rpc::method_access_test
+
+// ---- The peer of a call ----
 
 namespace lossd::rpc::peer_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of call_registry.h: the registry of open calls and the timeouts of calls.
 #include "server/rpc/call_registry.h"
 
 #include <gtest/gtest.h>
@@ -10,6 +11,8 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
+
+// ---- Call registry ----
 
 namespace lossd::rpc::call_registry_test {
 namespace {
@@ -134,6 +137,8 @@ TEST(CallRegistryTest, WaitsUntilEmpty) {
 
 }  // namespace
 }  // namespace lossd::rpc::call_registry_test
+
+// ---- Call timeouts ----
 
 namespace lossd::rpc::call_timeouts_test {
 namespace {

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of the parts of compute_loss_call.h: the inbox of a call, the table of peers, and the places of
+// slices.
 #include "server/rpc/compute_loss_call.h"
 
 #include <gmock/gmock.h>
@@ -19,6 +21,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
+
+// ---- Call inbox ----
 
 namespace lossd::rpc::call_inbox_test {
 namespace {
@@ -184,6 +188,8 @@ TEST(CallInboxTest, KeepsItsHandlerAndATurnKeepsTheInbox) {
 }  // namespace
 }  // namespace lossd::rpc::call_inbox_test
 
+// ---- Peer table ----
+
 namespace lossd::rpc::peer_table_test {
 namespace {
 
@@ -279,6 +285,8 @@ TEST(PeerTableTest, ManyThreads) {
 
 }  // namespace
 }  // namespace lossd::rpc::peer_table_test
+
+// ---- Slice places ----
 
 namespace lossd::rpc::slice_places_test {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of workers.h: the workers of administrative calls, and the pool of workers.
 #include "server/rpc/workers.h"
 
 #include <gtest/gtest.h>
@@ -16,6 +17,8 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+
+// ---- Admin workers ----
 
 namespace lossd::rpc::admin_workers_test {
 namespace {
@@ -170,6 +173,8 @@ TEST_F(AdminWorkersTest, PeersTakeTurnsAtLooking) {
 
 }  // namespace
 }  // namespace lossd::rpc::admin_workers_test
+
+// ---- Worker pool ----
 
 namespace lossd::rpc::worker_pool_test {
 namespace {

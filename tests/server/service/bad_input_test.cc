@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad loss calls; bad_input_fixture.h says what has to hold after each.
+// Tests of bad input through the service: bad loss calls, and the fields that errors name.
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
@@ -18,6 +18,9 @@
 #include "absl/time/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/server/service/bad_input_fixture.h"
+
+// ---- Bad loss calls ----
+// bad_input_fixture.h says what has to hold after each of these calls.
 
 namespace lossd::app::testing::bad_input_test {
 namespace {
@@ -279,14 +282,12 @@ TEST_F(BadInputTest, Deadline) {
 }  // namespace
 }  // namespace lossd::app::testing::bad_input_test
 
-namespace lossd::app::testing::error_fields_test {
-
+// ---- Fields of errors ----
 // Every field that a client can get wrong: the error's detail names it by its full path and repeats what was
 // sent. A field of these messages that the tables below leave out has to be listed as one that takes every
 // value.
-//
-// The file is longer than 400 lines because each field of the messages has a line of its own.
 
+namespace lossd::app::testing::error_fields_test {
 namespace {
 
 using ::testing::UnorderedElementsAreArray;

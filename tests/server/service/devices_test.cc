@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server whose heads lie on several devices, here parts of the CPU's threads: it trains as one device does,
-// deterministically if it is to, and its checkpoints load into any number of devices.
-// It is longer than 400 lines because the cases share their server, their data and what they expect.
+// Tests of a server whose heads lie on several devices, here parts of the CPU's threads.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,6 +22,10 @@
 #include "tests/server/service/test_server.h"
 #include "tests/support/metrics_page.h"
 #include "tests/support/raw_http.h"
+
+// ---- Deferred gradients ----
+// Losses come first and gradients later: the server trains as one device does, and a deterministic one gives
+// the bits of gradients that come directly.
 
 namespace lossd::app::testing::deferred_devices_test {
 namespace {
@@ -101,6 +103,10 @@ TEST(DeferredDevicesTest, DeterministicDevicesGiveTheBitsOfGradientsThatComeDire
 
 }  // namespace
 }  // namespace lossd::app::testing::deferred_devices_test
+
+// ---- Direct gradients ----
+// A server with several devices trains as one device does, deterministically if it is to, and its checkpoints
+// load into any number of devices.
 
 namespace lossd::app::testing::devices_test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Losses and gradients that come back through the service, against the double-precision reference.
+// Tests of gradients through the service: from outside, computed, and the calls that bring them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,6 +20,9 @@
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/service_problem.h"
 #include "tests/server/service/test_server.h"
+
+// ---- Gradients from outside ----
+// Gradients from outside (tied embeddings) and skipped steps through the service.
 
 namespace lossd::app::testing::add_gradient_test {
 namespace {
@@ -291,6 +294,9 @@ TEST_F(OrderedAddGradientTest, AWaitingContributionEndsWithItsCall) {
 
 }  // namespace
 }  // namespace lossd::app::testing::add_gradient_test
+
+// ---- Computed gradients ----
+// Losses and gradients that come back through the service, against the double-precision reference.
 
 namespace lossd::app::testing::gradients_test {
 namespace {
@@ -618,10 +624,10 @@ TEST(GradientsServiceTest, StepFollowsTheGradient) {
 }  // namespace
 }  // namespace lossd::app::testing::gradients_test
 
-namespace lossd::app::testing::loss_calls_test {
-
+// ---- Calls ----
 // ComputeLoss calls beside their results: what the log says of their ends, and how long retained rows stay.
 
+namespace lossd::app::testing::loss_calls_test {
 namespace {
 
 using ::testing::HasSubstr;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads through the service: creation, initial values, tensors, what a head's spec asks for.
+// Tests of heads through the service, on a server in this process: bad requests, creation, plans, restored
+// heads, and versions.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +23,9 @@
 #include "tests/server/service/heads_fixture.h"
 #include "tests/server/service/small_training.h"
 #include "tests/server/service/test_server.h"
+
+// ---- Bad requests about heads ----
+// bad_input_fixture.h says what has to hold after each of these requests.
 
 namespace lossd::app::testing::bad_head_input_test {
 namespace {
@@ -131,6 +135,9 @@ TEST_F(BadHeadInputTest, Checkpoints) {
 
 }  // namespace
 }  // namespace lossd::app::testing::bad_head_input_test
+
+// ---- Heads ----
+// Heads through the service: creation, initial values, tensors, what a head's spec asks for.
 
 namespace lossd::app::testing::heads_test {
 namespace {
@@ -337,10 +344,10 @@ TEST_F(HeadsTest, FrozenHeadsTakeNoGradients) {
 }  // namespace
 }  // namespace lossd::app::testing::heads_test
 
-namespace lossd::app::testing::plan_head_test {
-
+// ---- PlanHead ----
 // PlanHead through the service: it answers what CreateHead would, and leaves no trace.
 
+namespace lossd::app::testing::plan_head_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -461,10 +468,10 @@ TEST(PlanHead, AddsUpWhatDevicesOfOneMemoryNeed) {
 }  // namespace
 }  // namespace lossd::app::testing::plan_head_test
 
-namespace lossd::app::testing::restore_test {
-
+// ---- Restored heads ----
 // --restore=latest: a server starts with every head as its newest checkpoint has it, or not at all.
 
+namespace lossd::app::testing::restore_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -554,11 +561,11 @@ TEST_F(RestoreTest, OtherValuesAreRefused) {
 }  // namespace
 }  // namespace lossd::app::testing::restore_test
 
-namespace lossd::app::testing::versions_test {
-
+// ---- Versions ----
 // Versions of a head through the service: what answers say of them, and how calls end that meet a write or a
 // change.
 
+namespace lossd::app::testing::versions_test {
 namespace {
 
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
@@ -599,6 +606,18 @@ class VersionsTest : public HeadsTest {
     EXPECT_EQ(code, absl::StatusCode::kOk);
   }
 };
+
+TEST_F(VersionsTest, AWriteOfNoRowsToAHeadThatIsDeletedMeanwhileFails) {
+  v1::OpenTensor open;
+  open.set_head("head");
+  open.set_param(v1::PARAM_WEIGHT);
+  open.mutable_rows()->set_begin(3);
+  open.mutable_rows()->set_end(3);
+  auto write = client_->OpenWrite();
+  ASSERT_TRUE(write->Send(&open, ""));
+  ASSERT_TRUE(client_->DeleteHead("head").ok());
+  EXPECT_FALSE(write->Finish().ok());
+}
 
 TEST_F(VersionsTest, AnswersCarryThem) {
   const v1::HeadState created = State();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clients that give up their memory, their session or themselves during a call, and clients that look for
-// others' memory: with regions of the host, and of a GPU that is played.
+// Tests of the clients of shared memory through the service: who may use a region, and clients that go away.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -26,6 +25,10 @@
 #include "tests/support/process_holdings.h"
 #include "tests/support/raw_region.h"
 #include "tests/support/server_process.h"
+
+// ---- Who may use a region ----
+// Regions of shared memory, of the host and of a GPU that is played, on a server that asks who calls: one
+// belongs to the identity that names it first, and others learn nothing of it.
 
 namespace lossd::region_access_test {
 namespace {
@@ -159,6 +162,10 @@ INSTANTIATE_TEST_SUITE_P(Callers, RegionAccessTest,
 
 }  // namespace
 }  // namespace lossd::region_access_test
+
+// ---- Clients that go away ----
+// Clients that give up their memory, their session or themselves during a call, and clients that look for
+// others' memory: with regions of the host, and of a GPU that is played.
 
 namespace lossd::app::testing::region_clients_test {
 namespace {

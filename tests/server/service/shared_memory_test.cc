@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slices in memory that client and server share: the same results as in messages, whatever the client does
-// with it.
+// Tests of slices in shared memory through the service, of honest clients and of clients that lie.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +21,10 @@
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
+
+// ---- Honest clients ----
+// Slices in memory that client and server share: the same results as in messages, whatever the client does
+// with it.
 
 namespace lossd::app::testing::shared_memory_test {
 namespace {
@@ -404,10 +407,10 @@ TEST(SharedMemoryClientTest, GoesOnAfterARestart) {
 }  // namespace
 }  // namespace lossd::app::testing::shared_memory_test
 
-namespace lossd::app::testing::shared_memory_lies_test {
-
+// ---- Clients that lie ----
 // Clients that lie about shared memory: places, sizes, ids, and what they write while it is read.
 
+namespace lossd::app::testing::shared_memory_lies_test {
 namespace {
 
 using client::internal::SharedRegion;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads whose initial values come from files: one file, or a model of several with an index.
+// Tests of tensors in files through the service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +12,9 @@
 #include "proto/tensorfile/safetensors.h"
 #include "proto/wire/status_details.h"
 #include "tests/server/service/heads_fixture.h"
+
+// ---- Values that are no numbers ----
+// Files whose tensors hold values that are no numbers: refused, unless they were asked for.
 
 namespace lossd::app::testing::non_finite_files_test {
 namespace {
@@ -126,6 +129,9 @@ TEST_P(NonFiniteTest, ClassWeightsAreNotNegative) {
 
 }  // namespace
 }  // namespace lossd::app::testing::non_finite_files_test
+
+// ---- Initial values from files ----
+// Heads whose initial values come from files: one file, or a model of several with an index.
 
 namespace lossd::app::testing::tensor_file_test {
 namespace {

@@ -13,7 +13,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Of a logit: the sums of tensor cores are truncated at every step.
+// The roundoff of a logit: the sums of tensor cores are truncated at every step.
 constexpr float kRoundoff = 0x1p-15f;
 
 // A threshold that every finite logit passes; masked ones are -inf.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decision whether a chunk is filtered, by one thread.
+// The decision whether a chunk is filtered, by one thread. The file is shorter than 60 lines because each
+// kernel of filtered.h has a source of its own.
 #include "kernels/cuda/kernels/filtered/filtered.h"
 
 namespace lossd::kernels::cuda {

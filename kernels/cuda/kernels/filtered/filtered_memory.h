@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels behind filtered gradients (filtered.h) keep of a row, and which rows they can take. Plain
 // data and pure functions; also of programs without CUDA.
+//
+// The file is shorter than 60 lines because plans without CUDA (paths/filter_plan.h) need nothing else of
+// filtered.h.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_MEMORY_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_MEMORY_H_
 

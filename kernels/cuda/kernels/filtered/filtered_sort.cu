@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Brings the kept elements into the order in which the weight gradient adds them: by class, then by row.
 // CUB's radix sort; keys are unique, so the result does not depend on the order in which they were listed.
+// The file is shorter than 60 lines because it alone includes CUB, which takes long to compile.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "kernels/cuda/kernels/filtered/filtered.h"

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lists of the classes of a row whose probability may reach an epsilon, filled by the logit pass while it
 // goes by (docs/kernels/recomputed.md).
+//
+// The file is shorter than 60 lines because plans without CUDA (paths/sample_plan.h) include it, and the
+// logit pass does.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CANDIDATES_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CANDIDATES_H_
 

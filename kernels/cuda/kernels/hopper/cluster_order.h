@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which clusters of a persistent grid are to work side by side: those whose multiprocessors are of one group
-// (GPC). What they ask of L2 at about the same time it is asked once.
+// The order of the clusters of a persistent grid: clusters whose multiprocessors are in one group (GPC) work
+// side by side. When they need the same bytes at about the same time, L2 is asked once.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_ORDER_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_ORDER_H_
 
@@ -16,8 +16,8 @@ struct ClusterOrder {
   uint8_t preferred[kMostClusters] = {};
 };
 
-// Of the current device, which is asked by launching clusters as large as a group; without groups if it
-// cannot tell. Synchronizes. Thread-safe.
+// The order for the current device. The function finds the groups by launching clusters as large as a group;
+// the order has no groups if the device cannot tell. Synchronizes. Thread-safe.
 ClusterOrder FindClusterOrder();
 
 }  // namespace lossd::kernels::cuda::hopper

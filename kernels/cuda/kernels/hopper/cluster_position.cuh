@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where a cluster stands in the order of its grid (cluster_order.h).
+//
+// The file is shorter than 60 lines because both products include it, and cluster_order.h is host code.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_POSITION_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_POSITION_CUH_
 

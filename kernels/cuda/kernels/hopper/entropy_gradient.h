@@ -15,8 +15,8 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Of in.rows rows those whose coef_entropy is not 0, in place: recoverable exponentials [rows, ld] bf16
-// become what rows.entropy says. The elements of the targets stay as they are.
+// Changes, in place, the rows among in.rows whose coef_entropy is not 0: recoverable exponentials [rows, ld]
+// bf16 become what rows.entropy says. The elements of the targets stay as they are.
 cudaError_t LaunchEntropyGradient(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                   void* exponentials, int64_t ld, cudaStream_t stream);
 

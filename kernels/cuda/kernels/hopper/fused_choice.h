@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // When the loss is fused into the first product of a chunk (fused_loss.h). Pure functions; also of programs
 // without CUDA.
+//
+// The file is shorter than 60 lines because programs without CUDA plan with it, and fused_loss.cc needs CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_CHOICE_H_
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is known of a row when its tiles are merged, as the kernels after the logit pass need it
 // (fused_rows.cu has the formulas).
+//
+// The file is shorter than 60 lines because two kernels include it: fused_rows.cu and fused_lists.cu.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROW_CUH_
 

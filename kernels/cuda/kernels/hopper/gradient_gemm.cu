@@ -3,12 +3,12 @@
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //
 // Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
-// cluster, in the order of product_plan.h: that way round the tensor cores need less energy. Clusters of one
-// group of multiprocessors work side by side (cluster_position.cuh), and all of them in step (pace.cuh). An
-// output tile is transposed on its way through boxes in shared memory; the copy engine stores it or, for a
-// weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next
-// tile's products begin at once. Each element of C is stored or added to once: results do not depend on who
-// is first.
+// cluster, in the order of gradient_gemm_plan.h: that way round the tensor cores need less energy. Clusters
+// of one group of multiprocessors work side by side (cluster_position.cuh), and all of them in step
+// (pace.cuh). An output tile is transposed on its way through boxes in shared memory; the copy engine stores
+// it or, for a weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor
+// and the next tile's products begin at once. Each element of C is stored or added to once: results do not
+// depend on who is first.
 //
 // FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
 // pass.
@@ -175,8 +175,8 @@ __device__ __forceinline__ float RowFactor(const KernelParams& p, int row) {
   return row < p.rows ? p.scale * p.factors[row] : 0.0f;
 }
 
-// Of a thread's sums, elements 4 j and 4 j + 2 are of row 8 j + LaneRow() of C's tile, the others of the
-// next.
+// Elements 4 j and 4 j + 2 of a thread's sums are of row 8 j + LaneRow() of C's tile, the others of the next
+// row.
 __device__ __forceinline__ int LaneRow() { return 2 * static_cast<int>(threadIdx.x & 3); }
 
 __device__ __forceinline__ void MultiplyRows(const KernelParams& p, int first_row, float (&sums)[128]) {

@@ -3,6 +3,9 @@
 //
 // | choice | why not another |
 // | groups of panels of about 20 MB | hidden states stay in L2, weights are read once a group |
+//
+// The file is shorter than 60 lines because it is a table of one choice, which kernels and plans without CUDA
+// share.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_LOGIT_TILES_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_LOGIT_TILES_H_
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm backward for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
 //
-// As ../norm_backward.cu, but one thread of a group copies whole rows into the group's ring, and a thread
-// keeps what it has of a row in registers between the two passes: the barrier of the row's sums also says
-// that the row's place in the ring is free.
+// Works as ../norm/norm_backward.cu does, but one thread of a group copies whole rows into the group's ring,
+// and a thread keeps what it has of a row in registers between the two passes: the barrier of the row's sums
+// also says that the row's place in the ring is free.
 //
 // Two blocks of a cluster may share rows, each with half of the columns. Rows of less than 10240 columns do,
 // so that a block has several rows at work and computes on one while another waits for its sums; rows of more

@@ -3,6 +3,9 @@
 // to L2 is still there, or on its way, when others ask for it.
 //
 // Only time depends on it: a cluster that has waited long goes on alone.
+//
+// The file is shorter than 60 lines because it is one protocol between clusters, apart from the arithmetic of
+// gradient_gemm.cu, which uses it.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_PACE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_PACE_CUH_
 

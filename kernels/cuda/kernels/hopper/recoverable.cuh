@@ -7,6 +7,9 @@
 // times as large if the logit is positive: z = +-softcap sqrt(1 - slope) follows from it within softcap *
 // slope / 1000. The limit between the two makes both errors at most 0.003 for softcaps from 4 on; that of
 // rounding to bf16 is up to 0.002.
+//
+// The file is shorter than 60 lines because it is one encoding, which the logit pass writes and the gradient
+// of the entropy reads.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 
@@ -37,7 +40,7 @@ struct Recovered {
   float slope;
 };
 
-// Of a row with this reference.
+// What a stored element of a row says; RecoverCapped: of a row with this reference, under a softcap.
 __device__ __forceinline__ Recovered RecoverPlain(float stored) { return {stored, __log2f(stored), 1.0f}; }
 
 __device__ __forceinline__ Recovered RecoverCapped(float stored, float reference, float softcap) {

@@ -5,6 +5,9 @@
 // | choice | why not another |
 // | 128 x 256 a block, two consumer warpgroups | the widest product instruction reads least shared memory |
 // | two blocks in a cluster, the same columns | a quarter less L2 traffic than alone; power is the limit |
+//
+// The file is shorter than 60 lines because it is a table of constants, which kernels and plans without CUDA
+// share.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_TILES_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_TILES_H_
 

@@ -27,7 +27,8 @@ __device__ __forceinline__ void AddEight(float* sums, int64_t c, int64_t cols, c
   for (int j = 0; j < 8 && c + j < cols; ++j) sums[c + j] += x[j];
 }
 
-// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's; likewise below.
+// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's. All kernels of this file use
+// partials so.
 __global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
     const __grid_constant__ NormParams p, const __grid_constant__ NormBackwardParams b) {
   __shared__ float scratch[2][33];

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which kernel a norm takes (norm.h). Plain data; also of programs without CUDA.
+//
+// The file is shorter than 60 lines because plans name the kernel without CUDA, and norm.h needs CUDA.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_NORM_NORM_PLAN_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_NORM_NORM_PLAN_H_
 

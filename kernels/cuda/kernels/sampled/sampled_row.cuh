@@ -28,7 +28,7 @@ struct RowScale {
   int target_group;
 };
 
-// Of which the levels but 0 are multiples: at the last one few classes are taken whatever tau is.
+// All levels but 0 are multiples of this: at the last level few classes are taken whatever tau is.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
 // At level 0 no less than what widths do not overflow with: elements are up to 2^60 times as large as sizes.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What becomes of an exchange that fails or hangs. NCCL is played by functions here, which the linker gives
-// to dlopen and dlsym; the streams are real. It is longer than 400 lines because all tests share what is
-// played.
+// to dlopen and dlsym; the streams are real.
 #include "kernels/cuda/device/nccl.h"
 
 #include <cuda_runtime.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of head_memory.h: the memory of a head, and the plan of its buffers.
 #include "kernels/cuda/heads/head_memory.h"
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/device/device_memory.h"
+
+// ---- Head memory ----
 
 namespace lossd::kernels::cuda::head_memory_test {
 namespace {
@@ -146,6 +149,8 @@ TEST(ParamBlocks, TheComputeWeightOfFp32IsTheWeight) {
 
 }  // namespace
 }  // namespace lossd::kernels::cuda::head_memory_test
+
+// ---- Head plan ----
 
 namespace lossd::kernels::cuda::head_plan_test {
 namespace {

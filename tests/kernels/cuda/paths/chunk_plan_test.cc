@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of chunk_plan.h: the plan of a chunk, and its layout in memory.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <cmath>
@@ -11,6 +12,8 @@
 #include "kernels/cuda/kernels/hopper/tiles.h"
 #include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/decision.h"
+
+// ---- Chunk plan ----
 
 namespace lossd::kernels::cuda::chunk_plan_test {
 namespace {
@@ -213,6 +216,8 @@ TEST(ChunkPlan, DescribesTheNormIfThereIsOne) {
 
 }  // namespace
 }  // namespace lossd::kernels::cuda::chunk_plan_test
+
+// ---- Chunk layout ----
 
 namespace lossd::kernels::cuda::chunk_layout_test {
 namespace {

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of the plans of the paths, which need no GPU: filtered, recomputed and staged chunks, and the memory
+// that they claim.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -14,6 +16,8 @@
 #include "kernels/cuda/paths/head_sizes.h"
 #include "kernels/cuda/paths/path_claims.h"
 #include "kernels/cuda/paths/sample_plan.h"
+
+// ---- Filter plan ----
 
 namespace lossd::kernels::cuda::filter_plan_test {
 namespace {
@@ -98,6 +102,8 @@ TEST(FilterPlan, ListsFitTheMemoryOfTheLogits) {
 
 }  // namespace
 }  // namespace lossd::kernels::cuda::filter_plan_test
+
+// ---- Recomputed plan ----
 
 namespace lossd::kernels::cuda::recomputed_plan_test {
 namespace {
@@ -330,6 +336,8 @@ TEST(RecomputedPlan, AHeadsOwnLimitGoesBeforeTheServers) {
 }  // namespace
 }  // namespace lossd::kernels::cuda::recomputed_plan_test
 
+// ---- Staging plan ----
+
 namespace lossd::kernels::cuda::staging_plan_test {
 namespace {
 
@@ -435,6 +443,8 @@ TEST(StagingPlan, Fp32IsComputedInPlace) {
 }  // namespace
 }  // namespace lossd::kernels::cuda::staging_plan_test
 
+// ---- Path claims ----
+
 namespace lossd::kernels::cuda::path_claims_test {
 namespace {
 
@@ -484,6 +494,8 @@ TEST(PathClaims, TheBiasOfStoredLogitsNeedsColumnSums) {
 
 }  // namespace
 }  // namespace lossd::kernels::cuda::path_claims_test
+
+// ---- Path memory ----
 
 namespace lossd::kernels::cuda::path_memory_test {
 namespace {
