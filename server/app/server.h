@@ -5,49 +5,62 @@
 #ifndef LOSSD_SERVER_APP_SERVER_H_
 #define LOSSD_SERVER_APP_SERVER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
+#include "server/app/addresses.h"
 #include "server/app/server_options.h"
 #include "server/engine/engine.h"
+#include "server/metrics/http_router.h"
 
 namespace grpc {
 class Channel;
+class Server;
 }  // namespace grpc
+
+namespace lossd::connections {
+class ConnectionAcceptor;
+class ListeningSocket;
+}  // namespace lossd::connections
+
+namespace lossd::metrics {
+class GpuMonitor;
+class HttpPages;
+class HttpServer;
+class Metrics;
+}  // namespace lossd::metrics
+
+namespace lossd::ranks {
+class Leader;
+}  // namespace lossd::ranks
+
+namespace lossd::rpc {
+class HeadService;
+class LossService;
+class Pulse;
+class ServerService;
+}  // namespace lossd::rpc
 
 namespace lossd::app {
 
-class Server {
- public:
-  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
-  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
-  // Shuts down at once: calls still open are cancelled.
-  virtual ~Server() = default;
-
-  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
-  // http_address is empty without HTTP.
-  virtual std::string grpc_address() const = 0;
-  virtual std::string http_address() const = 0;
-  virtual uint64_t incarnation() const = 0;
-  // A channel without a network.
-  virtual std::shared_ptr<grpc::Channel> InProcessChannel() = 0;
-  virtual engine::EngineStats stats() const = 0;
-  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
-  virtual absl::Status Live() const = 0;
-
-  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
-  // and stops. True if none had to be cancelled. Later calls do nothing.
-  virtual bool Drain(absl::Time deadline) = 0;
-};
+class DeviceWatch;
+class LocalRanks;
+class Security;
+class SharedMemory;
+struct Health;
 
 // Something that is to be done at most once in a while.
 
@@ -86,6 +99,81 @@ class LateText {
  private:
   mutable absl::Mutex mutex_;
   std::string text_ ABSL_GUARDED_BY(mutex_);
+};
+
+class Server {
+ public:
+  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
+  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+  // Shuts down at once: calls still open are cancelled.
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
+  // http_address is empty without HTTP.
+  std::string grpc_address() const;
+  std::string http_address() const;
+  uint64_t incarnation() const { return engine_->incarnation(); }
+  // A channel without a network.
+  std::shared_ptr<grpc::Channel> InProcessChannel();
+  engine::EngineStats stats() const { return engine_->stats(); }
+  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
+  absl::Status Live() const;
+
+  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
+  // and stops. True if none had to be cancelled. Later calls do nothing.
+  bool Drain(absl::Time deadline);
+
+ private:
+  explicit Server(const ServerOptions& options);
+
+  absl::Status Init();
+  absl::Status CreateSecurity();
+  absl::Status CreateEngine();
+  void WatchRanks();
+  void CreateServices();
+  absl::Status Listen();
+  void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
+  absl::Status StartHttp();
+  void OnDeviceLost(const absl::Status& status);
+  // On the threads of the acceptors.
+  void OnRefused(absl::string_view limit, absl::string_view address);
+  void LogStart() const;
+  metrics::HttpHandlers Handlers();
+  Health health() const;
+  void WaitForStaging();
+
+  const ServerOptions options_;
+  const absl::Time started_ = clocks::SteadyNow();
+  std::vector<Address> grpc_addresses_;
+  Address http_bind_;
+  LateText http_url_;  // ServerDescription.http
+  std::atomic<bool> draining_{false};
+  std::once_flag drained_;
+
+  // In order of dependence: each uses those above it.
+  std::unique_ptr<Security> security_;
+  std::unique_ptr<LocalRanks> other_devices_;  // null: none
+  std::unique_ptr<ranks::Leader> leader_;      // null: one rank
+  std::string collectives_;                    // as ServerDescription.collectives
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<SharedMemory> shared_memory_;  // null: none
+  std::unique_ptr<metrics::Metrics> metrics_;
+  std::unique_ptr<DeviceWatch> device_watch_;
+  std::unique_ptr<engine::Engine> engine_;
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
+  std::unique_ptr<rpc::LossService> loss_service_;
+  std::unique_ptr<rpc::HeadService> head_service_;
+  std::unique_ptr<rpc::ServerService> server_service_;
+  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<rpc::Pulse> pulse_;
+  std::mutex refusals_mutex_;
+  Every refusals_logged_{absl::Seconds(10)};
+  std::unique_ptr<grpc::Server> grpc_;
+  std::unique_ptr<metrics::HttpPages> pages_;
+  std::unique_ptr<metrics::HttpServer> http_;
 };
 
 }  // namespace lossd::app
