@@ -360,7 +360,7 @@ absl::StatusOr<std::unique_ptr<Stream>> Engine::Open(StreamSpec spec,
   if (!session.ok()) return errors::Within("open.", session.status());
   auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+  return std::make_unique<Stream>(*session, *std::move(stream));
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> Engine::OpenBackward(BackwardSpec spec,
@@ -371,7 +371,7 @@ absl::StatusOr<std::unique_ptr<Stream>> Engine::OpenBackward(BackwardSpec spec,
   if (!session.ok()) return errors::Within("backward.", session.status());
   auto stream = (*session)->admission().OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+  return std::make_unique<Stream>(*session, *std::move(stream));
 }
 
 absl::StatusOr<ReleaseResult> Engine::Release(absl::string_view name, uint64_t microbatch_id,
