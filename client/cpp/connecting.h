@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -21,16 +22,26 @@
 
 namespace lossd::client::internal {
 
-// What the client makes of Credentials: every kind derives from this. Thread-safe.
-class ChannelCredentials : public Credentials {
+// What every Credentials is inside. Thread-safe.
+class ChannelCredentials final : public Credentials {
  public:
+  // `pem`: the contents of the files that `options` names.
+  ChannelCredentials(CredentialOptions options, CredentialOptions pem)
+      : options_(std::move(options)), pem_(std::move(pem)) {}
+
   // INVALID_ARGUMENT if a token would go to another host in the clear.
-  virtual absl::Status CheckTarget(const std::string& target) const = 0;
-  virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
-                                              const grpc::ChannelArguments& arguments) const = 0;
+  absl::Status CheckTarget(const std::string& target) const;
+  std::shared_ptr<grpc::Channel> Open(const std::string& target,
+                                      const grpc::ChannelArguments& arguments) const;
   // Why no connection to `target` comes about (Explain in connecting.h); OK: nothing was found, so that a
   // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
-  virtual absl::Status Diagnose(const std::string& target) const = 0;
+  absl::Status Diagnose(const std::string& target) const;
+
+ private:
+  bool has_tls() const { return !options_.ca.empty(); }
+
+  const CredentialOptions options_;
+  const CredentialOptions pem_;
 };
 
 // Why no connection to a server comes about, in words that say what to do.
