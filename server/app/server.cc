@@ -180,7 +180,7 @@ absl::Status Server::Listen() {
   pulse_ = std::make_unique<rpc::Pulse>(&builder);
   rpc::Configure(TransportOf(options_), &builder);
   builder.RegisterService(loss_service_.get());
-  builder.RegisterService(head_service_->service());
+  builder.RegisterService(head_service_.get());
   builder.RegisterService(server_service_.get());
   grpc_ = builder.BuildAndStart();
   if (grpc_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
