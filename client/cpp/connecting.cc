@@ -57,41 +57,6 @@ class TokenInterceptorFactory final : public grpc::experimental::ClientIntercept
   const std::string token_;
 };
 
-class MadeCredentials final : public ChannelCredentials {
- public:
-  // `pem`: the contents of the files.
-  MadeCredentials(CredentialOptions options, CredentialOptions pem)
-      : options_(std::move(options)), pem_(std::move(pem)) {}
-
-  absl::Status CheckTarget(const std::string& target) const override {
-    if (options_.token.empty() || has_tls() || IsLocalTarget(target)) return absl::OkStatus();
-    return ArgumentError(
-        "options.credentials.ca", "nothing",
-        absl::StrCat("is not given (LOSSD_CA); without TLS the token would go to ", target, " unencrypted"));
-  }
-
-  std::shared_ptr<grpc::Channel> Open(const std::string& target,
-                                      const grpc::ChannelArguments& arguments) const override {
-    const auto credentials =
-        has_tls() ? grpc::SslCredentials({pem_.ca, pem_.key, pem_.cert}) : grpc::InsecureChannelCredentials();
-    if (options_.token.empty()) return grpc::CreateCustomChannel(target, credentials, arguments);
-    std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
-    interceptors.push_back(std::make_unique<TokenInterceptorFactory>(options_.token));
-    return grpc::experimental::CreateCustomChannelWithInterceptors(target, credentials, arguments,
-                                                                   std::move(interceptors));
-  }
-
-  absl::Status Diagnose(const std::string& target) const override {
-    return Explain(Probe(target, {pem_.ca, pem_.cert, pem_.key}), target, options_);
-  }
-
- private:
-  bool has_tls() const { return !options_.ca.empty(); }
-
-  const CredentialOptions options_;
-  const CredentialOptions pem_;
-};
-
 absl::Status ReadPem(const char* option, const std::string& path, std::string* content) {
   if (path.empty()) return absl::OkStatus();
   // Not a stream, which throws for a folder.
@@ -140,10 +105,32 @@ std::string Environment(const char* name) {
 
 }  // namespace
 
+absl::Status ChannelCredentials::CheckTarget(const std::string& target) const {
+  if (options_.token.empty() || has_tls() || IsLocalTarget(target)) return absl::OkStatus();
+  return ArgumentError(
+      "options.credentials.ca", "nothing",
+      absl::StrCat("is not given (LOSSD_CA); without TLS the token would go to ", target, " unencrypted"));
+}
+
+std::shared_ptr<grpc::Channel> ChannelCredentials::Open(const std::string& target,
+                                                        const grpc::ChannelArguments& arguments) const {
+  const auto credentials =
+      has_tls() ? grpc::SslCredentials({pem_.ca, pem_.key, pem_.cert}) : grpc::InsecureChannelCredentials();
+  if (options_.token.empty()) return grpc::CreateCustomChannel(target, credentials, arguments);
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
+  interceptors.push_back(std::make_unique<TokenInterceptorFactory>(options_.token));
+  return grpc::experimental::CreateCustomChannelWithInterceptors(target, credentials, arguments,
+                                                                 std::move(interceptors));
+}
+
+absl::Status ChannelCredentials::Diagnose(const std::string& target) const {
+  return Explain(Probe(target, {pem_.ca, pem_.cert, pem_.key}), target, options_);
+}
+
 }  // namespace internal
 
 std::shared_ptr<const Credentials> Credentials::Insecure() {
-  return std::make_shared<internal::MadeCredentials>(CredentialOptions(), CredentialOptions());
+  return std::make_shared<internal::ChannelCredentials>(CredentialOptions(), CredentialOptions());
 }
 
 absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::Create(const CredentialOptions& options) {
@@ -155,7 +142,7 @@ absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::Create(const Cre
   if (!status.ok()) return status;
   const internal::FileProblem found = internal::ProblemOf({pem.ca, pem.cert, pem.key});
   if (!found.option.empty()) return internal::FileError(found, options);
-  return std::make_shared<internal::MadeCredentials>(options, std::move(pem));
+  return std::make_shared<internal::ChannelCredentials>(options, std::move(pem));
 }
 
 CredentialOptions Credentials::OptionsFromEnvironment() {

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -22,16 +23,26 @@
 
 namespace lossd::client::internal {
 
-// The client's own view of Credentials: every kind of Credentials derives from this class. Thread-safe.
-class ChannelCredentials : public Credentials {
+// The client's own view of Credentials, of which this is the only kind. Thread-safe.
+class ChannelCredentials final : public Credentials {
  public:
+  // `pem`: the contents of the files that `options` names.
+  ChannelCredentials(CredentialOptions options, CredentialOptions pem)
+      : options_(std::move(options)), pem_(std::move(pem)) {}
+
   // INVALID_ARGUMENT if a token would go to another host in the clear.
-  virtual absl::Status CheckTarget(const std::string& target) const = 0;
-  virtual std::shared_ptr<grpc::Channel> Open(const std::string& target,
-                                              const grpc::ChannelArguments& arguments) const = 0;
-  // Why no connection to `target` comes about (Explain); OK: nothing was found, so that a
+  absl::Status CheckTarget(const std::string& target) const;
+  std::shared_ptr<grpc::Channel> Open(const std::string& target,
+                                      const grpc::ChannelArguments& arguments) const;
+  // Why no connection to `target` comes about (Explain in connecting.h); OK: nothing was found, so that a
   // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
-  virtual absl::Status Diagnose(const std::string& target) const = 0;
+  absl::Status Diagnose(const std::string& target) const;
+
+ private:
+  bool has_tls() const { return !options_.ca.empty(); }
+
+  const CredentialOptions options_;
+  const CredentialOptions pem_;
 };
 
 // The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if

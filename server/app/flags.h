@@ -12,7 +12,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "server/app/server.h"
 #include "server/app/server_options.h"
 
 namespace lossd::app {

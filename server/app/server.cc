@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
+#include "absl/memory/memory.h"
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
@@ -38,69 +38,17 @@ uint64_t DrawIncarnation() {
   return absl::Uniform<uint64_t>(absl::IntervalClosed, generator, 1, UINT64_MAX);
 }
 
-class ServerImpl final : public Server {
- public:
-  explicit ServerImpl(const ServerOptions& options) : options_(options) {}
-  ~ServerImpl() override;
+}  // namespace
 
-  absl::Status Init();
+Server::Server(const ServerOptions& options) : options_(options) {}
 
-  std::string grpc_address() const override { return TextOf(grpc_addresses_); }
-  std::string http_address() const override { return http_ == nullptr ? "" : http_->address(); }
-  uint64_t incarnation() const override { return engine_->incarnation(); }
-  std::shared_ptr<grpc::Channel> InProcessChannel() override;
-  engine::EngineStats stats() const override { return engine_->stats(); }
-  absl::Status Live() const override { return app::Live(health(), options_.liveness_timeout); }
-  bool Drain(absl::Time deadline) override;
+std::string Server::grpc_address() const { return TextOf(grpc_addresses_); }
 
- private:
-  absl::Status CreateSecurity();
-  absl::Status CreateEngine();
-  void WatchRanks();
-  void CreateServices();
-  absl::Status Listen();
-  void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
-  absl::Status StartHttp();
-  void OnDeviceLost(const absl::Status& status);
-  // On the threads of the acceptors.
-  void OnRefused(absl::string_view limit, absl::string_view address);
-  void LogStart() const;
-  metrics::HttpHandlers Handlers();
-  Health health() const;
-  void WaitForStaging();
+std::string Server::http_address() const { return http_ == nullptr ? "" : http_->address(); }
 
-  const ServerOptions options_;
-  const absl::Time started_ = clocks::SteadyNow();
-  std::vector<Address> grpc_addresses_;
-  Address http_bind_;
-  LateText http_url_;  // ServerDescription.http
-  std::atomic<bool> draining_{false};
-  std::once_flag drained_;
+absl::Status Server::Live() const { return app::Live(health(), options_.liveness_timeout); }
 
-  // In order of dependence: each uses those above it.
-  std::unique_ptr<Security> security_;
-  std::unique_ptr<LocalRanks> other_devices_;  // null: none
-  std::unique_ptr<ranks::Leader> leader_;      // null: one rank
-  std::string collectives_;                    // as ServerDescription.collectives
-  std::unique_ptr<kernels::Backend> backend_;
-  std::unique_ptr<SharedMemory> shared_memory_;  // null: none
-  std::unique_ptr<metrics::Metrics> metrics_;
-  std::optional<DeviceWatch> device_watch_;
-  std::unique_ptr<engine::Engine> engine_;
-  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
-  std::unique_ptr<rpc::LossService> loss_service_;
-  std::unique_ptr<rpc::HeadService> head_service_;
-  std::unique_ptr<rpc::ServerService> server_service_;
-  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
-  std::unique_ptr<rpc::Pulse> pulse_;
-  std::mutex refusals_mutex_;
-  Every refusals_logged_{absl::Seconds(10)};
-  std::unique_ptr<grpc::Server> grpc_;
-  std::unique_ptr<metrics::HttpPages> pages_;
-  std::unique_ptr<metrics::HttpServer> http_;
-};
-
-absl::Status ServerImpl::Init() {
+absl::Status Server::Init() {
   if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
   if (absl::Status status = CreateSecurity(); !status.ok()) return status;
   if (absl::Status status = CreateEngine(); !status.ok()) return status;
@@ -117,7 +65,7 @@ absl::Status ServerImpl::Init() {
 }
 
 // Addresses, and whether they may be bound so.
-absl::Status ServerImpl::CreateSecurity() {
+absl::Status Server::CreateSecurity() {
   absl::StatusOr<std::vector<Address>> listen = ParseAddresses("listen", options_.listen);
   if (!listen.ok()) return listen.status();
   grpc_addresses_ = *std::move(listen);
@@ -136,7 +84,7 @@ absl::Status ServerImpl::CreateSecurity() {
   return absl::OkStatus();
 }
 
-void ServerImpl::LogStart() const {
+void Server::LogStart() const {
   const kernels::BackendInfo info = backend_->info();
   log::Log(log::LogLevel::kInfo, "serving",
            {{"version", options_.version},
@@ -153,7 +101,7 @@ void ServerImpl::LogStart() const {
   LogMemoryPlan(options_, *backend_, shared_memory_.get());
 }
 
-absl::Status ServerImpl::CreateEngine() {
+absl::Status Server::CreateEngine() {
   absl::StatusOr<Compute> compute = CreateCompute(options_, security_->rank_credentials());
   if (!compute.ok()) return compute.status();
   other_devices_ = std::move(compute->other_devices);
@@ -163,9 +111,9 @@ absl::Status ServerImpl::CreateEngine() {
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
-  device_watch_.emplace([this](const absl::Status& status) { OnDeviceLost(status); });
+  device_watch_ = std::make_unique<DeviceWatch>([this](const absl::Status& status) { OnDeviceLost(status); });
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
-      EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), &*device_watch_});
+      EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), device_watch_.get()});
   if (!engine.ok()) return engine.status();
   engine_ = *std::move(engine);
   auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
@@ -174,7 +122,7 @@ absl::Status ServerImpl::CreateEngine() {
   metrics_->Attach(
       engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
       [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
-  gpus_ = WatchGpus(info, {metrics_.get(), &*device_watch_});
+  gpus_ = WatchGpus(info, {metrics_.get(), device_watch_.get()});
   std::vector<const metrics::GpuMonitor*> monitors;
   for (const auto& gpu : gpus_) monitors.push_back(gpu.get());
   metrics_->AttachGpus(std::move(monitors));
@@ -184,7 +132,7 @@ absl::Status ServerImpl::CreateEngine() {
 }
 
 // A lost rank is a lost device, for its part of every head is gone.
-void ServerImpl::WatchRanks() {
+void Server::WatchRanks() {
   leader_->WatchLoss([this](const absl::Status& status) {
     metrics_->OnDeviceError(status);
     device_watch_->OnDeviceError(status);
@@ -196,7 +144,7 @@ void ServerImpl::WatchRanks() {
   });
 }
 
-void ServerImpl::CreateServices() {
+void Server::CreateServices() {
   regions::Regions* const regions = shared_memory_ == nullptr ? nullptr : shared_memory_->regions();
   head_service_ =
       rpc::HeadService::Create(HeadServiceOptionsOf(options_, backend_->info(), regions,
@@ -219,7 +167,7 @@ void ServerImpl::CreateServices() {
       head_service_->requests());
 }
 
-absl::Status ServerImpl::Listen() {
+absl::Status Server::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
@@ -231,7 +179,7 @@ absl::Status ServerImpl::Listen() {
   pulse_ = std::make_unique<rpc::Pulse>(&builder);
   rpc::Configure(TransportOf(options_), &builder);
   builder.RegisterService(loss_service_.get());
-  builder.RegisterService(head_service_->service());
+  builder.RegisterService(head_service_.get());
   builder.RegisterService(server_service_.get());
   grpc_ = builder.BuildAndStart();
   if (grpc_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
@@ -241,7 +189,7 @@ absl::Status ServerImpl::Listen() {
   return absl::OkStatus();
 }
 
-void ServerImpl::CreateAcceptor(std::vector<connections::ListeningSocket> sockets) {
+void Server::CreateAcceptor(std::vector<connections::ListeningSocket> sockets) {
   connections::EntranceOptions limits{.in_all = options_.max_connections,
                                       .per_peer = options_.max_connections_per_address};
   limits.on_refused = [this](int, absl::string_view flag, const connections::Peer& peer) {
@@ -250,7 +198,7 @@ void ServerImpl::CreateAcceptor(std::vector<connections::ListeningSocket> socket
   acceptor_ = std::make_unique<connections::ConnectionAcceptor>(std::move(sockets), std::move(limits));
 }
 
-void ServerImpl::OnRefused(absl::string_view limit, absl::string_view address) {
+void Server::OnRefused(absl::string_view limit, absl::string_view address) {
   metrics_->CountLimit(limit);
   {
     const std::lock_guard<std::mutex> lock(refusals_mutex_);
@@ -259,7 +207,7 @@ void ServerImpl::OnRefused(absl::string_view limit, absl::string_view address) {
   log::Log(log::LogLevel::kWarning, "connections refused", {{"limit", limit}, {"address", address}});
 }
 
-absl::Status ServerImpl::StartHttp() {
+absl::Status Server::StartHttp() {
   pages_ = std::make_unique<metrics::HttpPages>(
       metrics::StatusPageOptions{.version = options_.version,
                                  .grpc_address = grpc_address(),
@@ -278,7 +226,7 @@ absl::Status ServerImpl::StartHttp() {
   return absl::OkStatus();
 }
 
-metrics::HttpHandlers ServerImpl::Handlers() {
+metrics::HttpHandlers Server::Handlers() {
   using metrics::HttpResponse;
   metrics::HttpHandlers handlers;
   pages_->AddTo(&handlers);
@@ -294,7 +242,7 @@ metrics::HttpHandlers ServerImpl::Handlers() {
 
 // Takes no lock. If the engine hangs with its lock held, /livez therefore says so; unless a scrape waits for
 // that lock on the HTTP thread, and then a probe gets no answer, which counts as a failure too.
-Health ServerImpl::health() const {
+Health Server::health() const {
   return {.draining = draining_,
           .device_lost = device_watch_->lost(),
           .device_silence = std::max(engine_->DeviceSilence(), SilenceOf(other_devices_)),
@@ -305,20 +253,20 @@ Health ServerImpl::health() const {
 }
 
 // What is on the device cannot be reached any more: have this server replaced.
-void ServerImpl::OnDeviceLost(const absl::Status& status) {
+void Server::OnDeviceLost(const absl::Status& status) {
   log::Log(log::LogLevel::kError, "the device is lost", {{"error", status.message()}});
   if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
   options_.on_device_lost();
 }
 
-std::shared_ptr<grpc::Channel> ServerImpl::InProcessChannel() {
+std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
   return grpc_->InProcessChannel(arguments);
 }
 
-bool ServerImpl::Drain(absl::Time deadline) {
+bool Server::Drain(absl::Time deadline) {
   bool clean = true;
   std::call_once(drained_, [&] {
     draining_ = true;
@@ -348,7 +296,7 @@ bool ServerImpl::Drain(absl::Time deadline) {
 
 // The transport may hold slices of staging buffers a little longer than the server; they must be back
 // before the pool goes.
-void ServerImpl::WaitForStaging() {
+void Server::WaitForStaging() {
   const absl::Time limit = clocks::SteadyNow() + absl::Seconds(10);
   const auto in_use = [this] {
     const engine::EngineStats stats = engine_->stats();
@@ -366,7 +314,7 @@ void ServerImpl::WaitForStaging() {
   }
 }
 
-ServerImpl::~ServerImpl() {
+Server::~Server() {
   if (grpc_ != nullptr) Drain(clocks::SteadyNow());
   http_.reset();
   pages_.reset();
@@ -382,10 +330,8 @@ ServerImpl::~ServerImpl() {
   if (engine_ != nullptr) WaitForStaging();
 }
 
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
-  auto server = std::make_unique<ServerImpl>(options);
+  auto server = absl::WrapUnique(new Server(options));
   if (absl::Status status = server->Init(); !status.ok()) return status;
   return server;
 }

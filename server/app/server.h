@@ -6,126 +6,62 @@
 #ifndef LOSSD_SERVER_APP_SERVER_H_
 #define LOSSD_SERVER_APP_SERVER_H_
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
+#include "server/app/addresses.h"
 #include "server/app/server_options.h"
 #include "server/engine/engine.h"
-#include "server/rpc/call_registry.h"
-#include "server/rpc/transport.h"
+#include "server/metrics/http_router.h"
 
 namespace grpc {
 class Channel;
+class Server;
 }  // namespace grpc
+
+namespace lossd::connections {
+class ConnectionAcceptor;
+class ListeningSocket;
+}  // namespace lossd::connections
+
+namespace lossd::metrics {
+class GpuMonitor;
+class HttpPages;
+class HttpServer;
+class Metrics;
+}  // namespace lossd::metrics
+
+namespace lossd::ranks {
+class Leader;
+}  // namespace lossd::ranks
+
+namespace lossd::rpc {
+class HeadService;
+class LossService;
+class Pulse;
+class ServerService;
+}  // namespace lossd::rpc
 
 namespace lossd::app {
 
-struct ServerOptions {
-  // Addresses "host:port"; port 0: any free one. gRPC's may also be "unix:PATH", and several with commas
-  // between them.
-  std::string listen = "127.0.0.1:7070";
-  uint32_t unix_socket_mode = 0600;     // of the files of Unix sockets: who may connect
-  std::string http = "127.0.0.1:7071";  // empty: no HTTP
-  SecurityOptions security;             // encryption, and who may do what
-  std::string version = "0.0.0";
-
-  // Compute.
-  std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"
-  std::string device = "0";      // CUDA backend: index among the visible GPUs, or a UUID
-  // CUDA backend: several GPUs that share the rows of every head: as `device`, with commas between them, or
-  // "all"; empty: the one of `device`.
-  std::string devices;
-  int threads = 0;                     // CPU backend; 0: all the process may use
-  int cpu_devices = 1;                 // CPU backend: parts of the threads that work as devices of their own
-  std::string stream_priority = "dx";  // kernels::BackendChoice
-  std::string split = "any";       // several devices: of heads that do not say; "any", "rows" or "vocabulary"
-  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
-  int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
-  int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
-  // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
-  int64_t memory_reserve_bytes = int64_t{256} << 20;
-  // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
-  bool deterministic = false;
-
-  // This process as one of several that are one server. A server is made of rank 0.
-  RankOptions ranks;
-
-  // Admission.
-  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
-  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
-  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
-  // Memory that clients of this host may open and put their slices into (docs/transport.md), of the host and
-  // of the GPU, taken as they do; 0: none. Where they open it: a path, or "@" and a name in the abstract
-  // namespace; empty: the server chooses.
-  int64_t shared_memory_bytes = int64_t{1} << 30;
-  int64_t shared_device_memory_bytes = int64_t{1} << 30;
-  std::string region_socket;
-  int64_t max_streams = 256;  // open ComputeLoss calls
-  int64_t max_heads = 64;
-  // Host memory for targets and weights of open calls and for ledgers of open steps; 0: 256 MiB, but at most
-  // an eighth of memory_limit_bytes.
-  int64_t ledger_bytes = 0;
-
-  // Limits of clients (docs/fairness.md). What one peer may hold of anything that is shared: calls, places in
-  // queues, staging; in (0, 1], 1: all.
-  double peer_share = 0.5;
-  rpc::TransportOptions transport;  // but max_message_bytes, which follows from slice_bytes
-  int64_t max_connections = 512;
-  int64_t max_connections_per_address = 128;
-  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor, AddGradient, open
-  int64_t max_saves = 16;           // waiting or running
-  int64_t max_waiting_calls = 256;  // of the other calls on heads
-  rpc::CallTimeouts timeouts;
-
-  std::string checkpoint_directory = "./lossd-checkpoints";
-  std::string restore;  // "latest": start with every head's newest checkpoint; empty: without heads
-  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
-  int64_t checkpoint_shard_bytes = int64_t{1} << 30;    // the most of one file of a checkpoint
-  int checkpoint_threads = 0;                           // that write or read one; 0: 4, or the devices
-  int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
-  int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
-  absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
-  absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
-  // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of
-  // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
-  // engine::kDeviceBeat.
-  absl::Duration liveness_timeout = absl::Minutes(10);
-  // Called once when the device is lost, on a thread of the engine's; must not call into the server.
-  std::function<void()> on_device_lost = [] {};
-};
-
-class Server {
- public:
-  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
-  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
-  // Shuts down at once: calls still open are cancelled.
-  virtual ~Server() = default;
-
-  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
-  // http_address is empty without HTTP.
-  virtual std::string grpc_address() const = 0;
-  virtual std::string http_address() const = 0;
-  virtual uint64_t incarnation() const = 0;
-  // A channel without a network.
-  virtual std::shared_ptr<grpc::Channel> InProcessChannel() = 0;
-  virtual engine::EngineStats stats() const = 0;
-  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
-  virtual absl::Status Live() const = 0;
-
-  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
-  // and stops. True if none had to be cancelled. Later calls do nothing.
-  virtual bool Drain(absl::Time deadline) = 0;
-};
+class DeviceWatch;
+class LocalRanks;
+class Security;
+class SharedMemory;
+struct Health;
 
 // Says when something is to be done again that is to be done at most once per `pause`. Thread-compatible.
 class Every {
@@ -159,6 +95,81 @@ class LateText {
  private:
   mutable absl::Mutex mutex_;
   std::string text_ ABSL_GUARDED_BY(mutex_);
+};
+
+class Server {
+ public:
+  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
+  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
+  // Shuts down at once: calls still open are cancelled.
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
+  // http_address is empty without HTTP.
+  std::string grpc_address() const;
+  std::string http_address() const;
+  uint64_t incarnation() const { return engine_->incarnation(); }
+  // A channel without a network.
+  std::shared_ptr<grpc::Channel> InProcessChannel();
+  engine::EngineStats stats() const { return engine_->stats(); }
+  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
+  absl::Status Live() const;
+
+  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
+  // and stops. True if none had to be cancelled. Later calls do nothing.
+  bool Drain(absl::Time deadline);
+
+ private:
+  explicit Server(const ServerOptions& options);
+
+  absl::Status Init();
+  absl::Status CreateSecurity();
+  absl::Status CreateEngine();
+  void WatchRanks();
+  void CreateServices();
+  absl::Status Listen();
+  void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
+  absl::Status StartHttp();
+  void OnDeviceLost(const absl::Status& status);
+  // On the threads of the acceptors.
+  void OnRefused(absl::string_view limit, absl::string_view address);
+  void LogStart() const;
+  metrics::HttpHandlers Handlers();
+  Health health() const;
+  void WaitForStaging();
+
+  const ServerOptions options_;
+  const absl::Time started_ = clocks::SteadyNow();
+  std::vector<Address> grpc_addresses_;
+  Address http_bind_;
+  LateText http_url_;  // ServerDescription.http
+  std::atomic<bool> draining_{false};
+  std::once_flag drained_;
+
+  // In order of dependence: each uses those above it.
+  std::unique_ptr<Security> security_;
+  std::unique_ptr<LocalRanks> other_devices_;  // null: none
+  std::unique_ptr<ranks::Leader> leader_;      // null: one rank
+  std::string collectives_;                    // as ServerDescription.collectives
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<SharedMemory> shared_memory_;  // null: none
+  std::unique_ptr<metrics::Metrics> metrics_;
+  std::unique_ptr<DeviceWatch> device_watch_;
+  std::unique_ptr<engine::Engine> engine_;
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus_;
+  std::unique_ptr<rpc::LossService> loss_service_;
+  std::unique_ptr<rpc::HeadService> head_service_;
+  std::unique_ptr<rpc::ServerService> server_service_;
+  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<rpc::Pulse> pulse_;
+  std::mutex refusals_mutex_;
+  Every refusals_logged_{absl::Seconds(10)};
+  std::unique_ptr<grpc::Server> grpc_;
+  std::unique_ptr<metrics::HttpPages> pages_;
+  std::unique_ptr<metrics::HttpServer> http_;
 };
 
 }  // namespace lossd::app

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two groups of a server's options: RankOptions for several processes that are one server (docs/scaling.md),
-// and SecurityOptions for encryption and for who may do what (docs/security.md). ServerOptions (server.h) has
-// both. The file is shorter than 60 lines because three headers include it, and security.h needs no Server.
+// The options of a server, as flags or a test set them: ServerOptions, with RankOptions for several processes
+// that are one server (docs/scaling.md) and SecurityOptions for encryption and for who may do what
+// (docs/security.md). Plain data.
 #ifndef LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 #define LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
 #include "absl/time/time.h"
 #include "server/ranks/start.h"
+#include "server/rpc/call_registry.h"
+#include "server/rpc/transport.h"
 
 namespace lossd::app {
 
@@ -50,6 +53,81 @@ struct SecurityOptions {
   bool insecure = false;    // allow addresses beyond the loopback without TLS, or without asking who calls
   bool http_tls = false;    // HTTP over TLS, with the same certificate
   bool http_token = false;  // HTTP wants a reader's token, except for the health paths
+};
+
+// What a server is made of.
+struct ServerOptions {
+  // Addresses "host:port"; port 0: any free one. gRPC's may also be "unix:PATH", and several with commas
+  // between them.
+  std::string listen = "127.0.0.1:7070";
+  uint32_t unix_socket_mode = 0600;     // of the files of Unix sockets: who may connect
+  std::string http = "127.0.0.1:7071";  // empty: no HTTP
+  SecurityOptions security;             // encryption, and who may do what
+  std::string version = "0.0.0";
+
+  // Compute.
+  std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"
+  std::string device = "0";      // CUDA backend: index among the visible GPUs, or a UUID
+  // CUDA backend: several GPUs that share the rows of every head: as `device`, with commas between them, or
+  // "all"; empty: the one of `device`.
+  std::string devices;
+  int threads = 0;                     // CPU backend; 0: all the process may use
+  int cpu_devices = 1;                 // CPU backend: parts of the threads that work as devices of their own
+  std::string stream_priority = "dx";  // kernels::BackendChoice
+  std::string split = "any";       // several devices: of heads that do not say; "any", "rows" or "vocabulary"
+  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
+  int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
+  int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
+  // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
+  int64_t memory_reserve_bytes = int64_t{256} << 20;
+  // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
+  bool deterministic = false;
+
+  // This process as one of several that are one server. A server is made of rank 0.
+  RankOptions ranks;
+
+  // Admission.
+  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
+  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
+  // Memory that clients of this host may open and put their slices into (docs/transport.md), of the host and
+  // of the GPU, taken as they do; 0: none. Where they open it: a path, or "@" and a name in the abstract
+  // namespace; empty: the server chooses.
+  int64_t shared_memory_bytes = int64_t{1} << 30;
+  int64_t shared_device_memory_bytes = int64_t{1} << 30;
+  std::string region_socket;
+  int64_t max_streams = 256;  // open ComputeLoss calls
+  int64_t max_heads = 64;
+  // Host memory for targets and weights of open calls and for ledgers of open steps; 0: 256 MiB, but at most
+  // an eighth of memory_limit_bytes.
+  int64_t ledger_bytes = 0;
+
+  // Limits of clients (docs/fairness.md). What one peer may hold of anything that is shared: calls, places in
+  // queues, staging; in (0, 1], 1: all.
+  double peer_share = 0.5;
+  rpc::TransportOptions transport;  // but max_message_bytes, which follows from slice_bytes
+  int64_t max_connections = 512;
+  int64_t max_connections_per_address = 128;
+  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor, AddGradient, open
+  int64_t max_saves = 16;           // waiting or running
+  int64_t max_waiting_calls = 256;  // of the other calls on heads
+  rpc::CallTimeouts timeouts;
+
+  std::string checkpoint_directory = "./lossd-checkpoints";
+  std::string restore;  // "latest": start with every head's newest checkpoint; empty: without heads
+  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
+  int64_t checkpoint_shard_bytes = int64_t{1} << 30;    // the most of one file of a checkpoint
+  int checkpoint_threads = 0;                           // that write or read one; 0: 4, or the devices
+  int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
+  int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
+  absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
+  absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
+  // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of
+  // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
+  // engine::kDeviceBeat.
+  absl::Duration liveness_timeout = absl::Minutes(10);
+  // Called once when the device is lost, on a thread of the engine's; must not call into the server.
+  std::function<void()> on_device_lost = [] {};
 };
 
 }  // namespace lossd::app

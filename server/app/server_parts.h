@@ -27,7 +27,7 @@
 #include "lossd/ranks/v1/ranks.pb.h"
 #include "server/app/addresses.h"
 #include "server/app/health.h"
-#include "server/app/server.h"
+#include "server/app/server_options.h"
 #include "server/connections/listening_socket.h"
 #include "server/engine/engine_options.h"
 #include "server/metrics/families.h"

@@ -4,7 +4,7 @@
 #ifndef LOSSD_SERVER_APP_WORKER_APP_H_
 #define LOSSD_SERVER_APP_WORKER_APP_H_
 
-#include "server/app/server.h"
+#include "server/app/server_options.h"
 #include "server/app/server_parts.h"
 #include "server/app/service_manager.h"
 #include "server/app/stop_events.h"

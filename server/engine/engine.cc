@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/head_planner.h"
@@ -55,15 +56,15 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
                                                        Runtime* runtime) {
   auto context = EngineContext::Create(options, backend, incarnation, std::move(observers), runtime);
   if (!context.ok()) return context.status();
-  return std::make_unique<EngineImpl>(*std::move(context));
+  return absl::WrapUnique(new Engine(*std::move(context)));
 }
 
-EngineImpl::EngineImpl(std::unique_ptr<EngineContext> context)
+Engine::Engine(std::unique_ptr<EngineContext> context)
     : context_(std::move(context)), heads_(context_->options.max_heads) {
   context_->loop.Start();
 }
 
-EngineImpl::~EngineImpl() {
+Engine::~Engine() {
   {
     absl::MutexLock lock(&context_->mutex);
     for (const SessionPtr& session : heads_.Sessions()) {
@@ -83,7 +84,7 @@ EngineImpl::~EngineImpl() {
   context_->loop.Join();
 }
 
-EngineStats EngineImpl::stats() const {
+EngineStats Engine::stats() const {
   EngineStats stats;
   stats.staging_bytes = context_->staging->bytes();
   stats.staging_used_bytes = context_->staging->used_bytes();
@@ -101,8 +102,8 @@ EngineStats EngineImpl::stats() const {
 
 // ---- Heads ----
 
-absl::StatusOr<HeadSnapshot> EngineImpl::PlanHead(absl::string_view name,
-                                                  const kernels::HeadConfig& config) const {
+absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
+                                              const kernels::HeadConfig& config) const {
   if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
   {
     absl::MutexLock lock(&context_->mutex);
@@ -123,7 +124,7 @@ absl::StatusOr<HeadSnapshot> EngineImpl::PlanHead(absl::string_view name,
   return head;
 }
 
-absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
+absl::Status Engine::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
   if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
   {
     absl::MutexLock lock(&context_->mutex);
@@ -150,12 +151,12 @@ absl::Status EngineImpl::CreateHead(absl::string_view name, const kernels::HeadC
   return ran.ok() ? created : ran;
 }
 
-absl::Status EngineImpl::PublishHead(absl::string_view name) {
+absl::Status Engine::PublishHead(absl::string_view name) {
   absl::MutexLock lock(&context_->mutex);
   return heads_.Publish(name);
 }
 
-absl::Status EngineImpl::DeleteHead(absl::string_view name) {
+absl::Status Engine::DeleteHead(absl::string_view name) {
   uint64_t number = 0;
   SessionPtr busy;  // the head, if a chunk of it is under way
   {
@@ -190,22 +191,22 @@ absl::Status EngineImpl::DeleteHead(absl::string_view name) {
   });
 }
 
-absl::StatusOr<HeadSnapshot> EngineImpl::Describe(absl::string_view name) const {
+absl::StatusOr<HeadSnapshot> Engine::Describe(absl::string_view name) const {
   absl::MutexLock lock(&context_->mutex);
   const auto session = heads_.FindPublished(name);
   if (!session.ok()) return session.status();
   return (*session)->Snapshot();
 }
 
-std::vector<HeadSnapshot> EngineImpl::List() const {
+std::vector<HeadSnapshot> Engine::List() const {
   absl::MutexLock lock(&context_->mutex);
   std::vector<HeadSnapshot> heads;
   for (const SessionPtr& session : heads_.Published()) heads.push_back(session->Snapshot());
   return heads;
 }
 
-absl::Status EngineImpl::RunOnHead(absl::string_view name,
-                                   absl::FunctionRef<absl::Status(HeadSession&)> operation) {
+absl::Status Engine::RunOnHead(absl::string_view name,
+                               absl::FunctionRef<absl::Status(HeadSession&)> operation) {
   SessionPtr session;
   {
     absl::MutexLock lock(&context_->mutex);
@@ -216,22 +217,22 @@ absl::Status EngineImpl::RunOnHead(absl::string_view name,
   return session->Run([&] { return operation(*session); });
 }
 
-absl::Status EngineImpl::OnDevice(absl::string_view name,
-                                  absl::FunctionRef<absl::Status(head::Head&)> operation) {
+absl::Status Engine::OnDevice(absl::string_view name,
+                              absl::FunctionRef<absl::Status(head::Head&)> operation) {
   return RunOnHead(name,
                    [&](HeadSession& session) { return context_->NoteIfLost(operation(session.head())); });
 }
 
 // ---- Tensors ----
 
-absl::StatusOr<std::unique_ptr<TensorReader>> EngineImpl::OpenReader(absl::string_view name) {
+absl::StatusOr<std::unique_ptr<TensorReader>> Engine::OpenReader(absl::string_view name) {
   absl::MutexLock lock(&context_->mutex);
   auto session = FindOpen(*context_, heads_, name);
   if (!session.ok()) return session.status();
   return std::make_unique<TensorReader>(*std::move(session));
 }
 
-absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::string_view name) {
+absl::StatusOr<std::unique_ptr<TensorWriter>> Engine::OpenWriter(absl::string_view name) {
   absl::MutexLock lock(&context_->mutex);
   auto session = FindOpen(*context_, heads_, name);
   if (!session.ok()) return session.status();
@@ -240,8 +241,8 @@ absl::StatusOr<std::unique_ptr<TensorWriter>> EngineImpl::OpenWriter(absl::strin
 
 // ---- Steps ----
 
-absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std::optional<uint64_t> step,
-                                                    absl::string_view run) {
+absl::StatusOr<GradNormResult> Engine::GradNorm(absl::string_view name, std::optional<uint64_t> step,
+                                                absl::string_view run) {
   absl::StatusOr<GradNormResult> norm;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     norm = engine::GradNorm(session, step, run);
@@ -251,7 +252,7 @@ absl::StatusOr<GradNormResult> EngineImpl::GradNorm(absl::string_view name, std:
   return norm;
 }
 
-absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const StepRequest& request) {
+absl::StatusOr<StepResult> Engine::ApplyStep(absl::string_view name, const StepRequest& request) {
   if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
     return errors::Within("optimizer.", std::move(status));
   }
@@ -274,8 +275,8 @@ absl::StatusOr<StepResult> EngineImpl::ApplyStep(absl::string_view name, const S
   return result;
 }
 
-absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint64_t step,
-                                                    absl::string_view run) {
+absl::StatusOr<HeadState> Engine::ZeroGradients(absl::string_view name, uint64_t step,
+                                                absl::string_view run) {
   absl::StatusOr<HeadState> state;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     state = engine::ZeroGradients(session, step, run);
@@ -285,7 +286,7 @@ absl::StatusOr<HeadState> EngineImpl::ZeroGradients(absl::string_view name, uint
   return state;
 }
 
-absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope scope) {
+absl::StatusOr<HeadState> Engine::Reset(absl::string_view name, ResetScope scope) {
   absl::StatusOr<HeadState> state;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     state = engine::Reset(session, scope);
@@ -295,32 +296,32 @@ absl::StatusOr<HeadState> EngineImpl::Reset(absl::string_view name, ResetScope s
   return state;
 }
 
-absl::Status EngineImpl::SetShares(absl::string_view name, const std::vector<int32_t>& shares) {
+absl::Status Engine::SetShares(absl::string_view name, const std::vector<int32_t>& shares) {
   return RunOnHead(
       name, [&](HeadSession& session) { return context_->NoteIfLost(engine::SetShares(session, shares)); });
 }
 
-absl::Status EngineImpl::BeginLoad(absl::string_view name, const head::Progress& progress,
-                                   const std::optional<head::AppliedStep>& last_step,
-                                   const head::History& history) {
+absl::Status Engine::BeginLoad(absl::string_view name, const head::Progress& progress,
+                               const std::optional<head::AppliedStep>& last_step,
+                               const head::History& history) {
   return RunOnHead(
       name, [&](HeadSession& session) { return engine::BeginLoad(session, progress, last_step, history); });
 }
 
-absl::Status EngineImpl::EndLoad(absl::string_view name) {
+absl::Status Engine::EndLoad(absl::string_view name) {
   return RunOnHead(name, [](HeadSession& session) { return engine::EndLoad(session); });
 }
 
 // ---- Contributions ----
 
-absl::StatusOr<Contribution> EngineImpl::OpenContribution(const ContributionSpec& spec) {
+absl::StatusOr<Contribution> Engine::OpenContribution(const ContributionSpec& spec) {
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
   return engine::OpenContribution(**session, spec);
 }
 
-uint64_t EngineImpl::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
+uint64_t Engine::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
   absl::MutexLock lock(&context_->mutex);
   HeadSession& session = *contribution.session;
   if (context_->loop.stopping() || session.deleting()) return 0;
@@ -329,13 +330,13 @@ uint64_t EngineImpl::AwaitTurn(const Contribution& contribution, absl::AnyInvoca
   return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
 }
 
-bool EngineImpl::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
+bool Engine::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
   absl::MutexLock lock(&context_->mutex);
   return contribution.session->schedule().ForgetTurn(ticket);
 }
 
-absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, RowRange rows,
-                                              absl::Span<const uint8_t> values) {
+absl::StatusOr<AddedRows> Engine::AddRows(const Contribution& contribution, RowRange rows,
+                                          absl::Span<const uint8_t> values) {
   if (auto status = CheckRows(contribution, rows, values); !status.ok()) return status;
   const std::vector<uint64_t> checksums = RowChecksums(values, contribution.row_bytes());
   absl::StatusOr<AddedRows> added;
@@ -352,29 +353,29 @@ absl::StatusOr<AddedRows> EngineImpl::AddRows(const Contribution& contribution, 
 
 // ---- Streams ----
 
-absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::Open(StreamSpec spec,
-                                                         std::shared_ptr<StreamObserver> observer) {
+absl::StatusOr<std::unique_ptr<Stream>> Engine::Open(StreamSpec spec,
+                                                     std::shared_ptr<StreamObserver> observer) {
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
   auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+  return std::make_unique<Stream>(*session, *std::move(stream));
 }
 
-absl::StatusOr<std::unique_ptr<Stream>> EngineImpl::OpenBackward(BackwardSpec spec,
-                                                                 std::shared_ptr<StreamObserver> observer) {
+absl::StatusOr<std::unique_ptr<Stream>> Engine::OpenBackward(BackwardSpec spec,
+                                                             std::shared_ptr<StreamObserver> observer) {
   if (auto status = CheckBackward(spec); !status.ok()) return status;
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());
   auto stream = (*session)->admission().OpenBackward(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  return std::make_unique<StreamHandle>(*session, *std::move(stream));
+  return std::make_unique<Stream>(*session, *std::move(stream));
 }
 
-absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64_t microbatch_id,
-                                                  const Asker& asker) {
+absl::StatusOr<ReleaseResult> Engine::Release(absl::string_view name, uint64_t microbatch_id,
+                                              const Asker& asker) {
   absl::MutexLock lock(&context_->mutex);
   const auto session = heads_.FindPublished(name);
   if (!session.ok()) return session.status();
@@ -383,7 +384,7 @@ absl::StatusOr<ReleaseResult> EngineImpl::Release(absl::string_view name, uint64
   return ReleaseResult{.state = (*session)->step().state(), .released = *released};
 }
 
-int64_t EngineImpl::ExpireRetained(absl::Time limit) {
+int64_t Engine::ExpireRetained(absl::Time limit) {
   absl::MutexLock lock(&context_->mutex);
   int64_t expired = 0;
   for (const SessionPtr& session : heads_.Sessions()) expired += session->deferred().Expire(limit);

@@ -335,9 +335,7 @@ void HeadSession::AddTo(EngineStats& stats) {
   stats.retained_microbatches += deferred_.size();
 }
 
-// ---- StreamHandle ----
-
-StreamHandle::~StreamHandle() {
+Stream::~Stream() {
   Cancel(absl::CancelledError("the stream was dropped"));
   EngineContext& context = session_->context();
   uint64_t ticket = 0;
@@ -348,13 +346,13 @@ StreamHandle::~StreamHandle() {
   if (ticket != 0) context.staging->Forget(ticket);
 }
 
-void StreamHandle::Start() {
+void Stream::Start() {
   absl::MutexLock lock(&session_->context().mutex);
   state_->Start();
   session_->streams().FinishIfReady(state_);
 }
 
-void StreamHandle::Receive(IncomingSlice incoming) {
+void Stream::Receive(IncomingSlice incoming) {
   auto slice = std::make_unique<SliceWork>();  // outlives the lock if it is refused
   slice->stream = state_;
   slice->rows = incoming.rows;
@@ -368,7 +366,7 @@ void StreamHandle::Receive(IncomingSlice incoming) {
   if (has_memory) session_->CopyAndQueue(std::move(slice));
 }
 
-void StreamHandle::HalfClose() {
+void Stream::HalfClose() {
   absl::MutexLock lock(&session_->context().mutex);
   if (state_->failed() || state_->finished()) return;
   if (absl::Status status = state_->HalfClose(); !status.ok()) {
@@ -377,7 +375,7 @@ void StreamHandle::HalfClose() {
   session_->streams().FinishIfReady(state_);
 }
 
-void StreamHandle::Cancel(absl::Status why) {
+void Stream::Cancel(absl::Status why) {
   absl::MutexLock lock(&session_->context().mutex);
   state_->Start();  // so that OnFinished comes even if the caller gave up before starting
   if (!state_->finished()) session_->streams().Fail(*state_, std::move(why));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heads of an engine. A HeadSession is one head with everything that is going on with it, a StreamHandle
+// The heads of an engine. A HeadSession is one head with everything that is going on with it, a Stream
 // is the caller's end of one of its streams, and a HeadDirectory has the sessions of all heads by name.
 //
 // Threads. The engine's lock guards all of it. Members are called with the lock held unless they say
-// otherwise; a StreamHandle takes the lock itself.
+// otherwise; a Stream takes the lock itself.
 #ifndef LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 #define LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 
@@ -141,24 +141,40 @@ class HeadSession final : public DeviceLoop::Source,
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows);
 
-// The caller's end of a stream. Thread-safe, as Stream.
-class StreamHandle final : public Stream {
+// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
+// be destroyed before the engine.
+class Stream {
  public:
-  StreamHandle(std::shared_ptr<HeadSession> session, std::shared_ptr<StreamState> state)
+  Stream(std::shared_ptr<HeadSession> session, std::shared_ptr<StreamState> state)
       : session_(std::move(session)), state_(std::move(state)) {}
-  ~StreamHandle() override;
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
 
-  absl::string_view head() const override { return state_->spec().head; }
-  uint64_t microbatch_id() const override { return state_->spec().microbatch_id; }
-  HeadState state() const override { return state_->head_state(); }
-  SliceLimits limits() const override { return state_->limits(); }
-  int64_t hidden_size() const override { return state_->hidden_size(); }
+  // Its name; valid as long as the stream.
+  absl::string_view head() const { return state_->spec().head; }
+  uint64_t microbatch_id() const { return state_->spec().microbatch_id; }
+  HeadState state() const { return state_->head_state(); }  // when it was opened
+  SliceLimits limits() const { return state_->limits(); }   // for this stream's dtype
+  int64_t hidden_size() const { return state_->hidden_size(); }
 
-  void Start() override;
-  void Receive(IncomingSlice slice) override;
-  std::vector<RowRange> RetainedSlices() const override { return state_->RetainedSlices(); }
-  void HalfClose() override;
-  void Cancel(absl::Status why) override;
+  // Lets results flow; nothing reaches the observer before. Call once.
+  void Start();
+  // Takes one slice: checks it, finds memory for its rows, has them copied there and queues it. If there is
+  // memory now, all of that happens in this call; otherwise the slice waits, and goes on with
+  // StreamObserver::OnMemory. Memory is usually a buffer of the staging pool; on a deterministic engine, for
+  // a stream that accumulates, it is the rows' place in their group, once it is their turn. A slice that
+  // breaks a rule fails the stream through OnFinished. One slice at a time: the next one when
+  // IncomingSlice::on_queued has been called.
+  void Receive(IncomingSlice slice);
+  // Streams of OpenBackward: the slices to be received, in order. Their hidden states are in retained memory,
+  // so only IncomingSlice::rows and on_queued are used.
+  std::vector<RowRange> RetainedSlices() const { return state_->RetainedSlices(); }
+  // No more slices will come; fails the stream if valid rows are missing.
+  void HalfClose();
+  // Fails the stream with `why` (not OK): slices that wait or are queued are dropped, those on the device
+  // finish.
+  void Cancel(absl::Status why);
 
  private:
   const std::shared_ptr<HeadSession> session_;

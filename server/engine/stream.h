@@ -210,36 +210,6 @@ class StreamObserver {
   virtual void OnFinished(absl::Status status, const StreamSummary& summary) = 0;
 };
 
-// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
-// be destroyed before the engine.
-class Stream {
- public:
-  virtual ~Stream() = default;
-  virtual absl::string_view head() const = 0;  // its name; valid as long as the stream
-  virtual uint64_t microbatch_id() const = 0;
-  virtual HeadState state() const = 0;     // when it was opened
-  virtual SliceLimits limits() const = 0;  // for this stream's dtype
-  virtual int64_t hidden_size() const = 0;
-
-  // Lets results flow; nothing reaches the observer before. Call once.
-  virtual void Start() = 0;
-  // Takes one slice: checks it, finds memory for its rows, has them copied there and queues it. If there is
-  // memory now, all of that happens in this call; otherwise the slice waits, and goes on with
-  // StreamObserver::OnMemory. Memory is usually a buffer of the staging pool; on a deterministic engine, for
-  // a stream that accumulates, it is the rows' place in their group, once it is their turn. A slice that
-  // breaks a rule fails the stream through OnFinished. One slice at a time: the next one when
-  // IncomingSlice::on_queued has been called.
-  virtual void Receive(IncomingSlice slice) = 0;
-  // Streams of OpenBackward: the slices to be received, in order. Their hidden states are in retained memory,
-  // so only IncomingSlice::rows and on_queued are used.
-  virtual std::vector<RowRange> RetainedSlices() const = 0;
-  // No more slices will come; fails the stream if valid rows are missing.
-  virtual void HalfClose() = 0;
-  // Fails the stream with `why` (not OK): slices that wait or are queued are dropped, those on the device
-  // finish.
-  virtual void Cancel(absl::Status why) = 0;
-};
-
 // ---- Snapshots: what an engine says of itself and its heads at one moment ----
 
 // What a device has of a head whose classes are divided; times and rows are of all its heads

@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "absl/memory/memory.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
@@ -85,85 +86,28 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
   return queued;
 }
 
-class MicroHttpServer final : public HttpServer {
- public:
-  MicroHttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard guard,
-                  std::unique_ptr<HttpCertificates> certificates, HttpOnLimit on_limit)
-      : address_(std::move(listener.address)),
-        audience_(listener.loopback ? HttpAudience::kLoopbackHosts : HttpAudience::kAnyHost),
-        handlers_(std::move(handlers)),
-        guard_(std::move(guard)),
-        certificates_(std::move(certificates)),
-        acceptor_(std::move(listener.sockets), Limits(std::move(on_limit))) {}
-
-  ~MicroHttpServer() override {
-    acceptor_.Stop();
-    if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
+connections::EntranceOptions Limits(HttpOnLimit on_limit) {
+  connections::EntranceOptions limits{.in_all = HttpServer::kMostConnections,
+                                      .per_peer = HttpServer::kMostPerPeer,
+                                      .oldest_makes_room = true,
+                                      .age = HttpServer::kAge};
+  if (on_limit != nullptr) {
+    limits.on_refused = [on_limit = std::move(on_limit)](int, absl::string_view reason,
+                                                         const connections::Peer& peer) {
+      on_limit(reason == connections::kMaxPerPeer ? kHttpConnectionsPerAddress : kHttpConnections, peer.name);
+    };
   }
+  return limits;
+}
 
-  // With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
-  // library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
-  // times out. False if the thread cannot be started.
-  bool Run() {
-    // gnutls_certificate_retrieve_function2, which has no argument of its own.
-    const MHD_OptionItem tls[] = {
-        {MHD_OPTION_HTTPS_PRIORITIES, 0, const_cast<char*>("NORMAL:-VERS-ALL:+VERS-TLS1.2:+VERS-TLS1.3")},
-        {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, reinterpret_cast<void*>(&HttpCertificates::Retrieve)},
-        {MHD_OPTION_END, 0, nullptr}};
-    const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC | MHD_USE_NO_LISTEN_SOCKET;
-    daemon_ = MHD_start_daemon(certificates_ != nullptr ? flags | MHD_USE_TLS : flags, 0, nullptr, nullptr,
-                               &OnRequest, this,                                            //
-                               MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 2,  //
-                               MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,                   //
-                               MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,           //
-                               MHD_OPTION_CONNECTION_LIMIT, kLibraryConnections,            //
-                               MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,                 //
-                               MHD_OPTION_STRICT_FOR_CLIENT, 1,                             //
-                               MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,         //
-                               MHD_OPTION_NOTIFY_CONNECTION, &OnConnection, this,           //
-                               MHD_OPTION_END);
-    if (daemon_ == nullptr) return false;
-    acceptor_.Start([this](int, int connection) { Take(connection); });
-    return true;
-  }
+}  // namespace
 
-  std::string address() const override { return address_; }
-
- private:
-  // More than the acceptor lets in, whose limits hold.
-  static constexpr unsigned kLibraryConnections = 2 * kMostConnections;
-
-  static connections::EntranceOptions Limits(HttpOnLimit on_limit) {
-    connections::EntranceOptions limits{
-        .in_all = kMostConnections, .per_peer = kMostPerPeer, .oldest_makes_room = true, .age = kAge};
-    if (on_limit != nullptr) {
-      limits.on_refused = [on_limit = std::move(on_limit)](int, absl::string_view reason,
-                                                           const connections::Peer& peer) {
-        on_limit(reason == connections::kMaxPerPeer ? kHttpConnectionsPerAddress : kHttpConnections,
-                 peer.name);
-      };
-    }
-    return limits;
-  }
-
-  // On the acceptor's thread. The library closes the connection, also if it does not take it.
-  void Take(int connection) {
-    sockaddr_storage from = {};
-    socklen_t size = sizeof(from);
-    auto* const address = reinterpret_cast<sockaddr*>(&from);
-    if (getpeername(connection, address, &size) == 0) {
-      if (MHD_add_connection(daemon_, connection, address, size) != MHD_YES) acceptor_.Closing(connection);
-      return;
-    }
-    acceptor_.Closing(connection);  // its client has gone already
-    connections::CloseElsewhere(wire::OwnedDescriptor(connection));
-  }
-
+struct HttpServer::Callbacks {
   // Called when the header of a request is complete. The answer is queued at once, so that a body is not
   // read.
   static MHD_Result OnRequest(void* self, MHD_Connection* connection, const char* target, const char* method,
                               const char* version, const char*, size_t*, void**) {
-    const auto* server = static_cast<const MicroHttpServer*>(self);
+    const auto* server = static_cast<const HttpServer*>(self);
     HttpRequest request = {.method = method, .target = target, .version = version};
     request.peer = PeerOf(connection);
     MHD_get_connection_values(connection, MHD_HEADER_KIND, &CollectField, &request);
@@ -174,25 +118,68 @@ class MicroHttpServer final : public HttpServer {
   // Called on the server's thread when a connection opens, and before one is closed.
   static void OnConnection(void* self, MHD_Connection* connection, void**,
                            MHD_ConnectionNotificationCode code) {
-    auto* const server = static_cast<MicroHttpServer*>(self);
+    auto* const server = static_cast<HttpServer*>(self);
     if (code == MHD_CONNECTION_NOTIFY_STARTED) {
       if (server->certificates_ != nullptr) server->certificates_->ServeThisThread();
       return;
     }
-    server->acceptor_.Closing(
+    server->acceptor_->Closing(
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd);
   }
-
-  const std::string address_;
-  const HttpAudience audience_;
-  const HttpHandlers handlers_;
-  const HttpGuard guard_;
-  const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
-  connections::ConnectionAcceptor acceptor_;
-  MHD_Daemon* daemon_ = nullptr;
 };
 
-}  // namespace
+HttpServer::HttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard guard,
+                       std::unique_ptr<HttpCertificates> certificates, HttpOnLimit on_limit)
+    : address_(std::move(listener.address)),
+      audience_(listener.loopback ? HttpAudience::kLoopbackHosts : HttpAudience::kAnyHost),
+      handlers_(std::move(handlers)),
+      guard_(std::move(guard)),
+      certificates_(std::move(certificates)),
+      acceptor_(std::make_unique<connections::ConnectionAcceptor>(std::move(listener.sockets),
+                                                                  Limits(std::move(on_limit)))) {}
+
+HttpServer::~HttpServer() {
+  acceptor_->Stop();
+  if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
+}
+
+// With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
+// library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
+// times out.
+bool HttpServer::Run() {
+  // gnutls_certificate_retrieve_function2, which has no argument of its own.
+  const MHD_OptionItem tls[] = {
+      {MHD_OPTION_HTTPS_PRIORITIES, 0, const_cast<char*>("NORMAL:-VERS-ALL:+VERS-TLS1.2:+VERS-TLS1.3")},
+      {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, reinterpret_cast<void*>(&HttpCertificates::Retrieve)},
+      {MHD_OPTION_END, 0, nullptr}};
+  const unsigned flags = MHD_USE_POLL_INTERNAL_THREAD | MHD_USE_ITC | MHD_USE_NO_LISTEN_SOCKET;
+  daemon_ = MHD_start_daemon(certificates_ != nullptr ? flags | MHD_USE_TLS : flags, 0, nullptr, nullptr,
+                             &Callbacks::OnRequest, this,                                   //
+                             MHD_OPTION_ARRAY, certificates_ != nullptr ? tls : tls + 2,    //
+                             MHD_OPTION_THREAD_STACK_SIZE, kStackBytes,                     //
+                             MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes,             //
+                             MHD_OPTION_CONNECTION_LIMIT, kLibraryConnections,              //
+                             MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds,                   //
+                             MHD_OPTION_STRICT_FOR_CLIENT, 1,                               //
+                             MHD_OPTION_UNESCAPE_CALLBACK, &KeepEscapes, nullptr,           //
+                             MHD_OPTION_NOTIFY_CONNECTION, &Callbacks::OnConnection, this,  //
+                             MHD_OPTION_END);
+  if (daemon_ == nullptr) return false;
+  acceptor_->Start([this](int, int connection) { Take(connection); });
+  return true;
+}
+
+void HttpServer::Take(int connection) {
+  sockaddr_storage from = {};
+  socklen_t size = sizeof(from);
+  auto* const address = reinterpret_cast<sockaddr*>(&from);
+  if (getpeername(connection, address, &size) == 0) {
+    if (MHD_add_connection(daemon_, connection, address, size) != MHD_YES) acceptor_->Closing(connection);
+    return;
+  }
+  acceptor_->Closing(connection);  // its client has gone already
+  connections::CloseElsewhere(wire::OwnedDescriptor(connection));
+}
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,
                                                               HttpHandlers handlers, HttpSecurity security,
@@ -206,8 +193,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view 
   absl::StatusOr<HttpListener> listener = ListenForHttp(address);
   if (!listener.ok()) return listener.status();
   auto server =
-      std::make_unique<MicroHttpServer>(*std::move(listener), std::move(handlers), std::move(security.guard),
-                                        std::move(certificates), std::move(on_limit));
+      absl::WrapUnique(new HttpServer(*std::move(listener), std::move(handlers), std::move(security.guard),
+                                      std::move(certificates), std::move(on_limit)));
   if (!server->Run())
     return absl::UnavailableError(absl::StrCat("cannot start the thread for HTTP on ", address));
   return server;

@@ -38,9 +38,18 @@
 #include "server/access/certificates.h"
 #include "server/metrics/http_router.h"
 
+struct MHD_Daemon;
+
+namespace lossd::connections {
+class ConnectionAcceptor;
+}  // namespace lossd::connections
+
 namespace lossd::metrics {
 
-// How the server protects itself. Both members may be left out.
+class HttpCertificates;
+struct HttpListener;
+
+// How the server protects itself. Both may be left out.
 struct HttpSecurity {
   access::ReloadedTls* tls = nullptr;  // HTTPS; outlives the server. Clients' certificates are not asked for
   HttpGuard guard;                     // asked before a handler runs
@@ -67,10 +76,34 @@ class HttpServer {
                                                            HttpSecurity security = {},
                                                            HttpOnLimit on_limit = nullptr);
   // Waits for the handler that is running and closes all connections.
-  virtual ~HttpServer() = default;
+  ~HttpServer();
+  HttpServer(const HttpServer&) = delete;
+  HttpServer& operator=(const HttpServer&) = delete;
 
   // "host:port" with the port that was chosen.
-  virtual std::string address() const = 0;
+  std::string address() const { return address_; }
+
+ private:
+  struct Callbacks;  // of the library
+
+  // More than the acceptor lets in, whose limits hold.
+  static constexpr unsigned kLibraryConnections = 2 * kMostConnections;
+
+  HttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard guard,
+             std::unique_ptr<HttpCertificates> certificates, HttpOnLimit on_limit);
+
+  // False if the thread cannot be started.
+  bool Run();
+  // On the acceptor's thread. The library closes the connection, also if it does not take it.
+  void Take(int connection);
+
+  const std::string address_;
+  const HttpAudience audience_;
+  const HttpHandlers handlers_;
+  const HttpGuard guard_;
+  const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
+  const std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  MHD_Daemon* daemon_ = nullptr;
 };
 
 // The certificate of the HTTP server, as GnuTLS takes it, parsed again when the files have changed.

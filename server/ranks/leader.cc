@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/memory/memory.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -77,75 +78,11 @@ constexpr int kSpareThreads = 16;
 // Beyond one for each rank: attempts that end, and strangers, of one peer and in all.
 constexpr int kSpareConnections = 32;
 
-class LeaderImpl final : public Leader, private v1::RankService::Service {
- public:
-  explicit LeaderImpl(const LeaderOptions& options) : options_(options) {}
-  ~LeaderImpl() override;
+}  // namespace
 
-  absl::Status Listen();
-  int port() const override { return port_; }
-  const std::string& collectives() const override { return collectives_; }
-  head::FileSites* file_sites() override { return &files_; }
-  const std::string& local_address() const override { return local_address_; }
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own) override;
-  void WatchLoss(std::function<void(const absl::Status&)> on_lost) override {
-    loss_.Watch(std::move(on_lost));
-  }
-  void WatchLeaving(std::function<void(const Leaving&)> on_leaving) override {
-    leaving_.Watch(std::move(on_leaving));
-  }
-  std::vector<RankReport> Reports() const override;
-  absl::Duration Silence() const override { return std::max(acceptor_->Silence(), rows_.Silence()); }
-  kernels::RankTimes times() const override { return {own_work().busy, link_->Times()}; }
+Leader::Leader(const LeaderOptions& options) : options_(options), rows_(std::make_unique<LeaderRows>()) {}
 
- private:
-  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
-
-  kernels::MemberWork own_work() const { return group_->MemberStates().front().work; }
-
-  // ---- On threads of gRPC ----
-  grpc::Status Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) override;
-  absl::StatusOr<v1::Hello> ReadHello(grpc::ServerContext* context, GrpcTransport* transport);
-  absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
-  void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
-  absl::Status OnChunkFailure(const absl::Status& failure);  // on the driving thread of the leader's backend
-
-  // ---- On the thread that forms ----
-  absl::Status AwaitAll();
-  absl::Status Late() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CancelSilent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Workers AllWorkers() const;
-  absl::Status Connect();
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> MakeGroup(std::unique_ptr<kernels::Backend> own);
-  void EndForming(const absl::Status& status);
-
-  const LeaderOptions options_;
-  int port_ = 0;
-  std::string local_address_;
-  Settings settings_;              // written before the service starts to admit; then const
-  std::string gpu_, collectives_;  // written by Form
-  kernels::RankTraits traits_;
-  kernels::BackendInfo own_info_;
-  const kernels::Backend* own_ = nullptr;
-  const kernels::GroupMembers* group_ = nullptr;  // of the backend that Form has made
-  std::unique_ptr<kernels::RankLink> link_;
-  LeaderRows rows_;
-  RankFiles files_;
-  mutable absl::Mutex mutex_;
-  bool forming_ ABSL_GUARDED_BY(mutex_) = false;
-  bool formed_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last
-  Workers workers_ ABSL_GUARDED_BY(mutex_);
-  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
-  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
-  FirstNews<absl::Status> loss_;
-  FirstNews<Leaving> leaving_;
-
-  std::unique_ptr<grpc::Server> server_;
-  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
-};
-
-absl::Status LeaderImpl::Listen() {
+absl::Status Leader::Listen() {
   auto listeners = connections::ListeningSocket::OpenTcp(options_.host, options_.port);
   if (!listeners.ok())
     return absl::UnavailableError(
@@ -179,7 +116,7 @@ absl::Status LeaderImpl::Listen() {
 
 // ---- LeaderImpl: streams ----
 
-grpc::Status LeaderImpl::Join(grpc::ServerContext* context, GrpcTransport::Stream* stream) {
+grpc::Status Leader::Join(grpc::ServerContext* context, RankStream* stream) {
   GrpcTransport transport(context, stream);
   absl::Status status = CheckSecret(options_.secret, *context);
   absl::StatusOr<v1::Hello> hello = status.ok() ? ReadHello(context, &transport) : status;
@@ -196,7 +133,7 @@ grpc::Status LeaderImpl::Join(grpc::ServerContext* context, GrpcTransport::Strea
   return grpc::Status::OK;
 }
 
-absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, GrpcTransport* transport) {
+absl::StatusOr<v1::Hello> Leader::ReadHello(grpc::ServerContext* context, GrpcTransport* transport) {
   {
     absl::MutexLock lock(&mutex_);
     if (!forming_) return absl::UnavailableError("the leader is not waiting for ranks");
@@ -221,7 +158,7 @@ absl::StatusOr<v1::Hello> LeaderImpl::ReadHello(grpc::ServerContext* context, Gr
   return CheckAgreement(settings_, traits_, message.hello(), Listener::kWorker);
 }
 
-absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
+absl::Status Leader::Enter(const std::shared_ptr<WorkerStream>& worker) {
   absl::MutexLock lock(&mutex_);
   if (!forming_) return absl::UnavailableError("the leader is not waiting for ranks");
   if (!workers_.emplace(worker->rank(), worker).second) {
@@ -236,7 +173,7 @@ absl::Status LeaderImpl::Enter(const std::shared_ptr<WorkerStream>& worker) {
 }
 
 // The others may wait for it: all of them are given up, and with them everything that is asked of the ranks.
-void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
+void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
   Workers others;
   {
     absl::MutexLock lock(&mutex_);
@@ -258,7 +195,7 @@ void LeaderImpl::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::
 
 // What a lost worker's stream says comes first: it is the cause, and the exchange only waited in vain. Else a
 // rank hangs; with one that is given up, all are.
-absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
+absl::Status Leader::OnChunkFailure(const absl::Status& failure) {
   absl::MutexLock lock(&mutex_);
   const auto is_lost = [this] {
     mutex_.AssertHeld();
@@ -274,7 +211,7 @@ absl::Status LeaderImpl::OnChunkFailure(const absl::Status& failure) {
 
 // ---- LeaderImpl: forming ----
 
-absl::Status LeaderImpl::Late() const {
+absl::Status Leader::Late() const {
   std::vector<int> missing;
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (workers_.count(rank) == 0) missing.push_back(rank);
@@ -282,13 +219,13 @@ absl::Status LeaderImpl::Late() const {
   return NotCome(missing, options_.ranks, options_.timeout, refusal_);
 }
 
-void LeaderImpl::CancelSilent() {
+void Leader::CancelSilent() {
   for (const auto& [context, since] : silent_) {
     if (clocks::SteadyNow() - since > kHelloTimeout) context->TryCancel();
   }
 }
 
-absl::Status LeaderImpl::AwaitAll() {
+absl::Status Leader::AwaitAll() {
   const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   absl::MutexLock lock(&mutex_);
   forming_ = true;
@@ -308,7 +245,7 @@ absl::Status LeaderImpl::AwaitAll() {
 }
 
 // No worker is added any more; one that goes now is lost.
-void LeaderImpl::EndForming(const absl::Status& status) {
+void Leader::EndForming(const absl::Status& status) {
   Workers workers;
   {
     absl::MutexLock lock(&mutex_);
@@ -326,19 +263,19 @@ void LeaderImpl::EndForming(const absl::Status& status) {
   }
 }
 
-LeaderImpl::Workers LeaderImpl::AllWorkers() const {
+Leader::Workers Leader::AllWorkers() const {
   absl::MutexLock lock(&mutex_);
   return workers_;
 }
 
-absl::Status LeaderImpl::Connect() {
+absl::Status Leader::Connect() {
   const Workers workers = AllWorkers();
   std::vector<v1::Hello> hellos;
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
   const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, options_.devices, hellos);
   if (!collectives.ok()) return collectives.status();
   collectives_ = *collectives;
-  rows_.Prepare(workers, *collectives, options_.share_rows);
+  rows_->Prepare(workers, *collectives, options_.share_rows);
   absl::StatusOr<std::string> own = link_->Address();
   if (!own.ok()) return own.status();
   std::vector<std::string> addresses = {*std::move(own)};
@@ -347,7 +284,7 @@ absl::Status LeaderImpl::Connect() {
     const absl::StatusOr<v1::Prepared> prepared = worker->AwaitPrepared(deadline);
     if (!prepared.ok()) return prepared.status();
     addresses.push_back(prepared->address());
-    rows_.OnPrepared(*worker, *prepared);
+    rows_->OnPrepared(*worker, *prepared);
   }
   std::vector<uint64_t> requests;
   for (const auto& [rank, worker] : workers) requests.push_back(worker->StartConnect(addresses));
@@ -358,8 +295,7 @@ absl::Status LeaderImpl::Connect() {
   return of_workers.ok() ? connected : of_workers;
 }
 
-absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
-    std::unique_ptr<kernels::Backend> own) {
+absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::MakeGroup(std::unique_ptr<kernels::Backend> own) {
   std::vector<std::unique_ptr<kernels::Backend>> members;
   members.push_back(std::move(own));
   for (const auto& [rank, worker] : AllWorkers()) {
@@ -370,7 +306,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   const auto make_replicas = [this](absl::Span<kernels::HeadKernels* const> heads) {
     return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
   };
-  kernels::GroupOptions group = rows_.Complete(options_.group, AllWorkers());
+  kernels::GroupOptions group = rows_->Complete(options_.group, AllWorkers());
   group.may_have_replicas = false;
   group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
     // On GPUs the steps of a chunk, and with them the exchanges, follow from its size.
@@ -382,7 +318,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::MakeGroup(
   return made;
 }
 
-absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::CreatedBackend own) {
+absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::Form(kernels::CreatedBackend own) {
   own_info_ = own.backend->info();
   own_ = own.backend.get();
   link_ = std::move(own.link);
@@ -403,7 +339,9 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> LeaderImpl::Form(kernels::Crea
 
 // ---- LeaderImpl: afterwards ----
 
-std::vector<RankReport> LeaderImpl::Reports() const {
+absl::Duration Leader::Silence() const { return std::max(acceptor_->Silence(), rows_->Silence()); }
+
+std::vector<RankReport> Leader::Reports() const {
   const kernels::MemberWork work = own_work();
   std::vector<RankReport> reports = {{.state = {.host = HostName(),
                                                 .device = own_info_.device,
@@ -415,7 +353,7 @@ std::vector<RankReport> LeaderImpl::Reports() const {
   return reports;
 }
 
-LeaderImpl::~LeaderImpl() {
+Leader::~Leader() {
   Workers workers;
   {
     absl::MutexLock lock(&mutex_);
@@ -431,10 +369,8 @@ LeaderImpl::~LeaderImpl() {
   if (server_ != nullptr) server_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
 }
 
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<Leader>> Leader::Start(const LeaderOptions& options) {
-  auto leader = std::make_unique<LeaderImpl>(options);
+  auto leader = absl::WrapUnique(new Leader(options));
   if (absl::Status status = leader->Listen(); !status.ok()) return status;
   return leader;
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
@@ -49,95 +50,39 @@ WorkerFilesOptions FilesOptions(const WorkerOptions& options) {
   return files;
 }
 
-class WorkerImpl final : public Worker {
- public:
-  WorkerImpl(const WorkerOptions& options, kernels::CreatedBackend own)
-      : options_(options),
-        backend_(std::move(own.backend)),
-        link_(std::move(own.link)),
-        heads_(backend_.get(), link_.get(),
-               [this](v1::FromWorker message) {
-                 if (message.has_done()) busy_.End();
-                 answers_.Push(std::move(message));
-               }),
-        files_(
-            FilesOptions(options),
-            {.on_driver = [this](std::function<void()> task) { requests_.Push({.task = std::move(task)}); },
-             .find = [this](uint64_t head) { return heads_.Find(head); },
-             .send = [this](v1::FromWorker message) { answers_.Push(std::move(message)); }}) {
-    link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
-  }
-  ~WorkerImpl() override { Close(); }
+}  // namespace
 
-  absl::Status Run() override;
-  void Close() override;
-  void Leave(const std::string& reason) override;
-  void ReportLoss(const absl::Status& status) override;
-  bool joined() const override { return joined_; }
-  absl::Duration Silence() const override {
-    const Clock::time_point since = busy_since_;
-    return since == kIdle ? absl::ZeroDuration() : absl::FromChrono(Clock::now() - since);
-  }
-  kernels::RankTimes times() const override { return {busy_.Total(), link_->Times()}; }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr Clock::time_point kIdle = Clock::time_point::max();
+// One attempt, with what it needs.
+struct Worker::Attempt {
   using Stream = grpc::ClientReaderWriter<v1::FromWorker, v1::ToWorker>;
-  // One attempt, with what it needs.
-  struct Attempt {
-    std::shared_ptr<grpc::Channel> channel;
-    std::unique_ptr<v1::RankService::Stub> stub;
-    grpc::ClientContext context;
-    std::unique_ptr<Stream> stream;
-  };
 
-  absl::Status Join();
-  absl::Status TryToJoin(v1::ToWorker* first);
-  v1::FromWorker Hello() const;
-  absl::Status Serve(v1::ToWorker message);
-  // ---- On the driving thread ----
-  void Drive();
-  absl::Status Handle(v1::ToWorker& message);
-  absl::Status OnSlice(v1::ChunkSlice* slice);
-  absl::Status SubmitIfComplete();
-  absl::Status OnChunkFailure(const absl::Status& failure);
-  void Write();
-  void ReportMetrics();
-
-  const WorkerOptions options_;
-  const std::unique_ptr<kernels::Backend> backend_;
-  const std::unique_ptr<kernels::RankLink> link_;
-  // What the driving thread does: what the leader asks for, or a part of the work on files.
-  struct Work {
-    v1::ToWorker message = {};
-    std::function<void()> task = nullptr;
-  };
-
-  ThreadQueue<Work> requests_;           // bounded: the leader waits for answers, and sends so many chunks
-  ThreadQueue<v1::FromWorker> answers_;  // bounded by what was asked
-  kernels::BusyClock busy_;              // of chunks and requests
-  WorkerHeads heads_;
-  WorkerFiles files_;
-  absl::Status failure_;                 // of Run
-  std::string refusal_;                  // the last time that another process had this rank
-  std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
-  std::vector<v1::ChunkSlice> slices_;
-  std::atomic<bool> joined_{false};
-  std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
-  std::atomic<bool> leaving_{false};
-  std::atomic<bool> metrics_wait_{false};  // to be written
-  clocks::Event stopping_;
-  absl::Mutex attempt_mutex_;
-  std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);
-  std::thread driver_;
-  std::thread writer_;
-  std::thread reporter_;
+  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<v1::RankService::Stub> stub;
+  grpc::ClientContext context;
+  std::unique_ptr<Stream> stream;
 };
+
+Worker::Worker(const WorkerOptions& options, kernels::CreatedBackend own)
+    : options_(options),
+      backend_(std::move(own.backend)),
+      link_(std::move(own.link)),
+      heads_(backend_.get(), link_.get(),
+             [this](v1::FromWorker message) {
+               if (message.has_done()) busy_.End();
+               answers_.Push(std::move(message));
+             }),
+      files_(FilesOptions(options),
+             {.on_driver = [this](std::function<void()> task) { requests_.Push({.task = std::move(task)}); },
+              .find = [this](uint64_t head) { return heads_.Find(head); },
+              .send = [this](v1::FromWorker message) { answers_.Push(std::move(message)); }}) {
+  link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
+}
+
+Worker::~Worker() { Close(); }
 
 // ---- Joining ----
 
-v1::FromWorker WorkerImpl::Hello() const {
+v1::FromWorker Worker::Hello() const {
   const kernels::BackendInfo info = backend_->info();
   v1::FromWorker message;
   v1::Hello* const hello = message.mutable_hello();
@@ -158,14 +103,14 @@ v1::FromWorker WorkerImpl::Hello() const {
 }
 
 // UNAVAILABLE if it may be tried again.
-absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
+absl::Status Worker::TryToJoin(v1::ToWorker* first) {
   auto attempt = std::make_unique<Attempt>();
   attempt->channel =
       grpc::CreateCustomChannel(options_.leader, options_.credentials, ArgumentsOf(options_.limits));
   attempt->stub = v1::RankService::NewStub(attempt->channel);
   AddSecret(options_.secret, &attempt->context);
   attempt->stream = attempt->stub->Join(&attempt->context);
-  Stream* const stream = attempt->stream.get();
+  Attempt::Stream* const stream = attempt->stream.get();
   {
     absl::MutexLock lock(&attempt_mutex_);
     attempt_ = std::move(attempt);
@@ -183,7 +128,7 @@ absl::Status WorkerImpl::TryToJoin(v1::ToWorker* first) {
   return absl::UnavailableError(message);
 }
 
-absl::Status WorkerImpl::Join() {
+absl::Status Worker::Join() {
   const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   v1::ToWorker first;
   while (true) {
@@ -202,14 +147,14 @@ absl::Status WorkerImpl::Join() {
 
 // ---- Serving ----
 
-absl::Status WorkerImpl::Run() {
+absl::Status Worker::Run() {
   absl::Status status = Join();
   if (!status.ok()) failure_ = status;
   return status;
 }
 
-absl::Status WorkerImpl::Serve(v1::ToWorker message) {
-  Stream* stream = nullptr;
+absl::Status Worker::Serve(v1::ToWorker message) {
+  Attempt::Stream* stream = nullptr;
   {
     absl::MutexLock lock(&attempt_mutex_);
     stream = attempt_->stream.get();
@@ -227,8 +172,8 @@ absl::Status WorkerImpl::Serve(v1::ToWorker message) {
   return absl::UnavailableError(absl::StrCat("the leader at ", options_.leader, " is lost"));
 }
 
-void WorkerImpl::Write() {
-  Stream* stream = nullptr;
+void Worker::Write() {
+  Attempt::Stream* stream = nullptr;
   {
     absl::MutexLock lock(&attempt_mutex_);
     stream = attempt_->stream.get();
@@ -241,7 +186,7 @@ void WorkerImpl::Write() {
 }
 
 // Where writing takes long, metrics do not pile up.
-void WorkerImpl::ReportMetrics() {
+void Worker::ReportMetrics() {
   while (!stopping_.AwaitFor(options_.metrics_interval)) {
     if (!joined_ || metrics_wait_.exchange(true)) continue;
     v1::FromWorker message;
@@ -250,7 +195,7 @@ void WorkerImpl::ReportMetrics() {
   }
 }
 
-void WorkerImpl::Drive() {
+void Worker::Drive() {
   while (std::optional<Work> work = requests_.Pop()) {
     busy_since_ = Clock::now();
     busy_.Begin();
@@ -264,7 +209,7 @@ void WorkerImpl::Drive() {
   }
 }
 
-absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
+absl::Status Worker::Handle(v1::ToWorker& message) {
   v1::FromWorker answer;
   switch (message.message_case()) {
     case v1::ToWorker::kPrepare: {
@@ -312,13 +257,13 @@ absl::Status WorkerImpl::Handle(v1::ToWorker& message) {
   return absl::OkStatus();
 }
 
-absl::Status WorkerImpl::OnSlice(v1::ChunkSlice* slice) {
+absl::Status Worker::OnSlice(v1::ChunkSlice* slice) {
   if (!chunk_.has_value()) return absl::InternalError("the leader sent a slice without a chunk");
   slices_.push_back(std::move(*slice));
   return SubmitIfComplete();
 }
 
-absl::Status WorkerImpl::SubmitIfComplete() {
+absl::Status Worker::SubmitIfComplete() {
   if (slices_.size() < chunk_->slices()) return absl::OkStatus();
   const v1::ChunkStart start = *std::exchange(chunk_, std::nullopt);
   busy_.Begin();  // until it is done
@@ -327,14 +272,14 @@ absl::Status WorkerImpl::SubmitIfComplete() {
 
 // The leader has mostly noticed what this rank has waited for in vain, and says so; else it hears it from
 // here.
-absl::Status WorkerImpl::OnChunkFailure(const absl::Status& failure) {
+absl::Status Worker::OnChunkFailure(const absl::Status& failure) {
   if (!stopping_.AwaitFor(kLastWords)) ReportLoss(failure);
   return failure;
 }
 
 // ---- Ending ----
 
-void WorkerImpl::Leave(const std::string& reason) {
+void Worker::Leave(const std::string& reason) {
   leaving_ = true;
   if (joined_) {
     v1::FromWorker message;
@@ -346,13 +291,13 @@ void WorkerImpl::Leave(const std::string& reason) {
   if (attempt_ != nullptr) attempt_->context.TryCancel();
 }
 
-void WorkerImpl::ReportLoss(const absl::Status& status) {
+void Worker::ReportLoss(const absl::Status& status) {
   v1::FromWorker message;
   *message.mutable_lost()->mutable_status() = ToProto(status);
   answers_.Push(std::move(message));
 }
 
-void WorkerImpl::Close() {
+void Worker::Close() {
   if (stopping_.happened()) return;
   stopping_.Notify();
   requests_.Close();
@@ -370,10 +315,8 @@ void WorkerImpl::Close() {
   if (attempt_ != nullptr && attempt_->stream != nullptr) (void)attempt_->stream->Finish();
 }
 
-}  // namespace
-
 std::unique_ptr<Worker> Worker::Create(const WorkerOptions& options, kernels::CreatedBackend own) {
-  return std::make_unique<WorkerImpl>(options, std::move(own));
+  return absl::WrapUnique(new Worker(options, std::move(own)));
 }
 
 }  // namespace lossd::ranks

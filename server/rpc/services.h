@@ -7,6 +7,7 @@
 #define LOSSD_SERVER_RPC_SERVICES_H_
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
@@ -16,9 +17,14 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "lossd/v1/server.pb.h"
@@ -32,11 +38,8 @@
 #include "server/rpc/compute_loss_call.h"
 #include "server/rpc/pulse.h"
 #include "server/rpc/request_call.h"
+#include "server/rpc/tensor_calls.h"
 #include "server/rpc/workers.h"
-
-namespace grpc {
-class Service;
-}  // namespace grpc
 
 namespace lossd::rpc {
 
@@ -51,27 +54,69 @@ struct HeadServiceOptions {
   regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
 };
 
-// lossd.v1.HeadService: admin::HeadOperations behind gRPC. Methods run on a small pool of workers, because
-// they wait for the device or the disk; gRPC's own threads never do.
-class HeadService {
+class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCallbackMethod_WriteTensor<
+                              v1::HeadService::WithRawCallbackMethod_AddGradient<v1::HeadService::Service>>> {
  public:
   // All that is pointed to outlives the service.
   static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
                                              const AccessControl* access, metrics::Metrics* metrics);
-  virtual ~HeadService() = default;
 
-  virtual grpc::Service* service() = 0;
   // As admin::RestoreLatest; before the service has calls.
-  virtual absl::Status RestoreLatest() = 0;
-  // The environment for calls of the other services whose clients send one request: one bound holds for all.
-  virtual const RequestEnvironment* requests() const = 0;
+  absl::Status RestoreLatest() { return admin::RestoreLatest(operations_); }
+  // For the calls of the other services whose clients send one request: one bound for all of them.
+  const RequestEnvironment* requests() const { return &request_environment_; }
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
-  virtual void Drain() = 0;
-  // Makes the running save and all waiting saves end with CANCELLED soon, for when a drain takes too long.
-  virtual void CancelSaves() = 0;
-  // Waits until no streaming call is open, no other call is being worked on and no save runs; false if that
-  // is not so by `deadline`.
-  virtual bool WaitUntilIdle(absl::Time deadline) = 0;
+  void Drain() { environment_.draining = true; }
+  // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
+  void CancelSaves() { operations_.checkpoints().CancelSaves(); }
+  // True if no streaming call is open, no other is being worked on and no save runs, at the latest by
+  // `deadline`.
+  bool WaitUntilIdle(absl::Time deadline);
+
+  // Clients stream tensors to these; the other methods begin with one request.
+  grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(grpc::CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* AddGradient(grpc::CallbackServerContext* context,
+                                                         grpc::ByteBuffer* response) override;
+
+ private:
+  // What does a request.
+  template <typename Request, typename Response>
+  using Operation = absl::StatusOr<Response> (admin::HeadOperations::*)(const Request&);
+
+  HeadService(const HeadServiceOptions& options, engine::Engine* engine, const AccessControl* access,
+              metrics::Metrics* metrics);
+
+  void ServeMethods();
+  void Serve(absl::string_view method, std::function<Reactor*(grpc::CallbackServerContext*)> start);
+  // `method` outlives the service.
+  template <typename Request, typename Response>
+  void Unary(absl::string_view method, AdminKind kind, Operation<Request, Response> operation);
+  // Has a worker run `operation` and end the call.
+  template <typename Request, typename Response>
+  void Run(absl::string_view method, AdminKind kind, Operation<Request, Response> operation, UnaryCall* call,
+           const grpc::ByteBuffer& bytes);
+  grpc::Status Ended(absl::string_view peer, absl::string_view method, absl::Status status);
+  void CountUnfinished(int change) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    unfinished_ += change;
+  }
+  bool NothingUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ == 0; }
+
+  engine::Engine* const engine_;
+  const AccessControl* const access_;
+  metrics::Metrics* const metrics_;
+  absl::Mutex mutex_;
+  int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // calls being worked on, and saves
+  admin::HeadOperations operations_;
+  TensorCallEnvironment environment_;
+  SaveCallEnvironment save_environment_;
+  CallRegistry requests_;  // of calls whose request is not complete
+  const RequestEnvironment request_environment_;
+  CallRegistry registry_;  // of calls that move tensors
+  CallRegistry saves_;     // saves have places of their own, which other calls cannot take
+  WorkerPool savers_;      // one thread: saves take turns, and never keep workers from other calls
+  AdminWorkers workers_;   // both first to go: their last tasks use the others
 };
 
 struct LossServiceOptions {

@@ -11,6 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "server/engine/head_session.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {

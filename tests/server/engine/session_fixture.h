@@ -48,7 +48,7 @@ class SessionTest : public ::testing::Test {
       if (!state.ok()) return call;
       call.state = *std::move(state);
     }
-    call.stream = std::make_unique<StreamHandle>(session_, call.state);
+    call.stream = std::make_unique<Stream>(session_, call.state);
     call.stream->Start();
     return call;
   }
