@@ -330,11 +330,6 @@ uint64_t Engine::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<
   return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
 }
 
-bool Engine::ForgetTurn(const Contribution& contribution, uint64_t ticket) {
-  absl::MutexLock lock(&context_->mutex);
-  return contribution.session->schedule().ForgetTurn(ticket);
-}
-
 absl::StatusOr<AddedRows> Engine::AddRows(const Contribution& contribution, RowRange rows,
                                           absl::Span<const uint8_t> values) {
   if (auto status = CheckRows(contribution, rows, values); !status.ok()) return status;

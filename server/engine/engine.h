@@ -130,10 +130,9 @@ class Engine {
   absl::StatusOr<Contribution> OpenContribution(const ContributionSpec& spec);
   // When the contribution may be added: at once (0 is returned, and `ready` is not called), or, on a
   // deterministic engine, when all before it in order of ids are accumulated. Then `ready` is called, once,
-  // on a thread of the engine's; also if it never may any more, which AddRows will explain. Returns a ticket.
+  // on a thread of the engine's; also if it never may any more, which AddRows will explain. Returns a ticket,
+  // for ForgetTurn (operations.h).
   uint64_t AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready);
-  // True if `ready` will not be called any more because of this.
-  bool ForgetTurn(const Contribution& contribution, uint64_t ticket);
   // Blocks. Adds a slice, `rows` within contribution.rows, `values` [rows.size(), cols] in its dtype; returns
   // how many of the rows were added, the others having been added before. All or nothing. ABORTED if the
   // gradients are others than when it was opened, NOT_FOUND if the head was deleted, UNAVAILABLE if it is not

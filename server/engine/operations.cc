@@ -432,6 +432,11 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
   return contribution;
 }
 
+bool ForgetTurn(const Contribution& contribution, uint64_t ticket) {
+  absl::MutexLock lock(&contribution.session->context().mutex);
+  return contribution.session->schedule().ForgetTurn(ticket);
+}
+
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values) {
   const int64_t row_bytes = contribution.row_bytes();
   if (!rows.IsWithin(contribution.rows)) {

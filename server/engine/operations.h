@@ -51,6 +51,9 @@ absl::Status EndLoad(HeadSession& session);
 
 // As Engine::OpenContribution, with the lock held.
 absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec);
+// Ends the wait of Engine::AwaitTurn: true if its `ready` will not be called any more because of this. Takes
+// the lock; on any thread.
+bool ForgetTurn(const Contribution& contribution, uint64_t ticket);
 
 // Rows of a contribution that have been checked as far as that needs no head. Views live as long as the
 // arguments.

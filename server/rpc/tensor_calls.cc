@@ -281,7 +281,7 @@ absl::Status AddGradientCall::Await(std::function<void()> next) {
 
 bool AddGradientCall::GiveUpWaiting() {
   absl::MutexLock lock(&turn_mutex_);
-  return ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, std::exchange(ticket_, 0));
+  return ticket_ != 0 && engine::ForgetTurn(contribution_, std::exchange(ticket_, 0));
 }
 
 void AddGradientCall::OnCancel() {
@@ -289,7 +289,7 @@ void AddGradientCall::OnCancel() {
   {
     absl::MutexLock lock(&turn_mutex_);
     cancelled_ = true;
-    waited = ticket_ != 0 && environment_->engine->ForgetTurn(contribution_, ticket_);
+    waited = ticket_ != 0 && engine::ForgetTurn(contribution_, ticket_);
   }
   if (waited) End(absl::CancelledError("the call ended before the contribution had its turn"));
 }

@@ -340,7 +340,7 @@ TEST_F(DeterministicContributionsTest, AContributionWaitsForWhatIsBeforeIt) {
   EXPECT_FALSE(turn.called->WaitForNotificationWithTimeout(absl::Milliseconds(20)));
   SendMicrobatch(0);
   turn.called->WaitForNotification();
-  EXPECT_FALSE(engine_->ForgetTurn(*contribution, turn.ticket)) << "called already";
+  EXPECT_FALSE(ForgetTurn(*contribution, turn.ticket)) << "called already";
   EXPECT_EQ(*Add(*contribution, {0, 4}), 4);
   EXPECT_EQ(*Add(*contribution, {4, 10}), 6);
   later.join();
@@ -352,8 +352,8 @@ TEST_F(DeterministicContributionsTest, AContributionWaitsForWhatIsBeforeIt) {
 TEST_F(DeterministicContributionsTest, WaitsEndWithTheCallOrTheStep) {
   const auto contribution = engine_->OpenContribution(Spec(1));
   const Turn forgotten(*engine_, *contribution);
-  EXPECT_TRUE(engine_->ForgetTurn(*contribution, forgotten.ticket));
-  EXPECT_FALSE(engine_->ForgetTurn(*contribution, forgotten.ticket));
+  EXPECT_TRUE(ForgetTurn(*contribution, forgotten.ticket));
+  EXPECT_FALSE(ForgetTurn(*contribution, forgotten.ticket));
   const Turn waiting(*engine_, *contribution);
   ASSERT_TRUE(engine_->ZeroGradients("head", 0).ok());
   waiting.called->WaitForNotification();

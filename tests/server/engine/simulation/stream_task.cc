@@ -379,7 +379,7 @@ absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, Ro
           absl::StrCat("contribution ", duty.id, ": its turn"), [&world, &head, ready, cut] {
             return *ready || world.ending() || head.abandoned || (cut && world.scheduler.turns() % 16 == 0);
           });
-      if (!*ready && world.engine->ForgetTurn(*contribution, ticket)) return absl::CancelledError("cut");
+      if (!*ready && ForgetTurn(*contribution, ticket)) return absl::CancelledError("cut");
       world.scheduler.WaitUntil("a turn that was not forgotten", [ready] { return *ready; });
     }
     std::vector<float> values;
