@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from lossd import _arrays, _tensors, errors, types
+from lossd import _arrays, _tensor_messages, _tensors, errors, types
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
@@ -411,6 +411,8 @@ class HeadCalls:
         try:
             yield
         except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
+            if isinstance(error, errors.Aborted) and error.field != _tensor_messages.OTHER_SHAPE:
+                raise
             now = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
             if now == shape:
                 raise

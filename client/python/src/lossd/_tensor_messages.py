@@ -19,6 +19,7 @@ from lossd.v1 import head_pb2, types_pb2
 M = TypeVar("M", bound=Message)
 
 _WRITE_BYTES = 1 << 20  # of payload per message
+OTHER_SHAPE = "tensor_rows, tensor_cols"  # the field of the error of a tensor that is not the one that was described
 _ELEMENT_BYTES = {types_pb2.DTYPE_FP32: 4, types_pb2.DTYPE_BF16: 2, types_pb2.DTYPE_FP16: 2}
 
 
@@ -89,8 +90,9 @@ class TensorReader:
         """Aborted if the tensor is not the one that was described before the call."""
         row_bytes = tensor_slice.tensor_cols * _ELEMENT_BYTES[self._dtype]
         if tensor_slice.tensor_rows != rows or row_bytes != self._row_bytes:
-            raise errors.Aborted(f'head "{self._head}" was made again during the call: its tensor has '
-                                 f"{tensor_slice.tensor_rows} x {tensor_slice.tensor_cols} values, which is not what it had")
+            shape = f"{tensor_slice.tensor_rows} x {tensor_slice.tensor_cols}"
+            raise errors.Aborted(f'head "{self._head}" was made again during the call: its tensor has {shape} values, which is '
+                                 "not what it had", types_pb2.ErrorDetail(field=OTHER_SHAPE, value=shape))
 
     def _check_version(self, state: types_pb2.HeadState) -> None:
         """All slices are of one version: of the gradients or of the weights; of the step, if the server says neither."""
