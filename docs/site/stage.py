@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md", "bench/results/README.md",
-         "tests/judge/README.md", "tests/client/golden/README.md", "client/python/README.md"]
+         "tests/judge/README.md", "tests/client/golden/README.md", "client/python/README.md",
+         "client/README.md", "kernels/README.md", "kernels/cuda/README.md", "proto/README.md", "server/*/README.md", "tests/README.md"]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linked lossd program tells that its device thread hangs: /livez does, and the service manager hears no
-// more that it is alive. The server still answers meanwhile.
+// The linked lossd program tells that its device thread or gRPC's threads hang: /livez does, and the service
+// manager hears no more that it is alive. The server still answers HTTP meanwhile.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/ptrace.h>
@@ -9,7 +9,9 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -45,6 +47,19 @@ pid_t FindThread(pid_t process, const std::string& name) {
     absl::SleepFor(absl::Milliseconds(10));
   }
   return -1;
+}
+
+// The threads of `process` that gRPC reads, writes and answers calls on, by the names that gRPC 1.51 gives
+// them.
+std::vector<pid_t> GrpcThreadsOf(pid_t process) {
+  std::vector<pid_t> threads;
+  for (const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", process, "/task"))) {
+    const std::string name = test::ReadWholeFile(entry.path() / "comm");
+    for (const char* of_grpc :
+         {"nexting_thread\n", "event_engine\n", "grpcpp_sync_ser\n", "default-executo\n"})
+      if (name == of_grpc) threads.push_back(std::stoi(entry.path().filename()));
+  }
+  return threads;
 }
 
 // Holds one thread of a child process still, as a debugger does.
@@ -104,6 +119,24 @@ TEST_F(LivenessTest, AHangingDeviceThreadIsNotLive) {
     EXPECT_TRUE(BecomesStatus(address, "/livez", 503));
     EXPECT_NE(HttpGet(address, "/livez").find("no progress on the device for "), std::string::npos);
     EXPECT_EQ(HttpStatus(HttpGet(address, "/readyz")), 200);
+  }
+  EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
+}
+
+TEST_F(LivenessTest, HangingThreadsOfGrpcAreNotLive) {
+  const std::string& address = server_.http();
+  ASSERT_TRUE(BecomesStatus(address, "/livez", 200));
+  {
+    std::vector<std::unique_ptr<FrozenThread>> frozen;
+    for (const pid_t thread : GrpcThreadsOf(server_.pid())) {
+      frozen.push_back(std::make_unique<FrozenThread>(thread));
+      if (!frozen.back()->frozen() && frozen.back()->error() == EPERM)
+        GTEST_SKIP() << "this machine does not allow ptrace";
+      ASSERT_TRUE(frozen.back()->frozen()) << std::strerror(frozen.back()->error());
+    }
+    ASSERT_FALSE(frozen.empty()) << "gRPC's threads have other names";
+    EXPECT_TRUE(BecomesStatus(address, "/livez", 503));
+    EXPECT_THAT(HttpGet(address, "/livez"), HasSubstr("no answer of gRPC"));
   }
   EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
 }
