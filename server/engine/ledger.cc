@@ -525,11 +525,11 @@ std::vector<uint64_t> Ledger::CompleteIds() const {
 namespace {
 
 // The numbers of a type as their bits without the sign, which order them by magnitude.
-struct Magnitudes {
+struct FloatBits {
   uint32_t mask;      // all bits but the sign
   uint32_t infinity;  // the least that is not finite
 
-  static Magnitudes Of(kernels::DType dtype) {
+  static FloatBits Of(kernels::DType dtype) {
     switch (dtype) {
       case kernels::DType::kFloat16:
         return {0x7fffu, 0x7c00u};
@@ -560,7 +560,7 @@ float FiniteValue(kernels::DType dtype, uint32_t bits) {
 // The least magnitude that is not finite or whose product with the scale, rounded to fp32, is not.
 uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   uint32_t fits = 0;
-  uint32_t overflows = Magnitudes::Of(dtype).infinity;
+  uint32_t overflows = FloatBits::Of(dtype).infinity;
   while (overflows - fits > 1) {
     const uint32_t middle = fits + (overflows - fits) / 2;
     (std::isfinite(FiniteValue(dtype, middle) * scale) ? fits : overflows) = middle;
@@ -590,7 +590,7 @@ int64_t FirstAtLeast(absl::Span<const uint8_t> values, Bits mask, Bits least) {
 }
 
 int64_t FirstOverflowing(const ContributionTerms& terms, absl::Span<const uint8_t> values) {
-  const uint32_t mask = Magnitudes::Of(terms.dtype).mask;
+  const uint32_t mask = FloatBits::Of(terms.dtype).mask;
   const uint32_t least = LeastOverflowing(terms.dtype, terms.scale);
   if (terms.dtype == kernels::DType::kFloat32) return FirstAtLeast<uint32_t>(values, mask, least);
   return FirstAtLeast<uint16_t>(values, static_cast<uint16_t>(mask), static_cast<uint16_t>(least));

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from lossd import _wire, errors
+from lossd import _wire, errors, types
 from lossd._shown import exact_bytes
 from lossd.v1 import head_pb2, types_pb2
 
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 
 _WRITE_BYTES = 1 << 20  # of payload per message
 OTHER_SHAPE = "tensor_rows, tensor_cols"  # the field of the error of a tensor that is not the one that was described
-_ELEMENT_BYTES = {types_pb2.DTYPE_FP32: 4, types_pb2.DTYPE_BF16: 2, types_pb2.DTYPE_FP16: 2}
+_ELEMENT_BYTES = {types.DTYPES[name]: dtype.itemsize for name, dtype in types.NUMPY_DTYPES.items()}
 
 
 def encode_rows(first: Message, row_bytes: int, payload: memoryview) -> Iterator[bytes]:
