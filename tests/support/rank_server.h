@@ -46,6 +46,8 @@ struct RankServerOptions {
   // What a launcher sets: "NAME=value", of a rank whose leader waits on `port`. Null: flags say it.
   std::function<std::vector<std::string>(int rank, int port)> environment = nullptr;
   bool await = true;           // until rank 0 serves
+  int late = 0;                // so many ranks, the last ones, are started by StartLate() only
+  int open_files = 0;          // `ulimit -n` of all ranks; 0: that of the test
   std::string temporary = {};  // TMPDIR of all ranks; empty: that of the test
 };
 
@@ -60,6 +62,7 @@ class RankServer {
   const std::string& http() const { return http_; }      // likewise; empty unless flags ask for it
   std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
   std::string log(int rank) const { return ReadWholeFile(LogFile(rank)); }
+  int rank_port() const { return port_; }  // where rank 0 waits for the others
   ChildProcess& rank(int rank) { return *processes_[static_cast<size_t>(rank)]; }
   // How every rank ended, by rank: see ChildProcess::WaitFor.
   std::vector<int> WaitForAll(absl::Duration limit) {
@@ -77,7 +80,11 @@ class RankServer {
     return ReadPorts();
   }
 
-  // Starts all ranks, with the same checkpoint folder.
+  void StartLate() {
+    for (int rank = options_.ranks - options_.late; rank < options_.ranks; ++rank) StartRank(rank);
+  }
+
+  // Starts all ranks but the late ones, with the same checkpoint folder.
   void Start() {
     // Another program may have taken the port meanwhile.
     for (int attempt = 0; attempt < 5; ++attempt) {
@@ -103,17 +110,22 @@ class RankServer {
     processes_.clear();
     target_.clear();
     std::filesystem::remove(PortFile());
-    for (int rank = 0; rank < options_.ranks; ++rank) {
-      std::filesystem::remove(LogFile(rank));
-      processes_.push_back(std::make_unique<ChildProcess>(CommandOf(rank, port), LogFile(rank)));
-    }
+    port_ = port;
+    for (int rank = 0; rank < options_.ranks - options_.late; ++rank) StartRank(rank);
+  }
+  void StartRank(int rank) {
+    std::filesystem::remove(LogFile(rank));
+    processes_.push_back(std::make_unique<ChildProcess>(CommandOf(rank, port_), LogFile(rank)));
   }
 
   std::vector<std::string> CommandOf(int rank, int port) const {
     std::vector<std::string> command;
-    if (!options_.temporary.empty()) command = {"/usr/bin/env", absl::StrCat("TMPDIR=", options_.temporary)};
+    if (options_.open_files > 0) {
+      command = {"/bin/sh", "-c", absl::StrCat("ulimit -n ", options_.open_files, R"( && exec "$@")"), "sh"};
+    }
+    if (!options_.temporary.empty() || options_.environment) command.push_back("/usr/bin/env");
+    if (!options_.temporary.empty()) command.push_back(absl::StrCat("TMPDIR=", options_.temporary));
     if (options_.environment) {
-      if (command.empty()) command = {"/usr/bin/env"};
       for (std::string& variable : options_.environment(rank, port)) command.push_back(std::move(variable));
     }
     for (const std::string& part :
@@ -158,6 +170,7 @@ class RankServer {
   const RankServerOptions options_;
   TempFolder folder_;
   std::vector<std::unique_ptr<ChildProcess>> processes_;
+  int port_ = 0;
   std::string target_;
   std::string http_;
 };

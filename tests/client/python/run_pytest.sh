@@ -4,6 +4,8 @@
 #
 #   run_pytest.sh VENV LOSSD FAKE_SERVER ARGUMENT...
 #
+# A test that hangs for five minutes says where its threads are.
+#
 # Exit status 77, which means skipped, if there is no such environment or every test was skipped.
 set -u
 venv=$1 lossd=$2 fake_server=$3
@@ -14,6 +16,7 @@ if [ ! -x "$venv/bin/python" ]; then
   exit 77
 fi
 status=0
-LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider "$@" || status=$?
+LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider \
+  -o faulthandler_timeout=300 "$@" || status=$?
 if [ "$status" = 5 ]; then exit 77; fi  # nothing was collected: the modules were skipped
 exit "$status"

@@ -272,8 +272,8 @@ def test_a_repeated_deletion_leaves_what_was_saved_meanwhile(server, client, mak
     with lossd.Client(server.target, retry=lossd.RetryOptions(initial_backoff=0.01)) as other:
         run = other._connections.run
 
-        def lose_the_first_answer(call):
-            answer = run(call)
+        def lose_the_first_answer(call, cancel=None):
+            answer = run(call, cancel)
             calls.append(call)
             if len(calls) == 1:
                 client.save_checkpoint(head, "best")

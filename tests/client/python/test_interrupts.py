@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KeyboardInterrupt ends what the interrupted call does before the caller sees it: his memory is free then."""
+"""A KeyboardInterrupt ends what the interrupted call does before the caller sees it: his memory is free then.
+
+It leaves no lock taken, wherever it comes: the client goes on, and closes.
+"""
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -45,8 +49,10 @@ def eventually(holds):
 def interrupted(when):
     """The block ends with a KeyboardInterrupt, which comes once `when` holds."""
     def interrupt():
-        eventually(when)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            eventually(when)
+        finally:  # else the block would wait for ever
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -94,3 +100,71 @@ def test_an_interrupt_ends_the_call(client, observer, name):
     observer.zero_gradients("a", 0)
     observer.compute_loss("a", np.ones((N, D), np.float32), np.zeros(N, int), step=0, id=0, accumulate=True)
     assert observer.describe_head("a").step_rows == N
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt on the main thread where a signal handler may: after the `at`-th call of a function in C."""
+
+    def __init__(self, at=None):
+        self.at = at
+        self.seen = 0
+
+    def __enter__(self):
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *raised):
+        sys.setprofile(None)
+
+    def _event(self, frame, event, argument):
+        if event != "c_return" or argument is sys.setprofile:
+            return
+        self.seen += 1
+        if self.seen == self.at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def within(seconds, body):
+    """Runs `body` on another thread; fails if it has not ended in time."""
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"{body} has not ended within {seconds} s"
+
+
+def short_calls(client):
+    weight = np.ones((V, D), np.float32)
+    hidden, targets = np.ones((8, D), np.float32), np.zeros(8, int)
+    return {
+        "describe_head": lambda: client.describe_head("a"),
+        "read_tensor": lambda: client.read_tensor("a"),
+        "write_tensor": lambda: client.write_tensor("a", "weight", weight),
+        "add_gradient": lambda: client.add_gradient("a", "weight", weight, step=0, id=0),
+        "compute_loss": lambda: client.compute_loss("a", hidden, targets, step=0, id=0, accumulate=True),
+        "close": client.close,
+    }
+
+
+@pytest.mark.parametrize("name", ["describe_head", "read_tensor", "write_tensor", "add_gradient", "compute_loss", "close"])
+def test_an_interrupt_anywhere_leaves_no_lock_taken(deterministic_server, observer, name):
+    def made():
+        return lossd.Client(deterministic_server.target)
+
+    client = made()
+    with Interrupts() as all_of_them:
+        short_calls(client)[name]()
+    client.close()
+    for at in range(1, all_of_them.seen + 1):
+        eventually(lambda: observer.describe_head("a").open_streams == 0)
+        observer.zero_gradients("a", 0)
+        client = made()
+        call = short_calls(client)[name]
+        try:
+            with Interrupts(at):
+                call()
+        except KeyboardInterrupt:
+            pass
+        if name != "close":
+            within(60, lambda: client.describe_head("a"))
+        within(60, client.close)

@@ -182,8 +182,8 @@ def test_a_repeated_reset_leaves_what_was_trained_meanwhile(server, client, make
 
         lost = []
 
-        def lose_the_first_answer(call):
-            answer = run(call)
+        def lose_the_first_answer(call, cancel=None):
+            answer = run(call, cancel)
             if resets[-1] and not lost:
                 lost.append(answer)
                 train(client, head, range(2))

@@ -9,7 +9,9 @@
 //   LOSSD_RANK_BOUNDARIES  set: every fault at every boundary instead
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -26,6 +28,7 @@
 #include "tests/faults/fault_proxy.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/support/rank_server.h"
+#include "tests/support/raw_http.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::app::testing::ranks_start_faults_test {
@@ -253,6 +256,31 @@ void FaultsAtTheStart(int ranks, const std::string& split, int usual) {
     group.Try(place);
   }
   EXPECT_GT(group.fired(), times / 2) << "so few of the faults have happened";
+}
+
+// A neighbour on this host takes all connections that it can get before the last rank has come.
+TEST(RanksStartFaultsTest, IdleConnectionsKeepNoRankOut) {
+  constexpr int kConnections = 1'100;
+  RankServer ranks(LOSSD_BINARY, {.ranks = 2, .await = false, .late = 1, .open_files = 1'024});
+  rlimit files = {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &files), 0);
+  if (files.rlim_max < 2 * kConnections) GTEST_SKIP() << "this process may not open so many files";
+  files.rlim_cur = std::max<rlim_t>(files.rlim_cur, 2 * kConnections);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
+  std::vector<test::RawHttp> idle;
+  const absl::Time limit = absl::Now() + kLimit;
+  while (static_cast<int>(idle.size()) < kConnections) {
+    test::RawHttp connection(absl::StrCat("127.0.0.1:", ranks.rank_port()));
+    if (connection.connected()) {
+      idle.push_back(std::move(connection));
+    } else {
+      ASSERT_LT(absl::Now(), limit) << idle.size() << " connections; " << ranks.log(0);
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+  }
+  ranks.StartLate();
+  EXPECT_TRUE(ranks.AwaitServing()) << ranks.log(0) << ranks.log(1);
+  EXPECT_THAT(ranks.log(0), ::testing::Not(HasSubstr("Too many open files")));
 }
 
 TEST(RanksStartFaultsTest, TwoRanks) { FaultsAtTheStart(2, "any", 7); }

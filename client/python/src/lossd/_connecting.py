@@ -10,6 +10,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from lossd import _diagnosis, errors
+from lossd._cancellation import Cancellation
+from lossd._interrupts import run_apart
 from lossd._version import VERSION
 from lossd.v1 import server_pb2
 
@@ -49,11 +51,17 @@ def await_server(channel: Any, options: ConnectionOptions, deadline: Deadline) -
 
 
 def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_ready: bool) -> server_pb2.ServerDescription:
-    """Blocks: a future whose start is interrupted would keep the channel from closing."""
     request = server_pb2.GetServerRequest().SerializeToString()
+    ending = Cancellation()
+
+    def exchange() -> bytes:
+        under_way = channel.unary_unary(_METHOD).future(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        with ending.ends(under_way.cancel):
+            answer: bytes = under_way.result()
+            return answer
+
     try:
-        answer = channel.unary_unary(_METHOD)(request, timeout=timeout, wait_for_ready=wait_for_ready)
-        return server_pb2.ServerDescription.FromString(answer)
+        return server_pb2.ServerDescription.FromString(run_apart(exchange, ending.cancel))
     except grpc.RpcError as error:
         raise errors.from_rpc(error, options.target) from None
     except DecodeError:

@@ -23,6 +23,7 @@ from lossd._connection_chooser import Advice, ConnectionChooser
 from lossd._connecting import await_server
 from lossd._credentials import Credentials
 from lossd._device_regions import DeviceRegions
+from lossd._interrupts import run_apart
 from lossd._plan import RegionSizes
 from lossd._region_source import RegionSource
 from lossd._regions import SharedRegion
@@ -189,7 +190,7 @@ class Connections:
         regions = self.device_regions
         if not regions:
             return False
-        return (regions.any() if number is None else regions.get(_cuda.driver().uuid(number))) is not None
+        return run_apart(lambda: regions.any() if number is None else regions.get(_cuda.driver().uuid(number))) is not None
 
     def cuda_choice(self) -> tuple[str, str]:
         """How rows of CUDA arrays travel, and why."""
@@ -214,12 +215,16 @@ class Connections:
         call = self._first.unary_unary(
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
 
+        ending = Cancellation() if cancellation is None else cancellation
+
+        def exchange() -> M:
+            under_way = call.future(request, timeout=deadline.left())
+            with ending.ends(under_way.cancel):
+                result: M = under_way.result()
+                return result
+
         def attempt() -> M:
-            if cancellation is None:
-                return self.run(lambda: call(request, timeout=deadline.left()))
-            under_way = self.run(lambda: call.future(request, timeout=deadline.left()))
-            with cancellation.ends(under_way.cancel):
-                return self.run(under_way.result)
+            return self.run(exchange, ending.cancel)
 
         return self.repeated(attempt, deadline, cancellation=cancellation) if repeat else attempt()
 
@@ -230,10 +235,10 @@ class Connections:
             method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
         stream = self.run(lambda: call(request, timeout=deadline.left()))
         try:
-            while (update := self.run(lambda: next(stream, None))) is not None:
+            while (update := self.run(lambda: next(stream, None), stream.cancel)) is not None:
                 yield update
         finally:
-            stream.cancel()
+            run_apart(stream.cancel)
 
     def repeated(self, attempt: Callable[[], T], deadline: Deadline, *, restartable: bool = False,
                  cancellation: Cancellation | None = None) -> T:
@@ -326,10 +331,25 @@ class Connections:
             return
         self._next = None
 
-    def run(self, rpc: Callable[[], T]) -> T:
-        """Runs a piece of a call and turns its errors into ours."""
+    def exchange(self, method: str, messages: Iterator[bytes], handle: Callable[[bytes], None], deadline: Deadline,
+                 ending: Cancellation) -> None:
+        """One call with streams of raw bytes in both directions: sends `messages` and hands over each answer."""
+
+        def body() -> None:
+            call = self.stream(method)(messages, timeout=deadline.left())
+            with ending.ends(call.cancel):
+                try:
+                    for data in call:
+                        handle(data)
+                finally:
+                    call.cancel()
+
+        self.run(body, ending.cancel)
+
+    def run(self, rpc: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
+        """Runs a piece of a call, apart from the main thread (run_apart), and turns its errors into ours."""
         try:
-            return rpc()
+            return run_apart(rpc, cancel)
         except grpc.RpcError as error:
             raise errors.from_rpc(error, self.options.target, self._server_version) from None
         except grpc.FutureCancelledError:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,6 +13,7 @@ from lossd._answer_check import AnswerCheck
 from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
 from lossd._head_cache import HeadCache
+from lossd._interrupts import Outcome, run_apart
 from lossd._plan import Rows
 from lossd._round import Round, RoundParts
 from lossd._slice_rules import SliceRules
@@ -22,8 +21,6 @@ from lossd._stream_threads import StreamThreads
 from lossd._work import Work
 from lossd.types import LossResult
 from lossd.v1 import head_pb2
-
-SIGNAL_SECONDS = 0.5  # how late a blocking wait may notice an interrupt
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class LossCall:
             raise errors.InvalidArgument(f"slice_bytes is {options.slice_bytes}; it must be positive")
         if options.streams is not None and not 1 <= options.streams <= 1024:
             raise errors.InvalidArgument(f"streams is {options.streams}; it must be in [1, 1024]")
-        self.future: Future[LossResult] = Future()
+        self.outcome: Outcome[LossResult] = Outcome()
         self.deadline = Deadline(options.timeout)
         self._core = core
         self._work = work
@@ -69,22 +66,19 @@ class LossCall:
 
     def start(self) -> None:
         """RuntimeError if the client's threads have ended."""
-        self._core.threads.start(self._run)
+        run_apart(lambda: self._core.threads.start(lambda: self.outcome.run(self._run)))
 
     def cancel(self) -> None:
-        self._cancellation.cancel()
+        run_apart(self._cancellation.cancel)
 
-    def _run(self) -> None:
+    def _run(self) -> LossResult:
         try:
             result = self._compute()
-        except BaseException as error:
+        finally:
             self._on_end(self)
-            self.future.set_exception(error)
-            return
-        self._on_end(self)
         result.rows = self._work.outputs.rows
         result.wall_seconds = time.monotonic() - self._start
-        self.future.set_result(result)
+        return result
 
     def _compute(self) -> LossResult:
         """Rounds until one has succeeded or the call may not begin again."""
@@ -148,7 +142,7 @@ class PendingLoss:
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
-        return self._call.future.done()
+        return self._call.outcome.done()
 
     def wait(self, timeout: float | None = None) -> LossResult:
         """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
@@ -157,24 +151,14 @@ class PendingLoss:
         computation before it is passed on, so that the memory is free; a second one is passed on at once.
         """
         try:
-            ended = self._await_end(timeout)
+            ended = self._call.outcome.await_end(timeout)
         except BaseException:
             self._call.cancel()
-            self._await_end(None)
+            self._call.outcome.await_end()
             raise
         if not ended:
             raise TimeoutError(f"the loss is not there after {timeout} s")
-        return self._result(self._call.future.result())
-
-    def _await_end(self, timeout: float | None) -> bool:
-        """Waits in pieces: a signal that comes just before a wait, or on another thread, does not end it."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            wait([self._call.future], min(left, SIGNAL_SECONDS))
-        return True
+        return self._result(self._call.outcome.result())
 
     def cancel(self) -> None:
         """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""

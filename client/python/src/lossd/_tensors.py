@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from lossd._cancellation import Cancellation
 from lossd._connections import Connections, Deadline
+from lossd._interrupts import run_apart
 from lossd._regions import SharedRegion
 from lossd._tensor_messages import TensorReader, encode_rows, one_answer
 from lossd.types import PARAMS
@@ -38,33 +40,30 @@ def read_tensor(connections: Connections, request: head_pb2.ReadTensorRequest, r
     Aborted if the tensor has not `tensor_rows` rows of `row_bytes`.
     """
     reader = TensorReader(request, row_bytes, out, tensor_rows)
-    region = connections.regions.get(min(out.nbytes, _PIECE_BYTES)) if out.nbytes >= _LEAST_SHARED else None
-    if region is None or not region.begin():
-        _read_rows(connections, request, reader, deadline)
-    else:
+    ending = Cancellation()
+
+    def read() -> None:
+        region = connections.regions.get(min(out.nbytes, _PIECE_BYTES)) if out.nbytes >= _LEAST_SHARED else None
+        if region is None or not region.begin():
+            return _read_rows(connections, request, reader, deadline, ending)
         try:
-            _read_through(region, connections, request, row_bytes, reader, deadline)
+            _read_through(region, connections, request, row_bytes, reader, deadline, ending)
         finally:
             region.leave()
+
+    run_apart(read, ending.cancel)
     reader.end()
 
 
 def _read_rows(connections: Connections, request: head_pb2.ReadTensorRequest, reader: TensorReader, deadline: Deadline,
-               in_region: memoryview = memoryview(b"")) -> None:
+               ending: Cancellation, in_region: memoryview = memoryview(b"")) -> None:
     """What one ReadTensor call answers. `in_region`: where its rows may lie."""
-    def exchange() -> None:
-        call = connections.stream(_READ)(iter([request.SerializeToString()]), timeout=deadline.left())
-        try:
-            for data in call:
-                reader.handle(data, in_region, request.rows.begin)
-        finally:
-            call.cancel()
-
-    connections.run(exchange)
+    connections.exchange(_READ, iter([request.SerializeToString()]),
+                         lambda data: reader.handle(data, in_region, request.rows.begin), deadline, ending)
 
 
 def _read_through(region: SharedRegion, connections: Connections, request: head_pb2.ReadTensorRequest, row_bytes: int,
-                  reader: TensorReader, deadline: Deadline) -> None:
+                  reader: TensorReader, deadline: Deadline, ending: Cancellation) -> None:
     """Reads the rows piece by piece, each by a call of its own, for which there is room in the region.
 
     What finds none comes in messages.
@@ -78,11 +77,11 @@ def _read_through(region: SharedRegion, connections: Connections, request: head_
         piece.CopyFrom(request)
         piece.rows.begin, piece.rows.end = row, request.rows.end if offset is None else row + count
         if offset is None:
-            return _read_rows(connections, piece, reader, deadline)
+            return _read_rows(connections, piece, reader, deadline, ending)
         piece.region = region.id
         piece.in_region.offset, piece.in_region.bytes = offset, count * row_bytes
         try:
-            _read_rows(connections, piece, reader, deadline, region.memory[offset:offset + count * row_bytes].data)
+            _read_rows(connections, piece, reader, deadline, ending, region.memory[offset:offset + count * row_bytes].data)
         except BaseException as error:
             region.after_failure(error, holds=True)
             raise
@@ -107,11 +106,6 @@ def add_gradient(connections: Connections, open_: head_pb2.OpenGradient, row_byt
 def _send_rows(connections: Connections, method: str, first: Message, answer: type[M], row_bytes: int,
                payload: memoryview, deadline: Deadline) -> M:
     """Sends the payload in messages of whole rows behind `first`'s fields; returns the one answer."""
-    def exchange() -> list[bytes]:
-        call: Any = connections.stream(method)(encode_rows(first, row_bytes, payload), timeout=deadline.left())
-        try:
-            return list(call)
-        finally:
-            call.cancel()
-
-    return one_answer(answer, connections.run(exchange))
+    answers: list[bytes] = []
+    connections.exchange(method, encode_rows(first, row_bytes, payload), answers.append, deadline, Cancellation())
+    return one_answer(answer, answers)

@@ -15,7 +15,8 @@ from lossd import _arrays, _connection_chooser, _region_source, _run, _server, _
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import SIGNAL_SECONDS, CallOptions, Core, LossCall, PendingLoss
+from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
+from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
 from lossd._stream_threads import StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.descriptions import ServerDescription, StreamList, read
@@ -111,7 +112,7 @@ class Client(HeadCalls):
         self._threads = StreamThreads(max_pending, (channels or _connection_chooser.MOST) * _SPARE_THREADS)
         self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
         self._max_pending = max_pending
-        self._pending_slots = threading.BoundedSemaphore(max_pending)
+        self._pending_slots = Slots(max_pending)
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # guarded by _lock
         if expected_incarnation:
@@ -119,6 +120,9 @@ class Client(HeadCalls):
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
+        run_apart(self._close)
+
+    def _close(self) -> None:
         self._connections.close()
         with self._lock:
             pending = list(self._pending)
@@ -334,7 +338,7 @@ class Client(HeadCalls):
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
-        while not self._pending_slots.acquire(timeout=min(call.deadline.left(), SIGNAL_SECONDS)):
+        while not self._pending_slots.take(min(call.deadline.left(), SIGNAL_SECONDS)):
             if call.deadline.passed():
                 raise errors.DeadlineExceeded(
                     f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
@@ -358,4 +362,4 @@ class Client(HeadCalls):
     def _forget(self, call: LossCall) -> None:
         with self._lock:
             self._pending.discard(call)
-        self._pending_slots.release()
+        self._pending_slots.give()
