@@ -15,7 +15,6 @@
 #include "client/cli/format.h"
 #include "client/cli/http.h"
 #include "client/cli/json.h"
-#include "client/cli/yaml.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
@@ -144,12 +143,10 @@ absl::Status Context::Printed() const {
 }
 
 void Context::PrintJson(const Json& document) const {
-  if (output == Output::kYaml) return Print(ToYaml(document));
   Print(absl::StrCat(document.dump(2, ' ', false, Json::error_handler_t::replace), "\n"));
 }
 
 void Context::PrintJsonOfMany(const Json& document) const {
-  if (output == Output::kYaml) return Print(absl::StrCat("---\n", ToYaml(document)));
   Print(absl::StrCat(document.dump(-1, ' ', false, Json::error_handler_t::replace), "\n"));
 }
 

@@ -22,7 +22,7 @@ namespace lossd::cli {
 
 inline constexpr char kDefaultServer[] = "127.0.0.1:7070";
 
-enum class Output : uint8_t { kTable, kWide, kJson, kYaml };
+enum class Output : uint8_t { kTable, kWide, kJson };
 
 // What the command line says of the server; empty: nothing.
 struct ServerFlags {

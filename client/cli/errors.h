@@ -26,7 +26,7 @@ ExitCode ExitCodeOf(const absl::Status& status);
 absl::Status UsageError(absl::string_view message, absl::string_view help);
 
 // For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there
-// in larger units, too. With `json` one JSON object on one line, which is YAML as well.
+// in larger units, too. With `json` one JSON object on one line.
 std::string ErrorText(const absl::Status& status, bool json, const Style& style = {});
 
 // "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592

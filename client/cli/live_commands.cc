@@ -167,7 +167,7 @@ void AddTopCommand(CLI::App* app, Context* context) {
   CLI::App* top =
       app->add_subcommand("top", "Show which clients and streams take rows, bytes and memory, until q");
   top->footer(
-      "Not on a terminal it prints the tables per look; with -o json or yaml a document per look. Rates are "
+      "Not on a terminal it prints the tables per look; with -o json a document per look. Rates are "
       "those between two looks.");
   auto flags = std::make_shared<LiveFlags>();
   auto order = std::make_shared<TopOrder>(TopOrder::kRows);
@@ -284,7 +284,7 @@ class Watch final : public LiveView {
 
 void AddWatchCommand(CLI::App* app, Context* context) {
   CLI::App* watch = app->add_subcommand("watch", "Show what the server does, until q");
-  watch->footer("Not on a terminal it prints a line per look; with -o json or yaml a document per look.");
+  watch->footer("Not on a terminal it prints a line per look; with -o json a document per look.");
   auto flags = std::make_shared<LiveFlags>();
   auto http = std::make_shared<std::string>();
   AddLiveOptions(watch, flags.get());

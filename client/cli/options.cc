@@ -100,7 +100,7 @@ namespace {
 
 const std::map<std::string, Output>& Outputs() {
   static const auto* const words = new std::map<std::string, Output>{
-      {"json", Output::kJson}, {"table", Output::kTable}, {"wide", Output::kWide}, {"yaml", Output::kYaml}};
+      {"json", Output::kJson}, {"table", Output::kTable}, {"wide", Output::kWide}};
   return *words;
 }
 
@@ -136,7 +136,7 @@ void AddServerOptions(CLI::App* app, ServerFlags* flags) {
 void AddOutputOptions(CLI::App* app, Context* context) {
   const auto set = [context](Output output) {
     context->output = output;
-    context->json = output == Output::kJson || output == Output::kYaml;
+    context->json = output == Output::kJson;
   };
   CLI::Option* output =
       AddWordFunction(app, "-o,--output", set, Outputs(),

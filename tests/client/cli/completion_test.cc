@@ -105,7 +105,7 @@ TEST_F(CompletionTest, LiveViewsAndFormats) {
   EXPECT_THAT(Words("top --"),
               IsSupersetOf({"--sort", "--all", "--interval", "--count", "--context", "--color", "--output"}));
   EXPECT_THAT(Words("top --sort ''"), UnorderedElementsAre("bytes", "rows", "staging", "wait"));
-  EXPECT_THAT(Words("watch --output ''"), UnorderedElementsAre("json", "table", "wide", "yaml"));
+  EXPECT_THAT(Words("watch --output ''"), UnorderedElementsAre("json", "table", "wide"));
   EXPECT_THAT(Words("heads --color n"), ElementsAre("never"));
   EXPECT_THAT(Words("context ''"), UnorderedElementsAre("add", "list", "remove", "show", "use"));
   EXPECT_THAT(Words("context add lab --token-file ''"), ElementsAre(":file"));

@@ -15,7 +15,7 @@ import unittest
 from pathlib import Path
 
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent))
 from terminal_screen import Program  # noqa: E402
 
 LOSSD, LOSSCTL = sys.argv[1:3]
