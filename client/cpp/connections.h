@@ -36,7 +36,7 @@ namespace lossd::client::internal {
 // one more for a while. It keeps that one if more bytes were moved; otherwise it drops it and tries again
 // much later.
 //
-// Both clients decide in the same way: client/python/src/lossd/_connection_chooser.py does the same, and
+// Both clients decide in the same way: client/python/src/lossd/_connections.py does the same, and
 // tests/client/golden/connections.json holds both to it. Times come from the caller.
 //
 // Thread-compatible.

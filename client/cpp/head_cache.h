@@ -3,7 +3,7 @@
 // the rows of the open step were added. AnswerCheck compares the answers to one call with that.
 //
 // Thread-safe. Memory is bounded by the number of heads that the client has used.
-// client/python/src/lossd/_head_cache.py and _answer_check.py do the same;
+// client/python/src/lossd/_head_cache.py and _loss_call.py do the same;
 // tests/client/golden/incarnations.json holds both clients to it.
 #ifndef LOSSD_CLIENT_CPP_HEAD_CACHE_H_
 #define LOSSD_CLIENT_CPP_HEAD_CACHE_H_

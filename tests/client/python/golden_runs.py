@@ -16,8 +16,8 @@ from golden_works import host_rows, work_of
 from scripted_server import ScriptedServer
 
 import lossd
-from lossd import _connection_chooser, _plan, _retry, _stream_messages, _tensor_messages, _wire, errors, types
-from lossd._answer_check import AnswerCheck
+from lossd import _connections, _plan, _stream, _tensors, _wire, errors, types
+from lossd._loss_call import AnswerCheck
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
@@ -97,14 +97,14 @@ def run_wire(case: Case) -> None:
         check_members(case, ("message", "rows", "row_bytes", "hex", "payload"))
         rows, row_bytes = _plan.Rows(*case["rows"]), case["row_bytes"]
         hidden = host_rows(_payload(0, rows.end * row_bytes))
-        message = _stream_messages.encode_slice(hidden, rows, row_bytes)
+        message = _stream.encode_slice(hidden, rows, row_bytes)
         assert message == bytes.fromhex(case["hex"]) + _payload(*case["payload"])
     else:
         check_members(case, ("message", "open", "row_bytes", "payload_bytes", "messages"))
         kind = {"write_tensor": head_pb2.WriteTensorRequest, "add_gradient": head_pb2.AddGradientRequest}
         first = json_format.ParseDict({"open": case["open"]}, kind[case["message"]]())
         payload = memoryview(_payload(0, case["payload_bytes"]))
-        messages = list(_tensor_messages.encode_rows(first, case["row_bytes"], payload))
+        messages = list(_tensors.encode_rows(first, case["row_bytes"], payload))
         assert messages == [bytes.fromhex(each["hex"]) + _payload(*each["payload"]) for each in case["messages"]]
 
 
@@ -156,7 +156,7 @@ def run_stream_answers(case: Case) -> None:
     check_members(case, ("call", "slice_rows", "answers"), ("gives", "fails"))
     work = work_of(case["call"])
     plan = work.plan(_plan.Rows(0, work.rows), _plan.SliceRule(case["slice_rows"]), None)
-    answers = _stream_messages.StreamAnswers(plan, work.outputs, work.row_bytes, lambda state: None)
+    answers = _stream.StreamAnswers(plan, work.outputs, work.row_bytes, lambda state: None)
     messages = [_answer(loss_pb2.ComputeLossResponse, answer) for answer in case["answers"]]
     summary = _feed(case, messages, answers.handle, answers.end)
     if "fails" in case:
@@ -176,7 +176,7 @@ def run_tensor_answers(case: Case) -> None:
                                              rows=types_pb2.RowRange(begin=begin, end=end))
         row_bytes = case["cols"] * types.NUMPY_DTYPES[case["dtype"]].itemsize
         out = bytearray(b"\xff" * ((end - begin) * row_bytes))
-        reader = _tensor_messages.TensorReader(request, row_bytes, memoryview(out))
+        reader = _tensors.TensorReader(request, row_bytes, memoryview(out))
         messages = [_answer(head_pb2.TensorSlice, answer) for answer in case["answers"]]
         _feed(case, messages, reader.handle, reader.end)
         assert "fails" in case or bytes(out).hex() == case["gives"]
@@ -184,7 +184,7 @@ def run_tensor_answers(case: Case) -> None:
     check_members(case, ("call", "answers"), ("gives", "fails"))
     kind = {"write_tensor": head_pb2.WriteTensorResponse, "add_gradient": head_pb2.AddGradientResponse}[case["call"]]
     messages = [_answer(kind, answer) for answer in case["answers"]]
-    answer = expect(case, lambda: _tensor_messages.one_answer(kind, messages))
+    answer = expect(case, lambda: _tensors.one_answer(kind, messages))
     assert "fails" in case or answer == json_format.ParseDict(case["gives"], kind())
 
 
@@ -305,13 +305,13 @@ def run_waits(case: Case) -> None:
     retry = lossd.RetryOptions(**case["retry"])
     error = error_named(case["error"], case.get("message", "what happened"),
                         types_pb2.ErrorDetail() if case.get("detail", False) else None)
-    waits = [_retry.wait_before_repeat(retry, error, case["attempt"], case["left"], factor,
+    waits = [_connections.wait_before_repeat(retry, error, case["attempt"], case["left"], factor,
                                        case.get("restartable", False)) for factor in (0.8, 1.2)]
     if case["wait"] is None:
         assert waits == [None, None]
     else:
         np.testing.assert_allclose(waits, case["wait"], rtol=1e-6)
-    assert all(0.8 <= _retry.jitter() <= 1.2 for _ in range(100))
+    assert all(0.8 <= _connections.jitter() <= 1.2 for _ in range(100))
 
 
 # ---- connections ----
@@ -319,7 +319,7 @@ def run_waits(case: Case) -> None:
 
 def run_connections(case: Case) -> None:
     check_members(case, ("rounds", "says"), ())
-    chooser, now, moved = _connection_chooser.ConnectionChooser(), 0.0, 0
+    chooser, now, moved = _connections.ConnectionChooser(), 0.0, 0
     for round_ in case["rounds"]:
         check_members(round_, ("streams", "megabytes", "seconds", "advice", "connections"), ("times", "opens"))
         for _ in range(round_.get("times", 1)):

@@ -9,7 +9,7 @@ import numpy as np
 from golden_cases import Case
 
 from lossd import types
-from lossd._row_memory import HostRows
+from lossd._arrays import HostRows
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 
 

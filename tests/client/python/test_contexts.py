@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lossd
-from lossd import _contexts, _server
+from lossd import _contexts
 
 CASES = json.loads((Path(__file__).parents[1] / "contexts" / "cases.json").read_text())["cases"]
 
@@ -34,7 +34,7 @@ def token_file(folder, mode=0o600):
 
 
 def resolve(target=None, context=None, ca=None, cert=None, key=None, token=None):
-    return _server.resolve(target, context, ca, cert, key, token)
+    return _contexts.resolve(target, context, ca, cert, key, token)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])

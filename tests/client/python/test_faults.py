@@ -9,7 +9,7 @@ from cut_proxy import CutProxy
 from server_process import ServerProcess
 
 import lossd
-from lossd import _connection_chooser, _region_source, _stream, _tensors
+from lossd import _connections, _regions, _stream, _tensors
 
 D, V, N = 64, 200, 3000
 
@@ -25,7 +25,7 @@ def problem(rng):
 def test_every_row_counts_once_through_a_cut_network(server, client, make_head, problem, seed, monkeypatch, transport, mean_bytes):
     # Without shared memory rows travel in messages, which connections that last for 15,000 bytes never let through. So the client asks for it
     # again at once when a question was cut.
-    monkeypatch.setattr(_region_source, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.0)
     plain, cut = (make_head(hidden_size=D, vocab_size=V) for _ in range(2))
     proxy = CutProxy(server.target, mean_bytes=mean_bytes, seed=seed)
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)
@@ -47,10 +47,10 @@ def test_every_row_counts_once_through_a_cut_network(server, client, make_head, 
 
 def test_every_row_counts_once_over_connections_that_come_and_go(server, client, make_head, problem, seed, monkeypatch):
     """Trials of further connections begin and end all the time, in a network that cuts connections."""
-    monkeypatch.setattr(_connection_chooser, "_ROUND_BYTES", 1 << 18)
-    monkeypatch.setattr(_connection_chooser, "_ROUND_TIME", 0.0)
-    monkeypatch.setattr(_connection_chooser, "_FIRST_REST", 1)
-    monkeypatch.setattr(_connection_chooser, "_LONGEST_REST", 1)
+    monkeypatch.setattr(_connections, "_ROUND_BYTES", 1 << 18)
+    monkeypatch.setattr(_connections, "_ROUND_TIME", 0.0)
+    monkeypatch.setattr(_connections, "_FIRST_REST", 1)
+    monkeypatch.setattr(_connections, "_LONGEST_REST", 1)
     plain, cut = (make_head(hidden_size=D, vocab_size=V) for _ in range(2))
     proxy = CutProxy(server.target, mean_bytes=3_000_000, seed=seed)
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.01, max_backoff=0.05)

@@ -17,23 +17,23 @@ import pytest
 from server_process import ServerProcess
 
 import lossd
-from lossd import _plan, _region_source, _slice_places
+from lossd import _plan, _regions, _slice_places
 
 D, V = 16, 23
 MIB = 1 << 20
 
 
-def source_of(server: ServerProcess, least: int, most: int) -> _region_source.RegionSource:
+def source_of(server: ServerProcess, least: int, most: int) -> _regions.RegionSource:
     with lossd.Client(server.target, transport="grpc") as client:
         name = client.get_server().region_socket
-    return _region_source.RegionSource("auto", _plan.RegionSizes(least, most), name, lambda: "")
+    return _regions.RegionSource("auto", _plan.RegionSizes(least, most), name, lambda: "")
 
 
 def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_region_source, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_region_source, "_LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 3600.0)
     attempts = []
-    source = _region_source.RegionSource("auto", _plan.RegionSizes(4096, 4096), "/nowhere", lambda: attempts.append(1) or "/nowhere")
+    source = _regions.RegionSource("auto", _plan.RegionSizes(4096, 4096), "/nowhere", lambda: attempts.append(1) or "/nowhere")
     start = time.monotonic()
     for _ in range(200):
         assert source.get() is None
@@ -116,7 +116,7 @@ def test_a_region_that_no_call_uses_makes_room_for_a_larger_one() -> None:
 
 def test_it_asks_again_for_what_it_did_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a region that calls use there is less; later, when no call is under way, there is all of it."""
-    monkeypatch.setattr(_region_source, "_LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 0.001)
     process = ServerProcess(f"--shared_memory_bytes={8 * MIB}")
     try:
         source = source_of(process, MIB, 8 * MIB)

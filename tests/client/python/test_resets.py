@@ -215,7 +215,7 @@ def test_a_reset_is_meant_for_the_process_that_has_the_head():
             client.load_checkpoint("a/two")
             assert is_loaded(client, "a")
             with pytest.raises(lossd.Restarted, match=f"{found.state.incarnation:016x} -> "):
-                client._reset(found, "all", lossd._head_creation.InitialValues(0, False, None), None)
+                client._reset(found, "all", lossd._head_calls.InitialValues(0, False, None), None)
             assert client.describe_head("a").state.step == 2
             assert client.reset_head("a", "all").state.step == 0
             assert not is_loaded(client, "a")

@@ -18,8 +18,8 @@ import pytest
 from server_process import ServerProcess
 
 import lossd
-from lossd import _plan, _region_source, _regions, _slice_places
-from lossd._row_memory import HostRows
+from lossd import _plan, _regions, _slice_places
+from lossd._arrays import HostRows
 from lossd.v1 import region_pb2
 
 N, D, V = 300, 24, 97
@@ -236,10 +236,10 @@ def test_goes_on_with_another_server_at_the_same_address(tmp_path: Path) -> None
 
 def test_tries_again_after_a_failed_attempt(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that could not give memory, or was not reached, the first time may do so later."""
-    monkeypatch.setattr(_region_source, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _region_source.RegionSource("auto", SIZES, "/nowhere", lambda: name)
+    source = _regions.RegionSource("auto", SIZES, "/nowhere", lambda: name)
     assert source.get() is None
     assert source.choice()[0] == "grpc" and "/nowhere" in source.choice()[1] and "tried again" in source.choice()[1]
     wait_until(lambda: source.get() is not None)
@@ -252,13 +252,13 @@ def test_an_interrupt_while_a_region_is_opened_leaves_the_next_call_to_open_one(
                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _region_source.RegionSource("auto", SIZES, name, lambda: name)
+    source = _regions.RegionSource("auto", SIZES, name, lambda: name)
 
     def interrupt(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(_region_source, "SharedRegion", interrupt)
+        patched.setattr(_regions, "SharedRegion", interrupt)
         with pytest.raises(KeyboardInterrupt):
             source.get()
     found: list[Any] = []
@@ -307,7 +307,7 @@ def test_memory_that_a_server_could_shrink_is_not_taken(tmp_path: Path) -> None:
 def test_a_socket_of_another_server_is_tried_less_and_less(server: ServerProcess) -> None:
     with lossd.Client(server.target) as client:
         name = client.get_server().region_socket
-    source = _region_source.RegionSource("auto", SIZES, name, lambda: name)
+    source = _regions.RegionSource("auto", SIZES, name, lambda: name)
     for may_be_restarted in (True, True, False):
         region = source.get()
         assert (region is not None) == may_be_restarted

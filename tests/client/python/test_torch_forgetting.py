@@ -14,7 +14,7 @@ import numpy as np  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding, _forgetting  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding, _step_tracker  # noqa: E402
 
 D, V, N = 16, 90, 32
 TOLD_OF_STEPS = hasattr(torch.optim.Optimizer, "register_step_post_hook")
@@ -123,7 +123,7 @@ def test_a_step_of_very_many_microbatches(head):
 
 
 def test_the_head_is_never_stepped_under_an_older_torch(head, monkeypatch):
-    monkeypatch.setattr(_forgetting, "_HOOK", None)  # as torch 1.13 has it
+    monkeypatch.setattr(_step_tracker, "_HOOK", None)  # as torch 1.13 has it
     loop = Loop(head)
     HeadOptimizer(head, lr=0.1)
     with silence():

@@ -1,34 +1,260 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connections of one client, and when a call is repeated. Thread-safe after construction.
 
-A client that was not told how many to take opens further ones while it works (_connection_chooser.py).
+A client that was not told how many to take opens further ones while it works (ConnectionChooser).
 """
 
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from lossd import _cuda, _retry, errors
-from lossd._cancellation import Cancellation
-from lossd._connection_chooser import Advice, ConnectionChooser
-from lossd._connecting import await_server
+from lossd import _cuda, _diagnosis, errors
 from lossd._credentials import Credentials
-from lossd._device_regions import DeviceRegions
-from lossd._interrupts import run_apart
+from lossd._interrupts import Cancellation, run_apart
 from lossd._plan import RegionSizes
-from lossd._region_source import RegionSource
-from lossd._regions import SharedRegion
+from lossd._regions import DeviceRegions, RegionSource, SharedRegion
+from lossd._version import VERSION
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
+
+
+# When a call is sent again, and after how long. Stateless; only jitter() is not arithmetic.
+#
+# The caller brings the time that is left and the random factor. client/cpp/core.h does the same;
+# tests/client/golden/waits.json holds both to it.
+
+
+def jitter() -> float:
+    """A random factor in [0.8, 1.2], so that clients that failed together do not come back together."""
+    return random.uniform(0.8, 1.2)
+
+
+def may_repeat(error: errors.LossdError, restartable: bool) -> bool:
+    """Whether a call that ended with `error` may be sent again: errors.is_transient; Aborted if it is `restartable`.
+
+    A call is restartable if nothing of it stays when it fails, so that it may begin again with what it finds.
+    Restarted and StepDiscarded are for the trainer to deal with.
+    """
+    return errors.is_transient(error) or (restartable and type(error) is errors.Aborted)
+
+
+def wait_before_repeat(retry: RetryOptions, error: errors.LossdError, attempt: int, left: float, factor: float,
+                       restartable: bool = False) -> float | None:
+    """Seconds between attempt number `attempt` (1, 2, ...), which ended with `error`, and the next one.
+
+    None if there is no next one: the error may not be repeated, max_attempts were made, or the wait would outlast
+    `left` seconds.
+    """
+    if not may_repeat(error, restartable) or attempt >= retry.max_attempts:
+        return None
+    wait = min(retry.initial_backoff * 4.0 ** min(attempt - 1, 16), retry.max_backoff) * factor
+    return wait if wait < left else None
+
+
+def with_attempts(error: errors.LossdError, attempts: int) -> errors.LossdError:
+    """The error of a call after its last attempt, which says how often it was tried, if twice.
+
+    One that may not be repeated says besides that an attempt before it, which had no answer, may have taken effect.
+    """
+    if attempts > 1:
+        error.add(f"; tried {attempts} times")
+        if not may_repeat(error, restartable=True):
+            error.add(", and an earlier attempt may have taken effect")
+    return error
+
+
+# The first call on each connection of a client: whether a lossd is there, and what is there if not.
+
+_METHOD = "/lossd.v1.ServerService/GetServer"
+_PATIENCE = 0.5  # seconds without an answer, after which the reason is looked for
+_ROUND = 5.0  # seconds between the next two looks
+_PAUSE = 0.2  # seconds before the next call
+
+
+def await_server(channel: Any, options: ConnectionOptions, deadline: Deadline) -> server_pb2.ServerDescription:
+    """Returns when the server has answered on this channel, or raises what keeps it from answering.
+
+    Unavailable if nobody is there, at once unless options.wait_for_server. What waiting cannot mend (TLS on one side
+    only, another program, ...) is raised at once in any case. A server that takes connections but says nothing may be
+    busy, so it has until the deadline.
+    """
+    again = False
+    while True:
+        try:
+            return _ask(channel, options, min(deadline.left(), _ROUND if again else _PATIENCE), wait_for_ready=again)
+        except (errors.DeadlineExceeded, errors.ResourceExhausted) as error:
+            if isinstance(error, errors.ResourceExhausted) and not errors.is_transient(error):
+                raise
+            reason = _reason(options)
+        except errors.Unavailable as error:
+            # An error of the first call may be one of the connection, and of a server that has come up meanwhile.
+            reason = _reason(options) or (_no_server(options, error) if again or not _can_tell(options) else None)
+        if reason is not None and not (isinstance(reason, errors.Unavailable) and options.wait_for_server):
+            raise reason
+        if deadline.passed():
+            raise _gave_up(reason, options)
+        time.sleep(min(_PAUSE, deadline.left()))
+        again = True
+
+
+def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_ready: bool) -> server_pb2.ServerDescription:
+    request = server_pb2.GetServerRequest().SerializeToString()
+    ending = Cancellation()
+
+    def exchange() -> bytes:
+        under_way = channel.unary_unary(_METHOD).future(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        with ending.ends(under_way.cancel):
+            answer: bytes = under_way.result()
+            return answer
+
+    try:
+        return server_pb2.ServerDescription.FromString(run_apart(exchange, ending.cancel))
+    except grpc.RpcError as error:
+        raise errors.from_rpc(error, options.target) from None
+    except DecodeError:
+        raise errors.FailedPrecondition(
+            f"the server at {options.target} describes itself in another protocol than that of this client (lossd "
+            f"{VERSION}): use the same version of both") from None
+
+
+def _reason(options: ConnectionOptions) -> errors.LossdError | None:
+    return _diagnosis.diagnose(options.target, options.credentials)
+
+
+def _can_tell(options: ConnectionOptions) -> bool:
+    return _diagnosis.can_diagnose(options.target)
+
+
+def _no_server(options: ConnectionOptions, error: errors.LossdError) -> errors.Unavailable:
+    return errors.Unavailable(f"no server at {options.target}: {error.message}")
+
+
+def _gave_up(reason: errors.LossdError | None, options: ConnectionOptions) -> errors.Unavailable:
+    waited = f"{options.connect_timeout} s"
+    if reason is not None:
+        return errors.Unavailable(f"{reason.message}; waited {waited}")
+    does = "takes connections but has" if _can_tell(options) else "has"
+    return errors.Unavailable(f"the server at {options.target} {does} not answered within {waited}: it is busy, or it is "
+                              "another program than lossd")
+
+
+# How many connections a client takes that chooses by itself. Times, in seconds, come from the caller.
+#
+# It begins with one, which is all that small jobs ever have. Once payload keeps the present ones busy, it tries one more for
+# a while, and stays with it if that moved more; else it goes back, and tries again much later.
+# client/cpp/connections.h does the same; tests/client/golden/connections.json holds both to it.
+
+MOST = 8
+
+_ROUND_BYTES = 64 << 20  # a round has at least so much payload,
+_ROUND_TIME = 0.2  # and is as long as that
+_LONGEST_ROUND = 30.0  # one that takes longer says nothing: something else is slow
+_BUSY = 0.9  # connections are busy if each of them has a stream for this part of the time
+_GAIN = 1.1  # by which one more has to move more
+_FIRST_REST, _LONGEST_REST = 8, 512  # rounds between trials: twice as many after each one in a row that fails
+
+
+class Advice(Enum):
+    STAY = "stay"
+    ADD = "add"  # open one more connection, then call added() or refused()
+    DROP = "drop"  # the last connection is not used any more
+
+
+@dataclass
+class _Round:
+    moved_before: int = 0
+    busy: float = 0.0  # with at least one stream under way
+    streams_busy: float = 0.0  # summed over streams
+
+
+class ConnectionChooser:
+    """Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.count = 1  # those that streams are spread over
+        self.reason = "little was sent in messages so far"  # why there are so many, for people
+        self._opening = False  # another one is being opened
+        self._trying = False  # the last one is on trial
+        self._before = 0.0  # bytes per second without it
+        self._rest = 0  # rounds before the next trial
+        self._failures = 0  # trials in a row
+        self._under_way = 0  # streams
+        self._last = 0.0  # when their number changed
+        self._round = _Round()
+
+    def _advance(self, now: float) -> None:
+        if self._under_way:
+            self._round.busy += now - self._last
+            self._round.streams_busy += self._under_way * (now - self._last)
+        self._last = now
+
+    def begin(self, now: float) -> None:
+        """A stream begins."""
+        self._advance(now)
+        self._under_way += 1
+
+    def end(self, moved: int, now: float) -> Advice:
+        """A stream has ended. `moved`: the bytes of payload that all streams have ever moved in messages, both ways."""
+        self._advance(now)
+        self._under_way -= 1
+        here, size = self._round, moved - self._round.moved_before
+        if here.busy > _LONGEST_ROUND:
+            self._round = _Round(moved)
+            return Advice.STAY
+        if self._opening or size < _ROUND_BYTES or here.busy < _ROUND_TIME:
+            return Advice.STAY
+        self._round = _Round(moved)
+        if not self._trying and here.streams_busy < _BUSY * self.count * here.busy:
+            return Advice.STAY
+        return self._decide(size / here.busy)
+
+    def _decide(self, rate: float) -> Advice:
+        if self._trying:
+            self._trying = False
+            self.reason = f"{self.count - 1} moved {self._before / 1e9:.2f} GB/s, {self.count} moved {rate / 1e9:.2f}"
+            if rate < _GAIN * self._before:
+                self.count -= 1
+                self._take_rest()
+                return Advice.DROP
+            self._failures = 0
+        if self.count == MOST:
+            return Advice.STAY
+        if self._rest > 0:
+            self._rest -= 1
+            return Advice.STAY
+        self._before = rate
+        self._opening = True
+        return Advice.ADD
+
+    def _take_rest(self) -> None:
+        self._rest = min(_FIRST_REST << min(self._failures, 16), _LONGEST_REST)
+        self._failures += 1
+
+    def added(self, moved: int) -> None:
+        """The connection that was advised stands; count is one more."""
+        self._opening = False
+        self._trying = True
+        self.count += 1
+        self._round = _Round(moved)
+
+    def refused(self, why: str, moved: int) -> None:
+        """It does not, for this reason."""
+        self._opening = False
+        self.reason = f"no further connection came about: {why}"
+        self._take_rest()
+        self._round = _Round(moved)
+
 
 _REGION_SIZES = RegionSizes(least=4 << 20, most=256 << 20)  # asked for, of the host's memory and of the GPU's
 
@@ -101,7 +327,7 @@ class Deadline:
     def wait_before_repeat(self, retry: RetryOptions, error: errors.LossdError, attempt: int, *,
                            restartable: bool = False) -> float | None:
         """Seconds to wait after attempt number `attempt`, which ended with `error`; None: it is not repeated."""
-        return _retry.wait_before_repeat(retry, error, attempt, self.left(), _retry.jitter(), restartable)
+        return wait_before_repeat(retry, error, attempt, self.left(), jitter(), restartable)
 
 
 @dataclass
@@ -242,7 +468,7 @@ class Connections:
 
     def repeated(self, attempt: Callable[[], T], deadline: Deadline, *, restartable: bool = False,
                  cancellation: Cancellation | None = None) -> T:
-        """Runs `attempt` until it succeeds or may not be repeated (_retry.py), waiting in between."""
+        """Runs `attempt` until it succeeds or may not be repeated (py), waiting in between."""
         number = 1
         while True:
             try:
@@ -250,7 +476,7 @@ class Connections:
             except errors.LossdError as error:
                 wait = deadline.wait_before_repeat(self.options.retry, error, number, restartable=restartable)
                 if wait is None:
-                    raise _retry.with_attempts(error, number) from None
+                    raise with_attempts(error, number) from None
             time.sleep(wait) if cancellation is None else cancellation.wait(wait)
             number += 1
 

@@ -13,7 +13,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 SIGNAL_SECONDS = 0.5  # how late a wait may notice a signal that another thread has got
@@ -110,3 +111,46 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -
             outcome.await_end()
         raise
     return outcome.result()
+
+
+# Ends what is under way, from another thread. Thread-safe.
+
+
+class Cancellation:
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._actions: dict[object, Callable[[], None]] = {}  # guarded by _lock
+
+    @property
+    def cancelled(self) -> bool:
+        return self._event.is_set()
+
+    def cancel(self) -> None:
+        """May be repeated."""
+        self._event.set()
+        with self._lock:
+            actions = list(self._actions.values())
+        for action in actions:
+            action()
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, but not longer than until cancel()."""
+        self._event.wait(seconds)
+
+    @contextmanager
+    def ends(self, action: Callable[[], None]) -> Iterator[None]:
+        """cancel() runs `action` while the block runs; at once if it came before.
+
+        The action may run twice, or just after the block.
+        """
+        key = object()
+        with self._lock:
+            self._actions[key] = action
+        try:
+            if self.cancelled:
+                action()
+            yield
+        finally:
+            with self._lock:
+                del self._actions[key]

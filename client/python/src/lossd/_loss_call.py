@@ -3,24 +3,332 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
-from lossd import _retry, errors
-from lossd._answer_check import AnswerCheck
-from lossd._cancellation import Cancellation
-from lossd._connections import Connections, Deadline
-from lossd._head_cache import HeadCache
-from lossd._interrupts import Outcome, run_apart
-from lossd._plan import Rows
-from lossd._round import Round, RoundParts
-from lossd._slice_rules import SliceRules
-from lossd._stream_threads import StreamThreads
+from lossd import _connections, errors
+from lossd._connections import Connection, Connections, Deadline
+from lossd._head_cache import GradientsId, HeadCache, HeadInfo, TrainerStep
+from lossd._interrupts import Cancellation, Outcome, run_apart
+from lossd._plan import Rows, SliceRule, make_slice_rule
+from lossd._slice_places import SlicePlaces
+from lossd._stream import LossStream
 from lossd._work import Work
 from lossd.types import LossResult
-from lossd.v1 import head_pb2
+from lossd.v1 import head_pb2, types_pb2
+
+
+# Whether the answers to one loss call are about one state of a head, and the right one.
+#
+# client/cpp/head_cache.h does the same; tests/client/golden/incarnations.json holds both to it.
+
+
+class AnswerCheck:
+    """Thread-safe."""
+
+    def __init__(self, head_cache: HeadCache, head: str, step: int | None, *, accumulate: bool, in_step: bool) -> None:
+        """
+        Args:
+          accumulate: the call adds gradients to `step`, which then is there.
+          in_step: what the call does ends with the gradients of the step: it accumulates, retains, or uses what was
+            retained.
+        """
+        self._head_cache = head_cache
+        self._head = head
+        self._accumulates = accumulate
+        self._in_step = in_step
+        self._at: TrainerStep | None = None  # the step that the call belongs to
+        if in_step and step is not None:
+            self._at = head_cache.trainer_step(head, step)
+        self._lock = threading.Lock()
+        self._state: types_pb2.HeadState | None = None  # where the first stream found the server; guarded by _lock
+
+    def accept(self, state: types_pb2.HeadState) -> None:
+        """Notes where the server stands as a stream is accepted.
+
+        Restarted if it is another process than earlier answers of the call or earlier rows of the step came from;
+        StepDiscarded if it has other gradients; Aborted if step or weights have changed during the call; Internal if
+        the answer cannot be right.
+        """
+        if state.incarnation == 0:
+            raise errors.server_sent("incarnation 0")
+        if self._at is not None:
+            self._check_step(self._at, state)
+        with self._lock:
+            if self._state is None:
+                self._state = state
+            before = self._state
+        self._compare(before, state)
+
+    def interpret(self, error: errors.LossdError) -> None:
+        """Raises Restarted or StepDiscarded if that is what the error means."""
+        if self._at is not None:
+            self._head_cache.interpret(self._at, error)
+        with self._lock:
+            before = self._state
+        if error.incarnation and before is not None and before.incarnation != error.incarnation:
+            raise self._restarted(before.incarnation, error.incarnation)
+
+    def meant(self) -> GradientsId | None:
+        """What the next stream is meant for: where earlier rows of the step, or of this call, went. None: anything.
+
+        The generation is 0 for a call that does not belong to a step. StepDiscarded if this client has started the
+        step over since the call began.
+        """
+        if self._at is not None:
+            self._head_cache.check_current(self._at)
+            known = self._head_cache.gradients_of(self._at)
+            if known is not None:
+                return known
+        with self._lock:
+            if self._state is None:
+                return None
+            return GradientsId(self._state.incarnation, self._state.generation if self._in_step else 0)
+
+    def begin_again(self) -> None:
+        """The call begins again, with whatever it finds. Only for calls that do not belong to a step."""
+        with self._lock:
+            self._state = None
+
+    def _check_step(self, at: TrainerStep, state: types_pb2.HeadState) -> None:
+        if not self._accumulates:
+            self._head_cache.check(at, GradientsId.of(state))
+            return
+        if state.step != at.step:
+            raise errors.server_sent(f"step {state.step} in answer to step {at.step}")
+        self._head_cache.note_accumulation(at, GradientsId.of(state))
+
+    def _compare(self, before: types_pb2.HeadState, now: types_pb2.HeadState) -> None:
+        if before.incarnation != now.incarnation:
+            raise self._restarted(before.incarnation, now.incarnation)
+        if before.step != now.step:
+            raise errors.Aborted(f'head "{self._head}" moved from step {before.step} to step {now.step} during the call')
+        if self._in_step and before.generation != now.generation:
+            raise errors.discarded(self._head, now.step, before.generation, now.generation)
+        if before.weights_version != now.weights_version:
+            raise errors.Aborted(f'the weights of head "{self._head}" changed during the call')
+
+    def _restarted(self, before: int, now: int) -> errors.Restarted:
+        step = self._at.step if self._at is not None and self._accumulates else None
+        return errors.restarted(self._head, before, now, step)
+
+
+# How a call may cut its rows into slices: as its head's limits say, which are learnt anew where they have changed.
+
+
+class SliceRules:
+    """Thread-safe, once learn() has returned."""
+
+    def __init__(self, head_cache: HeadCache, work: Work, check: AnswerCheck, slice_bytes: int | None,
+                 describe: Callable[[str], head_pb2.HeadDescription]) -> None:
+        self._head_cache = head_cache
+        self._work = work
+        self._check = check
+        self._slice_bytes = slice_bytes
+        self._describe = describe
+        self._lock = threading.Lock()
+        self._facts: HeadInfo | None = None  # guarded by _lock
+        self._fresh = False  # _facts were learnt during this call, since a stream was refused; guarded by _lock
+
+    def learn(self) -> None:
+        """Finds the head's limits; blocks if the client does not know them yet."""
+        facts = self._head_cache.facts(self._work.head)
+        if facts is None or facts.hidden_size != self._work.hidden_size:
+            facts = self._ask()
+        with self._lock:
+            self._facts = facts
+
+    def rule(self) -> SliceRule:
+        with self._lock:
+            assert self._facts is not None
+            return make_slice_rule(self._work.row_bytes, self._slice_bytes, self._facts.limits)
+
+    def may_cut_otherwise(self, rule: SliceRule) -> bool:
+        """The server may have been restarted with other limits: learns them once; true if they cut otherwise."""
+        with self._lock:
+            fresh = self._fresh
+        if not fresh:
+            facts = self._ask()
+            with self._lock:
+                self._facts, self._fresh = facts, True
+        now = self.rule()
+        return (now.max_rows < rule.max_rows or now.row_grid != rule.row_grid
+                or now.max_rows_in_region < rule.max_rows_in_region)
+
+    def _ask(self) -> HeadInfo:
+        try:
+            description = self._describe(self._work.head)
+        except errors.LossdError as error:
+            self._check.interpret(error)
+            raise
+        if description.spec.hidden_size != self._work.hidden_size:
+            raise errors.InvalidArgument(
+                f'hidden: a row has {self._work.hidden_size} elements, but head "{self._work.head}" has '
+                f"{description.spec.hidden_size}")
+        return self._head_cache.learn(description)
+
+
+# One pass of a loss call over its rows, on streams that are sent again where they break.
+
+_FOR_LIMITS = (errors.InvalidArgument, errors.ResourceExhausted)  # what a server says to rows that are cut wrongly
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """What the rounds of one call have in common."""
+
+    connections: Connections
+    threads: StreamThreads
+    work: Work
+    check: AnswerCheck
+    rules: SliceRules
+    deadline: Deadline
+
+
+class Round:
+    """Used once. run() is called on one thread; cancel() on any."""
+
+    def __init__(self, parts: RoundParts, ranges: Sequence[Rows], total: LossResult) -> None:
+        """`total` gets the sums over the streams, and what they cost."""
+        self._parts = parts
+        self._ranges = ranges
+        self._total = total
+        self._cancellation = Cancellation()
+        self._lock = threading.Lock()  # guards _total too
+        self._error: BaseException | None = None  # the first one; guarded by _lock
+
+    def run(self, lent: int) -> None:
+        """Blocks until every range is done, or until nothing is under way after an error, which it raises.
+
+        `lent`: threads (StreamThreads.lend).
+        """
+        try:
+            self._parts.threads.run_all([partial(self._try_range, rows) for rows in self._ranges], lent)
+        except RuntimeError:
+            self._fail(errors.ClientClosed("this client was closed during the call"))
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        self._fail(errors.Cancelled("cancelled by the caller"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._cancellation.cancel()
+
+    def _try_range(self, rows: Rows) -> None:
+        try:
+            self._run_range(rows)
+        except BaseException as error:
+            self._fail(error)
+
+    def _run_range(self, rows: Rows) -> None:
+        """One stream until it has succeeded or may not be repeated."""
+        parts = self._parts
+        attempt = 1
+        unanswered = 0  # attempts
+        while not self._cancellation.cancelled:
+            rule = parts.rules.rule()
+            try:
+                with parts.connections.lend() as connection:
+                    return self._run_stream(connection, rows, rule)
+            except errors.LossdError as error:
+                parts.check.interpret(error)
+                if errors.is_transient(error):
+                    pause = parts.deadline.wait_before_repeat(parts.connections.options.retry, error, attempt)
+                    if pause is None:
+                        raise _connections.with_attempts(error, attempt) from None
+                    unanswered += 1
+                    self._cancellation.wait(pause)
+                elif not (isinstance(error, _FOR_LIMITS) and parts.rules.may_cut_otherwise(rule)):
+                    raise self._final(error, unanswered) from None
+            attempt += 1
+            with self._lock:
+                self._total.repeats += 1
+
+    def _final(self, error: errors.LossdError, unanswered: int) -> errors.LossdError:
+        """Of a call that may begin again nothing counts until it ends well."""
+        return error if self._parts.work.restartable else _connections.with_attempts(error, 1 + unanswered)
+
+    def _run_stream(self, connection: Connection, rows: Rows, rule: SliceRule) -> None:
+        parts = self._parts
+        work = parts.work
+        region = None
+        if work.memory is not None:
+            region = parts.connections.region_for(work.memory.device, work.moved_rows * work.row_bytes)
+        # Where rows have an order, those of other calls may have to come before a slice is answered.
+        with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
+            region = places.region
+            room = places.reserve(rows, work.row_bytes) if work.hidden is None else None
+            cut = rule if region is None else rule.in_region(len(rows), region.wanted_rows(work.row_bytes))
+            plan = work.plan(rows, cut, parts.check.meant(), b"" if region is None else region.id, room)
+            stream = LossStream(parts.connections, connection, parts.work, plan, rule, parts.check.accept, places)
+            try:
+                summary = stream.run(parts.deadline, self._cancellation)
+                with self._lock:
+                    self._total.add(summary)
+            finally:
+                with self._lock:
+                    self._total.sent_bytes += stream.sent_bytes
+                    self._total.received_bytes += stream.received_bytes
+
+
+# The threads that a client's streams run on. Thread-safe.
+
+
+class StreamThreads:
+    """One thread for each loss computation under way, and spare ones that are lent to those with several streams.
+
+    So all streams of all computations are open at once. On a deterministic server they may all have to be: the first
+    microbatch may come last, and a row may wait for any other one.
+    """
+
+    def __init__(self, computations: int, spare: int) -> None:
+        self._pool = ThreadPoolExecutor(computations + spare, thread_name_prefix="lossd")
+        self._lock = threading.Lock()
+        self._spare = spare  # not lent; guarded by _lock
+
+    def start(self, body: Callable[[], None]) -> None:
+        """Runs the body of a computation. RuntimeError after close()."""
+        self._pool.submit(body)
+
+    @contextmanager
+    def lend(self, wanted: int) -> Iterator[int]:
+        """How many spare threads the block may use: at most `wanted`, fewer if there are fewer."""
+        with self._lock:
+            count = min(wanted, self._spare)
+            self._spare -= count
+        try:
+            yield count
+        finally:
+            with self._lock:
+                self._spare += count
+
+    def run_all(self, bodies: list[Callable[[], None]], lent: int) -> None:
+        """Runs bodies, which must not raise, at the same time, the first one on this thread. RuntimeError after close().
+
+        `lent` is what the caller has of lend(). Threads that lack beyond them are made for the occasion.
+        """
+        first, *others = bodies
+        with ThreadPoolExecutor(max(1, len(others) - lent), thread_name_prefix="lossd") as more:  # starts none yet
+            futures = [more.submit(body) for body in others[lent:]]
+            try:
+                futures += [self._pool.submit(body) for body in others[:lent]]
+                first()
+            finally:
+                wait(futures)
+
+    def close(self) -> None:
+        """Waits until everything has ended."""
+        self._pool.shutdown(wait=True)
 
 
 @dataclass(frozen=True)
@@ -117,7 +425,7 @@ class LossCall:
             pause = self.deadline.wait_before_repeat(self._core.connections.options.retry, error, attempt,
                                                      restartable=self._work.restartable)
             if pause is None:
-                raise _retry.with_attempts(error, attempt) from None
+                raise _connections.with_attempts(error, attempt) from None
             return pause
         self._check_cancelled()
         return None

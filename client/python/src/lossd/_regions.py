@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a server on this host shares with a client (region.proto). _region_source.py opens it.
+"""Memory that a server on this host shares with a client (region.proto), and where calls get it from.
 
 It is memory of the host, or of a GPU of the server for arrays that lie on one (CUDA IPC).
 """
@@ -14,6 +14,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from lossd import _cuda, _plan, errors
-from lossd.v1 import region_pb2
+from lossd._plan import RegionSizes
+from lossd.v1 import region_pb2, server_pb2
 
 _ALIGNMENT = 256  # of slices in a region
 _ID_BYTES = 16
@@ -288,3 +291,311 @@ def _open(name: str, size: int, device: str) -> tuple[socket.socket, int, region
         if isinstance(error, (OSError, DecodeError)) and not isinstance(error, errors.LossdError):
             raise no_region(f"{name}: {error}") from None
         raise
+
+
+# Where the loss calls of a client get their region of shared memory from.
+
+TRANSPORTS = ("auto", "grpc", "shared_memory", "cuda_ipc")
+
+_FIRST_PAUSE = 2.0  # seconds without after an attempt that failed; twice as long each time
+_LONGEST_PAUSE = 64.0
+_LONGEST_GROWTH_PAUSE = 3600.0
+
+
+def given_or_environment(transport: str | None) -> str:
+    """The transport that was given, else that of LOSSD_TRANSPORT, else "auto"."""
+    chosen = (os.environ.get("LOSSD_TRANSPORT") or "auto") if transport is None else transport
+    if chosen not in TRANSPORTS:
+        raise errors.InvalidArgument(f"transport is {chosen!r}; it must be auto, grpc, shared_memory or cuda_ipc")
+    return chosen
+
+
+class RegionSource:
+    """Opens a region with the first loss call of a client, a larger one in its place when calls need it, and another one
+    when that cannot be used any more.
+
+    An attempt that fails is repeated by calls that begin later, after pauses that grow. Thread-safe.
+    """
+
+    def __init__(self, transport: str, sizes: _plan.RegionSizes, name: str, ask: Callable[[], str], device: str = "") -> None:
+        """`name`: the region socket, as the server has told it; `ask` asks for it again. `device` as in SharedRegion."""
+        self._transport = transport
+        self._sizes = sizes
+        self._ask = ask
+        self._device = device
+        self._changed = threading.Condition()  # guards what follows
+        self._name = name
+        self._region: SharedRegion | None = None
+        self._next_growth = 0.0
+        self._growth_pause = _LONGEST_PAUSE  # after the next attempt that brings less than it asked for
+        self._opening = self._tried = self._closed = False
+        self._refused = False  # the server did not know the region before
+        self._pause = _FIRST_PAUSE  # after the next attempt that fails
+        self._next_try = 0.0
+        self._problem: errors.LossdError | None = None
+
+    def check(self) -> None:
+        """Raises if there is no region to be had."""
+        if self.get() is None and self._problem is not None:
+            raise self._problem
+
+    def get(self, call_bytes: int = 0) -> SharedRegion | None:
+        """The region for a call that begins, whose rows have so many bytes; None: it is to send its slices in messages.
+
+        All calls wait for the first attempt to open one, and none for a later one of another call: they use the region that
+        is there, if there is one.
+        """
+        if self._transport == "grpc":
+            return None
+        with self._changed:
+            while self._opening and not self._tried:
+                self._changed.wait()
+            usable = self._region is not None and self._region.usable()
+            if not usable:
+                self._drop()
+            size = self._wanted(call_bytes)
+            before = self._region.size if self._region is not None else 0
+            next_try = self._next_growth if usable else self._next_try
+            if self._closed or self._opening or size <= before or time.monotonic() < next_try:
+                return self._region
+            self._opening = True
+            if self._region is not None:  # the server may have no room for both
+                self._region.retire_unused()
+        try:
+            region, problem = self._open(size, ask=self._tried and not usable)  # it may be another process by now
+        except BaseException:  # an interrupt: the next call is to try
+            with self._changed:
+                self._opening = False
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._opening, self._tried = False, True
+            self._changed.notify_all()
+            self._take(region, size, problem)
+            return self._region
+
+    def _wanted(self, call_bytes: int) -> int:
+        """What to ask the server for."""
+        wanted = self._sizes.wanted(call_bytes)
+        if self._region is None or not self._region.crowded:
+            return wanted
+        return max(wanted, min(self._sizes.most, _plan.REGION_GROWTH * self._region.size))
+
+    def _take(self, region: SharedRegion | None, size: int, problem: errors.LossdError | None) -> None:
+        """Takes what an attempt to get so many bytes has brought."""
+        if self._closed:
+            if region is not None:
+                region.retire()
+            return
+        if region is None or region.size < size:  # a server is not asked with each call for what it has not given
+            self._next_growth = time.monotonic() + self._growth_pause
+            self._growth_pause = min(2 * self._growth_pause, _LONGEST_GROWTH_PAUSE)
+        else:
+            self._growth_pause = _LONGEST_PAUSE
+        if self._region is not None and self._region.usable():  # calls use it, for which a larger one was wanted
+            if region is not None and region.size > self._region.size:
+                self._region.retire()  # they keep it
+                self._region = region
+            elif region is not None:
+                region.retire()
+            return
+        self._drop()
+        self._region, self._problem = region, problem
+        if region is None:
+            self._wait_longer()
+        elif not self._refused:
+            self._pause = _FIRST_PAUSE
+
+    def _drop(self) -> None:
+        """Of a region that cannot be used any more."""
+        if self._region is None:
+            return
+        refused = self._region.refused
+        # Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
+        # another server.
+        if refused and self._refused:
+            self._problem = no_region("the server does not know the regions of its socket")
+            self._wait_longer()
+        self._refused = refused
+        self._region = None
+
+    def _wait_longer(self) -> None:
+        self._next_try = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _open(self, size: int, ask: bool) -> tuple[SharedRegion | None, errors.LossdError | None]:
+        """One attempt, by the one thread that has set _opening."""
+        try:
+            if ask:
+                self._name = self._ask()
+            if not self._name:
+                raise no_region("the server offers none")
+            return SharedRegion(self._name, size, self._device), None
+        except errors.LossdError as error:
+            return None, error
+
+    def choice(self) -> tuple[str, str]:
+        """How rows travel, "cuda_ipc", "shared_memory" or "grpc", and why."""
+        if self._transport == "grpc":
+            return "grpc", "the client was told so"
+        with self._changed:
+            if self._region is not None and self._device:
+                return "cuda_ipc", f"the server's GPU is of this host; {self._region.size >> 20} MiB of {self._device}"
+            if self._region is not None:
+                problem = self._region.pin_problem
+                return "shared_memory", f"the server is on this host; {self._region.size >> 20} MiB" + (
+                    "" if problem is None else f"; GPUs copy to it by a detour: {problem.message}")
+            if self._opening:
+                return "grpc", "the shared memory is being opened"
+            if not self._tried:
+                return "grpc", "nothing was sent yet"
+            if self._problem is None:
+                return "grpc", "the shared memory was given up after a call that failed; later ones get other"
+            return "grpc", f"{self._problem.message}; tried again from time to time"
+
+    def close(self) -> None:
+        """Gives the region back; nothing is opened any more."""
+        with self._changed:
+            if self._region is not None:
+                self._region.retire()
+            self._region = None
+            self._closed = True
+
+
+# Where the loss calls of a client get their regions from whose rows are CUDA arrays.
+#
+# There is a source for each GPU of the server that shares memory. Rows on one of these GPUs take memory of that GPU. Rows on
+# another GPU take memory of the nearest one if the client was told so ("cuda_ipc"), and else go as rows of the host do.
+
+
+def sharing_devices(server: server_pb2.ServerDescription) -> tuple[str, ...]:
+    """The GPUs whose memory the server shares ("GPU-..."), in its order."""
+    if server.region_devices:
+        return tuple(server.region_devices)
+    return (server.region_device,) if server.region_device else ()  # of a server that knows of one alone
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Where rows on one GPU go."""
+
+    regions: RegionSource | None  # None: `reason` says why not
+    reason: str = ""
+
+
+class DeviceRegions:
+    """Thread-safe."""
+
+    def __init__(self, transport: str, sizes: RegionSizes, server: server_pb2.ServerDescription,
+                 ask: Callable[[], server_pb2.ServerDescription]) -> None:
+        """`ask` asks the server, which may be another process by now, what it is."""
+        self._transport = transport
+        self._ask = ask
+        self._why_none = f"the transport is {transport}"
+        self._sources: dict[str, RegionSource] = {}  # by GPU, in the server's order
+        if transport in ("auto", "cuda_ipc"):
+            self._why_none = "the server shares no memory of a GPU" + (", as it has several processes" if server.ranks else "")
+            for device in sharing_devices(server):
+                self._sources[device] = RegionSource("auto", sizes, server.region_socket, self._socket_of(device), device)
+        self._lock = threading.Lock()  # guards what follows
+        self._routes: dict[str, _Route] = {}  # by the GPU that rows came from
+        self._checked: RegionSource | None = None
+
+    def _socket_of(self, device: str) -> Callable[[], str]:
+        def ask() -> str:
+            server = self._ask()
+            if device not in sharing_devices(server):
+                raise no_region(f"the server has no memory of {device} to share")
+            return server.region_socket
+
+        return ask
+
+    def __bool__(self) -> bool:
+        """Whether the server shares memory of a GPU, and the client may take it."""
+        return bool(self._sources)
+
+    def check(self) -> None:
+        """With "cuda_ipc": raises if there is no region to be had. Opens it, on the GPU that the calling thread works on if
+        that is one of the server's, and else on the first one that this process sees."""
+        if self._transport != "cuda_ipc":
+            return
+        if not self._sources:
+            raise errors.Unavailable(f"no CUDA IPC: {self._why_none}")
+        driver = _cuda.driver()
+        current = driver.current()
+        seen = [device for device in self._sources if driver.find(device) is not None]
+        if not seen and len(self._sources) > 1:
+            raise no_region(f"the server's GPUs are {self._names()}, none of which this process sees")
+        chosen = next((device for device in seen if driver.find(device) == current), (seen or list(self._sources))[0])
+        with self._lock:
+            self._checked = self._sources[chosen]
+        self._sources[chosen].check()
+
+    def get(self, device: str, call_bytes: int = 0) -> SharedRegion | None:
+        """The region for a call that begins, whose rows have so many bytes and are on `device`; None: they are to go as rows
+        of the host do. May open a region."""
+        if not self._sources:
+            return None
+        with self._lock:
+            route = self._routes.get(device)
+        if route is None:
+            route = self._route_of(device)
+            with self._lock:
+                self._routes[device] = route
+        return None if route.regions is None else route.regions.get(call_bytes)
+
+    def any(self) -> SharedRegion | None:
+        """The region of the first GPU of the server that this process sees; None: there is none. May open it."""
+        for device, source in self._sources.items():
+            if _cuda.driver().find(device) is not None:
+                return source.get()
+        return None
+
+    def _route_of(self, device: str) -> _Route:
+        if device in self._sources:
+            return _Route(self._sources[device])
+        if self._transport == "cuda_ipc":
+            return _Route(self._sources[self._nearest_to(device)])
+        whose = "GPU is" if len(self._sources) == 1 else "GPUs are"
+        return _Route(None, f"the rows are on {device}, and the server's {whose} {self._names()}")
+
+    def _nearest_to(self, device: str) -> str:
+        """The sharing GPU that is nearest to `device`, which is another one, and the one at the same place in its order of
+        several that are as near."""
+        driver = _cuda.driver()
+        number = driver.find(device) or 0
+        nearest: list[str] = []
+        distance: int | None = None
+        for each in self._sources:
+            seen = driver.find(each)
+            if seen is None:
+                continue
+            here = driver.distance(number, seen)
+            nearer = here is not None and (distance is None or here < distance)
+            if nearer:
+                nearest, distance = [], here
+            if not nearest or here == distance:
+                nearest.append(each)
+        return nearest[number % len(nearest)] if nearest else next(iter(self._sources))  # whose error says why there is none
+
+    def choice(self) -> tuple[str, str]:
+        """How rows of CUDA arrays travel, and why, over all GPUs that rows came from or that get() was asked for: "cuda_ipc", or
+        "grpc" if some go as rows of the host do."""
+        if not self._sources:
+            return "grpc", self._why_none
+        with self._lock:
+            routes = dict(self._routes) or {"": _Route(self._checked, "nothing was sent yet")}
+        ways = {device: route.regions.choice() if route.regions is not None else ("grpc", route.reason)
+                for device, route in routes.items()}
+        if len(ways) == 1:
+            return next(iter(ways.values()))
+        together = "cuda_ipc" if all(transport == "cuda_ipc" for transport, _ in ways.values()) else "grpc"
+        return together, "; ".join(f"rows on {device}: {transport}, {why}" for device, (transport, why) in sorted(ways.items()))
+
+    def _names(self) -> str:
+        return ", ".join(self._sources)
+
+    def close(self) -> None:
+        """Gives the regions back; nothing is opened any more."""
+        for source in self._sources.values():
+            source.close()

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from lossd._plan import Rows
 from lossd._regions import SharedRegion
-from lossd._row_memory import RowMemory
+from lossd._arrays import RowMemory
 
 _PATIENCE = 0.1  # seconds; the others may wait for something that this call's caller does only after it
 

@@ -11,13 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connection_chooser, _region_source, _run, _server, _wire, errors, types
+from lossd import _arrays, _connections, _contexts, _regions, _run, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
 from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
-from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss
-from lossd._stream_threads import StreamThreads
+from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss, StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
@@ -103,13 +102,13 @@ class Client(HeadCalls):
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         name = _run.given_or_default(run)
         _wire.keep_freed_memory()
-        address, credentials = _server.resolve(target, context, ca, cert, key, token)
+        address, credentials = _contexts.resolve(target, context, ca, cert, key, token)
         connections = Connections(ConnectionOptions(
             address, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry, credentials,
-            _region_source.given_or_environment(transport), shared_memory_bytes))
+            _regions.given_or_environment(transport), shared_memory_bytes))
         super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout, name)
         self._loss_timeout = loss_timeout
-        self._threads = StreamThreads(max_pending, (channels or _connection_chooser.MOST) * _SPARE_THREADS)
+        self._threads = StreamThreads(max_pending, (channels or _connections.MOST) * _SPARE_THREADS)
         self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
         self._max_pending = max_pending
         self._pending_slots = Slots(max_pending)

@@ -12,7 +12,7 @@ from tiny_trainers import both, patched, trainer_of
 
 import lossd
 import lossd.transformers
-from lossd.transformers._rotation import FILE
+from lossd.transformers._trainer import FILE
 
 
 def names(client, head):

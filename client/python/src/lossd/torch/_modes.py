@@ -4,16 +4,198 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
+import inspect
+import itertools
+import math
+import warnings
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from numpy.typing import NDArray
 
-from lossd.torch import _callers
-from lossd.types import LossResult
+from lossd.types import LossResult, RowOutput
+
+if TYPE_CHECKING:
+    from lossd.torch._job import Job
+
+
+# What torch.compile leaves alone.
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def outside_of_compile(function: F) -> F:
+    """A function that runs as it is when a compiled one calls it: the graph is cut there once, and nothing is said.
+
+    What talks to a server cannot be compiled. Without this, torch.compile would follow the calls into the client and cut
+    the graph in many places. torch 1.13 has no compiler, torch 2.0 no torch.compiler.disable.
+    """
+    disable = getattr(getattr(torch, "compiler", None), "disable", None)
+    return function if disable is None else cast(F, disable(function))
+
+
+# What the functions of torch that are running now, above a call, say of it. Nothing else tells.
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+# What runs a function again so that tensors are there that its backward needs: in torch 1.13 and 2.0, and later.
+_RECOMPUTES = frozenset(("unpack", "unpack_hook", "recompute_fn"))
+
+
+def _frames() -> Iterator[FrameType]:
+    """The caller's frame, and those above it on this thread."""
+    frame = inspect.currentframe()
+    frame = None if frame is None else frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class Pass(enum.Enum):
+    """Which pass of torch.utils.checkpoint a forward belongs to."""
+
+    ORDINARY = enum.auto()  # there is no checkpoint, or this is the only forward with gradients
+    FIRST = enum.auto()  # the function may be run again, for the tensors that it saves
+    REPEATED = enum.auto()  # it runs again; what it returns goes nowhere
+
+
+def checkpoint_pass() -> Pass:
+    """Of a forward with gradients.
+
+    A reentrant checkpoint (use_reentrant=True) has no gradients in its first pass, and its second one is what counts: it
+    runs in `backward`. What is nearest to the forward decides, for checkpoints in checkpoints.
+    """
+    inside = False
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_filename != _CHECKPOINT_FILE:
+            continue
+        if code.co_name in _RECOMPUTES:
+            return Pass.REPEATED
+        if code.co_name == "backward":
+            break
+        inside = True
+    return Pass.FIRST if inside else Pass.ORDINARY
+
+
+class Asked(enum.Enum):
+    """What a pipeline schedule wants of a loss."""
+
+    LOSS = enum.auto()  # that will have its backward
+    VALUE = enum.auto()  # schedule.eval(), or a schedule without backward
+    SHAPE = enum.auto()
+
+
+def asked_by_schedule() -> Asked:
+    """
+    Before its first step a schedule whose stages were made without example arguments calls the loss once with memory
+    that holds anything, to see the shape of the gradient. Those rows must not reach the server, and only the caller's
+    name tells them. Should the name change, the step has one microbatch too many and is refused (StepTracker.group).
+    """
+    for frame in _frames():
+        if frame.f_code.co_name == "_backward_metadata_inference":
+            return Asked.SHAPE
+        if not str(frame.f_globals.get("__name__")).startswith("torch.distributed.pipelining"):
+            continue
+        if not getattr(frame.f_locals.get("self"), "_has_backward", True):
+            return Asked.VALUE
+    return Asked.LOSS
+
+
+_REQUIRES_GRAD = torch.nn.Module.requires_grad_.__code__
+_FRAMES_OF_COLLECTION = 16  # that it takes at most from there to a module's named_modules()
+
+
+def wanted_of_parameters() -> bool | None:
+    """Whether Module.requires_grad_(True or False) of a module is collecting its parameters. None: it is not."""
+    for frame in itertools.islice(_frames(), _FRAMES_OF_COLLECTION):
+        if frame.f_code is _REQUIRES_GRAD:
+            return bool(frame.f_locals["requires_grad"])
+    return None
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that names the line of the program, not one of torch or lossd."""
+    level = 1
+    for level, frame in enumerate(_frames(), start=1):
+        if not str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "lossd"):
+            break
+    warnings.warn(message, category, stacklevel=level)
+
+
+# The place of a loss in autograd's graph: what backward brings to a Job, and what it takes from there.
+
+
+class Direct(torch.autograd.Function):
+    """Gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, loss: float | None) -> torch.Tensor:
+        ctx.job = job
+        return job.scalar(math.nan if loss is None else loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job | None = ctx.job
+        if job is None:
+            raise RuntimeError(_SECOND_BACKWARD)
+        job.check_backward()
+        factor = job.meet(float(grad_loss))
+        ctx.job = None
+        job.fill_lazy_loss()
+        job.had_backward()
+        return torch.zeros(()), _once_differentiable(job.gradient(factor)), None, None
+
+
+class Deferred(torch.autograd.Function):
+    """Gradients that the server computes when the upstream gradients of the rows are known."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, names: list[RowOutput],
+                rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ctx.job, ctx.names = job, names
+        ctx.set_materialize_grads(False)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        job: Job | None = ctx.job
+        if job is None:
+            raise RuntimeError(_SECOND_BACKWARD)
+        job.check_backward()
+        ctx.job = None
+        job.run_backward(dict(zip(ctx.names, upstream)))
+        return torch.zeros(()), _once_differentiable(job.gradient()), None, None, None
+
+
+_SECOND_BACKWARD = (
+    "backward ran twice on one loss; the server accumulated its weight gradient once. Compute the loss again, or add "
+    "losses up before backward()")
+
+
+class _NotTwice(torch.autograd.Function):
+    """Passes a gradient on and raises if it is differentiated itself."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError("lossd has no second derivatives: the gradient of its loss cannot be differentiated")
+
+
+def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or not torch.is_grad_enabled():  # enabled with create_graph=True only
+        return gradient
+    marked: torch.Tensor = _NotTwice.apply(torch.zeros((), requires_grad=True), gradient)
+    return marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +209,11 @@ class Plan:
     evaluates: bool = False
     # The function around it runs for its first or second time under torch.utils.checkpoint (use_reentrant=False). What the
     # second one returns goes nowhere, but tensors that are saved on the way have to be the same.
-    checkpoint: _callers.Pass = _callers.Pass.ORDINARY
+    checkpoint: Pass = Pass.ORDINARY
 
     @property
     def repeats(self) -> bool:
-        return self.checkpoint is _callers.Pass.REPEATED
+        return self.checkpoint is Pass.REPEATED
 
     @property
     def has_graph(self) -> bool:
@@ -57,7 +239,7 @@ def plan(trained: bool, training: bool, hidden: torch.Tensor) -> Plan:
     if not torch.is_grad_enabled() or not (trained or hidden.requires_grad):
         return Plan(hidden=False, head=False)
     return Plan(hidden=hidden.requires_grad, head=trained and training, evaluates=trained and not training,
-                checkpoint=_callers.checkpoint_pass())
+                checkpoint=checkpoint_pass())
 
 
 class Anchor:

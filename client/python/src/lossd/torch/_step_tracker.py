@@ -7,9 +7,20 @@ number * world_size + rank, so that trainers never take each other's.
 
 from __future__ import annotations
 
+import importlib
+import os
 import threading
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lossd
+from lossd import errors
+from lossd.torch import _modes
 
 _APART = 1 << 40  # numbers of microbatches are below
 
@@ -228,3 +239,245 @@ class StepTracker:
         with self._lock:
             return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
                     for rank in range(self.world_size) if takes_part is None or takes_part[rank]]
+
+
+# Which LossHead of this program feeds a head. One that is made later succeeds an earlier one, as when a notebook's cell
+# runs again, and knows what that one left in the open step. Thread-safe; bounded.
+
+_MOST = 1024  # heads that are remembered
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """A trainer of a head on a server process."""
+
+    incarnation: int
+    head: str
+    rank: int
+    world_size: int
+
+
+_succession_lock = threading.Lock()
+_trackers: OrderedDict[Feeder, StepTracker] = OrderedDict()  # of the last LossHead of each; guarded by _succession_lock
+
+
+def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
+    """Notes the tracker of a new LossHead. The one before it, if it has left something in the step that is open."""
+    with _succession_lock:
+        before = _trackers.pop(feeder, None)
+        _trackers[feeder] = tracker
+        if len(_trackers) > _MOST:
+            _trackers.popitem(last=False)
+    return before if before is not None and before.step == tracker.step and before.sent > 0 else None
+
+
+# What a program continues when it trains a head that it has not made, and what it begins.
+
+_told_lock = threading.Lock()
+_trained: OrderedDict[tuple[int, str], None] = OrderedDict()  # by this process: incarnation and head; guarded by _told_lock
+
+
+class Continuation:
+    """Of one LossHead."""
+
+    def __init__(self, client: lossd.Client, head: str, steps: StepTracker, description: lossd.HeadDescription) -> None:
+        self._client, self._head, self._steps = client, head, steps
+        self._description = description
+        self._begun = False
+        self._loaded = False  # by load_state(), since the last step
+
+    def found(self, description: lossd.HeadDescription) -> None:
+        """The head is so now."""
+        self._description = description
+
+    def loaded(self) -> None:
+        """This program has restored the head from a checkpoint."""
+        self._loaded = True
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this program has, and no step came after that."""
+        return self._loaded or self._client._head_cache.loaded(self._head, self._description.state.incarnation)
+
+    def forget(self) -> None:
+        """What was restored was the start of something else: a step has come after it."""
+        self._loaded = False
+        self._client._head_cache.forget_loaded(self._head, self._description.state.incarnation)
+
+    def begin(self) -> None:
+        """Before a forward in training: the first one says what it continues."""
+        if self._begun:
+            return
+        self._begun = True
+        if not self._note_training() and self._steps.rank == 0 and not self.is_loaded and self._is_used():
+            _modes.warn(self._words())
+
+    def explain(self, error: errors.LossdError) -> None:
+        """Adds to an error about a step that has moved what moved it, if that is known, and the way out."""
+        moved = isinstance(error, errors.FailedPrecondition) and error.field.rpartition(".")[2] == "step"
+        if not moved and not isinstance(error, errors.StepDiscarded):
+            return
+        try:
+            now = self._client.describe_head(self._head)
+        except errors.LossdError:
+            return
+        history, own = now.history, self._client.run
+        others = [run for run in (history.open_run, history.run) if run and run != own]
+        restarted = self._description.state.incarnation != now.state.incarnation
+        if others and not history.loaded and not restarted:
+            said = "" if "another program trains this head" in error.message else (
+                f"; another program trains this head: run {others[0]}, which is at step {now.state.step}")
+            error.add(f"{said}; this one is run {own}. Give one of them another head; several trainers of one head need "
+                      "process_group=, or rank= and world_size=")
+        elif moved:
+            since = "; the server was started anew since this LossHead was made" if restarted else ""
+            error.add(f"{since}. LossHead.sync() takes the head as it is now")
+
+    def is_loaded_on_server(self) -> bool:
+        """Whether somebody has restored the head, and no step came after that: for trainers who cannot ask each other."""
+        description = self._client.describe_head(self._head)
+        history = description.history
+        return bool(history.loaded and history.checkpoint and history.checkpoint_step == description.state.step)
+
+    def _note_training(self) -> bool:
+        """Whether this process has trained the head before."""
+        key = self._description.state.incarnation, self._head
+        with _told_lock:
+            before = key in _trained
+            _trained.pop(key, None)
+            _trained[key] = None
+            if len(_trained) > _MOST:
+                _trained.popitem(last=False)
+        run = self._description.history.run
+        return before or (run == self._client.run and f":{os.getpid()}-" in run)  # not one that programs share by its name
+
+    def _is_used(self) -> bool:
+        return self._description.state.step > 0 or self._description.updates > 0
+
+    def _words(self) -> str:
+        history = self._description.history
+        known = []
+        if history.run or history.applied_unix_seconds:
+            known.append(f"{f'run {history.run}' if history.run else 'another program'} applied the last step"
+                         f"{_at(history.applied_unix_seconds)}")
+        if history.checkpoint:
+            known.append(f"{'restored from' if history.loaded else 'saved as'} {history.checkpoint}"
+                         f"{_at(history.checkpoint_unix_seconds)}")
+        return (f"head {self._head!r} continues at step {self._description.state.step}"
+                f"{': ' if known else ''}{', '.join(known)}; "
+                f"Client.create_head(..., if_exists='reset') or Client.reset_head({self._head!r}, 'all') begins anew")
+
+
+def _at(unix_seconds: int) -> str:
+    return f" at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(unix_seconds))}" if unix_seconds else ""
+
+
+# Loops that train a head and never apply its steps: who notices, and what is said, once for each LossHead.
+
+_BACKWARDS = 4  # without a HeadOptimizer
+_STEPS_OF_OTHERS = 2  # of one optimizer, with a HeadOptimizer that makes none
+_DISCARDS = 4  # of steps that had a backward, one after the other
+# In the first step, where no other optimizer can tell that it should be over: nothing but the head is trained, or torch
+# (1.13) does not tell of their steps.
+_BACKWARDS_OF_A_STEP = 64
+
+# Calls what it is given after each step of any optimizer; torch 2.0 or later.
+_HOOK = getattr(importlib.import_module("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
+
+_forgetting_lock = threading.Lock()
+_with_optimizer: OrderedDict[tuple[str, str], None] = OrderedDict()  # server and head; guarded by _forgetting_lock, as below
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_hooked = False
+
+
+class Watch:
+    """Counts what a LossHead's head gets, and what becomes of it."""
+
+    def __init__(self, target: str, head: str) -> None:
+        self._key = target, head
+        self._backwards = 0  # since the last step of the head
+        self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # steps, backwards
+        self._discards = 0  # likewise
+        self._has_stepped = False
+        self._said = False
+        with _forgetting_lock:
+            _watches.add(self)
+
+    def had_backward(self, head_alone: bool) -> None:
+        """A loss whose head is trained, and nothing else if `head_alone`."""
+        self._backwards += 1
+        if self._said:
+            return
+        head = self._key[1]
+        with _forgetting_lock:
+            optimized = self._key in _with_optimizer
+        if not optimized and self._backwards >= _BACKWARDS:
+            self._say(f"{self._backwards} losses of head {head!r} had backward(), and no HeadOptimizer was made for it, so "
+                      "its weights do not change: add head_optimizer = lossd.torch.HeadOptimizer(head, lr=...) before the "
+                      "loop and head_optimizer.step() to each step. LossHead(..., train_head=False) is for a head that is "
+                      "not to be trained")
+        elif (optimized and (head_alone or _HOOK is None) and not self._has_stepped
+              and self._backwards >= _BACKWARDS_OF_A_STEP):
+            self._say(f"the open step of head {head!r} has {self._backwards} microbatches: if a step is to have fewer, "
+                      "head_optimizer.step() is missing in the loop, and the head does not learn")
+
+    def stepped(self) -> None:
+        """The head had its step."""
+        self._has_stepped = True
+        self.excused()
+
+    def excused(self) -> None:
+        """It is known why the head has no step."""
+        self._backwards = self._discards = 0
+        self._others.clear()
+
+    def discarded(self) -> None:
+        """What the open step had is dropped."""
+        if self._backwards == 0:
+            return
+        self._discards += 1
+        if self._discards >= _DISCARDS and not self._has_stepped and not self._said:
+            self._say(f"zero_grad() has discarded {self._discards} steps of head {self._key[1]!r}, and its HeadOptimizer "
+                      "has made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
+
+    def another_stepped(self, optimizer: Any) -> None:
+        steps, backwards = self._others.get(optimizer, (0, 0))
+        if self._said or self._backwards <= backwards:
+            return
+        self._others[optimizer] = steps + 1, self._backwards
+        if steps + 1 >= _STEPS_OF_OTHERS:
+            self._say(f"{type(optimizer).__name__} has made {steps + 1} steps, each after losses of head "
+                      f"{self._key[1]!r}, and its HeadOptimizer has made none, so the head does not learn: add "
+                      "head_optimizer.step() after optimizer.step()")
+
+    def explain(self, error: errors.ResourceExhausted) -> None:
+        """The server keeps a note of every row of the open step."""
+        if "ledger" in error.message and self._backwards > 0:
+            error.add(f". The open step of head {self._key[1]!r} has had {self._backwards} backward passes of this LossHead "
+                      "and no step(): if the loop never calls step() of its HeadOptimizer, add that first")
+
+    def _say(self, what: str) -> None:
+        self._said = True
+        _modes.warn(what)
+
+
+def optimizer_made(target: str, head: str) -> None:
+    """A HeadOptimizer was."""
+    global _hooked
+    with _forgetting_lock:
+        _with_optimizer.pop((target, head), None)
+        _with_optimizer[target, head] = None
+        if len(_with_optimizer) > _MOST:
+            _with_optimizer.popitem(last=False)
+        if not _hooked and _HOOK is not None:
+            _HOOK(_after_step)
+            _hooked = True
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if getattr(optimizer, "steps_a_head", False):
+        return
+    with _forgetting_lock:
+        watches = [watch for watch in _watches if watch._key in _with_optimizer]
+    for watch in watches:
+        watch.another_stepped(optimizer)

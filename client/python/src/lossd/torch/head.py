@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
-from lossd._arguments import known_arguments
-from lossd.torch import _callers, _continuation, _data_parallel, _forgetting, _head_state, _input, _modes, _succession
-from lossd.torch._compile import outside_of_compile
-from lossd.torch._job import EXTRAS, Extra, Job, LossOutput
-from lossd.torch._gradient_scale import GradientScale
+from lossd._arrays import known_arguments
+from lossd.torch import _data_parallel, _head_state, _input, _modes, _step_tracker
+from lossd.torch._modes import outside_of_compile
+from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
 
@@ -127,8 +126,8 @@ class LossHead(torch.nn.Module):
         self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
-        self.continuation = _continuation.Continuation(client, head, self.steps, description)
-        self.watch = _forgetting.Watch(client.target, head)
+        self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
+        self.watch = _step_tracker.Watch(client.target, head)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
@@ -162,7 +161,7 @@ class LossHead(torch.nn.Module):
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
         """As of any module; requires_grad_() of one that holds this one is noticed here."""
-        wanted = _callers.wanted_of_parameters()
+        wanted = _modes.wanted_of_parameters()
         if wanted is not None and not (wanted and self._frozen_on_server):
             self.train_head = wanted
         return super().named_modules(memo, prefix, remove_duplicate)
@@ -300,7 +299,7 @@ class LossHead(torch.nn.Module):
         return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
-        earlier = _succession.succeed(_succession.Feeder(
+        earlier = _step_tracker.succeed(_step_tracker.Feeder(
             head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
         sent = 0 if earlier is None else earlier.sent
         if not self.steps.alone:
@@ -318,7 +317,7 @@ class LossHead(torch.nn.Module):
                 "earlier one of this program that did not end its step, or another trainer's. "
                 "HeadOptimizer(head, ...).zero_grad() discards them. Several trainers of one head need process_group=, "
                 "or rank= and world_size=")
-        _callers.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
+        _modes.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
                       f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning)
         self.earlier.succeeded()
         self.client.zero_gradients(self.head_name, self.step)

@@ -11,8 +11,8 @@ import torch
 
 import lossd
 from lossd import errors
-from lossd._arguments import known_arguments
-from lossd.torch import _forgetting
+from lossd._arrays import known_arguments
+from lossd.torch import _step_tracker
 from lossd.torch._stand_in import Gradient, Notes, StandIn
 from lossd.torch.head import LossHead
 
@@ -72,7 +72,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         super().__init__([self.stand_in], defaults)
         self.head = head
         head.has_optimizer = True
-        _forgetting.optimizer_made(head.client.target, head.head_name)
+        _step_tracker.optimizer_made(head.client.target, head.head_name)
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite

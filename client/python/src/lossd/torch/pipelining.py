@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lossd._arguments import known_arguments
-from lossd.torch._callers import Asked, asked_by_schedule
+from lossd._arrays import known_arguments
+from lossd.torch._modes import Asked, asked_by_schedule
 from lossd.torch.head import LossHead
 
 

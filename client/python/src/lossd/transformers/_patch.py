@@ -15,7 +15,7 @@ import torch
 from transformers.utils import ModelOutput
 
 import lossd
-from lossd._arguments import known_arguments
+from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.transformers._head_module import ServedHead, base_of
 from lossd.transformers._logits import HeadPlace, measure, random_tokens_loss

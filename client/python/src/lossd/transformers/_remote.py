@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import lossd
-from lossd._arguments import known_arguments
+from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.torch._job import Extra
 from lossd.transformers._logits import HeadPath, HeadPlace, measure, random_tokens_loss

@@ -3,20 +3,160 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from lossd._arguments import known_arguments
+import lossd
+from lossd._arrays import known_arguments
 from lossd.torch import HeadOptimizer
 from lossd.transformers import _zero
 from lossd.transformers._head_module import ServedHead, base_of, served_head
 from lossd.transformers._parameter_group import ParameterGroup, algorithm_of
-from lossd.transformers._patch import wrap_forward
-from lossd.transformers._rotation import Rotation
-from lossd.transformers._trainer_losses import serve_losses
+from lossd.transformers._patch import summed_loss, wrap_forward
+
+
+# The losses that a Trainer computes itself, and what its evaluations need besides a loss.
+
+
+def serve_losses(trainer: Any, served: ServedHead) -> None:
+    """Smoothed labels of TrainingArguments go to the server; predictions get logits, and evaluations without them do not."""
+    if trainer.label_smoother is not None:
+        trainer.label_smoother = _Smoother(served, trainer.label_smoother.epsilon, trainer.label_smoother.ignore_index)
+    compute, predict = trainer.compute_loss, trainer.prediction_step
+
+    def compute_loss(*args: Any, **options: Any) -> Any:
+        served.keeps_hidden = isinstance(trainer.label_smoother, _Smoother)
+        try:
+            return compute(*args, **options)
+        finally:
+            served.keeps_hidden, served.kept = False, None
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **options: Any) -> Any:
+        before, served.evaluation_logits = served.evaluation_logits, not prediction_loss_only
+        try:
+            return predict(model, inputs, prediction_loss_only, *args, **options)
+        finally:
+            served.evaluation_logits = before
+
+    trainer.compute_loss, trainer.prediction_step = compute_loss, prediction_step
+
+
+class _Smoother:
+    """As transformers' LabelSmoother, of the hidden states of the forward before."""
+
+    def __init__(self, served: ServedHead, epsilon: float, ignore_index: int) -> None:
+        self.served, self.epsilon, self.ignore_index = served, epsilon, ignore_index
+
+    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False,
+                 num_items_in_batch: Any = None) -> torch.Tensor:
+        hidden, self.served.kept = self.served.kept, None
+        if hidden is None:
+            raise RuntimeError("label_smoothing_factor smooths the loss of the forward before, and there was none with this head")
+        options = dataclasses.replace(self.served.loss_head.options, label_smoothing=self.epsilon,
+                                      ignore_index=self.ignore_index)
+        return summed_loss(self.served, hidden, labels, shift_labels, num_items_in_batch, options=options)
+
+
+# Checkpoints of a trainer and those of the server that they name: saved, restored and removed together.
+
+FILE = "lossd_head.json"  # in a checkpoint of the trainer: what LossHead.save_state() returned
+
+
+class Rotation:
+    """Notes in each checkpoint of a trainer which checkpoint of the server it names.
+
+    When the trainer removes some of its own (save_total_limit), those that they named are removed from the server, unless a
+    checkpoint that is left names them too.
+    """
+
+    def __init__(self, trainer: Any, served: ServedHead) -> None:
+        self.saved: dict[str, Any] | None = None  # the state that was saved last; None: none since the last checkpoint
+        self.restored: dict[str, Any] | None = None  # the state that training went on from
+        self._trainer, self._served = trainer, served
+        self._elsewhere: set[str] = set()  # checkpoints that a folder outside of the trainer's names
+        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions have no such
+        save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+        def save_checkpoint(model: Any, trial: Any) -> Any:
+            with self._following(trial):
+                return save(model, trial)
+
+        def finalize_training(trial: Any, *args: Any, **options: Any) -> Any:
+            assert finalize is not None
+            with self._following(trial):
+                return finalize(trial, *args, **options)
+
+        def save_optimizer_and_scheduler(output_dir: str) -> Any:
+            self.saved = None
+            result = save_optimizer(output_dir)
+            if trainer.is_world_process_zero():
+                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves optimizers without their hooks
+                Path(output_dir, FILE).write_text(json.dumps(state))
+            return result
+
+        def load_optimizer_and_scheduler(checkpoint: str | None) -> Any:
+            self.restored = None
+            result = load(checkpoint)
+            if checkpoint is not None:
+                self._restore(Path(checkpoint))
+            return result
+
+        trainer._save_checkpoint = save_checkpoint
+        if finalize is not None:
+            trainer._finalize_training = finalize_training
+        trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
+        trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+
+    def _restore(self, checkpoint: Path) -> None:
+        if self.restored is None and (checkpoint / FILE).exists():
+            self.restored = json.loads((checkpoint / FILE).read_text())
+            self._served.loss_head.load_state(self.restored)
+        if self.restored is not None and checkpoint.resolve().parent != Path(self._trainer.args.output_dir).resolve():
+            self._elsewhere.add(self.restored["checkpoint"])
+
+    @contextlib.contextmanager
+    def _following(self, trial: Any) -> Iterator[None]:
+        """What the trainer removes inside is removed from the server afterwards. One rank does it."""
+        folder = Path(self._trainer._get_output_dir(trial=trial))
+        before = _named(folder)
+        yield
+        if self._trainer.is_world_process_zero():
+            self._remove(before, folder)
+
+    def _remove(self, before: dict[Path, str], folder: Path) -> None:
+        left = set(_named(folder).values()) | self._elsewhere
+        gone = {name for path, name in before.items() if not path.exists()} - left
+        for name in sorted(gone):
+            try:
+                self._served.loss_head.client.delete_checkpoint(name)
+            except lossd.NotFound:
+                pass  # somebody has removed it
+            except lossd.LossdError as error:
+                warnings.warn(f"checkpoint {name!r} stays on the server, although the trainer has removed its own: {error}",
+                              RuntimeWarning, stacklevel=2)
+
+
+def _named(folder: Path) -> dict[Path, str]:
+    """The checkpoint of the server that each checkpoint in a folder names."""
+    found = {}
+    for path in folder.glob(f"checkpoint-*/{FILE}"):
+        try:
+            name = json.loads(path.read_text())["checkpoint"]
+        except (OSError, ValueError, KeyError):
+            continue  # it is being written or removed
+        if name:
+            found[path.parent] = name
+    return found
+
 
 _STATE_KEY = "lossd_head"  # in the state of the trainer's optimizer
 _logger = logging.getLogger(__name__)
