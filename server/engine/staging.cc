@@ -5,7 +5,9 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::engine {
@@ -110,6 +112,20 @@ void RangeAllocator::Free(const Block& block) {
 
 using errors::ExactBytes;
 
+namespace {
+constexpr absl::string_view kLimit = "lossd/limit";  // of a payload; it stays within the process
+}  // namespace
+
+absl::Status BecauseOf(absl::string_view flag, absl::Status error) {
+  error.SetPayload(kLimit, absl::Cord(flag));
+  return error;
+}
+
+std::string LimitOf(const absl::Status& status) {
+  const absl::optional<absl::Cord> flag = status.GetPayload(kLimit);
+  return flag.has_value() ? std::string(*flag) : std::string();
+}
+
 absl::Status RowMemory::Account::Take(int64_t bytes) {
   if (memory_ == nullptr) return absl::OkStatus();
   FairShare& shares = memory_->shares_;
@@ -117,19 +133,22 @@ absl::Status RowMemory::Account::Take(int64_t bytes) {
     case FairShare::Answer::kYes:
       return absl::OkStatus();
     case FairShare::Answer::kFull:
-      return absl::ResourceExhaustedError(absl::StrCat(
-          "the memory for targets, weights and ledgers of rows has ", ExactBytes(shares.used()), " of ",
-          ExactBytes(shares.capacity()), " in use, and ", ExactBytes(bytes),
-          " more are needed (apply the step or zero its gradients, or start the server with more "
-          "--ledger_bytes)"));
+      return BecauseOf(
+          "ledger_bytes",
+          absl::ResourceExhaustedError(absl::StrCat(
+              "the memory for targets, weights and ledgers of rows has ", ExactBytes(shares.used()), " of ",
+              ExactBytes(shares.capacity()), " in use, and ", ExactBytes(bytes),
+              " more are needed (apply the step or zero its gradients, or start the server with more "
+              "--ledger_bytes)")));
     case FairShare::Answer::kOverShare:
       break;
   }
-  return absl::ResourceExhaustedError(
-      absl::StrCat(holder_, " has ", ExactBytes(shares.held(holder_)),
-                   " of the memory for targets, weights and ledgers of rows; ", ExactBytes(bytes),
-                   " more would be beyond its share, ", ExactBytes(shares.used()), " of ",
-                   ExactBytes(shares.capacity()), " being in use (--ledger_bytes, --peer_share)"));
+  return BecauseOf("peer_share",
+                   absl::ResourceExhaustedError(absl::StrCat(
+                       holder_, " has ", ExactBytes(shares.held(holder_)),
+                       " of the memory for targets, weights and ledgers of rows; ", ExactBytes(bytes),
+                       " more would be beyond its share, ", ExactBytes(shares.used()), " of ",
+                       ExactBytes(shares.capacity()), " being in use (--ledger_bytes, --peer_share)")));
 }
 
 void RowMemory::Account::Give(int64_t bytes) {

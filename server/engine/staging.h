@@ -25,6 +25,11 @@
 
 namespace lossd::engine {
 
+// The error with the note that the limit of this flag (without "--") caused it, for those who count.
+absl::Status BecauseOf(absl::string_view flag, absl::Status error);
+// The flag that BecauseOf noted; empty if none.
+std::string LimitOf(const absl::Status& status);
+
 // How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
 //
 //   A holder that has something may take more only as long as it then has at most `share` of the capacity,

@@ -114,13 +114,16 @@ absl::Status StreamAdmission::CheckPlaces(absl::string_view peer) const {
   const FairShare::Answer answer = context.stream_places.Check(peer, 1);
   if (answer == FairShare::Answer::kYes) return absl::OkStatus();
   if (answer == FairShare::Answer::kFull) {
-    return absl::ResourceExhaustedError(absl::StrCat("there are ", context.stream_places.used(),
-                                                     " open streams, the most allowed (--max_streams)"));
+    return BecauseOf("max_streams", absl::ResourceExhaustedError(
+                                        absl::StrCat("there are ", context.stream_places.used(),
+                                                     " open streams, the most allowed (--max_streams)")));
   }
-  return absl::ResourceExhaustedError(
-      absl::StrCat("peer ", peer, " has ", context.stream_places.held(peer), " of ",
-                   context.stream_places.used(), " open streams, of ", context.stream_places.capacity(),
-                   " that are allowed; one more would be beyond its share (--max_streams, --peer_share)"));
+  return BecauseOf(
+      "peer_share",
+      absl::ResourceExhaustedError(absl::StrCat(
+          "peer ", peer, " has ", context.stream_places.held(peer), " of ", context.stream_places.used(),
+          " open streams, of ", context.stream_places.capacity(),
+          " that are allowed; one more would be beyond its share (--max_streams, --peer_share)")));
 }
 
 absl::Status StreamAdmission::CheckStep(absl::string_view field, std::optional<uint64_t> named,
@@ -186,21 +189,26 @@ absl::Status StreamAdmission::ReserveRetained(StreamState& stream) {
   RangeAllocator& ranges = parts_.context->retained_ranges;
   auto block = ranges.Allocate(bytes, spec.peer);
   if (block == nullptr && ranges.used() + bytes <= ranges.size() && ranges.held(spec.peer) > 0) {
-    return FieldError(
-        absl::StatusCode::kResourceExhausted, "open.retain",
-        absl::StrCat("needs ", errors::ExactBytes(bytes), "; peer ", spec.peer, " has ",
-                     errors::ExactBytes(ranges.held(spec.peer)), " of ", errors::ExactBytes(ranges.size()),
-                     ", and more would be beyond its share, or does not fit between what is in use (release "
-                     "microbatches; --retained_bytes, --peer_share)"),
-        "true");
+    return BecauseOf(
+        "peer_share",
+        FieldError(
+            absl::StatusCode::kResourceExhausted, "open.retain",
+            absl::StrCat(
+                "needs ", errors::ExactBytes(bytes), "; peer ", spec.peer, " has ",
+                errors::ExactBytes(ranges.held(spec.peer)), " of ", errors::ExactBytes(ranges.size()),
+                ", and more would be beyond its share, or does not fit between what is in use (release "
+                "microbatches; --retained_bytes, --peer_share)"),
+            "true"));
   }
   if (block == nullptr) {
-    return FieldError(
-        absl::StatusCode::kResourceExhausted, "open.retain",
-        absl::StrCat("needs ", errors::ExactBytes(bytes), "; ", errors::ExactBytes(ranges.used()), " of ",
-                     errors::ExactBytes(ranges.size()),
-                     " are in use (release microbatches, or start the server with more retained_bytes)"),
-        "true");
+    return BecauseOf(
+        "retained_bytes",
+        FieldError(
+            absl::StatusCode::kResourceExhausted, "open.retain",
+            absl::StrCat("needs ", errors::ExactBytes(bytes), "; ", errors::ExactBytes(ranges.used()), " of ",
+                         errors::ExactBytes(ranges.size()),
+                         " are in use (release microbatches, or start the server with more retained_bytes)"),
+            "true"));
   }
   stream.SetRetained({{spec.rows, std::move(block)}}, {});
   return absl::OkStatus();

@@ -699,6 +699,7 @@ void ComputeLossCall::FailLocked(absl::Status why) {
 
 void ComputeLossCall::FinishLocked() {
   finished_ = true;
+  environment_->metrics->CountLimitOf(*ending_);
   const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
   if (!status.ok()) {
     environment_->metrics->CountError(kComputeLoss, CodeName(status));

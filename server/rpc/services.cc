@@ -193,6 +193,7 @@ void HeadService::ServeMethods() {
 }
 
 grpc::Status HeadService::Ended(absl::string_view peer, absl::string_view method, absl::Status status) {
+  metrics_->CountLimitOf(status);
   const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
   if (result.ok()) return result;
   metrics_->CountError(method, CodeName(result));

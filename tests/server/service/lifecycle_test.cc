@@ -18,6 +18,8 @@
 #include "tests/server/service/small_head.h"
 #include "tests/server/service/test_server.h"
 #include "tests/support/child_process.h"
+#include "tests/support/metrics_page.h"
+#include "tests/support/raw_http.h"
 
 namespace lossd::app::testing::lifecycle_test {
 namespace {
@@ -159,6 +161,52 @@ TEST(LifecycleTest, TooManyStreams) {
   open.clear();
   EXPECT_TRUE(BecomesIdle(server));
   EXPECT_TRUE(RunMicrobatch(*client, 8, 6).status.ok());
+}
+
+// How often the metrics say that a limit was reached; -1: never.
+double TimesReached(TestServer& server, absl::string_view flag) {
+  return test::ValueOf(test::HttpGet(server.server().http_address(), "/metrics"),
+                       absl::StrCat("lossd_limits_reached_total{limit=\"", flag, "\"}"));
+}
+
+TEST(LifecycleTest, LimitsThatRefuseAStreamAreCountedByTheirFlag) {
+  struct Case {
+    const char* flag;
+    double peer_share;
+    v1::OpenMicrobatch refused;
+  };
+  v1::OpenMicrobatch retained = OpenFor(16'384, 9);  // 1 MiB of hidden states
+  retained.set_accumulate_gradients(false);
+  retained.set_want_grad_hidden(false);
+  retained.set_reduction(v1::REDUCTION_NONE);
+  retained.clear_normalizer();
+  retained.set_retain(true);
+  for (const Case& each :
+       {Case{"max_streams", 1.0, OpenFor(8, 9)}, Case{"peer_share", 0.5, OpenFor(8, 9)},
+        Case{"ledger_bytes", 1.0, OpenFor(200'000, 9)}, Case{"retained_bytes", 1.0, retained}}) {
+    SCOPED_TRACE(each.flag);
+    ServerOptions options = SmallServer();
+    options.http = "127.0.0.1:0";
+    options.max_streams = 2;
+    options.peer_share = each.peer_share;
+    options.ledger_bytes = 512 << 10;
+    TestServer server(options);
+    const auto client = server.Connect();
+    ASSERT_NO_FATAL_FAILURE(CreateHead(*client));
+    std::vector<std::unique_ptr<LossStream>> open;
+    const bool of_streams = each.refused.microbatch_rows() == 8;
+    for (uint64_t i = 0; of_streams && i < (each.peer_share == 1.0 ? 2u : 1u); ++i) {
+      open.push_back(client->OpenLoss());
+      open.back()->SendOpen(OpenFor(8, i));
+      ASSERT_TRUE(open.back()->ReadOne());
+    }
+    EXPECT_EQ(TimesReached(server, each.flag), -1);
+    const auto refused = client->OpenLoss();
+    refused->SendOpen(each.refused);
+    const LossAnswers answers = refused->Finish();
+    EXPECT_EQ(answers.status.code(), absl::StatusCode::kResourceExhausted) << answers.status;
+    EXPECT_EQ(TimesReached(server, each.flag), 1) << answers.status;
+  }
 }
 
 TEST(LifecycleTest, HealthAndReflection) {
