@@ -12,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
-#include "server/engine/staging.h"
 #include "server/metrics/families.h"
 
 namespace lossd::metrics {
@@ -240,10 +239,6 @@ void Metrics::CountError(absl::string_view method, absl::string_view code) {
 void Metrics::CountLimit(absl::string_view flag) {
   limits_.Add({{"limit", std::string(flag)}}).Increment();
   event_log_.Count(EventLevel::kWarning, "limit_reached", "", absl::StrCat("--", flag, " was reached"));
-}
-
-void Metrics::CountLimitOf(const absl::Status& error) {
-  if (const std::string flag = engine::LimitOf(error); !flag.empty()) CountLimit(flag);
 }
 
 void Metrics::ForgetHead(absl::string_view head) {

@@ -99,8 +99,6 @@ class Metrics final : public engine::EngineObserver {
   void CountError(absl::string_view method, absl::string_view code);
   // A limit was reached: something was refused, or ended. `flag` sets it, e.g. "max_streams".
   void CountLimit(absl::string_view flag);
-  // The same, if a limit of the engine caused the error (engine::BecauseOf).
-  void CountLimitOf(const absl::Status& error);
   SaveMetrics& saves() { return saves_; }
   EventLog& events() { return event_log_; }
   TraceRecorder& trace() { return trace_; }

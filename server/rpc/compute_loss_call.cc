@@ -699,11 +699,8 @@ void ComputeLossCall::FailLocked(absl::Status why) {
 
 void ComputeLossCall::FinishLocked() {
   finished_ = true;
-  environment_->metrics->CountLimitOf(*ending_);
-  const grpc::Status status = ToGrpc(*ending_, environment_->engine->incarnation());
-  if (!status.ok()) {
-    environment_->metrics->CountError(kComputeLoss, CodeName(status));
-  }
+  const grpc::Status status =
+      CountedEnd(kComputeLoss, *ending_, environment_->engine->incarnation(), environment_->metrics);
   if (!status.ok() && !IsRefusal(status)) {
     environment_->access->Failed(peer_, kComputeLoss, CodeName(status), status.error_message());
   }

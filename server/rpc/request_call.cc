@@ -10,10 +10,7 @@
 namespace lossd::rpc {
 
 grpc::Status Failed(const RequestEnvironment& environment, absl::string_view method, absl::Status status) {
-  environment.metrics->CountLimitOf(status);
-  grpc::Status result = ToGrpc(std::move(status), environment.incarnation);
-  environment.metrics->CountError(method, CodeName(result));
-  return result;
+  return CountedEnd(method, std::move(status), environment.incarnation, environment.metrics);
 }
 
 absl::Status RequestCall::Register() {

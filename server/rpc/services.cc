@@ -193,10 +193,8 @@ void HeadService::ServeMethods() {
 }
 
 grpc::Status HeadService::Ended(absl::string_view peer, absl::string_view method, absl::Status status) {
-  metrics_->CountLimitOf(status);
-  const grpc::Status result = ToGrpc(std::move(status), engine_->incarnation());
+  const grpc::Status result = CountedEnd(method, std::move(status), engine_->incarnation(), metrics_);
   if (result.ok()) return result;
-  metrics_->CountError(method, CodeName(result));
   if (IsRefusal(result)) return result;
   access_->Failed(peer, method, CodeName(result), result.error_message());
   return result;

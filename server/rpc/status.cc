@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "proto/wire/status_details.h"
+#include "server/engine/staging.h"
 #include "server/messages/texts.h"
 
 namespace lossd::rpc {
@@ -11,6 +12,15 @@ namespace lossd::rpc {
 grpc::Status ToGrpc(absl::Status status, uint64_t incarnation) {
   if (status.ok()) return grpc::Status::OK;
   return wire::ToGrpcStatus(messages::WithDetail(std::move(status), incarnation));
+}
+
+grpc::Status CountedEnd(absl::string_view method, absl::Status status, uint64_t incarnation,
+                        metrics::Metrics* metrics) {
+  const std::string limit = engine::LimitOf(status);
+  grpc::Status result = ToGrpc(std::move(status), incarnation);
+  if (!result.ok()) metrics->CountError(method, CodeName(result));
+  if (!limit.empty()) metrics->CountLimit(limit);
+  return result;
 }
 
 std::string CodeName(const grpc::Status& status) {

@@ -31,10 +31,7 @@ absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::Cal
 
 grpc::Status EndedTensorCall(TensorCallEnvironment* environment, absl::string_view method,
                              absl::Status status) {
-  environment->metrics->CountLimitOf(status);
-  const grpc::Status result = ToGrpc(std::move(status), environment->engine->incarnation());
-  if (!result.ok()) environment->metrics->CountError(method, CodeName(result));
-  return result;
+  return CountedEnd(method, std::move(status), environment->engine->incarnation(), environment->metrics);
 }
 
 // ---- Calls that receive rows ----
