@@ -114,14 +114,15 @@ def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_read
 
     def exchange() -> bytes:
         under_way = channel.unary_unary(_METHOD).future(request, timeout=timeout, wait_for_ready=wait_for_ready)
-        with ending.ends(under_way.cancel):
-            answer: bytes = under_way.result()
-            return answer
+        try:
+            with ending.ends(under_way.cancel):
+                answer: bytes = under_way.result()
+                return answer
+        except grpc.RpcError as error:
+            raise errors.from_rpc(error, options.target) from None
 
     try:
         return server_pb2.ServerDescription.FromString(run_apart(exchange, ending.cancel))
-    except grpc.RpcError as error:
-        raise errors.from_rpc(error, options.target) from None
     except DecodeError:
         raise errors.FailedPrecondition(
             f"the server at {options.target} describes itself in another protocol than that of this client (lossd "
@@ -574,13 +575,16 @@ class Connections:
 
     def run(self, rpc: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
         """Runs a piece of a call, apart from the main thread (run_apart), and turns its errors into ours."""
-        try:
-            return run_apart(rpc, cancel)
-        except grpc.RpcError as error:
-            raise errors.from_rpc(error, self.options.target, self._server_version) from None
-        except grpc.FutureCancelledError:
-            raise errors.Cancelled("cancelled by the caller") from None
-        except ValueError as error:  # gRPC's answer on a closed channel
-            if self._closed:
-                raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
-            raise
+        def body() -> T:
+            try:
+                return rpc()
+            except grpc.RpcError as error:  # reading it takes locks, too
+                raise errors.from_rpc(error, self.options.target, self._server_version) from None
+            except grpc.FutureCancelledError:
+                raise errors.Cancelled("cancelled by the caller") from None
+            except ValueError as error:  # gRPC's answer on a closed channel
+                if self._closed:
+                    raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
+                raise
+
+        return run_apart(body, cancel)
