@@ -6,7 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"

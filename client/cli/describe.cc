@@ -14,8 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
 #include "client/cli/format.h"
-#include "client/cli/json.h"
-#include "client/cli/value_checks.h"
+#include "client/cli/options.h"
 
 namespace lossd::cli {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text for people: numbers, bars, tables and lists of fields, their colours, and the environment variables
-// that say how text looks. Functions are thread-safe as long as nothing changes the environment; the classes
-// are thread-compatible.
+// Text for people, and JSON for scripts: numbers, bars, tables and lists of fields, their colours, and the
+// environment variables that say how text looks. Functions are thread-safe as long as nothing changes the
+// environment; the classes are thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_FORMAT_H_
 #define LOSSD_CLIENT_CLI_FORMAT_H_
 
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -104,6 +105,11 @@ class FieldList {
  private:
   std::vector<std::pair<std::string, std::string>> fields_;
 };
+
+// The JSON that lossctl reads and prints, whose objects keep the order of their members. A source that uses
+// more than the name includes <nlohmann/json.hpp>.
+
+using Json = nlohmann::ordered_json;
 
 }  // namespace lossd::cli
 

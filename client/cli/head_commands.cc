@@ -1,21 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
 // The commands heads, describe, create, delete and reset.
+#include "client/cli/head_commands.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "client/cli/commands.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "client/cli/context.h"
 #include "client/cli/describe.h"
-#include "client/cli/errors.h"
 #include "client/cli/format.h"
-#include "client/cli/json.h"
 #include "client/cli/options.h"
-#include "client/cli/value_checks.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
+namespace {
+
+constexpr double kWhole = 1000.0;  // the sum of the shares, but for rounding
+
+double ClassesOf(absl::Span<const DeviceLoad> devices) {
+  double classes = 0;
+  for (const DeviceLoad& device : devices) classes += static_cast<double>(device.classes);
+  return classes;
+}
+
+// Seconds of a class.
+double CostOf(const DeviceLoad& device, absl::Span<const DeviceLoad> all) {
+  if (device.classes > 0 && device.head_seconds > 0) {
+    return device.head_seconds / static_cast<double>(device.classes);
+  }
+  double seconds = 0;
+  for (const DeviceLoad& each : all) seconds += each.head_seconds;
+  return seconds / ClassesOf(all);
+}
+
+}  // namespace
+
+std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
+  std::vector<size_t> order(devices.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return devices[a].stage_seconds < devices[b].stage_seconds; });
+  const double classes = ClassesOf(devices);
+  // The devices with the least load take part, as many as end below the load of the next.
+  double level = 0, rates = 0, done = 0;
+  for (size_t n = 0; n < order.size(); ++n) {
+    const DeviceLoad& device = devices[order[n]];
+    const double rate = 1.0 / CostOf(device, devices);
+    rates += rate;
+    done += device.stage_seconds * rate;
+    level = (classes + done) / rates;
+    if (n + 1 == order.size() || level <= devices[order[n + 1]].stage_seconds) break;
+  }
+  std::vector<uint32_t> shares;
+  for (const DeviceLoad& device : devices) {
+    const double part = std::max(0.0, level - device.stage_seconds) / CostOf(device, devices) / classes;
+    shares.push_back(static_cast<uint32_t>(std::lround(kWhole * part)));
+  }
+  return shares;
+}
+
+double SecondsWith(const DeviceLoad& device, absl::Span<const DeviceLoad> all, uint32_t share,
+                   uint32_t whole) {
+  return device.stage_seconds + ClassesOf(all) * share / whole * CostOf(device, all);
+}
 
 // ---- heads, describe, create, delete ----
 
@@ -32,27 +91,23 @@ absl::Status PrintHead(Context* context, const absl::StatusOr<v1::HeadDescriptio
 }
 
 absl::Status RunHeads(Context* context, client::Client& client) {
-  const absl::StatusOr<std::vector<v1::HeadDescription>> heads = client.ListHeads(context->timeout());
-  if (!heads.ok()) return heads.status();
+  LOSSD_TRY(const std::vector<v1::HeadDescription> heads, client.ListHeads(context->timeout()));
   if (!context->json) {
-    context->Print(HeadsTable(*heads, context->style()));
+    context->Print(HeadsTable(heads, context->style()));
     return absl::OkStatus();
   }
   Json list = Json::array();
-  for (const v1::HeadDescription& head : *heads) list.push_back(ToJson(head));
+  for (const v1::HeadDescription& head : heads) list.push_back(ToJson(head));
   context->PrintJson(list);
   return absl::OkStatus();
 }
 
 absl::Status RunDelete(Context* context, const std::string& head, bool yes, client::Client& client) {
   if (!yes) {
-    const absl::StatusOr<v1::HeadDescription> described = client.DescribeHead(head, context->timeout());
-    if (!described.ok()) return described.status();
-    absl::Status agreed = Confirm(yes, absl::StrCat(WhatIsLost(*described), ". Delete it?"), "not deleted");
-    if (!agreed.ok()) return agreed;
+    LOSSD_TRY(const v1::HeadDescription described, client.DescribeHead(head, context->timeout()));
+    LOSSD_RETURN_IF_ERROR(Confirm(yes, absl::StrCat(WhatIsLost(described), ". Delete it?"), "not deleted"));
   }
-  absl::Status status = client.DeleteHead(head, context->timeout());
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(client.DeleteHead(head, context->timeout()));
   if (context->json) {
     context->PrintJson({{"deleted", head}});
   } else {
@@ -215,22 +270,20 @@ struct ResetFlags {
 
 absl::Status RunReset(Context* context, const ResetFlags& flags, bool yes, client::Client& client) {
   if (!yes) {
-    const absl::StatusOr<v1::HeadDescription> head = client.DescribeHead(flags.head, context->timeout());
-    if (!head.ok()) return head.status();
+    LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
     const std::string what =
-        flags.all() ? absl::StrCat(WhatIsLost(*head), ". Reset all of it?")
+        flags.all() ? absl::StrCat(WhatIsLost(head), ". Reset all of it?")
                     : absl::StrCat("head \"", Printable(flags.head), "\" is at step ",
-                                   HumanCount(head->state().step()), ", and its optimizer has made ",
-                                   HumanCount(head->updates()), " updates. Reset its optimizer?");
-    if (absl::Status agreed = Confirm(yes, what, "not reset"); !agreed.ok()) return agreed;
+                                   HumanCount(head.state().step()), ", and its optimizer has made ",
+                                   HumanCount(head.updates()), " updates. Reset its optimizer?");
+    LOSSD_RETURN_IF_ERROR(Confirm(yes, what, "not reset"));
   }
-  const absl::StatusOr<v1::ResetHeadResponse> reset = client.ResetHead(flags.ToRequest(), context->timeout());
-  if (!reset.ok()) return reset.status();
+  LOSSD_TRY(const v1::ResetHeadResponse reset, client.ResetHead(flags.ToRequest(), context->timeout()));
   if (context->json) {
-    context->PrintJson(ToJson(reset->head()));
+    context->PrintJson(ToJson(reset.head()));
   } else {
     context->Print(absl::StrCat("reset ", flags.all() ? "all" : "the optimizer", " of head \"", flags.head,
-                                "\", step ", HumanCount(reset->head().state().step()), "\n"));
+                                "\", step ", HumanCount(reset.head().state().step()), "\n"));
   }
   return absl::OkStatus();
 }
@@ -255,6 +308,194 @@ void AddResetCommand(CLI::App* app, Context* context) {
   });
   SetAskingAction(reset, context, yes,
                   [=](client::Client& client) { return RunReset(context, *flags, *yes, client); });
+}
+
+// The command shares.
+
+namespace {
+
+struct SharesFlags {
+  std::string head;
+  std::string shares;  // "": none given
+  bool balance = false, apply = false;
+  double interval = 10;
+  uint64_t rows = 0;
+  std::vector<double> stage_seconds;
+};
+
+absl::StatusOr<std::vector<uint32_t>> ParseShares(const std::string& text) {
+  std::vector<uint32_t> shares;
+  if (text == "even") return shares;
+  for (const absl::string_view part : absl::StrSplit(text, ',')) {
+    uint32_t share = 0;
+    if (!absl::SimpleAtoi(part, &share)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("shares must be whole numbers with commas between them, or even, got ", text));
+    }
+    shares.push_back(share);
+  }
+  return shares;
+}
+
+std::string SharesText(absl::Span<const uint32_t> shares) {
+  return shares.empty() ? "even" : absl::StrJoin(shares, ",");
+}
+
+absl::Status SetTo(Context* context, const SharesFlags& flags, const std::vector<uint32_t>& shares,
+                   client::Client& client) {
+  v1::SetSharesRequest request;
+  request.set_head(flags.head);
+  request.mutable_shares()->Add(shares.begin(), shares.end());
+  LOSSD_TRY(const v1::SetSharesResponse done, client.SetShares(request, context->timeout()));
+  if (context->json) {
+    context->PrintJson(ToJson(done.head()));
+  } else {
+    context->Print(absl::StrCat("shares of head \"", Printable(flags.head), "\" at step ",
+                                HumanCount(done.head().state().step()), ": ", SharesText(shares), "\n"));
+  }
+  return absl::OkStatus();
+}
+
+// ---- The balance ----
+
+absl::Status NotDivided(const SharesFlags& flags) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("head ", flags.head, " is not split by vocabulary over several devices"));
+}
+
+// What each device did between two looks, for so many rows; 0: for all that it computed.
+absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& before,
+                                                     const v1::HeadDescription& after,
+                                                     const SharesFlags& flags) {
+  const int count = after.devices_size();
+  if (count == 0 || before.devices_size() != count) return NotDivided(flags);
+  if (!flags.stage_seconds.empty() && flags.stage_seconds.size() != static_cast<size_t>(count)) {
+    return absl::InvalidArgumentError(absl::StrCat("--stage-seconds must have one entry for each of ", count,
+                                                   " devices, got ", flags.stage_seconds.size()));
+  }
+  std::vector<DeviceLoad> loads;
+  bool exchanged = false;
+  for (int i = 0; i < count; ++i) {
+    const v1::HeadDevice &from = before.devices(i), &to = after.devices(i);
+    if (to.rows() <= from.rows()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("no rows were computed within ", flags.interval, " s: measure while a training runs"));
+    }
+    if (from.classes() != to.classes()) {
+      return absl::AbortedError("the shares were changed meanwhile");
+    }
+    const double exchanging = to.exchange_seconds() - from.exchange_seconds();
+    exchanged = exchanged || exchanging > 0;
+    const double busy = to.busy_seconds() - from.busy_seconds();
+    const double scale = flags.rows == 0
+                             ? 1.0
+                             : static_cast<double>(flags.rows) / static_cast<double>(to.rows() - from.rows());
+    loads.push_back(
+        {.classes = static_cast<int64_t>(to.classes()),
+         .head_seconds = to.classes() == 0 ? 0.0 : std::max(0.0, busy - exchanging) * scale,
+         .stage_seconds = flags.stage_seconds.empty() ? 0.0 : flags.stage_seconds[static_cast<size_t>(i)]});
+  }
+  if (!exchanged) {
+    return absl::FailedPreconditionError(
+        "the server does not say how long its devices wait for each other (lossd_rank_exchange_seconds_total "
+        "may)");
+  }
+  return loads;
+}
+
+absl::Status RunBalance(Context* context, const SharesFlags& flags, client::Client& client) {
+  LOSSD_TRY(const v1::HeadDescription before, client.DescribeHead(flags.head, context->timeout()));
+  if (before.devices().empty()) return NotDivided(flags);
+  absl::SleepFor(absl::Seconds(flags.interval));
+  LOSSD_TRY(const v1::HeadDescription after, client.DescribeHead(flags.head, context->timeout()));
+  LOSSD_TRY(const std::vector<DeviceLoad> loads, LoadsBetween(before, after, flags));
+  const std::vector<uint32_t> shares = BalancedShares(loads);
+  const uint32_t whole = std::accumulate(shares.begin(), shares.end(), 0u);
+  if (context->json && !flags.apply) {
+    Json json;
+    json["shares"] = shares;
+    for (size_t i = 0; i < shares.size(); ++i) {
+      json["devices"].push_back({{"classes", loads[i].classes},
+                                 {"head_seconds", loads[i].head_seconds},
+                                 {"stage_seconds", loads[i].stage_seconds},
+                                 {"seconds_then", SecondsWith(loads[i], loads, shares[i], whole)}});
+    }
+    context->PrintJson(json);
+    return absl::OkStatus();
+  }
+  if (!context->json) {
+    Table table({{"DEVICE"},
+                 {"CLASSES", Align::kRight},
+                 {"HEAD", Align::kRight},
+                 {"STAGE", Align::kRight},
+                 {"SHARE THEN", Align::kRight},
+                 {"SECONDS THEN", Align::kRight}});
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const DeviceLoad& load = loads[i];
+      table.AddRow({Printable(after.devices(static_cast<int>(i)).device()),
+                    HumanCount(static_cast<uint64_t>(load.classes)),
+                    absl::StrFormat("%.4g s", load.head_seconds),
+                    absl::StrFormat("%.4g s", load.stage_seconds), absl::StrCat(shares[i]),
+                    absl::StrFormat("%.4g s", SecondsWith(load, loads, shares[i], whole))});
+    }
+    context->Print(table.ToString(context->style()));
+  }
+  if (flags.apply) return SetTo(context, flags, shares, client);
+  context->Print(absl::StrCat("\nlossctl shares ", flags.head, " ", SharesText(shares), "\n"));
+  return absl::OkStatus();
+}
+
+absl::Status RunShares(Context* context, const SharesFlags& flags, client::Client& client) {
+  if (flags.balance) return RunBalance(context, flags, client);
+  if (!flags.shares.empty()) {
+    const absl::StatusOr<std::vector<uint32_t>> shares = ParseShares(flags.shares);
+    return shares.ok() ? SetTo(context, flags, *shares, client) : shares.status();
+  }
+  LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
+  if (head.devices().empty()) return NotDivided(flags);
+  if (context->json) {
+    context->PrintJson(ToJson(head)["devices"]);
+  } else {
+    context->Print(DevicesTable(head, context->style()));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void AddSharesCommand(CLI::App* app, Context* context) {
+  CLI::App* command = app->add_subcommand(
+      "shares", "Show, change or balance how the devices of a server divide the classes of a head");
+  auto flags = std::make_shared<SharesFlags>();
+  AddHead(command, &flags->head);
+  auto* const shares = command->add_option(
+      "SHARES", flags->shares,
+      "Of each device, relative to the others, e.g. 13,6,13,13; or even. Between two steps");
+  auto* const balance =
+      command
+          ->add_flag(
+              "--balance", flags->balance,
+              "Measure what the devices take for their classes, and say which shares let them end together")
+          ->excludes(shares);
+  command->add_flag("--apply", flags->apply, "Set these shares")->needs(balance);
+  command->add_option("--interval", flags->interval, "Seconds to measure; the training goes on meanwhile")
+      ->needs(balance)
+      ->check(CLI::Range(0.1, 3600.0))
+      ->capture_default_str();
+  auto* const rows =
+      command->add_option("--rows", flags->rows, "Of a microbatch, which --stage-seconds are of")
+          ->needs(balance)
+          ->check(CLI::PositiveNumber);
+  command
+      ->add_option("--stage-seconds", flags->stage_seconds,
+                   "What each device does beside the head for a microbatch, e.g. its stage of the pipeline, "
+                   "forward and "
+                   "backward; with commas between them")
+      ->delimiter(',')
+      ->needs(rows)
+      ->check(CLI::NonNegativeNumber);
+  SetClientAction(command, context,
+                  [=](client::Client& client) { return RunShares(context, *flags, client); });
 }
 
 }  // namespace lossd::cli

@@ -16,6 +16,7 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/probe.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
 
@@ -160,16 +161,15 @@ absl::StatusOr<std::string> Body(Method method, const std::string& address, cons
   if (!credentials.token.empty() && (tls || client::IsLocalTarget(absl::StripPrefix(url, "http://")))) {
     client.set_bearer_token_auth(credentials.token);
   }
-  absl::StatusOr<HttpAnswer> answer = Ask(&client, method, address, path, timeout);
-  if (!answer.ok()) return answer.status();
-  if (answer->status == 401) {
+  LOSSD_TRY(HttpAnswer answer, Ask(&client, method, address, path, timeout));
+  if (answer.status == 401) {
     return absl::UnauthenticatedError(absl::StrCat(url, path, " wants a token that it knows (LOSSD_TOKEN)"));
   }
-  if (answer->status != 200) {
-    return absl::Status(CodeOfAnswer(answer->status),
-                        absl::StrCat(url, path, " answered with status ", answer->status, Reason(*answer)));
+  if (answer.status != 200) {
+    return absl::Status(CodeOfAnswer(answer.status),
+                        absl::StrCat(url, path, " answered with status ", answer.status, Reason(answer)));
   }
-  return std::move(answer->body);
+  return std::move(answer.body);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "client/cli/format.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
 
@@ -276,10 +277,10 @@ absl::Status PrintAll(const Context& context, const LiveFlags& flags, LiveView* 
   Interrupt interrupt;
   for (uint64_t shown = 0; !interrupt.received();) {
     view->Look();
-    if (absl::Status status = view->Take(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(view->Take());
     if (view->ready()) {
       view->Print();
-      if (absl::Status status = context.Printed(); !status.ok()) return status;
+      LOSSD_RETURN_IF_ERROR(context.Printed());
       if (++shown == flags.count) break;
     }
     interrupt.Sleep(absl::Seconds(flags.interval_seconds));
@@ -315,7 +316,7 @@ class Screen {
           if (!looking_ || !found_) break;
           looking_ = false;
           look_.get();
-          if (absl::Status status = view_->Take(); !status.ok()) return status;
+          LOSSD_RETURN_IF_ERROR(view_->Take());
           if (view_->ready()) ++shown;
           Draw();
           break;
@@ -357,7 +358,7 @@ class Screen {
 absl::Status RunLive(const Context& context, const LiveFlags& flags, LiveView* view) {
   if (context.json || !Terminal::Available()) return PrintAll(context, flags, view);
   view->Look();
-  if (absl::Status status = view->Take(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(view->Take());
   std::unique_ptr<Terminal> terminal = Terminal::Open();
   if (terminal == nullptr) return PrintAll(context, flags, view);
   return Screen(context, flags, view, std::move(terminal)).Run();

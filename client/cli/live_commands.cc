@@ -1,25 +1,681 @@
 // SPDX-License-Identifier: Apache-2.0
 // The commands events, top, trace and watch.
+#include "client/cli/live_commands.h"
+
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/time.h"
-#include "client/cli/commands.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
 #include "client/cli/http.h"
 #include "client/cli/live.h"
 #include "client/cli/options.h"
-#include "client/cli/top_view.h"
-#include "client/cli/value_checks.h"
-#include "client/cli/watch_view.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
+
+// ---- The picture ----
+
+namespace {
+
+std::string MemoryOf(const v1::ServerDescription& server, const Frame& frame) {
+  const auto used = static_cast<double>(TotalBytes(server.memory()));
+  if (server.memory_limit() == 0) return HumanBytes(used);
+  const auto limit = static_cast<double>(server.memory_limit());
+  const std::string text = absl::StrCat(HumanBytes(used), " of ", HumanBytes(limit));
+  return used > 0.95 * limit ? frame.style.Paint(Tone::kWarning, text) : text;
+}
+
+std::string Percent(double share) { return absl::StrFormat("%.0f %%", 100 * std::clamp(share, 0.0, 1.0)); }
+
+std::string PadTo(std::string text, size_t width) {
+  const size_t shown = DisplayWidth(text);
+  return shown < width ? absl::StrCat(text, std::string(width - shown, ' ')) : text;
+}
+
+std::vector<double> Copy(const std::deque<double>& values) { return {values.begin(), values.end()}; }
+
+}  // namespace
+
+// A line above the heads.
+struct WatchHistory::Field {
+  std::string name;
+  std::string value;
+  int rank = 0;  // where there is no room for all lines, those of the highest ranks go
+  std::vector<double> series;
+};
+
+std::string WatchHistory::LatencyText() const {
+  if (!good_->metrics.has_value()) return "";
+  Buckets buckets = BucketsOf(*good_->metrics, kMicrobatchSeconds);
+  if (previous_.has_value() && previous_->metrics.has_value()) {
+    buckets = Difference(buckets, BucketsOf(*previous_->metrics, kMicrobatchSeconds));
+  }
+  const std::optional<double> p50 = Quantile(buckets, 0.5), p99 = Quantile(buckets, 0.99);
+  if (!p50.has_value() || !p99.has_value()) return "idle";
+  return absl::StrCat("p50 ", HumanSeconds(*p50), ", p99 ", HumanSeconds(*p99));
+}
+
+std::string WatchHistory::TransferText() const {
+  const std::optional<double> in = Growth(kPayloadBytes, "direction", "in");
+  const std::optional<double> out = Growth(kPayloadBytes, "direction", "out");
+  if (!in.has_value() || !out.has_value()) return "";
+  const auto rate = [&](double bytes) {
+    return absl::StrCat(HumanBytes(std::max(0.0, bytes / Seconds())), "/s");
+  };
+  return absl::StrCat(rate(*in), " in, ", rate(*out), " out");
+}
+
+std::string WatchHistory::ChunksText() const {
+  const auto count = [&](const char* gradients) {
+    return Growth(kChunks, "gradients", gradients).value_or(0);
+  };
+  const auto percent = [](double part, double whole) {
+    return absl::StrFormat("%.0f %%", 100 * part / whole);
+  };
+  const double exact = count("exact"), filtered = count("filtered"), sampled = count("sampled");
+  const double all = exact + filtered + sampled;
+  if (all <= 0) return "";
+  std::string text = absl::StrCat(percent(exact, all), " exact, ", percent(filtered, all), " filtered, ",
+                                  percent(sampled, all), " sampled");
+  const double errors = Growth(kGradientErrorCount).value_or(0);
+  if (errors <= 0) return text;
+  absl::StrAppendFormat(&text, " (predicted error %.2g)", Growth(kGradientErrorSum).value_or(0) / errors);
+  return text;
+}
+
+std::vector<WatchHistory::Field> WatchHistory::Fields(const Frame& frame) const {
+  const v1::ServerDescription& now = good_->server;
+  std::vector<Field> fields;
+  const auto add = [&fields](const char* name, std::string value, int rank, std::vector<double> series = {}) {
+    if (!value.empty()) fields.push_back({name, std::move(value), rank, std::move(series)});
+  };
+  add("rows/s", HumanRate(RowsPerSecond()), 0, Copy(rows_per_second_));
+  if (const auto share = DeviceShare(); share.has_value()) {
+    add("device", absl::StrCat(Percent(*share), " busy"), 1, Copy(device_share_));
+  }
+  add("queue",
+      absl::StrCat(HumanCount(QueuedSlices(*good_)), QueuedSlices(*good_) == 1 ? " slice" : " slices",
+                   " queued, ", HumanCount(now.open_streams()), " of ", HumanCount(now.max_streams()),
+                   " streams"),
+      2);
+  add("memory", MemoryOf(now, frame), 3);
+  if (good_->metrics.has_value()) {
+    const double used = ValueOf(*good_->metrics, kStagingUsedBytes).value_or(0);
+    const double all = ValueOf(*good_->metrics, kStagingBytes).value_or(0);
+    if (all > 0) {
+      const std::string text = absl::StrCat(HumanBytes(used), " of ", HumanBytes(all));
+      add("staging", used > 0.95 * all ? frame.style.Paint(Tone::kWarning, text) : text, 5);
+    }
+  }
+  add("microbatch", LatencyText(), 4);
+  add("payload", TransferText(), 6);
+  add("chunks", ChunksText(), 8);
+  add("round trip", HumanSeconds(good_->round_trip_seconds), 9);
+  if (!good_->metrics.has_value() && !good_->why_no_metrics.empty()) {
+    add("no metrics", frame.style.Paint(Tone::kFaint, Printable(good_->why_no_metrics)), 7);
+  }
+  return fields;
+}
+
+std::vector<const v1::HeadDescription*> WatchHistory::Busiest(size_t count) const {
+  std::vector<const v1::HeadDescription*> heads;
+  heads.reserve(good_->heads.size());
+  for (const v1::HeadDescription& head : good_->heads) heads.push_back(&head);
+  if (heads.size() <= count) return heads;
+  const auto key = [this](const v1::HeadDescription* head) {
+    const auto found = heads_.find(head->spec().name());
+    return std::make_pair(found == heads_.end() ? absl::InfinitePast() : found->second.active,
+                          head->total_rows());
+  };
+  std::stable_sort(heads.begin(), heads.end(), [&](const auto* a, const auto* b) { return key(a) > key(b); });
+  heads.resize(count);
+  // As they stand in good_->heads.
+  std::sort(heads.begin(), heads.end(), std::less<>());
+  return heads;
+}
+
+// With a line of `trend` columns for the losses of each head.
+Table WatchHistory::HeadsTable(const Frame& frame, const std::vector<const v1::HeadDescription*>& heads,
+                               size_t trend) const {
+  const bool has_losses =
+      std::any_of(heads_.begin(), heads_.end(), [](const auto& each) { return !each.second.losses.empty(); });
+  std::vector<Column> columns = {{"HEAD"}};
+  if (has_losses) columns.push_back({"LOSS"});
+  columns.insert(columns.end(), {{"ROWS/S", Align::kRight},
+                                 {"DEVICE", Align::kRight, 3},
+                                 {"QUEUE", Align::kRight, 2},
+                                 {"STEP", Align::kRight, 1},
+                                 {"STEP ROWS", Align::kRight, 6},
+                                 {"STREAMS", Align::kRight, 5},
+                                 {"MEMORY", Align::kRight, 4},
+                                 {"HIDDEN x VOCAB", Align::kLeft, 7}});
+  Table table(std::move(columns));
+  const size_t name_width = frame.columns < 60 ? 12 : frame.columns < 120 ? 32 : 64;
+  const auto history_of = [this](const v1::HeadDescription& head) {
+    const auto found = heads_.find(head.spec().name());
+    return found == heads_.end() ? HeadHistory() : found->second;
+  };
+  const auto loss_of = [](const HeadHistory& history) {
+    return history.losses.empty() ? "" : absl::StrFormat("%.4g", history.losses.back());
+  };
+  size_t loss_width = 6;  // the lines of all heads begin in one column, and seldom move
+  for (const v1::HeadDescription* head : heads) {
+    loss_width = std::max(loss_width, loss_of(history_of(*head)).size());
+  }
+  for (const v1::HeadDescription* each : heads) {
+    const v1::HeadDescription& head = *each;
+    const HeadHistory history = history_of(head);
+    std::vector<std::string> cells = {TruncatedName(Printable(head.spec().name()), name_width)};
+    if (has_losses) {
+      std::string loss;
+      if (!history.losses.empty()) {
+        loss = PadTo(loss_of(history), loss_width);
+        if (!std::isfinite(history.losses.back())) loss = frame.style.Paint(Tone::kBad, loss);
+        absl::StrAppend(&loss, " ", Trendline(Last(Copy(history.losses), trend)));
+      }
+      cells.push_back(PadTo(loss, loss_width + 1 + trend));
+    }
+    std::string queue = HumanCount(head.queued_slices() + head.waiting_slices());
+    if (!head.waits_for().empty()) queue = frame.style.Paint(Tone::kWarning, queue);
+    cells.insert(
+        cells.end(),
+        {HumanRate(RowsPerSecond(head.spec().name())),
+         history.device_share.has_value() ? Percent(*history.device_share) : "", queue,
+         HumanCount(head.state().step()), HumanCount(head.step_rows()), HumanCount(head.open_streams()),
+         HumanBytes(static_cast<double>(TotalBytes(head.memory()))), Shape(head.spec())});
+    table.AddRow(std::move(cells));
+  }
+  return table;
+}
+
+std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
+  constexpr size_t kLeastTrend = 8, kMostTrend = 60;
+  if (good_->heads.empty()) return absl::StrCat(Truncated("no heads", frame.columns), "\n");
+  size_t shown = good_->heads.size();
+  if (shown + 1 > lines)
+    shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
+  const std::vector<const v1::HeadDescription*> heads = Busiest(shown);
+  const size_t used = HeadsTable(frame, heads, kLeastTrend).Width(frame.columns);
+  const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
+  std::string text = HeadsTable(frame, heads, trend).ToString(frame.style, frame.columns);
+  if (shown < good_->heads.size())
+    absl::StrAppend(&text,
+                    Truncated(absl::StrCat("and ", HumanCount(good_->heads.size() - shown), " more heads"),
+                              frame.columns),
+                    "\n");
+  return text;
+}
+
+std::string WatchHistory::Render(const std::string& server, const Frame& frame) const {
+  std::vector<std::string> lines;
+  const auto add = [&](absl::string_view line, Tone tone = Tone::kPlain) {
+    lines.push_back(frame.style.Paint(tone, Truncated(line, frame.columns)));
+  };
+  const std::string title = absl::StrCat("lossd at ", server);
+  if (!good_.has_value()) {
+    add(title, Tone::kTitle);
+    add("");
+    add(last_.has_value() ? Printable(last_->status.message()) : "waiting", Tone::kBad);
+    return absl::StrCat(absl::StrJoin(lines, "\n"), "\n");
+  }
+  const v1::ServerDescription& now = good_->server;
+  add(absl::StrCat(title, "  up ", HumanSeconds(now.uptime_seconds()), "  ", Printable(now.backend()), "  ",
+                   Printable(now.device())),
+      Tone::kTitle);
+  if (good_->metrics.has_value() && ValueOf(*good_->metrics, kDeviceLost).value_or(0) > 0)
+    add("the device is lost: the server has to be started again", Tone::kBad);
+  if (now.draining()) add("draining: it ends what is under way and takes nothing new", Tone::kWarning);
+  if (!last_->status.ok()) add(absl::StrCat("no answer: ", Printable(last_->status.message())), Tone::kBad);
+  add("");
+  std::vector<Field> fields = Fields(frame);
+  const size_t least_heads = std::min<size_t>(good_->heads.size(), 3) + 2;
+  while (fields.size() > 2 && lines.size() + fields.size() + least_heads > frame.lines) {
+    fields.erase(std::max_element(fields.begin(), fields.end(),
+                                  [](const Field& a, const Field& b) { return a.rank < b.rank; }));
+  }
+  constexpr size_t kNames = 12, kValues = 10;
+  for (const Field& field : fields) {
+    std::string line = absl::StrCat(PadTo(field.name, kNames), field.value);
+    if (!field.series.empty() && frame.columns > kNames + kValues) {
+      line = PadTo(line, kNames + kValues + 1);
+      absl::StrAppend(&line, Sparkline(Last(field.series, frame.columns - DisplayWidth(line))));
+    }
+    add(line);
+  }
+  add("");
+  const size_t left = frame.lines > lines.size() ? frame.lines - lines.size() : 0;
+  return absl::StrCat(absl::StrJoin(lines, "\n"), "\n", HeadsPicture(frame, left));
+}
+
+std::string WatchHistory::Line() const {
+  const std::string time =
+      absl::FormatTime("%H:%M:%S", clocks::OnTheWall(last_->time), absl::LocalTimeZone());
+  if (!last_->status.ok()) return absl::StrCat(time, "  no answer: ", last_->status.message(), "\n");
+  const std::string latency = LatencyText();
+  const std::optional<double> share = DeviceShare();
+  return absl::StrCat(time, "  ", HumanRate(RowsPerSecond()), " rows/s  ", good_->heads.size(),
+                      good_->heads.size() == 1 ? " head  " : " heads  ", good_->server.open_streams(),
+                      good_->server.open_streams() == 1 ? " stream  " : " streams  ", QueuedSlices(*good_),
+                      " queued  ", HumanBytes(static_cast<double>(TotalBytes(good_->server.memory()))),
+                      share.has_value() ? absl::StrCat("  device ", Percent(*share)) : "",
+                      latency.empty() ? "" : "  microbatch " + latency, "\n");
+}
+
+// ---- WatchHistory: samples and what has changed between them ----
+
+namespace {
+
+std::map<std::string, uint64_t> RowsByHead(const WatchSample& sample) {
+  std::map<std::string, uint64_t> rows;
+  for (const v1::HeadDescription& head : sample.heads) rows[head.spec().name()] = head.total_rows();
+  return rows;
+}
+
+void Push(double value, size_t length, std::deque<double>* values) {
+  values->push_back(value);
+  while (values->size() > length) values->pop_front();
+}
+
+}  // namespace
+
+std::optional<double> ValueOf(const std::vector<MetricSample>& metrics, const std::string& name,
+                              const std::string& label, const std::string& value) {
+  std::optional<double> sum;
+  for (const MetricSample& sample : metrics) {
+    if (sample.name != name) continue;
+    if (!label.empty()) {
+      const auto found = sample.labels.find(label);
+      if (found == sample.labels.end() || found->second != value) continue;
+    }
+    sum = sum.value_or(0) + sample.value;
+  }
+  return sum;
+}
+
+uint64_t QueuedSlices(const WatchSample& sample) {
+  uint64_t slices = 0;
+  for (const v1::HeadDescription& head : sample.heads) slices += head.queued_slices();
+  return slices;
+}
+
+void WatchHistory::Add(WatchSample sample) {
+  last_ = sample;
+  if (!sample.status.ok()) return Push(0, length_, &rows_per_second_);
+  previous_ = std::nullopt;
+  if (good_.has_value() && good_->server.incarnation() == sample.server.incarnation())
+    previous_ = std::move(good_);
+  good_ = std::move(sample);
+  const std::map<std::string, uint64_t> present = RowsByHead(*good_);
+  for (auto it = heads_.begin(); it != heads_.end();)
+    it = present.count(it->first) > 0 ? ++it : heads_.erase(it);
+  AddRates();
+  AddLosses();
+}
+
+void WatchHistory::AddRates() {
+  for (auto& [name, head] : heads_) {
+    head.rows_per_second = 0;
+    head.device_share = std::nullopt;
+  }
+  if (!previous_.has_value()) return;
+  const std::map<std::string, uint64_t> before = RowsByHead(*previous_);
+  double total = 0;
+  for (const auto& [name, rows] : RowsByHead(*good_)) {
+    HeadHistory& head = heads_[name];
+    if (const auto busy = Growth(kHeadDeviceSeconds, "head", name); busy.has_value() && Seconds() > 0) {
+      head.device_share = std::max(0.0, *busy / Seconds());
+    }
+    const auto it = before.find(name);
+    if (it == before.end() || it->second > rows || Seconds() <= 0) continue;
+    head.rows_per_second = static_cast<double>(rows - it->second) / Seconds();
+    total += head.rows_per_second;
+    if (rows > it->second) head.active = good_->time;
+  }
+  Push(total, length_, &rows_per_second_);
+  if (const auto share = DeviceShare(); share.has_value()) Push(*share, length_, &device_share_);
+}
+
+void WatchHistory::AddLosses() {
+  if (!good_->metrics.has_value()) return;
+  for (const v1::HeadDescription& each : good_->heads) {
+    const std::string& name = each.spec().name();
+    const std::optional<double> step = ValueOf(*good_->metrics, kHeadStep, "head", name);
+    const std::optional<double> loss = ValueOf(*good_->metrics, kHeadLoss, "head", name);
+    HeadHistory& head = heads_[name];
+    if (!step.has_value() || !loss.has_value() || head.step == step) continue;
+    head.step = step;
+    Push(*loss, length_, &head.losses);
+  }
+}
+
+double WatchHistory::Seconds() const {
+  return previous_.has_value() ? absl::ToDoubleSeconds(good_->time - previous_->time) : 0;
+}
+
+std::optional<double> WatchHistory::Growth(const std::string& metric, const std::string& label,
+                                           const std::string& value) const {
+  if (!previous_.has_value() || !previous_->metrics.has_value() || !good_->metrics.has_value())
+    return std::nullopt;
+  const std::optional<double> now = ValueOf(*good_->metrics, metric, label, value);
+  if (!now.has_value()) return std::nullopt;
+  return *now - ValueOf(*previous_->metrics, metric, label, value).value_or(0);
+}
+
+double WatchHistory::RowsPerSecond(const std::string& head) const {
+  const auto it = heads_.find(head);
+  return it == heads_.end() ? 0 : it->second.rows_per_second;
+}
+
+std::optional<double> WatchHistory::DeviceShare() const {
+  const std::optional<double> busy = good_.has_value() ? Growth(kBusySeconds) : std::nullopt;
+  if (!busy.has_value() || Seconds() <= 0) return std::nullopt;
+  return std::clamp(*busy / Seconds(), 0.0, 1.0);
+}
+
+nlohmann::ordered_json WatchHistory::Json() const {
+  nlohmann::ordered_json json;
+  json["time"] =
+      absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", clocks::OnTheWall(last_->time), absl::UTCTimeZone());
+  if (!last_->status.ok()) {
+    json["error"] = last_->status.message();
+    return json;
+  }
+  json["server"] = ToJson(good_->server);
+  json["rows_per_second"] = RowsPerSecond();
+  if (const auto share = DeviceShare(); share.has_value()) json["device_share"] = *share;
+  json["round_trip_seconds"] = good_->round_trip_seconds;
+  json["heads"] = nlohmann::ordered_json::array();
+  for (const v1::HeadDescription& head : good_->heads) {
+    nlohmann::ordered_json& entry = json["heads"].emplace_back(ToJson(head));
+    entry["rows_per_second"] = RowsPerSecond(head.spec().name());
+    const auto found = heads_.find(head.spec().name());
+    if (found == heads_.end()) continue;
+    if (!found->second.losses.empty()) entry["loss"] = found->second.losses.back();
+    if (found->second.device_share.has_value()) entry["device_share"] = *found->second.device_share;
+  }
+  return json;
+}
+
+namespace {
+
+constexpr double kIdleSeconds = 60;     // of a client that is left out
+constexpr double kLongWaitSeconds = 5;  // of a client that should send or take something
+
+const char* NameOfWait(v1::StreamWait wait) {
+  switch (wait) {
+    case v1::STREAM_WAIT_OPEN:
+      return "opening";
+    case v1::STREAM_WAIT_CLIENT:
+      return "client";
+    case v1::STREAM_WAIT_SERVER:
+      return "server";
+    case v1::STREAM_WAIT_SEND:
+      return "sending";
+    case v1::STREAM_WAIT_END:
+      return "end";
+    default:
+      return "unknown";
+  }
+}
+
+std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_second), "/s"); }
+
+// Since a number that begins again is less than before.
+double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_cast<double>(now - before); }
+
+std::string Line(absl::string_view text, const Frame& frame) {
+  return absl::StrCat(Truncated(text, frame.columns), "\n");
+}
+
+// A client that works is never idle for long; how long, down to microseconds, would only flicker.
+std::string IdleText(double seconds) {
+  if (seconds < 1) return "";
+  return seconds < 60 ? absl::StrFormat("%.0f s", std::floor(seconds)) : HumanSeconds(seconds);
+}
+
+std::string Counted(uint64_t count, absl::string_view what) {
+  return absl::StrCat(HumanCount(count), " ", what, count == 1 ? "" : "s");
+}
+
+std::string NameOfPeer(const std::string& peer, const Frame& frame) {
+  return TruncatedName(peer.empty() ? "(this process)" : Printable(peer), frame.columns < 60 ? 16 : 40);
+}
+
+Json StreamJson(const v1::StreamDescription& stream) {
+  return {{"number", stream.number()},
+          {"peer", stream.peer()},
+          {"head", stream.head()},
+          {"microbatch_id", stream.microbatch_id()},
+          {"backward", stream.backward()},
+          {"shared_memory", stream.shared_memory()},
+          {"rows", stream.rows()},
+          {"queued_rows", stream.queued_rows()},
+          {"sent_rows", stream.sent_rows()},
+          {"received_bytes", stream.received_bytes()},
+          {"sent_bytes", stream.sent_bytes()},
+          {"staging_bytes", stream.staging_bytes()},
+          {"waits_for", NameOfWait(stream.waits_for())},
+          {"wait_seconds", stream.wait_seconds()},
+          {"age_seconds", stream.age_seconds()}};
+}
+
+}  // namespace
+
+const std::map<std::string, TopOrder>& TopOrders() {
+  static const auto* const orders = new std::map<std::string, TopOrder>{{"bytes", TopOrder::kBytes},
+                                                                        {"rows", TopOrder::kRows},
+                                                                        {"staging", TopOrder::kStaging},
+                                                                        {"wait", TopOrder::kWait}};
+  return *orders;
+}
+
+void TopHistory::Add(absl::StatusOr<v1::ListStreamsResponse> answer) {
+  status_ = answer.status();
+  if (!answer.ok()) return;
+  previous_ = std::nullopt;
+  if (now_.has_value() && now_->incarnation() == answer->incarnation()) previous_ = std::move(now_);
+  now_ = *std::move(answer);
+}
+
+double TopHistory::Seconds() const {
+  return previous_.has_value() ? now_->time_seconds() - previous_->time_seconds() : 0;
+}
+
+TopHistory::PeerRates TopHistory::RatesOf(const v1::PeerDescription& peer) const {
+  if (Seconds() <= 0) return {};
+  // One that has come since then began with nothing.
+  v1::PeerDescription before;
+  for (const v1::PeerDescription& each : previous_->peers()) {
+    if (each.peer() == peer.peer()) before = each;
+  }
+  return {
+      .rows_per_second = Growth(peer.rows(), before.rows()) / Seconds(),
+      .received_per_second = Growth(peer.received_bytes(), before.received_bytes()) / Seconds(),
+      .sent_per_second = Growth(peer.sent_bytes(), before.sent_bytes()) / Seconds(),
+      .waiting_slices = std::max(0.0, peer.device_wait_seconds() - before.device_wait_seconds()) / Seconds()};
+}
+
+std::vector<v1::PeerDescription> TopHistory::Peers(bool all) const {
+  std::vector<v1::PeerDescription> peers;
+  for (const v1::PeerDescription& peer : now_->peers()) {
+    if (all || peer.open_streams() > 0 || peer.idle_seconds() < kIdleSeconds) peers.push_back(peer);
+  }
+  const auto key = [this](const v1::PeerDescription& peer) {
+    const PeerRates rates = RatesOf(peer);
+    switch (order_) {
+      case TopOrder::kRows:
+        return rates.rows_per_second;
+      case TopOrder::kBytes:
+        return rates.received_per_second + rates.sent_per_second;
+      case TopOrder::kStaging:
+        return static_cast<double>(peer.staging_bytes());
+      case TopOrder::kWait:
+        return rates.waiting_slices;
+    }
+    return 0.0;
+  };
+  std::stable_sort(peers.begin(), peers.end(), [&](const auto& a, const auto& b) { return key(a) > key(b); });
+  return peers;
+}
+
+std::vector<v1::StreamDescription> TopHistory::Streams() const {
+  std::vector<v1::StreamDescription> streams(now_->streams().begin(), now_->streams().end());
+  const auto key = [this](const v1::StreamDescription& stream) {
+    switch (order_) {
+      case TopOrder::kRows:
+        return static_cast<double>(stream.queued_rows());
+      case TopOrder::kBytes:
+        return static_cast<double>(stream.received_bytes() + stream.sent_bytes());
+      case TopOrder::kStaging:
+        return static_cast<double>(stream.staging_bytes());
+      case TopOrder::kWait:
+        return stream.wait_seconds();
+    }
+    return 0.0;
+  };
+  std::stable_sort(streams.begin(), streams.end(),
+                   [&](const auto& a, const auto& b) { return key(a) > key(b); });
+  return streams;
+}
+
+std::string TopHistory::Summary() const {
+  double rows = 0;
+  for (const v1::PeerDescription& peer : now_->peers()) rows += RatesOf(peer).rows_per_second;
+  const uint64_t streams = static_cast<uint64_t>(now_->streams_size()) + now_->streams_left_out();
+  std::string order;
+  for (const auto& [name, each] : TopOrders()) {
+    if (each == order_) order = name;
+  }
+  return absl::StrCat("  ", HumanRate(rows), " rows/s  ", Counted(streams, "open stream"), "  by ", order);
+}
+
+std::string TopHistory::PeersPicture(const Frame& frame, size_t lines) const {
+  const std::vector<v1::PeerDescription> peers = Peers(all_);
+  Table table({{"CLIENT"},
+               {"ROWS/S", Align::kRight},
+               {"IN", Align::kRight, 3},
+               {"OUT", Align::kRight, 4},
+               {"STAGING", Align::kRight, 2},
+               {"WAITING", Align::kRight, 5},
+               {"STREAMS", Align::kRight, 1},
+               {"IDLE", Align::kRight, 6},
+               {"ALL ROWS", Align::kRight, 7}});
+  const size_t shown = std::min(peers.size(), lines);
+  for (size_t i = 0; i < shown; ++i) {
+    const v1::PeerDescription& peer = peers[i];
+    const PeerRates rates = RatesOf(peer);
+    table.AddRow({NameOfPeer(peer.peer(), frame), HumanRate(rates.rows_per_second),
+                  ByteRate(rates.received_per_second), ByteRate(rates.sent_per_second),
+                  HumanBytes(peer.staging_bytes()), absl::StrFormat("%.1f", rates.waiting_slices),
+                  HumanCount(peer.open_streams()), IdleText(peer.idle_seconds()), HumanCount(peer.rows())});
+  }
+  std::string text = peers.empty() ? "" : table.ToString(frame.style, frame.columns);
+  if (shown < peers.size()) {
+    absl::StrAppend(&text, Line(absl::StrCat("and ", Counted(peers.size() - shown, "more client")), frame));
+  }
+  if (const size_t idle = static_cast<size_t>(now_->peers_size()) - peers.size(); idle > 0) {
+    const std::string line = absl::StrCat(Counted(idle, "client"), " idle for over a minute");
+    absl::StrAppend(&text, frame.style.Paint(Tone::kFaint, Truncated(line, frame.columns)), "\n");
+  }
+  return text;
+}
+
+std::string TopHistory::StreamsPicture(const Frame& frame, size_t lines) const {
+  const std::vector<v1::StreamDescription> streams = Streams();
+  Table table({{"STREAM", Align::kRight, 4},
+               {"CLIENT"},
+               {"HEAD", Align::kLeft, 2},
+               {"MICROBATCH", Align::kRight, 6},
+               {"ROWS QUEUED", Align::kRight, 1},
+               {"STAGING", Align::kRight, 3},
+               {"WAITS FOR"},
+               {"AGE", Align::kRight, 5},
+               {"KIND", Align::kLeft, 7}});
+  const size_t shown = std::min(streams.size(), lines);
+  for (size_t i = 0; i < shown; ++i) {
+    const v1::StreamDescription& stream = streams[i];
+    std::string wait = NameOfWait(stream.waits_for());
+    if (stream.wait_seconds() >= 0.1) absl::StrAppend(&wait, " ", HumanSeconds(stream.wait_seconds()));
+    const bool late =
+        stream.waits_for() != v1::STREAM_WAIT_SERVER && stream.wait_seconds() > kLongWaitSeconds;
+    table.AddRow({absl::StrCat(stream.number()), NameOfPeer(stream.peer(), frame), Printable(stream.head()),
+                  absl::StrCat(stream.microbatch_id()),
+                  absl::StrCat(HumanCount(stream.queued_rows()), "/", HumanCount(stream.rows())),
+                  HumanBytes(stream.staging_bytes()), late ? frame.style.Paint(Tone::kWarning, wait) : wait,
+                  HumanSeconds(stream.age_seconds()),
+                  absl::StrCat(stream.backward() ? "backward" : "forward",
+                               stream.shared_memory() ? ", shared memory" : "")});
+  }
+  std::string text = table.ToString(frame.style, frame.columns);
+  const uint64_t left_out = streams.size() - shown + now_->streams_left_out();
+  if (left_out > 0) {
+    absl::StrAppend(&text, Line(absl::StrCat("and ", Counted(left_out, "more stream")), frame));
+  }
+  return text;
+}
+
+std::string TopHistory::Render(const std::string& server, const Frame& frame) const {
+  std::string title = absl::StrCat("lossd at ", server);
+  if (now_.has_value()) absl::StrAppend(&title, Summary());
+  std::string text = absl::StrCat(frame.style.Paint(Tone::kTitle, Truncated(title, frame.columns)), "\n");
+  size_t used = 2;
+  if (!status_.ok()) {
+    const std::string line = absl::StrCat("no answer: ", Printable(status_.message()));
+    absl::StrAppend(&text, frame.style.Paint(Tone::kBad, Truncated(line, frame.columns)), "\n");
+    ++used;
+  }
+  if (!now_.has_value()) return text;
+  absl::StrAppend(&text, "\n");
+  if (now_->peers().empty()) return absl::StrCat(text, Line("no client has sent rows", frame));
+  // Each table has a line of titles, and may have one of what is left out; that of clients one of idle ones.
+  const size_t room = frame.lines > used + 6 ? frame.lines - used - 6 : 2;
+  const size_t peers = Peers(all_).size();
+  const auto streams = static_cast<size_t>(now_->streams_size());
+  const size_t for_peers = std::min(peers, std::max(room - std::min(streams, room / 2), room / 2));
+  absl::StrAppend(&text, PeersPicture(frame, std::max<size_t>(1, for_peers)));
+  if (streams == 0) return absl::StrCat(text, "\n", Line("no stream is open", frame));
+  return absl::StrCat(text, "\n",
+                      StreamsPicture(frame, std::max<size_t>(1, room - std::min(room, for_peers))));
+}
+
+nlohmann::ordered_json TopHistory::Json() const {
+  if (!status_.ok()) return {{"error", status_.message()}};
+  nlohmann::ordered_json json = {{"incarnation", HumanIncarnation(now_->incarnation())},
+                                 {"server_seconds", now_->time_seconds()},
+                                 {"interval_seconds", Seconds()},
+                                 {"peers", nlohmann::ordered_json::array()},
+                                 {"streams", nlohmann::ordered_json::array()},
+                                 {"streams_left_out", now_->streams_left_out()}};
+  for (const v1::PeerDescription& peer : Peers(/*all=*/true)) {
+    const PeerRates rates = RatesOf(peer);
+    json["peers"].push_back({{"peer", peer.peer()},
+                             {"rows_per_second", rates.rows_per_second},
+                             {"received_bytes_per_second", rates.received_per_second},
+                             {"sent_bytes_per_second", rates.sent_per_second},
+                             {"waiting_slices", rates.waiting_slices},
+                             {"staging_bytes", peer.staging_bytes()},
+                             {"open_streams", peer.open_streams()},
+                             {"streams", peer.streams()},
+                             {"rows", peer.rows()},
+                             {"received_bytes", peer.received_bytes()},
+                             {"sent_bytes", peer.sent_bytes()},
+                             {"device_wait_seconds", peer.device_wait_seconds()},
+                             {"idle_seconds", peer.idle_seconds()}});
+  }
+  for (const v1::StreamDescription& stream : Streams()) json["streams"].push_back(StreamJson(stream));
+  return json;
+}
 
 // ---- events ----
 
@@ -35,10 +691,9 @@ struct EventsFlags {
 
 absl::StatusOr<Events> Fetch(const Context& context, const std::string& address, uint64_t after) {
   const absl::Duration timeout = context.timeout_seconds > 0 ? context.timeout() : absl::Seconds(5);
-  const absl::StatusOr<std::string> text =
-      HttpFetch(address, absl::StrCat("/events.json?after=", after), context.credentials, timeout);
-  if (!text.ok()) return text.status();
-  return ParseEvents(*text);
+  LOSSD_TRY(const std::string text,
+            HttpFetch(address, absl::StrCat("/events.json?after=", after), context.credentials, timeout));
+  return ParseEvents(text);
 }
 
 // With --json a line of JSON for each event.
@@ -59,9 +714,8 @@ bool MayComeBack(const absl::Status& status) {
 }
 
 absl::Status RunEvents(Context* context, const EventsFlags& flags) {
-  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
-  if (!address.ok()) return address.status();
-  absl::StatusOr<Events> events = Fetch(*context, *address, flags.after);
+  LOSSD_TRY(const std::string address, context->HttpAddress(flags.http));
+  absl::StatusOr<Events> events = Fetch(*context, address, flags.after);
   if (!events.ok()) return events.status();
   Print(*context, *events);
   if (!flags.follow) return absl::OkStatus();
@@ -71,11 +725,11 @@ absl::Status RunEvents(Context* context, const EventsFlags& flags) {
   while (true) {
     interrupt.Sleep(kPause);
     if (interrupt.received() || !context->Printed().ok()) return absl::OkStatus();
-    events = Fetch(*context, *address, seen);
+    events = Fetch(*context, address, seen);
     // Another server counts from 1 again.
     if (events.ok() && events->incarnation != incarnation) {
       incarnation = events->incarnation;
-      events = Fetch(*context, *address, 0);
+      events = Fetch(*context, address, 0);
     }
     if (!events.ok() && MayComeBack(events.status())) continue;
     if (!events.ok()) return events.status();
@@ -192,23 +846,20 @@ struct TraceFlags {
 
 absl::Status RunTrace(Context* context, const TraceFlags& flags) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(30);
-  const absl::StatusOr<std::string> address = context->HttpAddress(flags.http);
-  if (!address.ok()) return address.status();
-  const absl::StatusOr<std::string> started =
-      HttpPost(*address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout);
-  if (!started.ok()) return started.status();
-  const auto answer = nlohmann::json::parse(*started, nullptr, /*allow_exceptions=*/false);
+  LOSSD_TRY(const std::string address, context->HttpAddress(flags.http));
+  LOSSD_TRY(const std::string started,
+            HttpPost(address, absl::StrCat("/trace?seconds=", flags.seconds), context->credentials, timeout));
+  const auto answer = nlohmann::json::parse(started, nullptr, /*allow_exceptions=*/false);
   if (!answer.is_object() || !answer.contains("recording") || !answer["recording"].is_number_unsigned()) {
     return absl::InternalError("the server's answer names no recording");
   }
   const Interrupt interrupt;
   interrupt.Sleep(absl::Seconds(flags.seconds) + absl::Milliseconds(50));
   if (interrupt.received()) return absl::CancelledError("interrupted; the server drops the trace by itself");
-  const absl::StatusOr<std::string> trace =
-      HttpPost(*address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
-               context->credentials, timeout);
-  if (!trace.ok()) return trace.status();
-  context->Print(*trace);
+  LOSSD_TRY(const std::string trace,
+            HttpPost(address, absl::StrCat("/trace.json?recording=", answer["recording"].get<uint64_t>()),
+                     context->credentials, timeout));
+  context->Print(trace);
   return absl::OkStatus();
 }
 

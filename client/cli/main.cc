@@ -12,10 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/commands.h"
-#include "client/cli/completion.h"
 #include "client/cli/context.h"
-#include "client/cli/errors.h"
 #include "client/cli/options.h"
 #include "client/cli/usage.h"
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Command line options that several commands use: the functions that add them to a CLI11 command, the global
-// options, and the question that commands ask before they throw something away (Confirm).
+// options, the question that commands ask before they throw something away (Confirm), the checks of values,
+// and the words for the protocol's enumerations. At the end stand the functions that add the commands.
 //
-// Thread-compatible: commands run on the main thread.
+// Thread-compatible: commands run on the main thread. The checks and words are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
 #define LOSSD_CLIENT_CLI_OPTIONS_H_
 
@@ -10,6 +11,7 @@
 #include <CLI/Validators.hpp>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,10 +23,14 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "client/cli/context.h"
 #include "client/cli/live.h"
 #include "client/cpp/client.h"
 #include "lossd/v1/head.pb.h"
+#include "lossd/v1/loss.pb.h"
+#include "lossd/v1/types.pb.h"
 
 namespace lossd::cli {
 
@@ -100,7 +106,7 @@ CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
       command, name, [value](E word) { *value = word; }, words, description);
 }
 
-// A number of bytes with or without a unit, as ParseBytes (value_checks.h) takes it.
+// A number of bytes with or without a unit, as ParseBytes takes it.
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
                       const std::string& description);
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<uint64_t>* value,
@@ -143,6 +149,79 @@ absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::
 
 // The options that say which loss is computed and how its rows travel. `options` outlives the command.
 void AddLossOptions(CLI::App* command, client::ComputeOptions* options);
+
+// What the value of an option may be: checks of numbers and texts, and the words for the protocol's
+// enumerations. Each check returns "" for a value that may stand there, and otherwise what it must be and
+// what it is: `must be a whole number from 1 to 64, got "-3"`.
+//
+// Stateless and thread-safe.
+
+using ValueCheck = std::function<std::string(const std::string&)>;
+
+// A number without a fraction, in [least, most].
+ValueCheck WholeNumber(uint64_t least = 0, uint64_t most = std::numeric_limits<uint64_t>::max());
+ValueCheck WholeNumberOfAnySign();
+// Whatever the field takes: infinite ones and "nan" are left to the field's own rule.
+ValueCheck AnyNumber();
+// Finite, and in [least, most] or above 0.
+ValueCheck NumberFromTo(double least, double most);
+ValueCheck NumberAboveZero();
+
+// Any number of bytes that fits: see ParseBytes.
+ValueCheck NumberOfBytes();
+ValueCheck NotEmpty();
+
+// `rule` is what follows "must", e.g. "be BEGIN:END"; `fits` says whether a value keeps to it.
+ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
+
+// A number, possibly with a fraction, and one of the units B, KiB, MiB, GiB, TiB (1024 each; the "iB" may be
+// left out) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. lossd's flags take the same,
+// but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
+std::optional<uint64_t> ParseBytes(absl::string_view text);
+
+// The words for the protocol's enumerations, as printed, as in JSON and as taken by flags.
+const std::map<std::string, v1::DType>& DTypes();                    // fp32, fp16, bf16
+const std::map<std::string, v1::Norm>& Norms();                      // none, layernorm, rmsnorm
+const std::map<std::string, v1::OptimizerState>& OptimizerStates();  // none, momentum, adam
+const std::map<std::string, v1::Param>& Params();                    // weight, bias, norm-gain, ...
+const std::map<std::string, v1::Role>& Roles();                      // value, gradient, moment1, moment2
+const std::map<std::string, v1::Logits>& LogitsWords();              // stored, recomputed
+const std::map<std::string, v1::Split>& Splits();                    // any, rows, vocabulary
+const std::map<std::string, v1::Gradients>& GradientsWords();        // exact, filtered, sampled, auto
+const std::map<std::string, v1::Reduction>& Reductions();            // sum, mean, none
+
+// The word for a value; "unspecified" for one without.
+template <typename E>
+std::string NameOf(const std::map<std::string, E>& words, E value) {
+  for (const auto& [word, meaning] : words) {
+    if (meaning == value) return word;
+  }
+  return "unspecified";
+}
+
+// The commands of lossctl, by group, which the sources *_command.cc and *_commands.cc define. Each function
+// adds its subcommands to `app`; a chosen subcommand sets context->action. `context` must outlive `app`.
+
+void AddServerCommands(CLI::App* app, Context* context);      // health, server, metrics
+void AddHeadCommands(CLI::App* app, Context* context);        // heads, describe, create, delete
+void AddResetCommand(CLI::App* app, Context* context);        // reset
+void AddSharesCommand(CLI::App* app, Context* context);       // shares
+void AddStepCommands(CLI::App* app, Context* context);        // grad-norm, step, zero-grad
+void AddCheckpointCommands(CLI::App* app, Context* context);  // save, load, checkpoints, checkpoints rm
+void AddTensorCommands(CLI::App* app, Context* context);      // read, write
+void AddLossCommand(CLI::App* app, Context* context);         // loss
+void AddBenchCommand(CLI::App* app, Context* context);        // bench
+void AddWatchCommand(CLI::App* app, Context* context);        // watch
+void AddTraceCommand(CLI::App* app, Context* context);        // trace
+void AddTopCommand(CLI::App* app, Context* context);          // top
+void AddContextCommand(CLI::App* app, Context* context);      // context list, use, add, remove, show
+void AddEventsCommand(CLI::App* app, Context* context);       // events
+void AddPlanCommand(CLI::App* app, Context* context);         // plan
+void AddCompletionCommand(CLI::App* app, Context* context);   // completion
+
+// What a completion script asks for: the words that may take the place of the last of `words`, one a line,
+// with a tab before a description; or ":file". `context` has the global options that are among `words`.
+void PrintCompletions(const CLI::App& app, absl::Span<const std::string> words, Context* context);
 
 }  // namespace lossd::cli
 

@@ -12,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cpp/call_errors.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
@@ -20,6 +19,7 @@
 #include "client/cpp/tensor_transfer.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::client {
 
@@ -55,8 +55,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> CheckpointCalls::SaveCheckpoint(
     if (update.has_progress() && on_progress != nullptr) on_progress(update.progress());
     if (update.has_saved()) saved = std::move(*update.mutable_saved());
   }
-  absl::Status status = internal::CallStatus(reader->Finish(), calls_core_->connections().peer());
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(internal::CallStatus(reader->Finish(), calls_core_->connections().peer()));
   if (!saved.has_value()) return absl::InternalError("the server did not say what it saved");
   return *std::move(saved);
 }
@@ -148,9 +147,8 @@ absl::Status CheckBegins(Client& client, const internal::HeadCache& cache, absl:
                          absl::Duration timeout) {
   const std::optional<internal::HeadInfo> facts = cache.Facts(head);
   if (facts.has_value() && facts->histories) return absl::OkStatus();
-  const absl::StatusOr<v1::HeadDescription> found = client.DescribeHead(head, timeout);
-  if (!found.ok()) return found.status();
-  if (found->has_history() || (found->updates() == 0 && found->state().step() == 0)) return absl::OkStatus();
+  LOSSD_TRY(const v1::HeadDescription found, client.DescribeHead(head, timeout));
+  if (found.has_history() || (found.updates() == 0 && found.state().step() == 0)) return absl::OkStatus();
   return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
 }
 
@@ -186,16 +184,11 @@ Client::Client(std::unique_ptr<Core> core) : CheckpointCalls(core.get()), core_(
 
 Client::~Client() = default;
 
-double LossResult::gradient_error() const {
-  return squared_gradient > 0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
-}
-
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
-  absl::StatusOr<std::unique_ptr<internal::Connections>> connections = internal::Connections::Open(options);
-  if (!connections.ok()) return connections.status();
-  const uint64_t expected = options.expected_incarnation, found = (*connections)->incarnation();
+  LOSSD_TRY(std::unique_ptr<internal::Connections> connections, internal::Connections::Open(options));
+  const uint64_t expected = options.expected_incarnation, found = connections->incarnation();
   if (expected != 0 && expected != found) return internal::RestartedError(expected, found);
-  return std::unique_ptr<Client>(new Client(std::make_unique<Core>(options, *std::move(connections))));
+  return std::unique_ptr<Client>(new Client(std::make_unique<Core>(options, std::move(connections))));
 }
 
 const ClientOptions& Client::options() const { return core_->options(); }
@@ -240,10 +233,9 @@ absl::StatusOr<bool> Client::ReleaseMicrobatch(absl::string_view head, uint64_t 
   request.set_head(std::string(head));
   request.set_microbatch_id(id);
   request.set_run(options().run);
-  auto result = Call(*core_, core_->connections().loss(), &v1::LossService::Stub::ReleaseMicrobatch, request,
-                     DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
-  if (!result.ok()) return result.status();
-  return result->released();
+  LOSSD_TRY(auto result, Call(*core_, core_->connections().loss(), &v1::LossService::Stub::ReleaseMicrobatch,
+                              request, DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient));
+  return result.released();
 }
 
 void Client::AcknowledgeRestart(absl::string_view head) { core_->head_cache().ForgetAccumulation(head); }
@@ -264,19 +256,17 @@ absl::StatusOr<v1::HeadDescription> Client::DescribeHead(absl::string_view head,
 }
 
 absl::StatusOr<std::vector<v1::HeadDescription>> Client::ListHeads(absl::Duration timeout) {
-  auto result =
-      Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListHeads, v1::ListHeadsRequest(),
-           DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
-  if (!result.ok()) return result.status();
-  return std::vector<v1::HeadDescription>(result->heads().begin(), result->heads().end());
+  LOSSD_TRY(auto result, Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ListHeads,
+                              v1::ListHeadsRequest(), DeadlineAfter(timeout, options().call_timeout),
+                              Repeat::kIfTransient));
+  return std::vector<v1::HeadDescription>(result.heads().begin(), result.heads().end());
 }
 
 absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) {
   v1::DeleteHeadRequest request;
   request.set_head(std::string(head));
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteHead, request,
-                     DeadlineAfter(timeout, options().call_timeout), kNever);
-  if (!result.ok()) return result.status();
+  LOSSD_TRY(auto result, Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::DeleteHead,
+                              request, DeadlineAfter(timeout, options().call_timeout), kNever));
   core_->head_cache().ForgetFacts(head);
   core_->head_cache().ForgetAccumulation(head);
   return absl::OkStatus();
@@ -285,21 +275,19 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
 absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param param, v1::Role role,
                                           absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  absl::StatusOr<v1::HeadDescription> description = DescribeHead(head, deadline - clocks::SteadyNow());
-  if (!description.ok()) return description.status();
-  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), param);
-  if (!shape.ok()) return shape.status();
-  Tensor tensor{shape->rows, shape->cols, std::vector<float>(shape->rows * shape->cols)};
+  LOSSD_TRY(v1::HeadDescription description, DescribeHead(head, deadline - clocks::SteadyNow()));
+  LOSSD_TRY(TensorShape shape, internal::ParamShape(description.spec(), param));
+  Tensor tensor{shape.rows, shape.cols, std::vector<float>(shape.rows * shape.cols)};
   v1::ReadTensorRequest request;
   request.set_head(std::string(head));
   request.set_param(param);
   request.set_role(role);
-  request.mutable_rows()->set_end(shape->rows);
+  request.mutable_rows()->set_end(shape.rows);
   request.set_dtype(v1::DTYPE_FP32);
   const absl::StatusOr<TensorShape> read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted, [&] {
-    return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape->rows);
+    return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape.rows);
   });
-  if (!read.ok()) return IfMadeAgain(read.status(), head, param, *shape, deadline);
+  if (!read.ok()) return IfMadeAgain(read.status(), head, param, shape, deadline);
   return tensor;
 }
 
@@ -326,12 +314,10 @@ absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor
                                                             absl::Span<const char> payload,
                                                             absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - clocks::SteadyNow());
-  if (!description.ok()) return description.status();
-  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
-  if (!shape.ok()) return shape.status();
-  auto written = internal::WriteTensor(*core_, open, *shape, payload, deadline);
-  if (!written.ok()) return IfMadeAgain(written.status(), open.head(), open.param(), *shape, deadline);
+  LOSSD_TRY(v1::HeadDescription description, DescribeHead(open.head(), deadline - clocks::SteadyNow()));
+  LOSSD_TRY(TensorShape shape, internal::ParamShape(description.spec(), open.param()));
+  auto written = internal::WriteTensor(*core_, open, shape, payload, deadline);
+  if (!written.ok()) return IfMadeAgain(written.status(), open.head(), open.param(), shape, deadline);
   return written;
 }
 
@@ -343,22 +329,20 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   const TrainerStep at = cache.StepOf(open.head(), open.step());
   absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - clocks::SteadyNow());
   if (!description.ok()) return cache.Interpret(at, description.status());
-  absl::StatusOr<TensorShape> shape = internal::ParamShape(description->spec(), open.param());
-  if (!shape.ok()) return shape.status();
+  LOSSD_TRY(TensorShape shape, internal::ParamShape(description->spec(), open.param()));
   const auto attempt = [&]() -> absl::StatusOr<v1::AddGradientResponse> {
-    if (absl::Status status = cache.CheckCurrent(at); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(cache.CheckCurrent(at));
     v1::OpenGradient meant = open;
     NameRun(options().run, &meant);
     if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
-    return internal::AddGradient(*core_, meant, *shape, payload, deadline);
+    return internal::AddGradient(*core_, meant, shape, payload, deadline);
   };
   auto result = Repeated(*core_, deadline, Repeat::kIfTransient, attempt);
   if (!result.ok()) {
     const absl::Status error = cache.Interpret(at, result.status());
-    return IfMadeAgain(error, open.head(), open.param(), *shape, deadline);
+    return IfMadeAgain(error, open.head(), open.param(), shape, deadline);
   }
-  absl::Status noted = cache.NoteAccumulation(at, GradientsId::Of(result->state()));
-  if (!noted.ok()) return noted;
+  LOSSD_RETURN_IF_ERROR(cache.NoteAccumulation(at, GradientsId::Of(result->state())));
   return result;
 }
 
@@ -389,8 +373,7 @@ absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, st
   if (!result.ok())
     return step.has_value() ? core_->head_cache().Interpret(at, result.status()) : result.status();
   at.step = result->state().step();
-  absl::Status checked = core_->head_cache().Check(at, GradientsId::Of(result->state()));
-  if (!checked.ok()) return checked;
+  LOSSD_RETURN_IF_ERROR(core_->head_cache().Check(at, GradientsId::Of(result->state())));
   return result;
 }
 
@@ -409,8 +392,7 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
   auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ApplyStep, meant,
                      DeadlineAfter(timeout, options().call_timeout), Repeat::kIfTransient);
   if (!result.ok()) return cache.Interpret(at, result.status());
-  absl::Status checked = cache.Check(at, {.incarnation = result->applied_incarnation()});
-  if (!checked.ok()) return checked;
+  LOSSD_RETURN_IF_ERROR(cache.Check(at, {.incarnation = result->applied_incarnation()}));
   cache.CloseStep(request.head(), request.step());
   return result;
 }
@@ -421,11 +403,10 @@ absl::StatusOr<v1::HeadState> Client::ZeroGradients(absl::string_view head, uint
   request.set_head(std::string(head));
   request.set_run(options().run);
   request.set_step(step);
-  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients, request,
-                     DeadlineAfter(timeout, options().call_timeout), kNever);
-  if (!result.ok()) return result.status();
+  LOSSD_TRY(auto result, Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::ZeroGradients,
+                              request, DeadlineAfter(timeout, options().call_timeout), kNever));
   core_->head_cache().ForgetAccumulation(head);
-  return result->state();
+  return result.state();
 }
 
 absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) {
@@ -434,11 +415,6 @@ absl::StatusOr<v1::ServerDescription> Client::GetServer(absl::Duration timeout) 
 }
 
 MonitoringCalls Client::monitoring() const { return MonitoringCalls(core_.get()); }
-
-size_t ElementSize(v1::DType dtype) {
-  if (dtype == v1::DTYPE_FP32) return 4;
-  return dtype == v1::DTYPE_FP16 || dtype == v1::DTYPE_BF16 ? 2 : 0;
-}
 
 // ---- Calls that make heads, or make them as new ----
 
@@ -520,16 +496,13 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
     core_->head_cache().ForgetAccumulation(request.spec().name());
   }
   if (!absl::IsAlreadyExists(result.status()) || if_exists == IfExists::kError) return result;
-  absl::StatusOr<v1::HeadDescription> found =
-      DescribeHead(request.spec().name(), deadline - clocks::SteadyNow());
-  if (!found.ok()) return found.status();
-  if (absl::Status same = CheckSame(found->spec(), request.spec()); !same.ok()) return same;
+  LOSSD_TRY(v1::HeadDescription found, DescribeHead(request.spec().name(), deadline - clocks::SteadyNow()));
+  LOSSD_RETURN_IF_ERROR(CheckSame(found.spec(), request.spec()));
   if (if_exists == IfExists::kKeep) return found;
   v1::ResetHeadRequest reset = ResetTo(request);
-  reset.set_incarnation(found->state().incarnation());
-  absl::StatusOr<v1::ResetHeadResponse> done = ResetHead(reset, deadline - clocks::SteadyNow());
-  if (!done.ok()) return done.status();
-  return std::move(*done->mutable_head());
+  reset.set_incarnation(found.state().incarnation());
+  LOSSD_TRY(v1::ResetHeadResponse done, ResetHead(reset, deadline - clocks::SteadyNow()));
+  return std::move(done->mutable_head());
 }
 
 namespace {
@@ -554,10 +527,9 @@ absl::StatusOr<Response> Change(Client& client, internal::Core& core,
                                                                               const Request&, Response*),
                                 Request request, absl::Time deadline) {
   if (!request.has_incarnation()) {
-    const absl::StatusOr<v1::HeadDescription> head =
-        client.DescribeHead(request.head(), deadline - clocks::SteadyNow());
-    if (!head.ok()) return head.status();
-    request.set_incarnation(head->state().incarnation());
+    LOSSD_TRY(const v1::HeadDescription head,
+              client.DescribeHead(request.head(), deadline - clocks::SteadyNow()));
+    request.set_incarnation(head.state().incarnation());
   }
   auto result = internal::Call(core, core.connections().heads(), method, request, deadline,
                                internal::Repeat::kIfTransient);

@@ -117,145 +117,6 @@ class MonitoringCalls {
   const internal::Core* core_;
 };
 
-// Where the caller's hidden states and their gradients are.
-//
-// kDevice is memory of a GPU of this host as CUDA's driver and runtime allocate it, also on another GPU than
-// the server's, with any transport (ClientOptions): rows are copied to and from memory of the server's GPU,
-// or by way of memory of the host. The client copies on streams of its own: what writes the hidden states,
-// and what still uses the memory of the gradients, must have ended before the call begins
-// (cudaStreamSynchronize), or be on the stream that Microbatch::stream names. When the call is done, the
-// gradients are there for work of any stream. The first such call loads CUDA's driver, which takes a moment.
-// INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is no driver, or
-// if it fails, which counts as a stream that breaks.
-enum class Memory { kHost, kDevice };
-
-// The rows of one loss computation.
-struct Microbatch {
-  std::string head;
-  // The open step the gradients belong to. Required with ComputeOptions::accumulate_gradients.
-  std::optional<uint64_t> step;
-  // Names the microbatch within (head, step). Sending the same id again with the same contents is safe.
-  uint64_t id = 0;
-
-  uint64_t hidden_size = 0;  // D
-  v1::DType hidden_dtype = v1::DTYPE_BF16;
-  // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid.
-  const void* hidden = nullptr;
-  Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
-  // With Memory::kDevice: a stream (cudaStream_t, CUstream) of the GPU that has `hidden`. The client's copies
-  // wait, on the GPU, for what it has been given before the call, and for nothing that it is given later.
-  // That must not wait for calls of this client itself. The stream may be destroyed before the call is done.
-  // Null is CUDA's default stream; nullopt: the copies wait for none.
-  std::optional<void*> stream;
-  // [N]; its size is N. A class in [0, V) or ComputeOptions::loss.ignore_index. Copied.
-  absl::Span<const int32_t> targets;
-  // Empty, or [N]: multiply the rows' losses and gradients. Copied.
-  absl::Span<const float> row_weights;
-};
-
-// Where results go; not owned. Only what is given is computed and sent. After an error the contents are
-// unspecified.
-struct LossOutputs {
-  // [N, D] of Microbatch::hidden_dtype: dL/dx; 0 for ignored rows. Null: not wanted.
-  void* grad_hidden = nullptr;
-  // Each empty (not wanted) or [N]. Natural logarithms; 0 for ignored rows.
-  absl::Span<float> row_loss;
-  absl::Span<float> row_lse;       // log sum exp of the logits
-  absl::Span<float> row_entropy;   // of the softmax, nats
-  absl::Span<float> row_logprob;   // log p of the target
-  absl::Span<int32_t> row_argmax;  // class of the largest logit; -1 for ignored rows
-};
-
-// How a loss is computed, and how its rows travel.
-struct ComputeOptions {
-  v1::LossOptions loss;
-
-  // Loss and gradient scale.
-  // With REDUCTION_NONE there are no gradients yet (see retain), and LossResult::loss is the sum.
-  v1::Reduction reduction = v1::REDUCTION_MEAN;
-  // REDUCTION_MEAN: what sums are divided by. Absent: the number of valid targets of the microbatch; with
-  // loss.use_class_weights it must be given (the sum of u_y over valid rows).
-  std::optional<double> normalizer;
-  // The gradient of the final objective with respect to this loss; multiplies every gradient. Absent: 1.
-  std::optional<float> grad_output;
-  // Add dL/dW, dL/db, ... to the head's accumulators. Computed at most once per row, whatever breaks.
-  bool accumulate_gradients = false;
-  // REDUCTION_NONE: keep the hidden states on the server for Client::Backward, under Microbatch::id.
-  bool retain = false;
-
-  // How rows travel.
-  // Concurrent streams; fewer if rows are few. 0: one per connection; in shared memory one for each 8 MiB of
-  // rows, up to four and to half of the machine's cores, unless the server is deterministic.
-  int streams = 0;
-  // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB
-  // in messages, 4 MiB in shared memory, and in memory of the GPU as much as a quarter of it holds.
-  std::optional<uint64_t> slice_bytes;
-
-  absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
-  int max_attempts = 0;                           // zero: RetryOptions::max_attempts
-};
-
-// Upstream gradients of the rows of a microbatch that was computed with ComputeOptions::retain.
-struct RetainedGradients {
-  std::string head;
-  // The step the rows were retained in; it must still be open. Required with accumulate_gradients.
-  std::optional<uint64_t> step;
-  uint64_t id = 0;  // Microbatch::id
-
-  uint64_t hidden_size = 0;                 // D
-  v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
-  Memory memory = Memory::kHost;            // of the `grad_hidden` of Client::Backward
-  std::optional<void*> stream;              // as Microbatch::stream, of the GPU that has `grad_hidden`
-  // [N], finite: the gradient of the objective with respect to each row's loss. Those of ignored rows do not
-  // matter. Copied.
-  absl::Span<const float> grad_loss;
-  // Each empty (0) or [N]: with respect to each row's log sum exp and entropy. Copied.
-  absl::Span<const float> grad_lse;
-  absl::Span<const float> grad_entropy;
-};
-
-struct BackwardOptions {
-  bool accumulate_gradients = false;  // as in ComputeOptions
-  int streams = 0;
-  absl::Duration timeout = absl::ZeroDuration();
-  int max_attempts = 0;
-};
-
-// The sums of one loss computation, and what it cost.
-struct LossResult {
-  double loss = 0;         // loss_sum / normalizer; 0 if no row is valid
-  double loss_sum = 0;     // over valid rows: z-loss included, row weights applied
-  double z_loss_sum = 0;   // the z-loss part of loss_sum
-  double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
-  double normalizer = 1;   // as used; 1 for REDUCTION_SUM
-  // Probability that GRADIENTS_FILTERED left out of the gradients, summed over valid rows.
-  double dropped_mass = 0;
-  // Of sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of
-  // what sampling adds to the gradient of the logits, and the square of that gradient.
-  double sampling_variance = 0;
-  double squared_gradient = 0;
-  // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.
-  double gradient_error() const;
-
-  uint64_t valid_rows = 0;
-  uint64_t correct_rows = 0;      // largest logit is the target's
-  uint64_t accumulated_rows = 0;  // valid rows added to the accumulators by this call
-  uint64_t repeated_rows = 0;     // valid rows that had been added before (a repeat after a broken call)
-
-  // Where the server stood.
-  uint64_t incarnation = 0;
-  uint64_t step = 0;
-
-  // Cost.
-  double queue_seconds = 0;     // summed over slices: waiting for the device
-  double compute_seconds = 0;   // summed over slices: on the device
-  double wall_seconds = 0;      // from the call to its result
-  uint64_t sent_bytes = 0;      // payload only, repeats included
-  uint64_t received_bytes = 0;  // payload only, repeats included
-  int streams = 0;
-  int repeats = 0;  // streams that were sent again
-};
-
 namespace internal {
 class LossCall;
 }  // namespace internal
@@ -284,22 +145,6 @@ class PendingLoss {
   explicit PendingLoss(std::shared_ptr<internal::LossCall> call) : call_(std::move(call)) {}
 
   std::shared_ptr<internal::LossCall> call_;
-};
-
-// Called once, on a thread of the client that all callbacks share: hand long work to another thread. Must not
-// destroy the Client or the PendingLoss it belongs to, nor wait for another one.
-using LossCallback = absl::AnyInvocable<void(const absl::StatusOr<LossResult>&)>;
-
-// A tensor's values as a matrix; vectors have one column.
-struct Tensor {
-  uint64_t rows = 0;
-  uint64_t cols = 0;
-  std::vector<float> values;  // [rows, cols]
-};
-
-struct TensorShape {
-  uint64_t rows = 0;
-  uint64_t cols = 0;  // 1 for vectors
 };
 
 // What becomes of a head that CreateHead finds under the name.
@@ -443,9 +288,6 @@ class Client : public CheckpointCalls {
 
   const std::unique_ptr<internal::Core> core_;
 };
-
-// Bytes of one element; 0 for DTYPE_UNSPECIFIED and unknown values.
-size_t ElementSize(v1::DType dtype);
 
 }  // namespace lossd::client
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The connections of one client, the stubs over them, and the server that they lead to. A client that was not
-// told how many connections to take opens further ones while it works: ConnectionChooser decides when.
+// The connections of one client, the stubs over them, and the server that they lead to: how they are opened,
+// with which credentials, and what the first call on each finds there. A client that was not told how many
+// connections to take opens further ones while it works: ConnectionChooser decides when.
 //
 // Connections is thread-safe; ConnectionChooser is thread-compatible; functions are stateless and
 // thread-safe.
@@ -14,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,12 +24,14 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "client/cpp/client.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/probe.h"
 #include "client/cpp/regions.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
+#include "lossd/v1/server.pb.h"
 
 namespace lossd::client::internal {
 
@@ -167,6 +171,50 @@ class Connections {
 };
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);
+
+// How a client connects: the channels that it opens with its credentials, the first call on each of them,
+// which finds out whether a lossd is there, and the error that says what is there if not.
+//
+// Functions are stateless and thread-safe.
+
+// The client's own view of Credentials, of which this is the only kind. Thread-safe.
+class ChannelCredentials final : public Credentials {
+ public:
+  // `pem`: the contents of the files that `options` names.
+  ChannelCredentials(CredentialOptions options, CredentialOptions pem)
+      : options_(std::move(options)), pem_(std::move(pem)) {}
+
+  // INVALID_ARGUMENT if a token would go to another host in the clear.
+  absl::Status CheckTarget(const std::string& target) const;
+  std::shared_ptr<grpc::Channel> Open(const std::string& target,
+                                      const grpc::ChannelArguments& arguments) const;
+  // Why no connection to `target` comes about (Explain); OK: nothing was found, so that a
+  // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
+  absl::Status Diagnose(const std::string& target) const;
+
+ private:
+  bool has_tls() const { return !options_.ca.empty(); }
+
+  const CredentialOptions options_;
+  const CredentialOptions pem_;
+};
+
+// The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
+// no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
+// `options`: what the client was given. tests/client/golden/listeners.json has cases that the Python client
+// shares (client/python/src/lossd/_diagnosis.py).
+absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
+
+// UNAVAILABLE: there is no server at `target`, because of `why`, a sentence without its full stop, or "".
+absl::Status NoServerError(const std::string& target, absl::string_view why);
+
+// Waits until the server has answered on this channel. UNAVAILABLE if nobody is there: at once, unless
+// options.wait_for_server. What waiting cannot mend (TLS on one side only, another program, ...) is returned
+// at once in any case. A server that takes connections but says nothing may be busy, so it has until the
+// deadline. The description is empty if the server does not know this client, or gives it no role.
+absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Channel>& channel,
+                                                  const ChannelCredentials& credentials,
+                                                  const ClientOptions& options, absl::Time deadline);
 
 }  // namespace lossd::client::internal
 

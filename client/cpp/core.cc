@@ -3,16 +3,186 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/random/random.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "client/cpp/client_options.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {
+
+// ---- HeadCache ----
+
+std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto it = facts_.find(head);
+  if (it == facts_.end()) return std::nullopt;
+  return it->second;
+}
+
+void HeadCache::Learn(const v1::HeadDescription& description) {
+  absl::MutexLock lock(&mu_);
+  facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits(),
+                                       description.has_history()};
+}
+
+void HeadCache::ForgetFacts(absl::string_view head) {
+  absl::MutexLock lock(&mu_);
+  facts_.erase(head);
+}
+
+TrainerStep HeadCache::StepOf(absl::string_view head, uint64_t step) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto it = starts_.find(head);
+  return {std::string(head), step, it == starts_.end() ? 0 : it->second};
+}
+
+bool HeadCache::IsCurrent(const TrainerStep& at) const {
+  auto it = starts_.find(at.head);
+  return at.starts == (it == starts_.end() ? 0 : it->second);
+}
+
+std::optional<GradientsId> HeadCache::Meant(const TrainerStep& at) const {
+  auto it = accumulations_.find(at.head);
+  if (it != accumulations_.end() && it->second.step == at.step) return it->second.gradients;
+  if (expected_incarnation_ == 0 || acknowledged_.contains(at.head)) return std::nullopt;
+  return GradientsId{.incarnation = expected_incarnation_};
+}
+
+absl::Status HeadCache::CheckLocked(const TrainerStep& at, const GradientsId& now) const {
+  const std::optional<GradientsId> before = Meant(at);
+  if (!before.has_value()) return absl::OkStatus();
+  if (before->incarnation != now.incarnation) {
+    return RestartedError(at.head, before->incarnation, now.incarnation, at.step);
+  }
+  const bool known = before->generation != 0 && now.generation != 0;
+  if (!known || before->generation == now.generation) return absl::OkStatus();
+  return DiscardedError(at.head, at.step, before->generation, now.generation);
+}
+
+absl::Status HeadCache::CheckCurrent(const TrainerStep& at) const {
+  absl::ReaderMutexLock lock(&mu_);
+  return IsCurrent(at) ? absl::OkStatus() : DiscardedByThisClientError(at.head, at.step);
+}
+
+absl::Status HeadCache::NoteAccumulation(const TrainerStep& at, const GradientsId& gradients) {
+  absl::MutexLock lock(&mu_);
+  if (!IsCurrent(at)) return DiscardedByThisClientError(at.head, at.step);
+  absl::Status status = CheckLocked(at, gradients);
+  if (status.ok()) accumulations_[at.head] = {at.step, gradients};
+  return status;
+}
+
+std::optional<GradientsId> HeadCache::GradientsOf(const TrainerStep& at) const {
+  absl::ReaderMutexLock lock(&mu_);
+  return Meant(at);
+}
+
+absl::Status HeadCache::Check(const TrainerStep& at, const GradientsId& gradients) const {
+  absl::ReaderMutexLock lock(&mu_);
+  return IsCurrent(at) ? CheckLocked(at, gradients) : absl::OkStatus();
+}
+
+absl::Status HeadCache::Interpret(const TrainerStep& at, const absl::Status& status) const {
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
+  if (detail.has_value() && detail->incarnation() != 0) {
+    LOSSD_RETURN_IF_ERROR(Check(at, {.incarnation = detail->incarnation()}));
+  }
+  return RefusesGeneration(status) ? DiscardedError(at.head, at.step, status) : status;
+}
+
+void HeadCache::CloseStep(absl::string_view head, uint64_t step) {
+  absl::MutexLock lock(&mu_);
+  auto it = accumulations_.find(head);
+  if (it != accumulations_.end() && it->second.step <= step) accumulations_.erase(it);
+}
+
+void HeadCache::ForgetAccumulation(absl::string_view head) {
+  absl::MutexLock lock(&mu_);
+  accumulations_.erase(head);
+  ++starts_[head];
+  if (expected_incarnation_ != 0) acknowledged_.insert(std::string(head));
+}
+
+// ---- AnswerCheck ----
+
+AnswerCheck::AnswerCheck(HeadCache* head_cache, std::string head, std::optional<uint64_t> step,
+                         bool accumulates, bool in_step)
+    : head_cache_(head_cache),
+      head_(std::move(head)),
+      accumulates_(accumulates),
+      in_step_(in_step),
+      at_(in_step && step.has_value() ? std::make_optional(head_cache->StepOf(head_, *step)) : std::nullopt) {
+}
+
+absl::Status AnswerCheck::CheckStep(const v1::HeadState& state) {
+  if (!accumulates_) return head_cache_->Check(*at_, GradientsId::Of(state));
+  if (state.step() != at_->step) {
+    return ServerSent("step ", state.step(), " in answer to step ", at_->step);
+  }
+  return head_cache_->NoteAccumulation(*at_, GradientsId::Of(state));
+}
+
+absl::Status AnswerCheck::Accept(const v1::HeadState& state) {
+  if (state.incarnation() == 0) return ServerSent("incarnation 0");
+  if (at_.has_value()) {
+    LOSSD_RETURN_IF_ERROR(CheckStep(state));
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value()) state_ = state;
+  if (state_->incarnation() != state.incarnation()) {
+    return Restarted(state_->incarnation(), state.incarnation());
+  }
+  if (state_->step() != state.step()) {
+    return absl::AbortedError(absl::StrCat("head \"", head_, "\" moved from step ", state_->step(),
+                                           " to step ", state.step(), " during the call"));
+  }
+  if (in_step_ && state_->generation() != state.generation()) {
+    return DiscardedError(head_, state.step(), state_->generation(), state.generation());
+  }
+  if (state_->weights_version() != state.weights_version()) {
+    return absl::AbortedError(absl::StrCat("the weights of head \"", head_, "\" changed during the call"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AnswerCheck::Restarted(uint64_t before, uint64_t now) const {
+  return RestartedError(head_, before, now, accumulates_ ? std::make_optional(at_->step) : std::nullopt);
+}
+
+absl::Status AnswerCheck::Interpret(const absl::Status& status) const {
+  if (at_.has_value()) {
+    absl::Status meant = head_cache_->Interpret(*at_, status);
+    if (meant != status) return meant;
+  }
+  const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
+  if (!detail.has_value() || detail->incarnation() == 0) return status;
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value() || state_->incarnation() == detail->incarnation()) return status;
+  return Restarted(state_->incarnation(), detail->incarnation());
+}
+
+absl::StatusOr<std::optional<GradientsId>> AnswerCheck::Meant() const {
+  if (at_.has_value()) {
+    LOSSD_RETURN_IF_ERROR(head_cache_->CheckCurrent(*at_));
+    const std::optional<GradientsId> known = head_cache_->GradientsOf(*at_);
+    if (known.has_value()) return known;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!state_.has_value()) return std::optional<GradientsId>();
+  return GradientsId{state_->incarnation(), in_step_ ? state_->generation() : 0};
+}
+
+void AnswerCheck::BeginAgain() {
+  absl::MutexLock lock(&mu_);
+  state_.reset();
+}
 
 // ---- Executor ----
 
@@ -89,9 +259,6 @@ double Jitter() {
 
 namespace {
 
-// In the message of a status that gRPC makes for a message beyond a limit of one side.
-constexpr absl::string_view kTooLarge = "essage larger than max";
-
 bool MayRepeat(const absl::Status& status, Repeat repeat) {
   if (IsTransient(status)) return true;
   return repeat == Repeat::kIfTransientOrAborted && status.code() == absl::StatusCode::kAborted &&
@@ -99,12 +266,6 @@ bool MayRepeat(const absl::Status& status, Repeat repeat) {
 }
 
 }  // namespace
-
-bool IsTransient(const absl::Status& status) {
-  if (absl::IsUnavailable(status)) return true;
-  return absl::IsResourceExhausted(status) && !wire::GetErrorDetail(status).has_value() &&
-         !absl::StrContains(status.message(), kTooLarge);
-}
 
 std::optional<absl::Duration> WaitBeforeRepeat(const RetryOptions& options, const absl::Status& status,
                                                int attempt, absl::Duration left, double jitter,

@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::client::internal {
 namespace {
@@ -156,9 +158,8 @@ absl::StatusOr<CudaDriver*> CudaDriver::Get() {
   static CudaDriver* driver = nullptr;  // once there is one
   absl::MutexLock lock(mutex);
   if (driver != nullptr) return driver;
-  absl::StatusOr<std::unique_ptr<CudaDriver>> loaded = Load(kLibrary);
-  if (!loaded.ok()) return loaded.status();
-  driver = loaded->release();
+  LOSSD_TRY(std::unique_ptr<CudaDriver> loaded, Load(kLibrary));
+  driver = loaded.release();
   return driver;
 }
 
@@ -169,7 +170,7 @@ absl::StatusOr<std::unique_ptr<CudaDriver>> CudaDriver::Load(const std::string& 
   if (!functions->missing.empty())
     return absl::UnavailableError(absl::StrCat("no CUDA driver: ", library, " lacks ", functions->missing));
   std::unique_ptr<CudaDriver> driver(new CudaDriver(std::move(functions)));
-  if (absl::Status status = driver->Check(driver->functions_->init(0), "cuInit"); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(driver->Check(driver->functions_->init(0), "cuInit"));
   return driver;
 }
 
@@ -187,14 +188,13 @@ absl::Status CudaDriver::Check(int result, absl::string_view function) const {
 
 absl::StatusOr<int> CudaDriver::Count() const {
   int count = 0;
-  if (absl::Status status = Check(functions_->count(&count), "cuDeviceGetCount"); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->count(&count), "cuDeviceGetCount"));
   return count;
 }
 
 absl::StatusOr<std::string> CudaDriver::UuidOf(int device) const {
   Uuid raw = {};
-  if (absl::Status status = Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"); !status.ok())
-    return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->uuid(&raw, device), "cuDeviceGetUuid"));
   const std::string hex = absl::BytesToHexString({reinterpret_cast<const char*>(raw.data()), raw.size()});
   const absl::string_view text = hex;
   return absl::StrCat("GPU-", text.substr(0, 8), "-", text.substr(8, 4), "-", text.substr(12, 4), "-",
@@ -202,12 +202,10 @@ absl::StatusOr<std::string> CudaDriver::UuidOf(int device) const {
 }
 
 absl::StatusOr<std::optional<int>> CudaDriver::Find(absl::string_view uuid) const {
-  const absl::StatusOr<int> count = Count();
-  if (!count.ok()) return count.status();
-  for (int device = 0; device < *count; ++device) {
-    const absl::StatusOr<std::string> found = UuidOf(device);
-    if (!found.ok()) return found.status();
-    if (uuid == *found) return device;
+  LOSSD_TRY(const int count, Count());
+  for (int device = 0; device < count; ++device) {
+    LOSSD_TRY(const std::string found, UuidOf(device));
+    if (uuid == found) return device;
   }
   return std::nullopt;
 }
@@ -230,7 +228,7 @@ std::optional<int> CudaDriver::Distance(int from, int to) const {
 absl::StatusOr<int> CudaDriver::DeviceOf(const void* address) {
   int device = 0;
   const Result result = functions_->pointer_attribute(&device, kDeviceOrdinal, ToAddress(address));
-  if (absl::Status status = Check(result, "cuPointerGetAttribute"); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(result, "cuPointerGetAttribute"));
   return device;
 }
 
@@ -238,8 +236,7 @@ absl::StatusOr<void*> CudaDriver::Context(int device) {
   absl::MutexLock lock(&mu_);
   void*& context = contexts_[device];
   if (context == nullptr) {
-    absl::Status status = Check(functions_->retain_context(&context, device), "cuDevicePrimaryCtxRetain");
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(Check(functions_->retain_context(&context, device), "cuDevicePrimaryCtxRetain"));
   }
   return context;
 }
@@ -291,10 +288,9 @@ bool CudaDriver::LetReach(uint8_t* address, uint64_t bytes, int owner, int other
 absl::Status CudaDriver::Connect(uint64_t address, uint64_t bytes, int owner, int other) {
   const Entered current(this, owner);
   if (!current.status().ok()) return current.status();
-  const absl::StatusOr<void*> context = Context(other);
-  if (!context.ok()) return context.status();
-  if (absl::Status status = GiveAccess(address, bytes, other); !status.ok()) return status;
-  const Result enabled = functions_->enable_peer(*context, 0);
+  LOSSD_TRY(void* const context, Context(other));
+  LOSSD_RETURN_IF_ERROR(GiveAccess(address, bytes, other));
+  const Result enabled = functions_->enable_peer(context, 0);
   return enabled == kAlreadyEnabled ? absl::OkStatus() : Check(enabled, "cuCtxEnablePeerAccess");
 }
 
@@ -314,8 +310,7 @@ absl::StatusOr<uint8_t*> CudaDriver::Allocate(uint64_t bytes, int device) {
   const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   Address address = 0;
-  absl::Status status = Check(functions_->allocate(&address, bytes), "cuMemAlloc");
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->allocate(&address, bytes), "cuMemAlloc"));
   return ToPointer(address);
 }
 
@@ -356,11 +351,9 @@ absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaDriver::PointOf(void* str
   const Entered current(this, device);
   if (!current.status().ok()) return current.status();
   void* event = nullptr;
-  absl::Status status = Check(functions_->create_event(&event, kSleeping), "cuEventCreate");
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->create_event(&event, kSleeping), "cuEventCreate"));
   auto point = std::make_shared<const StreamPoint>(this, event, device);
-  status = Check(functions_->record_event(event, stream), "cuEventRecord");
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->record_event(event, stream), "cuEventRecord"));
   return point;
 }
 
@@ -373,19 +366,18 @@ absl::Status CudaDriver::Run(int device, const StreamPoint* after,
                              absl::FunctionRef<absl::Status(void* stream)> enqueue) {
   const Entered current(this, device);
   if (!current.status().ok()) return current.status();
-  const absl::StatusOr<Lane> lane = TakeLane(device);
-  if (!lane.ok()) return lane.status();
+  LOSSD_TRY(const Lane lane, TakeLane(device));
   absl::Status status;
   if (after != nullptr)
-    status = Check(functions_->order_stream(lane->stream, after->event(), 0), "cuStreamWaitEvent");
-  if (status.ok()) status = enqueue(lane->stream);
-  if (status.ok()) status = Await(*lane);
+    status = Check(functions_->order_stream(lane.stream, after->event(), 0), "cuStreamWaitEvent");
+  if (status.ok()) status = enqueue(lane.stream);
+  if (status.ok()) status = Await(lane);
   if (!status.ok()) {
-    Destroy(*lane);
+    Destroy(lane);
     return status;
   }
   absl::MutexLock lock(&mu_);
-  lanes_[device].push_back(*lane);
+  lanes_[device].push_back(lane);
   return absl::OkStatus();
 }
 
@@ -420,6 +412,32 @@ void CudaDriver::Destroy(const Lane& lane) const {
   functions_->await_stream(lane.stream);
   functions_->destroy_event(lane.end);
   functions_->destroy_stream(lane.stream);
+}
+
+// The functions that do without a GPU where rows are the host's.
+
+bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other) {
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() && (*driver)->LetReach(address, bytes, owner, other);
+}
+
+absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu,
+                       const StreamPoint* after) {
+  if (!gpu.has_value()) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->Copy(to, from, bytes, *gpu, after) : driver.status();
+}
+
+absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu, const StreamPoint* after) {
+  if (!gpu.has_value()) {
+    if (bytes > 0) std::memset(to, 0, bytes);
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->FillZeros(to, bytes, *gpu, after) : driver.status();
 }
 
 }  // namespace lossd::client::internal

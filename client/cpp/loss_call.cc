@@ -2,15 +2,771 @@
 #include "client/cpp/loss_call.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
+#include "client/cpp/cuda_driver.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
+#include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
+
+// ---- The work ----
+
+namespace {
+
+// Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
+constexpr uint64_t kMaxOpenBytes = 4 << 20;
+constexpr uint64_t kOpenOverhead = 64 << 10;  // room for the small fields of an opening message
+
+uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
+  const uint64_t open_bytes = std::clamp(max_message_bytes, kOpenOverhead + 1024, kMaxOpenBytes);
+  return (open_bytes - kOpenOverhead) / bytes_per_row;
+}
+
+// What a caller says of one of its pointers.
+struct CallersRows {
+  absl::string_view field;
+  const void* address = nullptr;  // null: there are none
+};
+
+// The GPU that all of them are on; nullopt for memory of the host.
+absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<CallersRows> all) {
+  std::optional<int> gpu;
+  absl::string_view first;
+  for (const CallersRows& rows : all) {
+    if (memory == Memory::kHost || rows.address == nullptr) continue;
+    LOSSD_TRY(CudaDriver* const driver, CudaDriver::Get());
+    const absl::StatusOr<int> found = driver->DeviceOf(rows.address);
+    if (!found.ok()) {
+      return ArgumentError(rows.field, absl::StrCat(absl::Hex(reinterpret_cast<uintptr_t>(rows.address))),
+                           absl::StrCat("is not memory of a GPU: ", found.status().message()));
+    }
+    if (gpu.value_or(*found) != *found) {
+      return ArgumentError(rows.field, *found,
+                           absl::StrCat("is on GPU ", *found, "; ", first, " is on GPU ", *gpu));
+    }
+    gpu = *found;
+    first = rows.field;
+  }
+  return gpu;
+}
+
+// A stream that is given, in the field of that name, is of the GPU of the rows.
+absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(absl::string_view field,
+                                                           const std::optional<void*>& stream, Memory memory,
+                                                           std::optional<int> gpu) {
+  if (!stream.has_value()) return nullptr;
+  if (memory == Memory::kHost)
+    return ArgumentError(field, "a stream", "is given, and the rows are memory of the host");
+  if (!gpu.has_value()) return nullptr;  // nothing is copied
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? (*driver)->PointOf(*stream, *gpu) : driver.status();
+}
+
+absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::optional<void*>& stream,
+                                  Memory memory, std::initializer_list<CallersRows> rows) {
+  LOSSD_TRY(const std::optional<int> gpu, Locate(memory, rows));
+  LOSSD_TRY(auto after, PointOf(stream_field, stream, memory, gpu));
+  return RowsPlace{gpu, std::move(after)};
+}
+
+class ForwardWork : public LossWork {
+ public:
+  ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
+      : LossWork(
+            microbatch.head, microbatch.step, options.accumulate_gradients,
+            options.accumulate_gradients || options.retain, microbatch.hidden_size, microbatch.hidden_dtype,
+            PlaceOf(
+                "microbatch.stream", microbatch.stream, microbatch.memory,
+                {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
+        targets_(microbatch.targets.begin(), microbatch.targets.end()),
+        row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
+        microbatch_(microbatch),
+        outputs_(outputs),
+        options_(options),
+        ignore_index_(IgnoreIndex(options.loss)),
+        valid_rows_(CountValid(targets_, ignore_index_)) {
+    microbatch_.targets = targets_;
+    microbatch_.row_weights = row_weights_;
+  }
+
+  absl::Status Validate() const override {
+    absl::Status status = ValidateCall(microbatch_, outputs_, options_);
+    status.Update(located());
+    return status;
+  }
+
+  uint64_t MovedRows() const override { return valid_rows_; }
+
+  std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
+    return SplitRanges(targets_, ignore_index_, streams,
+                       RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
+  }
+
+  absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
+                                     std::optional<GradientsId> meant) const override {
+    StreamWork work;
+    *work.first.mutable_open() = MakeOpen(rows);
+    SetMeant(meant, work.first.mutable_open());
+    work.rows = rows;
+    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, rule);
+    work.hidden = static_cast<const char*>(microbatch_.hidden);
+    work.row_bytes = row_bytes();
+    work.outputs = outputs_;
+    work.gpu = gpu();
+    work.after = after();
+    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, rows, work.slices));
+    return work;
+  }
+
+  absl::Status Conclude(LossResult* total) const override {
+    if (total->valid_rows != valid_rows_) {
+      return ServerSent("a count of ", total->valid_rows, " valid rows; ", valid_rows_, " were sent");
+    }
+    if (options_.reduction == v1::REDUCTION_MEAN) total->normalizer = Normalizer();
+    total->loss = valid_rows_ > 0 ? total->loss_sum / total->normalizer : 0.0;
+    return absl::OkStatus();
+  }
+
+ private:
+  double Normalizer() const { return options_.normalizer.value_or(static_cast<double>(valid_rows_)); }
+
+  v1::OpenMicrobatch MakeOpen(Rows rows) const {
+    v1::OpenMicrobatch open;
+    open.set_head(head());
+    if (step().has_value()) open.set_step(*step());
+    open.set_microbatch_id(microbatch_.id);
+    open.set_microbatch_rows(targets_.size());
+    open.mutable_rows()->set_begin(rows.begin);
+    open.mutable_rows()->set_end(rows.end);
+    open.set_hidden_dtype(microbatch_.hidden_dtype);
+    *open.mutable_options() = options_.loss;
+    open.set_reduction(options_.reduction);
+    if (options_.reduction == v1::REDUCTION_MEAN) open.set_normalizer(Normalizer());
+    if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
+    open.set_retain(options_.retain);
+    SetWanted(&open);
+    open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
+    if (!row_weights_.empty()) {
+      open.mutable_row_weights()->Add(row_weights_.begin() + rows.begin, row_weights_.begin() + rows.end);
+    }
+    return open;
+  }
+
+  void SetWanted(v1::OpenMicrobatch* open) const {
+    open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_accumulate_gradients(accumulates());
+    open->set_want_row_loss(!outputs_.row_loss.empty());
+    open->set_want_row_lse(!outputs_.row_lse.empty());
+    open->set_want_row_entropy(!outputs_.row_entropy.empty());
+    open->set_want_row_logprob(!outputs_.row_logprob.empty());
+    open->set_want_row_argmax(!outputs_.row_argmax.empty());
+  }
+
+  const std::vector<int32_t> targets_;
+  const std::vector<float> row_weights_;
+  Microbatch microbatch_;  // refers to the copies above
+  const LossOutputs outputs_;
+  const ComputeOptions options_;
+  const int32_t ignore_index_;
+  const uint64_t valid_rows_;
+};
+
+class BackwardWork : public LossWork {
+ public:
+  BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
+      : LossWork(
+            gradients.head, gradients.step, options.accumulate_gradients, /*in_step=*/true,
+            gradients.hidden_size, gradients.hidden_dtype,
+            PlaceOf("gradients.stream", gradients.stream, gradients.memory, {{"grad_hidden", grad_hidden}})),
+        grad_loss_(gradients.grad_loss.begin(), gradients.grad_loss.end()),
+        grad_lse_(gradients.grad_lse.begin(), gradients.grad_lse.end()),
+        grad_entropy_(gradients.grad_entropy.begin(), gradients.grad_entropy.end()),
+        gradients_(gradients) {
+    gradients_.grad_loss = grad_loss_;
+    gradients_.grad_lse = grad_lse_;
+    gradients_.grad_entropy = grad_entropy_;
+    outputs_.grad_hidden = grad_hidden;
+  }
+
+  absl::Status Validate() const override {
+    absl::Status status = ValidateBackward(gradients_);
+    status.Update(located());
+    if (accumulates() && !step().has_value()) {
+      status.Update(ArgumentError("gradients.step", "nothing", "is absent; accumulate_gradients needs it"));
+    }
+    return status;
+  }
+
+  uint64_t MovedRows() const override { return outputs_.grad_hidden == nullptr ? 0 : grad_loss_.size(); }
+
+  std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
+    // No row is known to be ignored.
+    return SplitRanges(std::vector<int32_t>(grad_loss_.size(), 0), /*ignore_index=*/-1, streams,
+                       RowsPerStream(max_message_bytes, 3 * sizeof(float)));
+  }
+
+  absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule&,
+                                     std::optional<GradientsId> meant) const override {
+    StreamWork work;
+    v1::OpenBackward* open = work.first.mutable_backward();
+    open->set_head(head());
+    if (step().has_value()) open->set_step(*step());
+    open->set_microbatch_id(gradients_.id);
+    open->mutable_rows()->set_begin(rows.begin);
+    open->mutable_rows()->set_end(rows.end);
+    open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_accumulate_gradients(accumulates());
+    SetMeant(meant, open);
+    const auto add = [rows](const std::vector<float>& values, auto* field) {
+      if (!values.empty()) field->Add(values.begin() + rows.begin, values.begin() + rows.end);
+    };
+    add(grad_loss_, open->mutable_grad_loss());
+    add(grad_lse_, open->mutable_grad_lse());
+    add(grad_entropy_, open->mutable_grad_entropy());
+    work.rows = rows;
+    work.server_cuts = true;
+    work.row_bytes = row_bytes();
+    work.outputs = outputs_;
+    work.gpu = gpu();
+    work.after = after();
+    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, rows, {}));
+    return work;
+  }
+
+  absl::Status Conclude(LossResult* total) const override {
+    total->loss = total->loss_sum;
+    return absl::OkStatus();
+  }
+
+ private:
+  const std::vector<float> grad_loss_, grad_lse_, grad_entropy_;
+  RetainedGradients gradients_;  // refers to the copies above
+  LossOutputs outputs_;
+};
+
+}  // namespace
+
+absl::Status LossWork::FillUnsent(const LossOutputs& outputs, Rows rows,
+                                  absl::Span<const Rows> slices) const {
+  LossOutputs on_host = outputs;
+  if (gpu().has_value()) on_host.grad_hidden = nullptr;
+  FillUnsentRows(on_host, row_bytes_, rows, slices);
+  if (!gpu().has_value() || outputs.grad_hidden == nullptr) return absl::OkStatus();
+  for (const Rows& unsent : UnsentRows(rows, slices)) {
+    uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + unsent.begin * row_bytes_;
+    LOSSD_RETURN_IF_ERROR(FillZeros(to, unsent.size() * row_bytes_, gpu(), after().get()));
+  }
+  return absl::OkStatus();
+}
+
+std::unique_ptr<LossWork> LossWork::Forward(const Microbatch& microbatch, const LossOutputs& outputs,
+                                            const ComputeOptions& options) {
+  return std::make_unique<ForwardWork>(microbatch, outputs, options);
+}
+
+std::unique_ptr<LossWork> LossWork::Backward(const RetainedGradients& gradients, void* grad_hidden,
+                                             const BackwardOptions& options) {
+  return std::make_unique<BackwardWork>(gradients, grad_hidden, options);
+}
+
+// ---- SlicePlaces ----
+
+namespace {
+
+uint64_t ShareOf(const SharedRegion& region) { return ShareOfRegion(region.size()); }
+
+}  // namespace
+
+SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu)
+    : region_(std::move(region)), may_wait_(may_wait), copiers_(CopiersFor(region_.get(), gpu)) {}
+
+SlicePlaces::Copiers SlicePlaces::CopiersFor(const SharedRegion* region, std::optional<int> gpu) {
+  const std::optional<int> owner = region == nullptr ? std::nullopt : region->gpu();
+  if (!owner.has_value()) return {gpu, gpu};
+  // Of two GPUs each writes what it has to the other's memory: reading from there is far slower on some.
+  const bool both = gpu.has_value() && *gpu != *owner;
+  if (both && LetReach(region->At(0), region->size(), *owner, *gpu)) return {gpu, owner};
+  return {owner, owner};
+}
+
+SliceRule SlicePlaces::RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const {
+  if (region_ == nullptr) return rule;
+  return InRegion(rule, rows.size(), WantedRows(region_->size(), region_->gpu().has_value(), row_bytes));
+}
+
+void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
+  if (region_ == nullptr) return;
+  after_ = work.after;
+  if (!work.server_cuts) {
+    first->mutable_open()->set_region(region_->id());
+    return;
+  }
+  if (work.outputs.grad_hidden == nullptr || work.rows.size() == 0) return;
+  absl::MutexLock lock(&mu_);
+  uint64_t rows = std::min(work.rows.size(), ShareOf(*region_) / work.row_bytes);
+  for (; rows > 0 && !room_.has_value(); rows /= 2) {
+    const std::optional<uint64_t> offset = region_->Take(rows * work.row_bytes);
+    if (offset.has_value()) room_ = {*offset, rows * work.row_bytes, work.rows.begin, work.row_bytes};
+  }
+  if (!room_.has_value()) return;
+  v1::OpenBackward* const open = first->mutable_backward();
+  open->set_region(region_->id());
+  open->mutable_in_region()->set_offset(room_->offset);
+  open->mutable_in_region()->set_bytes(room_->bytes);
+}
+
+absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden) {
+  if (region_ == nullptr || hidden.empty()) return Place();
+  Place place;
+  {
+    absl::MutexLock lock(&mu_);
+    const bool more_than_share = !taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_);
+    const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(hidden.size());
+    if (!offset.has_value()) return Place{WithoutRoom(hidden.size())};
+    taken_[row] = {*offset, hidden.size()};
+    taken_bytes_ += hidden.size();
+    place = {Place::Kind::kRegion, *offset};
+  }
+  LOSSD_RETURN_IF_ERROR(
+      CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copiers_.to_region, after_.get()));
+  return place;
+}
+
+SlicePlaces::Place::Kind SlicePlaces::WithoutRoom(uint64_t bytes) {
+  if (!may_wait_) return Place::Kind::kMessage;
+  if (!taken_.empty()) return Place::Kind::kWait;
+  // A call that has nothing in the region cannot wait for its own answers.
+  const bool waits = freed_ != nullptr && region_->Await(bytes, this, freed_);
+  return waits ? Place::Kind::kWaitForOthers : Place::Kind::kMessage;
+}
+
+bool SlicePlaces::WaitForOthers(std::function<void()> freed) {
+  if (region_ == nullptr || !may_wait_) return false;
+  absl::MutexLock lock(&mu_);
+  freed_ = std::move(freed);
+  return true;
+}
+
+void SlicePlaces::StopWaitingForOthers() {
+  if (region_ == nullptr) return;
+  absl::MutexLock lock(&mu_);
+  freed_ = nullptr;
+  region_->StopWaiting(this);
+}
+
+const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
+  absl::MutexLock lock(&mu_);
+  if (room_.has_value()) {
+    const uint64_t before = (row - room_->first_row) * room_->row_bytes;
+    const bool inside = row >= room_->first_row && before <= room_->bytes && bytes <= room_->bytes - before;
+    return inside ? region_->At(room_->offset + before) : nullptr;
+  }
+  const auto place = taken_.find(row);
+  return place == taken_.end() || place->second.bytes != bytes ? nullptr : region_->At(place->second.offset);
+}
+
+absl::Status SlicePlaces::Fetch(const uint8_t* from, uint64_t bytes, void* to) const {
+  return CopyBytes(to, from, bytes, copiers_.from_region, after_.get());
+}
+
+void SlicePlaces::Free(uint64_t row) {
+  absl::MutexLock lock(&mu_);
+  const auto place = taken_.find(row);
+  if (place == taken_.end()) return;
+  region_->Give(place->second.offset);
+  taken_bytes_ -= place->second.bytes;
+  taken_.erase(place);
+}
+
+void SlicePlaces::End(const absl::Status& status) {
+  StopWaitingForOthers();
+  if (region_ == nullptr) return;
+  absl::MutexLock lock(&mu_);
+  if (status.ok()) {
+    if (room_.has_value()) region_->Give(room_->offset);
+  } else {
+    region_->AfterFailure(status, !taken_.empty() || room_.has_value());
+  }
+}
+
+// ---- PayloadHolds ----
+
+absl::AnyInvocable<void()> PayloadHolds::Take() {
+  absl::MutexLock lock(&mu_);
+  ++held_;
+  return [self = shared_from_this()] { self->GiveBack(); };
+}
+
+void PayloadHolds::GiveBack() {
+  absl::AnyInvocable<void()> task;
+  {
+    absl::MutexLock lock(&mu_);
+    if (--held_ == 0) task = std::exchange(task_, nullptr);
+  }
+  if (task) task();
+}
+
+void PayloadHolds::WhenFree(absl::AnyInvocable<void()> task) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (held_ > 0) {
+      task_ = std::move(task);
+      return;
+    }
+  }
+  task();
+}
+
+bool PayloadHolds::free() {
+  absl::MutexLock lock(&mu_);
+  return held_ == 0;
+}
+
+void PayloadHolds::WaitUntilFree() {
+  auto free = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return held_ == 0; };
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(&free));
+}
+
+// ---- Messages ----
+
+namespace {
+
+std::string Text(const v1::RowRange& rows) {
+  return absl::StrCat("rows [", rows.begin(), ", ", rows.end(), ")");
+}
+
+absl::Status CheckCount(absl::string_view name, int count, bool wanted, const v1::RowRange& rows) {
+  const uint64_t expected = wanted ? rows.end() - rows.begin() : 0;
+  if (static_cast<uint64_t>(count) == expected) return absl::OkStatus();
+  return ServerSent(count, " values of ", name, " for ", Text(rows), "; ", expected, " were expected");
+}
+
+template <typename Field, typename T>
+void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
+  if (!out.empty()) std::copy(field.begin(), field.end(), out.begin() + begin);
+}
+
+}  // namespace
+
+absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
+                                             absl::AnyInvocable<void()> release) {
+  v1::ComputeLossRequest request;
+  request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
+  request.mutable_slice()->mutable_rows()->set_end(rows.end);
+  const absl::Span<const uint8_t> hidden = HiddenOf(work, rows);
+  if (!work.gpu.has_value()) return wire::Encode(request, hidden, std::move(release));
+  auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size());
+  const absl::Status copied =
+      CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu, work.after.get());
+  release();  // the caller's memory is not needed any more
+  if (!copied.ok()) return copied;
+  const absl::Span<const uint8_t> bytes = *copy;
+  return wire::Encode(request, bytes, [copy = std::move(copy)] {});
+}
+
+grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset) {
+  v1::ComputeLossRequest request;
+  request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
+  request.mutable_slice()->mutable_rows()->set_end(rows.end);
+  request.mutable_slice()->mutable_in_region()->set_offset(offset);
+  request.mutable_slice()->mutable_in_region()->set_bytes(rows.size() * work.row_bytes);
+  return wire::Encode(request);
+}
+
+absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows) {
+  const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
+  return absl::MakeConstSpan(data, rows.size() * work.row_bytes);
+}
+
+StreamAnswers::StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places)
+    : work_(work),
+      accept_(std::move(accept)),
+      places_(places),
+      answers_(work.server_cuts ? AnswerTracker::Within(work.rows) : AnswerTracker::Exactly(work.slices)) {}
+
+absl::Status StreamAnswers::Handle(const grpc::ByteBuffer& message) {
+  v1::ComputeLossResponse response;
+  absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &response);
+  if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
+  if (summary_.has_value()) return ServerSent("a message after the summary");
+  switch (response.kind_case()) {
+    case v1::ComputeLossResponse::kAccepted:
+      return HandleAccepted(response.accepted());
+    case v1::ComputeLossResponse::kSlice:
+      return HandleSlice(response.slice(), *payload);
+    case v1::ComputeLossResponse::kSummary:
+      return HandleSummary(response.summary());
+    case v1::ComputeLossResponse::KIND_NOT_SET:
+      break;
+  }
+  return ServerSent("a message of unknown kind");
+}
+
+absl::Status StreamAnswers::HandleAccepted(const v1::MicrobatchAccepted& accepted) {
+  if (accepted_.has_value()) return ServerSent("`accepted` twice");
+  accepted_ = accepted;
+  return accept_(accepted.state());
+}
+
+absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wire::PayloadView& payload) {
+  if (!accepted_.has_value()) return ServerSent("a slice before `accepted`");
+  LOSSD_RETURN_IF_ERROR(answers_.Take(result.rows()));
+  const Rows rows{result.rows().begin(), result.rows().end()};
+  const uint8_t* in_region = nullptr;
+  if (result.in_region()) {
+    in_region = places_ == nullptr ? nullptr : places_->Find(rows.begin, rows.size() * work_.row_bytes);
+    if (in_region == nullptr || !payload.empty())
+      return ServerSent("gradients in a region for ", Text(result.rows()), ", which are not in one");
+  }
+  const size_t gradient_bytes = in_region != nullptr ? rows.size() * work_.row_bytes : payload.size();
+  LOSSD_RETURN_IF_ERROR(CheckSizes(result, gradient_bytes, rows.size()));
+  LOSSD_RETURN_IF_ERROR(TakeGradients(payload, in_region, rows));
+  Scatter(result, rows);
+  if (places_ != nullptr) places_->Free(rows.begin);
+  received_bytes_ += gradient_bytes;
+  received_in_messages_ += payload.size();
+  return absl::OkStatus();
+}
+
+absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gradient_bytes,
+                                       uint64_t rows) const {
+  const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
+  if (gradient_bytes != expected) {
+    return ServerSent(errors::ExactBytes(gradient_bytes), " of gradients for ", Text(result.rows()), "; ",
+                      expected, " were expected");
+  }
+  const LossOutputs& outputs = work_.outputs;
+  absl::Status status =
+      CheckCount("row_loss", result.row_loss_size(), !outputs.row_loss.empty(), result.rows());
+  status.Update(CheckCount("row_lse", result.row_lse_size(), !outputs.row_lse.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_entropy", result.row_entropy_size(), !outputs.row_entropy.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_logprob", result.row_logprob_size(), !outputs.row_logprob.empty(), result.rows()));
+  status.Update(
+      CheckCount("row_argmax", result.row_argmax_size(), !outputs.row_argmax.empty(), result.rows()));
+  return status;
+}
+
+absl::Status StreamAnswers::TakeGradients(const wire::PayloadView& payload, const uint8_t* in_region,
+                                          Rows rows) const {
+  if (work_.outputs.grad_hidden == nullptr) return absl::OkStatus();
+  uint8_t* const to = static_cast<uint8_t*>(work_.outputs.grad_hidden) + rows.begin * work_.row_bytes;
+  if (in_region != nullptr) return places_->Fetch(in_region, rows.size() * work_.row_bytes, to);
+  if (work_.gpu.has_value()) {
+    std::vector<uint8_t> bytes(payload.size());
+    payload.CopyTo(bytes.data());
+    return CopyBytes(to, bytes.data(), bytes.size(), work_.gpu, work_.after.get());
+  }
+  payload.CopyTo(to);
+  return absl::OkStatus();
+}
+
+void StreamAnswers::Scatter(const v1::SliceResult& result, Rows rows) const {
+  const LossOutputs& outputs = work_.outputs;
+  CopyRows(result.row_loss(), rows.begin, outputs.row_loss);
+  CopyRows(result.row_lse(), rows.begin, outputs.row_lse);
+  CopyRows(result.row_entropy(), rows.begin, outputs.row_entropy);
+  CopyRows(result.row_logprob(), rows.begin, outputs.row_logprob);
+  CopyRows(result.row_argmax(), rows.begin, outputs.row_argmax);
+}
+
+absl::Status StreamAnswers::HandleSummary(const v1::MicrobatchSummary& summary) {
+  if (!accepted_.has_value()) return ServerSent("the summary before `accepted`");
+  if (!answers_.Complete() || answers_.answered_rows() < summary.valid_rows()) {
+    return ServerSent("the summary of ", summary.valid_rows(), " valid rows after results of ",
+                      answers_.answered_rows(), " rows");
+  }
+  if (summary.state().incarnation() != accepted_->state().incarnation()) {
+    return ServerSent("another incarnation in the summary than in `accepted`");
+  }
+  summary_ = summary;
+  return absl::OkStatus();
+}
+
+absl::Status StreamAnswers::CheckEnd() const {
+  if (!summary_.has_value()) return ServerSent("no summary before it ended the call");
+  return absl::OkStatus();
+}
+
+// ---- LossStream ----
+
+namespace {
+
+constexpr char kMethod[] = "/lossd.v1.LossService/ComputeLoss";
+
+}  // namespace
+
+LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done)
+    : job_(std::move(job)),
+      work_(job_.work),
+      done_(std::move(done)),
+      places_(*job_.places),
+      left_(work_.slices.begin(), work_.slices.end()),
+      answers_(work_, std::move(accept), &places_) {}
+
+void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
+  SetDeadline(job_.deadline, &context_);
+  context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
+  stub_ = std::make_unique<grpc::GenericStub>(channel);
+  stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  const bool may_wait =
+      !work_.slices.empty() && places_.WaitForOthers([executor = job_.executor, weak = weak_from_this()] {
+        executor->Post([weak] {
+          if (const auto stream = weak.lock()) stream->Resume(absl::InfinitePast());
+        });
+      });
+  {
+    absl::MutexLock lock(&write_mu_);
+    held_ = may_wait;
+    if (held_) AddHold();
+    request_ = wire::Encode(work_.first);
+    Send();
+  }
+  {
+    absl::MutexLock lock(&read_mu_);
+    StartRead(&response_);
+  }
+  StartCall();
+}
+
+void LossStream::OnWriteDone(bool ok) {
+  absl::MutexLock lock(&write_mu_);
+  request_.Clear();
+  if (ok) SendNext();
+}
+
+absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
+  while (true) {
+    const Rows rows = left_.front();
+    const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows));
+    if (!place.ok() || place->kind != SlicePlaces::Place::Kind::kMessage || rows.size() <= job_.rule.max_rows)
+      return place;
+    const std::vector<Rows> parts = CutForMessages(rows, job_.rule);
+    left_.pop_front();
+    left_.insert(left_.begin(), parts.begin(), parts.end());
+    absl::MutexLock lock(&read_mu_);
+    answers_.Replace(rows, parts);
+  }
+}
+
+void LossStream::Send() {
+  if (left_.empty()) {
+    StartWriteLast(&request_, {});  // one piece, again
+    ReleaseHold();
+  } else {
+    StartWrite(&request_);
+  }
+}
+
+void LossStream::SendNext() {
+  if (left_.empty()) return;
+  unsent_ = SendSlice();
+  if (!unsent_.ok()) context_.TryCancel();
+}
+
+absl::Status LossStream::SendSlice() {
+  using Kind = SlicePlaces::Place::Kind;
+  const absl::StatusOr<SlicePlaces::Place> place = PlaceNext();
+  const bool for_others = place.ok() && place->kind == Kind::kWaitForOthers;
+  waiting_ = for_others || (place.ok() && place->kind == Kind::kWait);
+  if (for_others) {
+    WaitForOthers();
+  } else {
+    wait_end_ = absl::InfiniteFuture();
+  }
+  if (!place.ok() || waiting_) return place.status();
+  const Rows rows = left_.front();
+  left_.pop_front();
+  const uint64_t bytes = rows.size() * work_.row_bytes;
+  if (place->kind == Kind::kRegion) {
+    request_ = EncodeSliceInRegion(work_, rows, place->offset);
+  } else {
+    LOSSD_TRY(grpc::ByteBuffer message, EncodeSlice(work_, rows, job_.holds->Take()));
+    request_ = std::move(message);
+    *job_.moved += bytes;
+  }
+  sent_bytes_ += bytes;
+  Send();
+  return absl::OkStatus();
+}
+
+void LossStream::WaitForOthers() {
+  if (wait_end_ != absl::InfiniteFuture()) return;
+  wait_end_ = clocks::SteadyNow() + job_.patience;
+  job_.executor->PostAt(wait_end_, [weak = weak_from_this(), end = wait_end_] {
+    if (const auto stream = weak.lock()) stream->Resume(end);
+  });
+}
+
+void LossStream::Resume(absl::Time end) {
+  absl::MutexLock lock(&write_mu_);
+  if (!held_ || !waiting_) return;
+  if (end == wait_end_) places_.StopWaitingForOthers();
+  SendNext();
+}
+
+void LossStream::ReleaseHold() {
+  if (std::exchange(held_, false)) RemoveHold();
+}
+
+bool LossStream::TakeAnswer() {
+  absl::MutexLock lock(&read_mu_);
+  const uint64_t before = answers_.received_in_messages();
+  error_ = answers_.Handle(response_);
+  *job_.moved += answers_.received_in_messages() - before;
+  response_.Clear();
+  if (!error_.ok()) context_.TryCancel();
+  return error_.ok();
+}
+
+void LossStream::OnReadDone(bool ok) {
+  const bool goes_on = ok && TakeAnswer();
+  {
+    absl::MutexLock lock(&write_mu_);
+    if (!goes_on) return ReleaseHold();
+    if (waiting_) SendNext();
+  }
+  absl::MutexLock lock(&read_mu_);
+  StartRead(&response_);
+}
+
+absl::Status LossStream::EndStatus(const grpc::Status& status) {
+  if (!error_.ok()) return error_;
+  if (!status.ok()) return CallStatus(status, job_.peer);
+  return answers_.CheckEnd();
+}
+
+void LossStream::OnDone(const grpc::Status& status) {
+  StreamEnd end;
+  {
+    absl::MutexLock lock(&read_mu_);
+    end.status = EndStatus(status);
+    if (answers_.summary().has_value()) end.summary = *answers_.summary();
+    end.received_bytes = answers_.received_bytes();
+  }
+  {
+    absl::MutexLock lock(&write_mu_);
+    request_.Clear();
+    end.sent_bytes = sent_bytes_;
+    if (!unsent_.ok()) end.status = unsent_;
+  }
+  places_.End(end.status);
+  DoneFn done = std::move(done_);
+  done(std::move(end));  // may destroy this
+}
+
 namespace {
 
 void NameRun(const std::string& run, v1::ComputeLossRequest* first) {
@@ -345,7 +1101,7 @@ void LossCall::MaybeFinish() {
 
 absl::StatusOr<LossResult> LossCall::MakeResult() {
   if (!error_.ok()) return error_;
-  if (absl::Status status = work_->Conclude(&total_); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(work_->Conclude(&total_));
   total_.wall_seconds = absl::ToDoubleSeconds(clocks::SteadyNow() - start_);
   return total_;
 }

@@ -10,8 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::client::internal {
 
@@ -58,9 +59,8 @@ absl::Status ValidateShape(absl::string_view what, const std::string& head, uint
 
 absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_index) {
   const uint64_t rows = microbatch.targets.size();
-  absl::Status status =
-      ValidateShape("microbatch", microbatch.head, rows, microbatch.hidden_size, microbatch.hidden_dtype);
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(
+      ValidateShape("microbatch", microbatch.head, rows, microbatch.hidden_size, microbatch.hidden_dtype));
   if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
     return WrongCount("microbatch.row_weights", microbatch.row_weights.size(), rows);
   }
@@ -346,8 +346,7 @@ void AnswerTracker::Replace(Rows whole, const std::vector<Rows>& parts) {
 
 absl::Status AnswerTracker::Take(const v1::RowRange& range) {
   const Rows rows{range.begin(), range.end()};
-  absl::Status status = exactly_ ? TakeExactly(rows) : TakeWithin(rows);
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(exactly_ ? TakeExactly(rows) : TakeWithin(rows));
   answered_[rows.begin] = rows.end;
   answered_rows_ += rows.size();
   return absl::OkStatus();

@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cpp/client.h"
+#include "client/cpp/client_options.h"
 #include "lossd/v1/types.pb.h"
 
 namespace lossd::client::internal {

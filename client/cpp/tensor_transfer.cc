@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
+#include "client/cpp/loss_call.h"
 #include "client/cpp/loss_plan.h"
-#include "client/cpp/loss_stream.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
@@ -49,8 +50,7 @@ absl::StatusOr<Response> ReadResponse(BlockingStream* stream) {
   std::vector<grpc::ByteBuffer> answers;
   grpc::ByteBuffer buffer;
   while (stream->Read(&buffer)) answers.push_back(buffer);
-  absl::Status status = stream->Finish();
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(stream->Finish());
   return OneAnswer<Response>(answers);
 }
 
@@ -169,7 +169,7 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
     if (!absl::IsInvalidArgument(read.status())) return read;
   }
   TensorReader reader(request, out, tensor_rows);
-  if (absl::Status status = ReadRows(core, request, {}, deadline, &reader); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ReadRows(core, request, {}, deadline, &reader));
   return reader.End();
 }
 
@@ -177,9 +177,8 @@ absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const Core& core, const v1::
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline) {
   const uint64_t rows = open.has_rows() ? open.rows().end() - open.rows().begin() : shape.rows;
-  const absl::StatusOr<uint64_t> row_bytes = RowBytes(open.dtype(), shape.cols, rows, payload);
-  if (!row_bytes.ok()) return row_bytes.status();
-  return SendRows<v1::WriteTensorRequest, v1::WriteTensorResponse>(core, kWriteMethod, open, *row_bytes,
+  LOSSD_TRY(const uint64_t row_bytes, RowBytes(open.dtype(), shape.cols, rows, payload));
+  return SendRows<v1::WriteTensorRequest, v1::WriteTensorResponse>(core, kWriteMethod, open, row_bytes,
                                                                    payload, deadline);
 }
 
@@ -189,10 +188,9 @@ absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::
   uint64_t rows = shape.rows;
   if (open.has_contribution_rows()) rows = open.contribution_rows().end() - open.contribution_rows().begin();
   if (open.has_rows()) rows = open.rows().end() - open.rows().begin();
-  const absl::StatusOr<uint64_t> row_bytes = RowBytes(open.dtype(), shape.cols, rows, payload);
-  if (!row_bytes.ok()) return row_bytes.status();
-  return SendRows<v1::AddGradientRequest, v1::AddGradientResponse>(core, kAddMethod, open, *row_bytes,
-                                                                   payload, deadline);
+  LOSSD_TRY(const uint64_t row_bytes, RowBytes(open.dtype(), shape.cols, rows, payload));
+  return SendRows<v1::AddGradientRequest, v1::AddGradientResponse>(core, kAddMethod, open, row_bytes, payload,
+                                                                   deadline);
 }
 
 // ---- Messages ----
@@ -224,9 +222,9 @@ absl::Status TensorReader::Handle(const grpc::ByteBuffer& message, absl::Span<co
   const absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &slice);
   if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
   if (!begun_) {
-    if (absl::Status status = Begin(slice); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(Begin(slice));
   }
-  if (absl::Status status = CheckVersion(slice.state()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckVersion(slice.state()));
   if (slice.rows().begin() != next_row_ || slice.rows().end() < next_row_ || slice.rows().end() > end_row_) {
     return ServerSent("tensor rows [", slice.rows().begin(), ", ", slice.rows().end(), "); row ", next_row_,
                       " was expected next, of rows up to ", end_row_);

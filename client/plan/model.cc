@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
@@ -11,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/head_config.h"
 
 namespace lossd::plan {
@@ -193,13 +196,12 @@ absl::StatusOr<int64_t> CountParameters(const Json& config, bool tied) {
   if (type == config.end() || !type->is_string()) return 0;
   const Family* const family = FamilyOf(type->get<std::string>());
   if (family == nullptr || Option(config, "qk_layernorm") || Option(config, "add_cross_attention")) return 0;
-  const absl::StatusOr<Sizes> sizes = ReadSizes(config, *family);
-  if (!sizes.ok()) return sizes.status();
-  if (!sizes->complete) return 0;
-  double count = sizes->layers * LayerParameters(config, *family, *sizes);
-  count += (tied ? 1 : 2) * sizes->vocab * sizes->hidden + sizes->positions * sizes->hidden;
-  count += (family->shifted_norms ? 2 : 1) * sizes->hidden;  // the last norm
-  if (family->classifier_bias) count += sizes->vocab;
+  LOSSD_TRY(const Sizes sizes, ReadSizes(config, *family));
+  if (!sizes.complete) return 0;
+  double count = sizes.layers * LayerParameters(config, *family, sizes);
+  count += (tied ? 1 : 2) * sizes.vocab * sizes.hidden + sizes.positions * sizes.hidden;
+  count += (family->shifted_norms ? 2 : 1) * sizes.hidden;  // the last norm
+  if (family->classifier_bias) count += sizes.vocab;
   if (count > static_cast<double>(kMost)) {
     return errors::FieldError("parameters", absl::StrCat("be at most ", kMost), count);
   }
@@ -262,20 +264,16 @@ absl::StatusOr<Model> ParseModel(absl::string_view config_json) {
     config = inner;
     has_other_parts = true;
   }
-  const absl::StatusOr<int64_t> hidden = RequiredNumber(config, {"hidden_size", "n_embd", "d_model"});
-  if (!hidden.ok()) return hidden.status();
-  const absl::StatusOr<int64_t> vocab = RequiredNumber(config, {"vocab_size"});
-  if (!vocab.ok()) return vocab.status();
-  const absl::StatusOr<int64_t> layers = ConfigNumber(config, {"num_hidden_layers", "n_layer", "num_layers"});
-  if (!layers.ok()) return layers.status();
-  model.hidden = *hidden;
-  model.vocab = *vocab;
-  model.layers = *layers;
-  if (absl::Status status = Validate(model); !status.ok()) return status;
+  LOSSD_TRY(const int64_t hidden, RequiredNumber(config, {"hidden_size", "n_embd", "d_model"}));
+  LOSSD_TRY(const int64_t vocab, RequiredNumber(config, {"vocab_size"}));
+  LOSSD_TRY(const int64_t layers, ConfigNumber(config, {"num_hidden_layers", "n_layer", "num_layers"}));
+  model.hidden = hidden;
+  model.vocab = vocab;
+  model.layers = layers;
+  LOSSD_RETURN_IF_ERROR(Validate(model));
   if (has_other_parts) return model;
-  const absl::StatusOr<int64_t> parameters = CountParameters(config, model.tied);
-  if (!parameters.ok()) return parameters.status();
-  model.parameters = *parameters;
+  LOSSD_TRY(const int64_t parameters, CountParameters(config, model.tied));
+  model.parameters = parameters;
   return model;
 }
 
@@ -296,6 +294,158 @@ absl::StatusOr<Model> ReadModel(const std::string& path) {
     return absl::Status(model.status().code(), absl::StrCat(file.string(), ": ", model.status().message()));
   }
   return model;
+}
+
+namespace {
+
+// Rows of a block of Liger's: so many blocks that their logits take about as much memory as the hidden
+// states.
+int64_t LigerRows(int64_t hidden, int64_t vocab, int64_t rows) {
+  const int64_t each = CeilDiv(rows, CeilDiv(vocab, hidden));
+  return std::min(rows, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(each))));
+}
+
+}  // namespace
+
+absl::string_view Name(LocalMethod method) {
+  switch (method) {
+    case LocalMethod::kTorch:
+      return "torch";
+    case LocalMethod::kCompiled:
+      return "compiled";
+    case LocalMethod::kLiger:
+      return "liger";
+    case LocalMethod::kCce:
+      return "cce";
+  }
+  return "";
+}
+
+int64_t PeakBytes(LocalMethod method, int64_t hidden, int64_t vocab, int64_t rows) {
+  const int64_t gradients = kHalf * (vocab * hidden + rows * hidden);  // dW and dx
+  switch (method) {
+    case LocalMethod::kTorch:
+      // Logits, their copy in fp32 and its softmax, or gradients of these: 12 bytes a logit. dW and dx come
+      // when most of that is free again.
+      return std::max(12 * rows * vocab, kHalf * rows * vocab + gradients);
+    case LocalMethod::kCompiled:
+      return kHalf * rows * vocab + gradients;  // the logits, in whose place their gradient comes
+    case LocalMethod::kLiger:
+      return kHalf * LigerRows(hidden, vocab, rows) * vocab + gradients;
+    case LocalMethod::kCce:
+      return gradients;
+  }
+  return 0;
+}
+
+int64_t StateBytes(int64_t hidden, int64_t vocab) { return 4 * int64_t{sizeof(float)} * hidden * vocab; }
+
+int64_t LargestMicrobatch(LocalMethod method, int64_t hidden, int64_t vocab, int64_t bytes) {
+  const auto fits = [&](int64_t rows) {
+    // The gradients of the hidden states are among the peak.
+    return StateBytes(hidden, vocab) + kHalf * rows * hidden + PeakBytes(method, hidden, vocab, rows) <=
+           bytes;
+  };
+  if (!fits(1)) return 0;
+  int64_t most = 1, fails = 2;
+  while (fits(fails) && fails < int64_t{1} << 32) {
+    most = fails;
+    fails *= 2;
+  }
+  while (fails - most > 1) {
+    const int64_t middle = most + (fails - most) / 2;
+    (fits(middle) ? most : fails) = middle;
+  }
+  return most;
+}
+
+namespace {
+
+absl::Status Range(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return absl::OkStatus();
+  return errors::FieldError(name, absl::StrCat("be from ", least, " to ", most), value);
+}
+
+// No sum or product of what passes overflows.
+absl::Status CheckShape(const Model& model, const TrainerShape& shape) {
+  constexpr int64_t kMostGpus = int64_t{1} << 20, kMostMemory = int64_t{1} << 42;
+  constexpr int64_t kMostParameters = int64_t{1} << 50, kMostActivations = int64_t{1} << 44;
+  constexpr int64_t kMostLogit = 64, kMostLayers = int64_t{1} << 16;
+  constexpr double kMostPerParameter = 1024.0;
+  LOSSD_RETURN_IF_ERROR(Validate(model));
+  if (shape.parameters == 0) {
+    return errors::FieldError("parameters",
+                              absl::StrCat("be given (only a config.json of ", CountedModelTypes(),
+                                           ", with its own sizes, says them)"),
+                              shape.parameters);
+  }
+  for (const absl::Status& status : {Range("trainer_gpus", shape.gpus, 1, kMostGpus),
+                                     Range("trainer_memory", shape.memory_bytes, 1, kMostMemory),
+                                     Range("parameters", shape.parameters, 0, kMostParameters),
+                                     Range("activation_bytes", shape.activation_bytes, 0, kMostActivations),
+                                     Range("logit_bytes", shape.logit_bytes, 1, kMostLogit)}) {
+    if (!status.ok()) return status;
+  }
+  if (const int64_t head = model.hidden * model.vocab; shape.parameters < head) {
+    return errors::FieldError("parameters", absl::StrCat("be at least the ", head, " of the head"),
+                              shape.parameters);
+  }
+  if (!(shape.bytes_per_parameter > 0.0 && shape.bytes_per_parameter <= kMostPerParameter)) {
+    return errors::FieldError("bytes_per_parameter", absl::StrCat("be > 0 and at most ", kMostPerParameter),
+                              shape.bytes_per_parameter);
+  }
+  LOSSD_RETURN_IF_ERROR(Range("head_parameters", shape.head_parameters, 0, shape.parameters));
+  if (shape.activation_bytes > 0) return absl::OkStatus();
+  return Range("layers", model.layers, 1, kMostLayers);
+}
+
+// Rows whose bytes do not overflow beside the state.
+absl::Status CheckRows(const TrainerShape& shape, int64_t row_bytes) {
+  return Range("trainer_rows", shape.rows, 1, (int64_t{1} << 61) / row_bytes);
+}
+
+int64_t ModelStateBytes(const TrainerShape& shape, int64_t parameters) {
+  return std::llround(static_cast<double>(parameters) * shape.bytes_per_parameter);
+}
+
+HeadMemory HeadMemoryOf(const Model& model, const TrainerShape& shape, TrainerHead head) {
+  const bool on_server = head == TrainerHead::kServer;
+  const int64_t row_logits = head == TrainerHead::kStoredLogits ? model.vocab * shape.logit_bytes : 0;
+  HeadMemory memory;
+  memory.head = head;
+  memory.state_bytes = ModelStateBytes(shape, shape.parameters - (on_server ? shape.head_parameters : 0));
+  memory.activation_bytes = shape.rows * shape.activation_bytes;
+  memory.logit_bytes = shape.rows * row_logits;
+  const int64_t room = shape.gpus * shape.memory_bytes - memory.state_bytes;
+  memory.largest_batch = std::max<int64_t>(room, 0) / (shape.activation_bytes + row_logits);
+  return memory;
+}
+
+}  // namespace
+
+absl::string_view Name(TrainerHead head) {
+  switch (head) {
+    case TrainerHead::kStoredLogits:
+      return "stored logits";
+    case TrainerHead::kFusedLoss:
+      return "fused loss";
+    case TrainerHead::kServer:
+      return "server";
+  }
+  return "";
+}
+
+absl::StatusOr<TrainerMemory> MemoryOfTrainer(const Model& model, const TrainerShape& shape) {
+  LOSSD_RETURN_IF_ERROR(CheckShape(model, shape));
+  TrainerMemory memory;
+  memory.shape = shape;
+  TrainerShape& settled = memory.shape;
+  if (settled.activation_bytes == 0) settled.activation_bytes = model.layers * model.hidden * kHalf;
+  const int64_t row_bytes = settled.activation_bytes + model.vocab * settled.logit_bytes;
+  LOSSD_RETURN_IF_ERROR(CheckRows(settled, row_bytes));
+  std::transform(kTrainerHeads.begin(), kTrainerHeads.end(), memory.heads.begin(),
+                 [&](TrainerHead head) { return HeadMemoryOf(model, settled, head); });
+  return memory;
 }
 
 }  // namespace lossd::plan

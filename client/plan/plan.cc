@@ -8,10 +8,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "client/plan/local_head.h"
+#include "client/plan/model.h"
 #include "client/plan/pipeline.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::plan {
 
@@ -49,19 +50,18 @@ kernels::HeadConfig ConfigOf(const Request& r, const Placement& placement) {
 
 absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
                                             const Placement& placement, kernels::Replica replica) {
-  const absl::StatusOr<kernels::cuda::HeadPlan> plan =
-      kernels::cuda::PlanHead(ConfigOf(request, placement), DeviceOf(card, replica));
-  if (!plan.ok()) return plan.status();
+  LOSSD_TRY(const kernels::cuda::HeadPlan plan,
+            kernels::cuda::PlanHead(ConfigOf(request, placement), DeviceOf(card, replica)));
   DeviceMemory device;
   device.logits = placement.logits;
   device.split = placement.split;
-  device.memory = plan->memory;
+  device.memory = plan.memory;
   device.library_bytes = kernels::cuda::kGemmWorkspaceBytes;
-  device.device_bytes = plan->memory.Total() - plan->memory[MemoryKind::kStaging] -
-                        plan->memory[MemoryKind::kLedger] + device.library_bytes;
-  device.chunk_rows = plan->sizes.chunk_rows;
+  device.device_bytes = plan.memory.Total() - plan.memory[MemoryKind::kStaging] -
+                        plan.memory[MemoryKind::kLedger] + device.library_bytes;
+  device.chunk_rows = plan.sizes.chunk_rows;
   device.fits = device.device_bytes <= request.memory_bytes;
-  device.choices = plan->choices;
+  device.choices = plan.choices;
   return device;
 }
 
@@ -159,7 +159,7 @@ class Planner {
     if (r_.trainers == 1 && r_.gpus == 1 && shape_.stages > 1) AddServers(1);
     for (const bool mps : {true, false}) {
       for (const Gradients gradients : {Gradients::kExact, Gradients::kSampled}) {
-        if (absl::Status status = AddColocated(gradients, mps); !status.ok()) return status;
+        LOSSD_RETURN_IF_ERROR(AddColocated(gradients, mps));
       }
     }
     return std::move(found_);
@@ -226,10 +226,9 @@ class Planner {
     const Placement placement = {.split = kernels::Split::kVocabulary,
                                  .shares = {shares.begin(), shares.end()}};
     for (int stage = 0; stage < shape_.stages; ++stage) {
-      const absl::StatusOr<DeviceMemory> memory =
-          DeviceMemoryOf(r_, measured_.card, placement, {stage, shape_.stages});
-      if (!memory.ok()) return memory.status();
-      pipeline.stage_bytes[static_cast<size_t>(stage)] += memory->device_bytes;
+      LOSSD_TRY(const DeviceMemory memory,
+                DeviceMemoryOf(r_, measured_.card, placement, {stage, shape_.stages}));
+      pipeline.stage_bytes[static_cast<size_t>(stage)] += memory.device_bytes;
     }
     Add(std::move(pipeline));
     return absl::OkStatus();
@@ -350,12 +349,12 @@ absl::Status CheckPipeline(const Request& request) {
                               absl::StrCat("be from ", p.stages, ", the stages, to ", kMostPipelineLayers),
                               request.model.layers);
   }
-  if (absl::Status status = CheckLayerSeconds(request); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckLayerSeconds(request));
   for (const auto& [name, seconds] : {std::pair{"embedding_seconds", p.embedding_seconds},
                                       {"head_seconds", p.head_seconds},
                                       {"sampled_seconds", p.sampled_seconds},
                                       {"local_head_seconds", p.local_head_seconds}}) {
-    if (absl::Status status = CheckSeconds(name, seconds); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckSeconds(name, seconds));
   }
   constexpr int64_t kMostBytes = int64_t{1} << 40;
   if (p.layer_bytes < 0 || p.layer_bytes > kMostBytes) {
@@ -381,7 +380,7 @@ constexpr int64_t kMostTrainers = 1 << 20;
 constexpr int kMostServerGpus = 1024;
 
 absl::Status CheckRequest(const Request& r) {
-  if (absl::Status status = Validate(r.model); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Validate(r.model));
   const auto range = [](const char* name, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return errors::FieldError(name, absl::StrCat("be from ", least, " to ", most), value);
@@ -397,7 +396,7 @@ absl::Status CheckRequest(const Request& r) {
   if (!(r.trainer_seconds >= 0.0) || !std::isfinite(r.trainer_seconds)) {
     return errors::FieldError("trainer_seconds", "be >= 0 and finite", r.trainer_seconds);
   }
-  if (absl::Status status = CheckPipeline(r); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckPipeline(r));
   if (r.data != "real" && r.data != "peaked" && r.data != "flat") {
     return errors::FieldError("data", "be real, peaked or flat", r.data);
   }
@@ -528,7 +527,7 @@ absl::StatusOr<TrainerMemory> TrainerMemoryOf(const Request& r) {
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) {
-  if (absl::Status status = CheckRequest(request); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckRequest(request));
   Plan plan;
   plan.request = request;
   Request& r = plan.request;
@@ -537,10 +536,10 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
     for (const Split split : {Split::kRows, Split::kVocabulary}) {
       if (r.gpus == 1 && split != Split::kRows) continue;
       // The first GPU has as much as any other.
-      absl::StatusOr<DeviceMemory> device = DeviceMemoryOf(
-          r, measured.card, {.logits = logits, .split = r.gpus == 1 ? Split::kAny : split}, {0, r.gpus});
-      if (!device.ok()) return device.status();
-      plan.server.push_back(*std::move(device));
+      LOSSD_TRY(DeviceMemory device,
+                DeviceMemoryOf(r, measured.card,
+                               {.logits = logits, .split = r.gpus == 1 ? Split::kAny : split}, {0, r.gpus}));
+      plan.server.push_back(std::move(device));
     }
   }
   plan.update = UpdateOf(r, measured);
@@ -558,14 +557,12 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   }
   plan.links = LinksOf(r, measured);
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
-  absl::StatusOr<Pipelines> pipelines = PipelinesOf(plan, measured);
-  if (!pipelines.ok()) return pipelines.status();
-  plan.pipelines = *std::move(pipelines);
+  LOSSD_TRY(Pipelines pipelines, PipelinesOf(plan, measured));
+  plan.pipelines = std::move(pipelines);
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;
   if (r.trainer.has_value()) {
-    absl::StatusOr<TrainerMemory> memory = TrainerMemoryOf(r);
-    if (!memory.ok()) return memory.status();
-    plan.trainer_memory = *std::move(memory);
+    LOSSD_TRY(TrainerMemory memory, TrainerMemoryOf(r));
+    plan.trainer_memory = std::move(memory);
   }
   return plan;
 }

@@ -15,11 +15,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "client/plan/local_head.h"
 #include "client/plan/measured.h"
 #include "client/plan/model.h"
 #include "client/plan/pipeline.h"
-#include "client/plan/trainer_memory.h"
 #include "kernels/backend.h"
 #include "kernels/head_config.h"
 #include "kernels/replica.h"

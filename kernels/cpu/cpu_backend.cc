@@ -2,6 +2,9 @@
 #include "kernels/cpu/cpu_backend.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -11,12 +14,13 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/head_buffers.h"
-#include "kernels/cpu/memory.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
+#include "kernels/cpu/row_loss.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/head_planner.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {
@@ -71,32 +75,28 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
   int max_chunks_in_flight() const override { return 1; }
 
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
-    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
-    if (!chunk_rows.ok()) return chunk_rows.status();
-    return PlanBuffers(config, replica_, *chunk_rows);
+    LOSSD_TRY(int64_t chunk_rows, ChunkRows(config));
+    return PlanBuffers(config, replica_, chunk_rows);
   }
 
   absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
                                             const MemoryBytes& beside) const override {
-    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
-    if (!chunk_rows.ok()) return chunk_rows.status();
+    LOSSD_TRY(int64_t chunk_rows, ChunkRows(config));
     PlannedHead planned;
-    planned.memory = PlanBuffers(config, replica_, *chunk_rows);
-    if (absl::Status status = accounting_->Check(kTheHead, planned.memory, beside); !status.ok())
-      return status;
-    planned.chunk_rows = planned.slice_rows = *chunk_rows;
+    planned.memory = PlanBuffers(config, replica_, chunk_rows);
+    LOSSD_RETURN_IF_ERROR(accounting_->Check(kTheHead, planned.memory, beside));
+    planned.chunk_rows = planned.slice_rows = chunk_rows;
     planned.choices =
-        DescribeCpuHead(config, *chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
+        DescribeCpuHead(config, chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
     return planned;
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    absl::StatusOr<int64_t> chunk_rows = ChunkRows(config);
-    if (!chunk_rows.ok()) return chunk_rows.status();
-    absl::StatusOr<MemoryAccounting::Reservation> reservation =
-        accounting_->Reserve(kTheHead, PlanBuffers(config, replica_, *chunk_rows), /*filled_at_once=*/true);
-    if (!reservation.ok()) return reservation.status();
-    return CpuHead::Create(config, replica_, *chunk_rows, &pool_, *std::move(reservation));
+    LOSSD_TRY(int64_t chunk_rows, ChunkRows(config));
+    LOSSD_TRY(
+        MemoryAccounting::Reservation reservation,
+        accounting_->Reserve(kTheHead, PlanBuffers(config, replica_, chunk_rows), /*filled_at_once=*/true));
+    return CpuHead::Create(config, replica_, chunk_rows, &pool_, std::move(reservation));
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -106,9 +106,8 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
                                                               const AdoptOptions& options) override {
     MemoryBytes plan;
     plan[MemoryKind::kStaging] = options.counted ? static_cast<int64_t>(memory.size()) : 0;
-    auto reservation = accounting_->Reserve("shared memory", plan);
-    if (!reservation.ok()) return reservation.status();
-    return std::make_unique<AdoptedStaging>(memory, *std::move(reservation));
+    LOSSD_TRY(auto reservation, accounting_->Reserve("shared memory", plan));
+    return std::make_unique<AdoptedStaging>(memory, std::move(reservation));
   }
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return Allocate<RetainedMemory, CpuRetained>(MemoryKind::kRetained, bytes);
@@ -117,10 +116,9 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
   absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) override {
     MemoryBytes plan;
     plan[kind] = bytes;
-    auto reservation = accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan);
-    if (!reservation.ok()) return reservation.status();
+    LOSSD_TRY(auto reservation, accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan));
     absl::MutexLock lock(&planned_mutex_);
-    planned_.push_back(*std::move(reservation));
+    planned_.push_back(std::move(reservation));
     return absl::OkStatus();
   }
 
@@ -130,15 +128,13 @@ class CpuBackend final : public Backend, public StagingAdopter, public HeadPlann
     if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
     MemoryBytes plan;
     plan[kind] = bytes;
-    auto reservation = accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan);
-    if (!reservation.ok()) return reservation.status();
-    absl::StatusOr<AlignedBytes> memory = AllocateAligned(bytes);
-    if (!memory.ok()) return memory.status();
-    return std::make_unique<Memory>(*std::move(memory), bytes, *std::move(reservation));
+    LOSSD_TRY(auto reservation, accounting_->Reserve(absl::StrCat(Name(kind), " memory"), plan));
+    LOSSD_TRY(AlignedBytes memory, AllocateAligned(bytes));
+    return std::make_unique<Memory>(std::move(memory), bytes, std::move(reservation));
   }
 
   absl::StatusOr<int64_t> ChunkRows(const HeadConfig& config) const {
-    if (absl::Status status = ValidateOn(config, replica_.count); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(ValidateOn(config, replica_.count));
     return ChunkRowsFor(config, replica_.count,
                         config.workspace_bytes > 0 ? config.workspace_bytes : workspace_bytes_);
   }
@@ -180,7 +176,7 @@ std::shared_ptr<MemoryAccounting> AccountingOf(const CpuBackendOptions& options)
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOptions& options) {
-  if (absl::Status status = Check(options); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(options));
   if (options.sharers < 1 || options.sharers > kMostThreads) {
     return errors::FieldError("cpu_devices", absl::StrCat("be in [1, ", kMostThreads, "]"), options.sharers);
   }
@@ -195,7 +191,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const CpuBackendOption
 
 absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateCpuMembers(const CpuBackendOptions& options,
                                                                        int count) {
-  if (absl::Status status = Check(options); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(options));
   if (count < 1 || count > kMostThreads) {
     return errors::FieldError("cpu_devices", absl::StrCat("be in [1, ", kMostThreads, "]"), count);
   }
@@ -207,6 +203,152 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateCpuMembers(const Cpu
     members.push_back(std::make_unique<CpuBackend>(options, Replica{i, count}, threads, accounting));
   }
   return members;
+}
+
+absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> heads) {
+  std::vector<CpuHead*> parts;
+  for (HeadKernels* kernels : heads) {
+    auto* const head = dynamic_cast<CpuHead*>(kernels);
+    if (head == nullptr) return errors::FieldError("heads", "be heads of CPU backends", "another one");
+    const Replica replica = head->params().replica();
+    if (replica.index != static_cast<int>(parts.size()) || replica.count != static_cast<int>(heads.size())) {
+      return errors::FieldError(absl::StrCat("heads[", parts.size(), "]"),
+                                absl::StrCat("be replica ", parts.size(), " of ", heads.size()),
+                                absl::StrCat("replica ", replica.index, " of ", replica.count));
+    }
+    if (!(head->config() == heads.front()->config())) {
+      return errors::FieldError(absl::StrCat("heads[", parts.size(), "].config"), "be that of the first",
+                                "another one");
+    }
+    parts.push_back(head);
+  }
+  return parts;
+}
+
+namespace {
+
+// The replicas that have the same classes.
+class CpuReplicas final : public Replicas {
+ public:
+  explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
+
+  absl::Status SumGradients() override {
+    for (Param param : kTrainedParams) {
+      for (CpuParams* owner : replicas_) SumShard(param, *owner);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SpreadValues() override {
+    for (Param param : kTrainedParams) {
+      for (CpuParams* owner : replicas_) SpreadShard(param, *owner);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // The elements of the owner's shard among those that each of the replicas keeps of a parameter.
+  struct Range {
+    int64_t first;
+    int64_t elements;
+  };
+  static Range RangeOf(Param param, const CpuParams& owner) {
+    const ShardRows rows = ShardRowsOf(owner.config(), param, owner.replica());
+    const ShardRows kept = StoredRowsOf(owner.config(), {param, Role::kValue}, owner.replica());
+    const int64_t cols = ShapeOf(owner.config(), param).cols;
+    return {(rows.first - kept.first) * cols, rows.rows * cols};
+  }
+
+  void SumShard(Param param, CpuParams& owner) {
+    if (owner.gradient(param) == nullptr) return;
+    const auto [first, elements] = RangeOf(param, owner);
+    owner.pool().ParallelFor(elements, kElementGrain, [&, first = first](int64_t begin, int64_t end) {
+      for (int64_t from = begin; from < end; from += kSumBlock) {
+        SumBlock(param, owner, first + from, std::min(kSumBlock, end - from));
+      }
+    });
+  }
+
+  void SumBlock(Param param, const CpuParams& owner, int64_t from, int64_t n) const {
+    std::array<float, kSumBlock> sum{};
+    for (const CpuParams* replica : replicas_) {
+      float* const part = replica->gradient(param) + from;
+      for (int64_t i = 0; i < n; ++i) sum[static_cast<size_t>(i)] += part[i];
+      std::fill_n(part, n, 0.0f);
+    }
+    std::copy_n(sum.begin(), n, owner.gradient(param) + from);
+  }
+
+  void SpreadShard(Param param, CpuParams& owner) {
+    const float* const values = owner.value(param);
+    if (values == nullptr) return;
+    const auto [first, elements] = RangeOf(param, owner);
+    for (CpuParams* replica : replicas_) {
+      if (replica == &owner) continue;
+      owner.pool().ParallelFor(elements, kElementGrain, [&, first = first](int64_t begin, int64_t end) {
+        std::memcpy(replica->value(param) + first + begin, values + first + begin,
+                    static_cast<size_t>(end - begin) * sizeof(float));
+      });
+    }
+  }
+
+  const std::vector<CpuParams*> replicas_;
+};
+
+// The replicas of a head that is split by vocabulary, one place after the other.
+class CpuGrid final : public Replicas {
+ public:
+  explicit CpuGrid(std::vector<CpuReplicas> places) : places_(std::move(places)) {}
+
+  absl::Status SumGradients() override {
+    for (CpuReplicas& place : places_) {
+      LOSSD_RETURN_IF_ERROR(place.SumGradients());
+    }
+    return absl::OkStatus();
+  }
+  absl::Status SpreadValues() override {
+    for (CpuReplicas& place : places_) {
+      LOSSD_RETURN_IF_ERROR(place.SpreadValues());
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  std::vector<CpuReplicas> places_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Replicas>> MakeCpuReplicas(absl::Span<HeadKernels* const> heads) {
+  LOSSD_TRY(std::vector<CpuHead*> parts, CpuPartsOf(heads));
+  const auto places = static_cast<size_t>(PlacesOf(heads.front()->config(), static_cast<int>(parts.size())));
+  std::vector<std::vector<CpuParams*>> replicas(places);
+  for (size_t i = 0; i < parts.size(); ++i) replicas[i % places].push_back(&parts[i]->params());
+  std::vector<CpuReplicas> all;
+  for (std::vector<CpuParams*>& of_place : replicas) all.emplace_back(std::move(of_place));
+  return std::make_unique<CpuGrid>(std::move(all));
+}
+
+absl::Status JoinCpuClasses(absl::Span<HeadKernels* const> heads) {
+  return JoinTimedCpuClasses(heads, std::make_shared<MemberExchanges>(static_cast<int>(heads.size())));
+}
+
+absl::Status JoinTimedCpuClasses(absl::Span<HeadKernels* const> heads,
+                                 const std::shared_ptr<MemberExchanges>& clocks) {
+  LOSSD_TRY(std::vector<CpuHead*> parts, CpuPartsOf(heads));
+  for (CpuHead* head : parts) {
+    if (head->config().split != Split::kVocabulary) {
+      return errors::FieldError("split", "be vocabulary", Name(head->config().split));
+    }
+  }
+  const int heads_of_all = static_cast<int>(parts.size());
+  const int places = PlacesOf(parts.front()->config(), heads_of_all);
+  for (int first = 0; first < heads_of_all; first += places) {
+    const auto exchange =
+        std::make_shared<TimedExchange>(std::make_unique<ThreadExchange>(places), clocks, first);
+    for (int i = 0; i < places; ++i) parts[static_cast<size_t>(first + i)]->Join(exchange);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lossd::kernels

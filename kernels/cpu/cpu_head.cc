@@ -2,20 +2,354 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
-#include "kernels/cpu/head_buffers.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"
 #include "kernels/decision.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
+namespace {
+
+MemoryKind KindOf(Role role) {
+  switch (role) {
+    case Role::kValue:
+      return MemoryKind::kWeights;
+    case Role::kGradient:
+      return MemoryKind::kGradients;
+    default:
+      return MemoryKind::kOptimizer;
+  }
+}
+
+// Elements that the replica keeps of a tensor.
+int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
+  return StoredRowsOf(config, id, replica).rows * ShapeOf(config, id.param).cols;
+}
+
+// The workspace of the replica with the most classes, so that chunks of all replicas have the same rows.
+int64_t WorkspaceBytes(const HeadConfig& config, int replicas, int64_t chunk_rows) {
+  int most = 0;
+  for (int i = 1; i < replicas; ++i) {
+    if (ClassesOf(config, {i, replicas}).rows > ClassesOf(config, {most, replicas}).rows) most = i;
+  }
+  return PlanBuffers(config, {most, replicas}, chunk_rows)[MemoryKind::kWorkspace];
+}
+
+}  // namespace
+
+HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows, HeadArenas& arenas) {
+  HeadBuffers buffers;
+  for (Param param : kAllParams) {
+    for (Role role : {Role::kValue, Role::kGradient, Role::kMoment1, Role::kMoment2}) {
+      const TensorId id{param, role};
+      if (!HasTensor(config, id)) continue;
+      const int64_t elements = ElementsOf(config, replica, id);
+      if (elements == 0) continue;
+      Arena& arena = arenas[static_cast<size_t>(KindOf(role))];
+      buffers.tensor(id) = arena.Take<float>(elements);
+    }
+  }
+  Arena& workspace = arenas[static_cast<size_t>(MemoryKind::kWorkspace)];
+  const int64_t hidden_elements = chunk_rows * config.hidden_size;
+  buffers.hidden = workspace.Take<float>(hidden_elements);
+  if (config.norm != Norm::kNone) {
+    buffers.unit = workspace.Take<float>(hidden_elements);
+    buffers.inverse_deviation = workspace.Take<float>(chunk_rows);
+  }
+  buffers.grad_hidden = workspace.Take<float>(hidden_elements);
+  buffers.logits = workspace.Take<float>(chunk_rows * ClassesOf(config, replica).rows);
+  buffers.sources = workspace.Take<RowSource>(chunk_rows);
+  buffers.results = workspace.Take<RowResult>(chunk_rows);
+  if (IsSplitByVocabulary(config, replica)) {
+    buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
+    buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
+    buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
+    buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
+    if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
+  }
+  return buffers;
+}
+
+MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk_rows) {
+  HeadArenas arenas;
+  LayOut(config, replica, chunk_rows, arenas);
+  MemoryBytes bytes;
+  for (size_t i = 0; i < kMemoryKinds; ++i) bytes.by_kind[i] = arenas[i].used();
+  return bytes;
+}
+
+absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
+  HeadArenas arenas;
+  for (size_t i = 0; i < kMemoryKinds; ++i) {
+    LOSSD_TRY(Arena arena, Arena::Allocate(plan.by_kind[i]));
+    arenas[i] = std::move(arena);
+  }
+  return arenas;
+}
+
+absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes) {
+  const int64_t least = WorkspaceBytes(config, replicas, 1);
+  if (least > workspace_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("one row of hidden_size ", config.hidden_size, " and vocab_size ", config.vocab_size,
+                     " needs ", errors::ExactBytes(least), " of workspace, workspace_bytes is ",
+                     errors::ExactBytes(workspace_bytes)));
+  }
+  int64_t fits = 1;
+  for (int64_t step = kMostChunkRows; step > 0; step /= 2) {
+    const int64_t rows = fits + step;
+    if (rows <= kMostChunkRows && WorkspaceBytes(config, replicas, rows) <= workspace_bytes) fits = rows;
+  }
+  return fits;
+}
+
+namespace {
+
+constexpr size_t kGroups = 4;
+
+size_t GroupOf(const Slice& slice, int64_t row, bool accumulate) {
+  if (IsAbsent(slice, row)) return 3;
+  const bool accumulated = accumulate && (slice.accumulate == nullptr || slice.accumulate[row] != 0);
+  const bool with_hidden = slice.grad_hidden != nullptr;
+  if (accumulated) return with_hidden ? 1 : 0;
+  return with_hidden ? 2 : 3;
+}
+
+// Calls visit(source, group) for each row that has a target.
+template <typename Visit>
+void ForEachValidRow(absl::Span<const Slice> slices, bool accumulate, Visit visit) {
+  for (size_t i = 0; i < slices.size(); ++i) {
+    for (int64_t row = 0; row < slices[i].rows; ++row) {
+      if (slices[i].targets[row] == kIgnoredTarget) continue;
+      visit(RowSource{static_cast<int64_t>(i), row}, GroupOf(slices[i], row, accumulate));
+    }
+  }
+}
+
+}  // namespace
+
+RowOrder OrderRows(absl::Span<const Slice> slices, bool accumulate, RowSource* sources) {
+  std::array<int64_t, kGroups> counts{};
+  ForEachValidRow(slices, accumulate, [&](const RowSource&, size_t group) { ++counts[group]; });
+  RowOrder order;
+  order.hidden_begin = counts[0];
+  order.accumulated = counts[0] + counts[1];
+  order.hidden_end = order.accumulated + counts[2];
+  order.rows = order.hidden_end + counts[3];
+  std::array<int64_t, kGroups> next = {0, order.hidden_begin, order.accumulated, order.hidden_end};
+  ForEachValidRow(slices, accumulate,
+                  [&](const RowSource& source, size_t group) { sources[next[group]++] = source; });
+  return order;
+}
+
+namespace {
+
+double SumOfSquares(const float* values, int64_t n) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; ++i) sum += double{values[i]} * double{values[i]};
+  return sum;
+}
+
+}  // namespace
+
+float* CpuParams::RowOf(TensorId id, int64_t row) const {
+  const int64_t first = StoredRowsOf(config_, id, replica_).first;
+  return buffers_.tensor(id) + (row - first) * ShapeOf(config_, id.param).cols;
+}
+
+int64_t CpuParams::Elements(Param param) const {
+  return StoredRowsOf(config_, {param, Role::kGradient}, replica_).rows * ShapeOf(config_, param).cols;
+}
+
+// What is on every device counts once.
+bool CpuParams::CountsInNorm(Param param) const {
+  const bool of_classes = param == Param::kWeight || param == Param::kBias;
+  return of_classes || replica_.index == 0 || !IsSplitByVocabulary(config_, replica_);
+}
+
+absl::Status CpuParams::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                   absl::Span<uint8_t> out) {
+  LOSSD_RETURN_IF_ERROR(ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, out.size()));
+  const int64_t cols = ShapeOf(config_, id.param).cols;
+  const float* const from = RowOf(id, row_begin);
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    FromFloat(dtype, from + begin, end - begin, out.data() + SizeOf(begin, dtype));
+  });
+  return absl::OkStatus();
+}
+
+absl::Status CpuParams::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
+                                    absl::Span<const uint8_t> in) {
+  LOSSD_RETURN_IF_ERROR(ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, in.size()));
+  const int64_t cols = ShapeOf(config_, id.param).cols;
+  float* const to = RowOf(id, row_begin);
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    ToFloat(dtype, in.data() + SizeOf(begin, dtype), end - begin, to + begin);
+  });
+  return absl::OkStatus();
+}
+
+absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
+                                    absl::Span<const uint8_t> in) {
+  const TensorId id{param, Role::kGradient};
+  LOSSD_RETURN_IF_ERROR(ValidateReplicaAccess(config_, replica_, id, row_begin, rows, dtype, in.size()));
+  const int64_t cols = ShapeOf(config_, param).cols;
+  float* const to = RowOf(id, row_begin);
+  pool_->ParallelFor(rows * cols, kElementGrain, [&](int64_t begin, int64_t end) {
+    AddScaled(dtype, in.data() + SizeOf(begin, dtype), end - begin, scale, to + begin);
+  });
+  return absl::OkStatus();
+}
+
+// Sums of fixed blocks, added in their order: the result does not depend on the number of threads.
+absl::StatusOr<double> CpuParams::GradNorm() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  double total = 0.0;
+  std::vector<double> partial;
+  for (Param param : kTrainedParams) {
+    const float* const values = gradient(param);
+    if (values == nullptr || !CountsInNorm(param)) continue;
+    const int64_t n = Elements(param);
+    partial.assign(static_cast<size_t>((n + kElementGrain - 1) / kElementGrain), 0.0);
+    pool_->ParallelFor(static_cast<int64_t>(partial.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t from = i * kElementGrain;
+        partial[static_cast<size_t>(i)] = SumOfSquares(values + from, std::min(kElementGrain, n - from));
+      }
+    });
+    for (double sum : partial) total += sum;
+  }
+  return std::sqrt(total);
+}
+
+absl::Status CpuParams::ApplyStep(const OptimizerOptions& options, int64_t update) {
+  LOSSD_RETURN_IF_ERROR(ValidateStep(config_, options, update));
+  for (Param param : kTrainedParams) {
+    if (gradient(param) == nullptr) continue;
+    const ShardRows own = shard(param);
+    const auto at = [&](Role role, int64_t offset) {
+      return buffers_.tensor({param, role}) == nullptr ? nullptr : RowOf({param, role}, own.first) + offset;
+    };
+    const int64_t elements = own.rows * ShapeOf(config_, param).cols;
+    pool_->ParallelFor(elements, kElementGrain, [&](int64_t begin, int64_t end) {
+      UpdateParams(options, update, param != Param::kWeight,
+                   {at(Role::kValue, begin), at(Role::kGradient, begin), at(Role::kMoment1, begin),
+                    at(Role::kMoment2, begin), end - begin});
+    });
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuParams::ZeroGradients() {
+  if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
+  for (Param param : kTrainedParams) {
+    float* const values = gradient(param);
+    if (values == nullptr) continue;
+    pool_->ParallelFor(Elements(param), kElementGrain,
+                       [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuParams::ZeroMoments() {
+  for (Param param : kTrainedParams) {
+    const int64_t elements = shard(param).rows * ShapeOf(config_, param).cols;
+    for (const Role role : {Role::kMoment1, Role::kMoment2}) {
+      float* const values = buffers_.tensor({param, role});
+      if (values == nullptr) continue;
+      pool_->ParallelFor(elements, kElementGrain,
+                         [&](int64_t begin, int64_t end) { std::fill(values + begin, values + end, 0.0f); });
+    }
+  }
+  return absl::OkStatus();
+}
+
+namespace {
+
+void UpdateAdamW(const OptimizerOptions& options, int64_t update, double decay, const ParamRange& range) {
+  const double correction1 = 1.0 - std::pow(options.beta1, static_cast<double>(update));
+  const double correction2 = 1.0 - std::pow(options.beta2, static_cast<double>(update));
+  const float keep = static_cast<float>(1.0 - options.learning_rate * decay);
+  const float rate = static_cast<float>(options.learning_rate / correction1);
+  const float root = static_cast<float>(1.0 / std::sqrt(correction2));
+  const float epsilon = static_cast<float>(options.epsilon);
+  const float multiplier = static_cast<float>(options.grad_multiplier);
+  const float beta1 = static_cast<float>(options.beta1);
+  const float beta2 = static_cast<float>(options.beta2);
+  const float rest1 = static_cast<float>(1.0 - options.beta1);
+  const float rest2 = static_cast<float>(1.0 - options.beta2);
+#pragma omp simd
+  for (int64_t i = 0; i < range.n; ++i) {
+    const float g = multiplier * range.gradient[i];
+    const float m = beta1 * range.moment1[i] + rest1 * g;
+    const float v = beta2 * range.moment2[i] + rest2 * g * g;
+    range.moment1[i] = m;
+    range.moment2[i] = v;
+    // A parameter without any gradient so far stays, even with epsilon 0.
+    const float step = m == 0.0f ? 0.0f : rate * m / (std::sqrt(v) * root + epsilon);
+    range.value[i] = keep * range.value[i] - step;
+    range.gradient[i] = 0.0f;
+  }
+}
+
+// A value of -infinity, which masks a class, stays without decay: 0 times it would be NaN.
+void UpdatePlainSgd(const OptimizerOptions& options, double decay, const ParamRange& range) {
+  const float rate = static_cast<float>(options.learning_rate);
+  const float weight_decay = static_cast<float>(decay);
+  const float multiplier = static_cast<float>(options.grad_multiplier);
+#pragma omp simd
+  for (int64_t i = 0; i < range.n; ++i) {
+    const float decayed = weight_decay == 0.0f ? 0.0f : weight_decay * range.value[i];
+    range.value[i] -= rate * (multiplier * range.gradient[i] + decayed);
+    range.gradient[i] = 0.0f;
+  }
+}
+
+// The first update sets the buffer to the gradient, without dampening.
+void UpdateMomentumSgd(const OptimizerOptions& options, int64_t update, double decay,
+                       const ParamRange& range) {
+  const float rate = static_cast<float>(options.learning_rate);
+  const float weight_decay = static_cast<float>(decay);
+  const float multiplier = static_cast<float>(options.grad_multiplier);
+  const float momentum = update == 1 ? 0.0f : static_cast<float>(options.momentum);
+  const float rest = update == 1 ? 1.0f : static_cast<float>(1.0 - options.dampening);
+  const float gradient_share = options.nesterov ? 1.0f : 0.0f;
+  const float buffer_share = options.nesterov ? static_cast<float>(options.momentum) : 1.0f;
+#pragma omp simd
+  for (int64_t i = 0; i < range.n; ++i) {
+    const float decayed = weight_decay == 0.0f ? 0.0f : weight_decay * range.value[i];
+    const float g = multiplier * range.gradient[i] + decayed;
+    const float buffer = momentum * range.moment1[i] + rest * g;
+    range.moment1[i] = buffer;
+    range.value[i] -= rate * (gradient_share * g + buffer_share * buffer);
+    range.gradient[i] = 0.0f;
+  }
+}
+
+}  // namespace
+
+void UpdateParams(const OptimizerOptions& options, int64_t update, bool is_vector, const ParamRange& range) {
+  const double decay = is_vector && !options.decay_vectors ? 0.0 : options.weight_decay;
+  if (options.kind == OptimizerOptions::Kind::kAdamW) {
+    UpdateAdamW(options, update, decay, range);
+  } else if (options.momentum > 0.0) {
+    UpdateMomentumSgd(options, update, decay, range);
+  } else {
+    UpdatePlainSgd(options, decay, range);
+  }
+}
+
 namespace {
 
 double Mean(const float* x, int64_t n) {
@@ -113,7 +447,7 @@ absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order,
     for (int64_t i = here.begin; i < here.end; ++i) {
       own[i - rows.begin] = buffers_.results[i].finite ? 0.0f : 1.0f;
     }
-    if (absl::Status status = exchange.AddSums(part, own, all, n); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(exchange.AddSums(part, own, all, n));
     for (int64_t i = 0; i < n; ++i) {
       if (all[i] != 0.0f) buffers_.results[rows.begin + i].finite = false;
     }
@@ -164,16 +498,15 @@ bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& 
 absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, Replica replica,
                                                          int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation) {
-  absl::StatusOr<HeadArenas> arenas = AllocateArenas(reservation.bytes());
-  if (!arenas.ok()) return arenas.status();
+  LOSSD_TRY(HeadArenas arenas, AllocateArenas(reservation.bytes()));
   reservation.MarkResident();  // arenas are written with zeros
-  const HeadBuffers buffers = LayOut(config, replica, chunk_rows, *arenas);
+  const HeadBuffers buffers = LayOut(config, replica, chunk_rows, arenas);
   for (Param param : {Param::kNormGain, Param::kClassWeights}) {
     float* const values = buffers.tensor({param, Role::kValue});
     if (values != nullptr) std::fill_n(values, ShapeOf(config, param).elements(), 1.0f);
   }
   return std::unique_ptr<CpuHead>(
-      new CpuHead(config, replica, chunk_rows, pool, std::move(reservation), *std::move(arenas), buffers));
+      new CpuHead(config, replica, chunk_rows, pool, std::move(reservation), std::move(arenas), buffers));
 }
 
 CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
@@ -233,12 +566,11 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 
 absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {
   Gather(chunk, order);
-  if (absl::Status status = ComputeChunk(chunk, order); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ComputeChunk(chunk, order));
   guard_.ClearFailedSlices(chunk, order);
-  const absl::StatusOr<RowRange> with_hidden = ComputeGradHidden(chunk, order);
-  if (!with_hidden.ok()) return with_hidden.status();
+  LOSSD_TRY(const RowRange with_hidden, ComputeGradHidden(chunk, order));
   ScatterResults(chunk, order);
-  ScatterGradHidden(chunk, *with_hidden);
+  ScatterGradHidden(chunk, with_hidden);
   return absl::OkStatus();
 }
 
@@ -265,7 +597,7 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
-  if (absl::Status status = ComputeRows(chunk, options, order); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ComputeRows(chunk, options, order));
   if (!why_exact.empty()) {
     chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
     return absl::OkStatus();
@@ -313,8 +645,8 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   }
   if (!is_split_) return absl::OkStatus();
   const auto all = static_cast<size_t>(order.rows);
-  absl::Status merged = exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all});
-  if (!merged.ok()) return merged;
+  LOSSD_RETURN_IF_ERROR(
+      exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
   pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
@@ -346,8 +678,7 @@ absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const Ro
 
 absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
   if (order.accumulated > 0) {
-    absl::Status status = AddNormGradients(Intersect({here.begin, order.accumulated}, here));
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(AddNormGradients(Intersect({here.begin, order.accumulated}, here)));
   }
   const int64_t d = config_.hidden_size;
   const RowRange hidden = Intersect({order.hidden_begin, order.hidden_end}, here);

@@ -7,13 +7,12 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "kernels/cpu/class_exchange.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/cpu_params.h"
 #include "kernels/cpu/gloo_transfers.h"
-#include "kernels/cpu/memory.h"
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/row_loss.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -61,9 +60,8 @@ absl::Status GlooLink::UseCollectives(const std::string& collectives) {
 }
 
 absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
-  absl::StatusOr<AlignedBytes> room = AllocateAligned(GlooLinkBytes(replica()));
-  if (!room.ok()) return room.status();
-  room_ = *std::move(room);
+  LOSSD_TRY(AlignedBytes room, AllocateAligned(GlooLinkBytes(replica())));
+  room_ = std::move(room);
   return transfers_->Connect(addresses);
 }
 
@@ -114,8 +112,7 @@ class GlooReplicas final : public Replicas {
         const ShardRows rows = ShardRowsOf(params_->config(), param, {owner, link_->replica().count});
         for (int64_t from = 0; from < rows.rows * cols; from += kPiece) {
           const int64_t n = std::min(kPiece, rows.rows * cols - from);
-          absl::Status status = exchange(owner, all + rows.first * cols + from, n);
-          if (!status.ok()) return status;
+          LOSSD_RETURN_IF_ERROR(exchange(owner, all + rows.first * cols + from, n));
         }
       }
     }
@@ -137,7 +134,7 @@ class GlooReplicas final : public Replicas {
       parts[static_cast<size_t>(rank)] = reinterpret_cast<const float*>(room);
       receive.push_back({rank, room, bytes});
     }
-    if (absl::Status status = link_->Transfer({}, receive); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(link_->Transfer({}, receive));
     params_->pool().ParallelFor(n, kSumBlock, [&](int64_t begin, int64_t end) {
       for (int64_t from = begin; from < end; from += kSumBlock) {
         SumBlock(parts, from, std::min(kSumBlock, end - from), piece);
@@ -189,9 +186,8 @@ int64_t GlooLinkBytes(Replica replica) { return replica.count * int64_t{kRoomByt
 
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
                                                          absl::Duration timeout) {
-  absl::StatusOr<std::unique_ptr<HostTransfers>> transfers = CreateGlooTransfers(replica, host, timeout);
-  if (!transfers.ok()) return transfers.status();
-  return std::make_unique<GlooLink>(*std::move(transfers));
+  LOSSD_TRY(std::unique_ptr<HostTransfers> transfers, CreateGlooTransfers(replica, host, timeout));
+  return std::make_unique<GlooLink>(std::move(transfers));
 }
 
 }  // namespace lossd::kernels

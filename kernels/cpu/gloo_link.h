@@ -19,7 +19,7 @@ namespace lossd::kernels {
 // one rank waits for another. UNAVAILABLE in a build without Gloo.
 //
 // Sums are formed in the order of the ranks, so that their bits are those of as many devices in one process
-// (cpu_replicas.h). Connections are neither encrypted nor authenticated.
+// (cpu_backend.h). Connections are neither encrypted nor authenticated.
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
                                                          absl::Duration timeout);
 

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::kernels {
 namespace {
@@ -83,7 +84,7 @@ void GlooTransfers::Abort(const absl::Status& reason) {
 }
 
 absl::Status GlooTransfers::Call(const std::string& what, absl::FunctionRef<void()> call) {
-  if (absl::Status failed = failure(); !failed.ok()) return failed;
+  LOSSD_RETURN_IF_ERROR(failure());
   try {
     call();
     return failure();

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::formats {
 
@@ -194,15 +195,14 @@ class DirectFile final : public OutputFile {
 
   absl::Status Append(absl::Span<const uint8_t> bytes) override {
     while (!bytes.empty()) {
-      absl::StatusOr<int64_t> taken = CanWriteFrom(bytes) ? WriteFrom(bytes) : Keep(bytes);
-      if (!taken.ok()) return taken.status();
-      bytes.remove_prefix(static_cast<size_t>(*taken));
+      LOSSD_TRY(int64_t taken, CanWriteFrom(bytes) ? WriteFrom(bytes) : Keep(bytes));
+      bytes.remove_prefix(static_cast<size_t>(taken));
     }
     return absl::OkStatus();
   }
 
   absl::Status Sync() override {
-    if (absl::Status status = WriteRest(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(WriteRest());
     if (fsync(descriptor_) == 0) return absl::OkStatus();
     return FileError(path_, absl::StrCat("fsync ", errors::ExactBytes(written_)), errno);
   }
@@ -222,8 +222,7 @@ class DirectFile final : public OutputFile {
   // Writes as much of the bytes as can go directly; how much that was.
   absl::StatusOr<int64_t> WriteFrom(absl::Span<const uint8_t> bytes) {
     const int64_t whole = RoundDown(static_cast<int64_t>(bytes.size()), kDirectAlignment);
-    absl::Status status = Write(bytes.first(static_cast<size_t>(whole)));
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(Write(bytes.first(static_cast<size_t>(whole))));
     return whole;
   }
 
@@ -235,8 +234,7 @@ class DirectFile final : public OutputFile {
     kept_ += count;
     if (kept_ < kDirectBufferBytes) return count;
     kept_ = 0;
-    absl::Status status = Write({buffer_.get(), static_cast<size_t>(kDirectBufferBytes)});
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(Write({buffer_.get(), static_cast<size_t>(kDirectBufferBytes)}));
     return count;
   }
 

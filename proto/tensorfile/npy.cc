@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::formats {
 namespace {
@@ -126,7 +127,7 @@ absl::StatusOr<std::string> ReadHeaderText(const InputFile& file, int64_t* data_
   uint8_t start[12];
   const int64_t available = std::min<int64_t>(file.size(), sizeof(start));
   const auto read = absl::MakeSpan(start, static_cast<size_t>(available));
-  if (absl::Status status = file.ReadAt(0, read); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(file.ReadAt(0, read));
   const absl::string_view start_text(reinterpret_cast<const char*>(start), static_cast<size_t>(available));
   if (!absl::StartsWith(start_text, kMagic) || available < kPrefixBytes + 2)
     return NpyInvalid(file.name(), "no magic");
@@ -144,7 +145,7 @@ absl::StatusOr<std::string> ReadHeaderText(const InputFile& file, int64_t* data_
   }
   std::string text(static_cast<size_t>(length), '\0');
   const auto text_bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(text.data()), text.size());
-  if (absl::Status status = file.ReadAt(kPrefixBytes + length_bytes, text_bytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(file.ReadAt(kPrefixBytes + length_bytes, text_bytes));
   return text;
 }
 
@@ -159,20 +160,18 @@ std::string HeaderText(absl::string_view type, absl::Span<const int64_t> shape) 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<NpyReader>> NpyReader::Open(const std::string& path) {
-  absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path);
-  if (!file.ok()) return file.status();
+  LOSSD_TRY(std::unique_ptr<InputFile> file, InputFile::Open(path));
   std::unique_ptr<NpyReader> reader(new NpyReader());
-  const absl::StatusOr<std::string> text = ReadHeaderText(**file, &reader->data_begin_);
-  if (!text.ok()) return text.status();
-  absl::StatusOr<Header> header = ParseHeader(*text);
+  LOSSD_TRY(const std::string text, ReadHeaderText(*file, &reader->data_begin_));
+  absl::StatusOr<Header> header = ParseHeader(text);
   if (!header.ok()) return NpyInvalid(path, header.status().message());
   const std::optional<int64_t> elements = CountElements(*header);
-  const int64_t data_bytes = (*file)->size() - reader->data_begin_;
+  const int64_t data_bytes = file->size() - reader->data_begin_;
   if (!elements.has_value() || *elements * SizeOf(header->dtype) != data_bytes) {
     return NpyInvalid(path, absl::StrCat("shape (", absl::StrJoin(header->shape, ", "), ") does not take ",
                                          errors::ExactBytes(data_bytes)));
   }
-  reader->file_ = *std::move(file);
+  reader->file_ = std::move(file);
   reader->dtype_ = header->dtype;
   reader->shape_ = std::move(header->shape);
   reader->elements_ = *elements;
@@ -204,15 +203,13 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateNpy(const std::string& path, D
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": shape (", absl::StrJoin(shape, ", "), ") is too large"));
   }
-  absl::StatusOr<std::unique_ptr<OutputFile>> file = create_file(path);
-  if (!file.ok()) return file.status();
+  LOSSD_TRY(std::unique_ptr<OutputFile> file, create_file(path));
   const char version_and_length[] = {1, 0, static_cast<char>(header.size()),
                                      static_cast<char>(header.size() >> 8)};
   const std::string start = absl::StrCat(kMagic, absl::string_view(version_and_length, 4), header);
-  const absl::Status status =
-      (*file)->Append(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(start.data()), start.size()));
-  if (!status.ok()) return status;
-  return std::make_unique<DataWriter>(path, *std::move(file), *elements * SizeOf(dtype));
+  LOSSD_RETURN_IF_ERROR(
+      file->Append(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(start.data()), start.size())));
+  return std::make_unique<DataWriter>(path, std::move(file), *elements * SizeOf(dtype));
 }
 
 }  // namespace lossd::formats

@@ -17,6 +17,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::formats {
 
@@ -311,7 +312,7 @@ std::optional<std::vector<int64_t>> AsSizes(const json& value) {
 absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
   uint8_t length_bytes[kLengthBytes];
   if (file.size() < kLengthBytes) return FileInvalid(file.name(), "shorter than 8 bytes");
-  if (absl::Status status = file.ReadAt(0, absl::MakeSpan(length_bytes)); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(file.ReadAt(0, absl::MakeSpan(length_bytes)));
   uint64_t length = 0;
   for (int i = kLengthBytes - 1; i >= 0; --i) length = length << 8 | length_bytes[i];
   if (length > static_cast<uint64_t>(kMaxSafetensorsHeaderBytes) ||
@@ -321,7 +322,7 @@ absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
   }
   uint8_t first[1] = {};
   if (length > 0) {
-    if (absl::Status status = file.ReadAt(kLengthBytes, absl::MakeSpan(first)); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(file.ReadAt(kLengthBytes, absl::MakeSpan(first)));
   }
   if (first[0] != '{') return FileInvalid(file.name(), "the header does not start with '{'");
   return static_cast<int64_t>(length);
@@ -431,27 +432,25 @@ absl::StatusOr<std::string> EncodeHeader(absl::string_view path, absl::Span<cons
 
 absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const std::string& path,
                                                                            std::string name) {
-  absl::StatusOr<std::unique_ptr<InputFile>> file = InputFile::Open(path, std::move(name));
-  if (!file.ok()) return file.status();
-  return Open(*std::move(file));
+  LOSSD_TRY(std::unique_ptr<InputFile> file, InputFile::Open(path, std::move(name)));
+  return Open(std::move(file));
 }
 
 absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(std::unique_ptr<InputFile> file) {
   std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader(std::move(file)));
-  if (absl::Status status = reader->ReadHeader(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(reader->ReadHeader());
   return reader;
 }
 
 absl::Status SafetensorsReader::ReadHeader() {
-  const absl::StatusOr<int64_t> header_bytes = HeaderBytes(*file_);
-  if (!header_bytes.ok()) return header_bytes.status();
-  const int64_t data_begin = kLengthBytes + *header_bytes;
+  LOSSD_TRY(const int64_t header_bytes, HeaderBytes(*file_));
+  const int64_t data_begin = kLengthBytes + header_bytes;
   const JsonEntryRules rules = {
       .max_values = kMaxEntryValues,
       .malformed = FileInvalid(name(), "the header is no JSON object with unique keys")};
   bool has_metadata = false;
   absl::Status status =
-      ReadJsonEntries(*file_, kLengthBytes, *header_bytes, rules, [&](JsonEntry entry) -> absl::Status {
+      ReadJsonEntries(*file_, kLengthBytes, header_bytes, rules, [&](JsonEntry entry) -> absl::Status {
         if (entry.name == kMetadataKey) {
           if (std::exchange(has_metadata, true)) return rules.malformed;
           absl::StatusOr<std::map<std::string, std::string>> metadata = ParseMetadata(name(), entry.value);
@@ -513,18 +512,15 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::map<std::string, std::string>& metadata, const OutputFileFactory& create_file,
     int64_t data_alignment) {
   int64_t data_bytes = 0;
-  absl::StatusOr<std::string> header = EncodeHeader(path, tensors, metadata, data_alignment, &data_bytes);
-  if (!header.ok()) return header.status();
-  absl::StatusOr<std::unique_ptr<OutputFile>> file = create_file(path);
-  if (!file.ok()) return file.status();
+  LOSSD_TRY(std::string header, EncodeHeader(path, tensors, metadata, data_alignment, &data_bytes));
+  LOSSD_TRY(std::unique_ptr<OutputFile> file, create_file(path));
   std::string start(kLengthBytes, '\0');
   for (int i = 0; i < kLengthBytes; ++i)
-    start[static_cast<size_t>(i)] = static_cast<char>(header->size() >> (8 * i));
-  start += *header;
-  const absl::Status status =
-      (*file)->Append(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(start.data()), start.size()));
-  if (!status.ok()) return status;
-  return std::make_unique<DataWriter>(path, *std::move(file), data_bytes);
+    start[static_cast<size_t>(i)] = static_cast<char>(header.size() >> (8 * i));
+  start += header;
+  LOSSD_RETURN_IF_ERROR(
+      file->Append(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(start.data()), start.size())));
+  return std::make_unique<DataWriter>(path, std::move(file), data_bytes);
 }
 
 // ---- The index of a model ----

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::access {
 namespace {
@@ -19,9 +20,8 @@ absl::StatusOr<std::unique_ptr<Reloaded<T>>> Watch(const char* what, const Acces
                                                    Secrecy secrecy) {
   return Reloaded<T>::Create(what, {file.path},
                              [file, secrecy]() -> absl::StatusOr<std::shared_ptr<const T>> {
-                               const absl::StatusOr<std::string> text = ReadAccessFile(file, secrecy);
-                               if (!text.ok()) return text.status();
-                               return T::Parse(file, *text);
+                               LOSSD_TRY(const std::string text, ReadAccessFile(file, secrecy));
+                               return T::Parse(file, text);
                              });
 }
 
@@ -31,14 +31,13 @@ absl::StatusOr<std::unique_ptr<Authority>> Authority::Create(const AccessFile& c
                                                              const AccessFile& tokens) {
   std::unique_ptr<Authority> authority(new Authority());
   if (!certificate_roles.path.empty()) {
-    auto roles = Watch<CertificateRoles>("roles of certificates", certificate_roles, Secrecy::kPublic);
-    if (!roles.ok()) return roles.status();
-    authority->roles_ = *std::move(roles);
+    LOSSD_TRY(auto roles,
+              Watch<CertificateRoles>("roles of certificates", certificate_roles, Secrecy::kPublic));
+    authority->roles_ = std::move(roles);
   }
   if (!tokens.path.empty()) {
-    auto watched = Watch<Tokens>("tokens", tokens, Secrecy::kSecret);
-    if (!watched.ok()) return watched.status();
-    authority->tokens_ = *std::move(watched);
+    LOSSD_TRY(auto watched, Watch<Tokens>("tokens", tokens, Secrecy::kSecret));
+    authority->tokens_ = std::move(watched);
   }
   return authority;
 }

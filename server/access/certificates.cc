@@ -20,6 +20,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::access {
 
@@ -127,31 +128,25 @@ absl::Time FirstExpiry(const std::vector<Certificate>& certificates) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFiles& files) {
-  absl::StatusOr<std::string> chain = ReadAccessFile(files.certificate, Secrecy::kPublic);
-  if (!chain.ok()) return chain.status();
-  absl::StatusOr<std::string> key_text = ReadAccessFile(files.key, Secrecy::kSecret);
-  if (!key_text.ok()) return key_text.status();
-  const absl::StatusOr<std::vector<Certificate>> certificates = ParseCertificates(files.certificate, *chain);
-  if (!certificates.ok()) return certificates.status();
-  const absl::StatusOr<Key> key = ParseKey(files.key, *key_text);
-  if (!key.ok()) return key.status();
-  if (X509_check_private_key(certificates->front().get(), key->get()) != 1) {
+  LOSSD_TRY(std::string chain, ReadAccessFile(files.certificate, Secrecy::kPublic));
+  LOSSD_TRY(std::string key_text, ReadAccessFile(files.key, Secrecy::kSecret));
+  LOSSD_TRY(const std::vector<Certificate> certificates, ParseCertificates(files.certificate, chain));
+  LOSSD_TRY(const Key key, ParseKey(files.key, key_text));
+  if (X509_check_private_key(certificates.front().get(), key.get()) != 1) {
     ERR_clear_error();
     return AccessFileError(files.key, "be the key of the first certificate of tls_cert");
   }
-  WarnOfDates(files.certificate, certificates->front());
-  absl::Time expires = FirstExpiry(*certificates);
+  WarnOfDates(files.certificate, certificates.front());
+  absl::Time expires = FirstExpiry(certificates);
   std::string authorities;
   if (!files.client_authorities.path.empty()) {
-    absl::StatusOr<std::string> text = ReadAccessFile(files.client_authorities, Secrecy::kPublic);
-    if (!text.ok()) return text.status();
-    const auto parsed = ParseCertificates(files.client_authorities, *text);
-    if (!parsed.ok()) return parsed.status();
-    expires = std::min(expires, FirstExpiry(*parsed));
-    authorities = *std::move(text);
+    LOSSD_TRY(std::string text, ReadAccessFile(files.client_authorities, Secrecy::kPublic));
+    LOSSD_TRY(const auto parsed, ParseCertificates(files.client_authorities, text));
+    expires = std::min(expires, FirstExpiry(parsed));
+    authorities = std::move(text);
   }
-  return std::make_shared<const TlsMaterial>(TlsMaterial{.certificate_chain = *std::move(chain),
-                                                         .key = *std::move(key_text),
+  return std::make_shared<const TlsMaterial>(TlsMaterial{.certificate_chain = std::move(chain),
+                                                         .key = std::move(key_text),
                                                          .client_authorities = std::move(authorities),
                                                          .expires = expires});
 }

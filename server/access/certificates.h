@@ -24,6 +24,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "server/access/roles.h"
 #include "server/log/log.h"
 
@@ -71,10 +72,9 @@ class Reloaded {
   static absl::StatusOr<std::unique_ptr<Reloaded>> Create(std::string what, std::vector<std::string> paths,
                                                           Load load) {
     const FileStamps stamps = StampsOf(paths);
-    absl::StatusOr<std::shared_ptr<const T>> value = load();
-    if (!value.ok()) return value.status();
+    LOSSD_TRY(std::shared_ptr<const T> value, load());
     return std::unique_ptr<Reloaded>(
-        new Reloaded(std::move(what), std::move(paths), std::move(load), stamps, *std::move(value)));
+        new Reloaded(std::move(what), std::move(paths), std::move(load), stamps, std::move(value)));
   }
 
   std::shared_ptr<const T> Get() ABSL_LOCKS_EXCLUDED(mutex_) {

@@ -22,6 +22,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::access {
 
@@ -91,7 +92,7 @@ absl::StatusOr<std::string> ReadAccessFile(const AccessFile& file, Secrecy secre
   if (fstat(descriptor, &info) != 0 || !S_ISREG(info.st_mode))
     return AccessFileError(file, "be a regular file");
   if (secrecy == Secrecy::kSecret) {
-    if (absl::Status status = CheckSecrecy(file, info); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckSecrecy(file, info));
   }
   const auto size = static_cast<size_t>(info.st_size);
   if (size > kMaxAccessFileBytes)
@@ -212,12 +213,11 @@ absl::StatusOr<std::shared_ptr<const Tokens>> Tokens::Parse(const AccessFile& fi
   for (const AccessLine& line : AccessLines(text)) {
     if (tokens->size() == kMaxTokens)
       return AccessLineError(file, line.number, absl::StrCat("have at most ", kMaxTokens, " tokens"));
-    absl::StatusOr<Entry> entry = ParseLine(file, line.number, line.text);
-    if (!entry.ok()) return entry.status();
+    LOSSD_TRY(Entry entry, ParseLine(file, line.number, line.text));
     const bool taken = std::any_of(tokens->entries_.begin(), tokens->entries_.end(),
-                                   [&](const Entry& other) { return other.hash == entry->hash; });
+                                   [&](const Entry& other) { return other.hash == entry.hash; });
     if (taken) return AccessLineError(file, line.number, "have each token once");
-    tokens->entries_.push_back(*std::move(entry));
+    tokens->entries_.push_back(std::move(entry));
   }
   if (tokens->entries_.empty()) return AccessFileError(file, "have at least one line role:name:token");
   return std::shared_ptr<const Tokens>(std::move(tokens));

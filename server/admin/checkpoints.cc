@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/checkpoint_store.h"
@@ -31,30 +32,27 @@ constexpr char kDeletionIdField[] = "deletion_id";
 
 absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointDeletions::Delete(
     const v1::DeleteCheckpointRequest& request) {
-  if (absl::Status status = messages::CheckCallId(kDeletionIdField, request.deletion_id()); !status.ok())
-    return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckCallId(kDeletionIdField, request.deletion_id()));
   const NamedLocks::Guard guard = under_way_.Lock(request.deletion_id());
-  const absl::StatusOr<std::optional<int64_t>> before = Find(request);
-  if (!before.ok()) return before.status();
+  LOSSD_TRY(const std::optional<int64_t> before, Find(request));
   v1::DeleteCheckpointResponse response;
-  if (before->has_value()) {
-    response.set_bytes(static_cast<uint64_t>(**before));
+  if (before.has_value()) {
+    response.set_bytes(static_cast<uint64_t>(*before));
     response.set_repeated_call(true);
     return response;
   }
-  const absl::StatusOr<head::RemovedCheckpoint> removed =
-      head::RemoveCheckpoint(directory_, request.checkpoint(), disk_);
-  if (!removed.ok()) return removed.status();
-  Remember(request, removed->bytes, removed->unremoved);
+  LOSSD_TRY(const head::RemovedCheckpoint removed,
+            head::RemoveCheckpoint(directory_, request.checkpoint(), disk_));
+  Remember(request, removed.bytes, removed.unremoved);
   metrics_->saves().OnRemoved(metrics::SaveMetrics::Cause::kDeleted, 1);
   const std::string head = request.checkpoint().substr(0, request.checkpoint().find('/'));
   metrics_->events().Add(metrics::EventLevel::kInfo, "checkpoint_deleted", head,
                          absl::StrCat("deleted ", request.checkpoint()));
   log::Log(log::LogLevel::kInfo, "checkpoint deleted",
            {{"checkpoint", request.checkpoint()},
-            {"bytes", removed->bytes},
-            {"in_use", !removed->unremoved.empty()}});
-  response.set_bytes(static_cast<uint64_t>(removed->bytes));
+            {"bytes", removed.bytes},
+            {"in_use", !removed.unremoved.empty()}});
+  response.set_bytes(static_cast<uint64_t>(removed.bytes));
   return response;
 }
 
@@ -202,7 +200,7 @@ absl::Status Checkpoints::CheckKeep(const v1::SaveCheckpointRequest& request) co
 absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheckpointRequest& request,
                                                              const SaveCallbacks& callbacks) {
   if (!request.name().empty()) {
-    if (absl::Status status = messages::CheckName("name", request.name()); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(messages::CheckName("name", request.name()));
   }
   if (absl::Status status = PrepareDirectory(); !status.ok()) {
     OnFailed(request, status);
@@ -263,8 +261,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
   if (!head.ok()) return head.status();
   if (!head->tensors_status.ok()) return head->tensors_status;
-  const auto reader = engine_->OpenReader(request.head());
-  if (!reader.ok()) return reader.status();
+  LOSSD_TRY(const auto reader, engine_->OpenReader(request.head()));
   const absl::Time begin = clocks::SteadyNow();
   absl::Time read_end = begin;
   v1::SavePhase phase = v1::SAVE_PHASE_READING;
@@ -296,7 +293,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
        .applied_unix_seconds = head->history.applied_unix_seconds},
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
         absl::Status read =
-            (*reader)->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
+            reader->Read(id, {row_begin, row_begin + rows}, kernels::DType::kFloat32, out).status();
         if (!read.ok()) read_error = read;
         return read;
       },
@@ -308,7 +305,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   v1::SaveCheckpointResponse response;
   *response.mutable_state() = messages::ToProto(head->state);
   response.set_checkpoint(absl::StrCat(head->name, "/", saved->name));
-  (*reader)->NoteSaved(*head, response.checkpoint(), saved->saved_at);
+  reader->NoteSaved(*head, response.checkpoint(), saved->saved_at);
   response.set_bytes(static_cast<uint64_t>(saved->bytes));
   response.set_not_finite(static_cast<uint64_t>(saved->not_finite));
   response.set_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - begin));
@@ -364,15 +361,14 @@ head::LoadOptions Checkpoints::LoadOptions(bool verify_first) const {
 absl::StatusOr<v1::ListCheckpointsResponse> Checkpoints::List(
     const v1::ListCheckpointsRequest& request) const {
   if (!request.head().empty()) {
-    if (absl::Status status = messages::CheckName("head", request.head()); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(messages::CheckName("head", request.head()));
   }
-  const absl::StatusOr<std::vector<head::CheckpointInfo>> list =
-      head::ListCheckpoints(options_.directory, request.head());
-  if (!list.ok()) return list.status();
+  LOSSD_TRY(const std::vector<head::CheckpointInfo> list,
+            head::ListCheckpoints(options_.directory, request.head()));
   v1::ListCheckpointsResponse response;
-  const size_t listed = std::min(list->size(), kMostListed);
-  for (size_t i = 0; i < listed; ++i) *response.add_checkpoints() = CheckpointMessage((*list)[i]);
-  response.set_left_out(list->size() - listed);
+  const size_t listed = std::min(list.size(), kMostListed);
+  for (size_t i = 0; i < listed; ++i) *response.add_checkpoints() = CheckpointMessage(list[i]);
+  response.set_left_out(list.size() - listed);
   return response;
 }
 

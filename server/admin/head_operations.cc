@@ -16,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/replica.h"
 #include "server/admin/head_source.h"
 #include "server/head/checkpoint_store.h"
@@ -80,26 +81,23 @@ struct TensorFields {
 template <typename Opened, typename Open>
 absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view prefix, Open open) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(prefix, name); };
-  const absl::StatusOr<kernels::TensorId> id = messages::ToTensorId(fields.param, fields.role, prefix);
-  if (!id.ok()) return id.status();
-  const absl::StatusOr<kernels::DType> type =
-      messages::ToDType(fields.dtype, field("dtype"), kernels::DType::kFloat32);
-  if (!type.ok()) return type.status();
+  LOSSD_TRY(const kernels::TensorId id, messages::ToTensorId(fields.param, fields.role, prefix));
+  LOSSD_TRY(const kernels::DType type,
+            messages::ToDType(fields.dtype, field("dtype"), kernels::DType::kFloat32));
   auto opened = open();
   if (!opened.ok()) return errors::Within(prefix, opened.status());
   const kernels::HeadConfig& config = (*opened)->config();
-  if (!kernels::HasTensor(config, *id)) {
+  if (!kernels::HasTensor(config, id)) {
     return errors::FieldError(field("param"), absl::StrCat("be a tensor of head ", fields.head),
-                              head::TensorName(*id), absl::StatusCode::kNotFound);
+                              head::TensorName(id), absl::StatusCode::kNotFound);
   }
   TensorRows tensor{
-      .head = fields.head, .id = *id, .shape = kernels::ShapeOf(config, id->param), .dtype = *type};
+      .head = fields.head, .id = id, .shape = kernels::ShapeOf(config, id.param), .dtype = type};
   tensor.rows = {0, tensor.shape.rows};
   if (fields.rows != nullptr) {
-    const absl::StatusOr<engine::RowRange> range =
-        messages::ToRowRange(*fields.rows, field("rows"), tensor.shape.rows);
-    if (!range.ok()) return range.status();
-    tensor.rows = *range;
+    LOSSD_TRY(const engine::RowRange range,
+              messages::ToRowRange(*fields.rows, field("rows"), tensor.shape.rows));
+    tensor.rows = range;
   }
   return Opened{std::move(tensor), *std::move(opened)};
 }
@@ -128,19 +126,16 @@ HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Eng
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
   const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // of a checkpoint as a source
-  const absl::StatusOr<kernels::HeadConfig> config =
-      messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
-  if (!config.ok()) return config.status();
+  LOSSD_TRY(const kernels::HeadConfig config,
+            messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype));
   const std::string& name = request.spec().name();
   const NamedLocks::Guard guard = locks_.Lock(name);
   absl::Status status;
   if (request.has_tensor_file()) {
     if (status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
   }
-  const absl::StatusOr<InitialValues> values =
-      InitialValues::Open(options_.checkpoints.directory, request, *config);
-  if (!values.ok()) return values.status();
-  status = CreateFilled(name, *config, [&] { return FillHead(name, *values, /*used=*/false); });
+  LOSSD_TRY(const InitialValues values, InitialValues::Open(options_.checkpoints.directory, request, config));
+  status = CreateFilled(name, config, [&] { return FillHead(name, values, /*used=*/false); });
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
   if (description.ok()) LogHead("head_created", *description);
@@ -149,13 +144,10 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateH
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::PlanHead(const v1::CreateHeadRequest& request) {
   const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
-  const absl::StatusOr<kernels::HeadConfig> config =
-      messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype);
-  if (!config.ok()) return config.status();
-  const absl::StatusOr<InitialValues> values =
-      InitialValues::Open(options_.checkpoints.directory, request, *config);
-  if (!values.ok()) return values.status();
-  const absl::StatusOr<engine::HeadSnapshot> plan = engine_->PlanHead(request.spec().name(), *config);
+  LOSSD_TRY(const kernels::HeadConfig config,
+            messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype));
+  LOSSD_TRY(const InitialValues values, InitialValues::Open(options_.checkpoints.directory, request, config));
+  const absl::StatusOr<engine::HeadSnapshot> plan = engine_->PlanHead(request.spec().name(), config);
   if (!plan.ok()) return errors::Within("spec.", plan.status());
   return messages::ToProto(*plan);
 }
@@ -201,15 +193,13 @@ void HeadOperations::LogHead(absl::string_view kind, const v1::HeadDescription& 
 }
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::Description(absl::string_view head) {
-  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
-  if (!snapshot.ok()) return snapshot.status();
-  return messages::ToProto(*snapshot);
+  LOSSD_TRY(const engine::HeadSnapshot snapshot, engine_->Describe(head));
+  return messages::ToProto(snapshot);
 }
 
 absl::StatusOr<v1::HeadState> HeadOperations::State(absl::string_view head) {
-  const absl::StatusOr<engine::HeadSnapshot> snapshot = engine_->Describe(head);
-  if (!snapshot.ok()) return snapshot.status();
-  return messages::ToProto(snapshot->state);
+  LOSSD_TRY(const engine::HeadSnapshot snapshot, engine_->Describe(head));
+  return messages::ToProto(snapshot.state);
 }
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::DescribeHead(const v1::DescribeHeadRequest& request) {
@@ -224,7 +214,7 @@ absl::StatusOr<v1::ListHeadsResponse> HeadOperations::ListHeads(const v1::ListHe
 
 absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::DeleteHeadRequest& request) {
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  if (absl::Status status = engine_->DeleteHead(request.head()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(engine_->DeleteHead(request.head()));
   resets_.Forget(request.head());
   divisions_.Forget(request.head());
   metrics_->ForgetHead(request.head());
@@ -236,74 +226,69 @@ absl::StatusOr<v1::DeleteHeadResponse> HeadOperations::DeleteHead(const v1::Dele
 // ---- Steps ----
 
 absl::StatusOr<v1::GradNormResponse> HeadOperations::GradNorm(const v1::GradNormRequest& request) {
-  if (absl::Status status = messages::CheckRun("run", request.run()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckRun("run", request.run()));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   std::optional<uint64_t> step;
   if (request.has_step()) step = request.step();
-  const absl::StatusOr<engine::GradNormResult> norm = engine_->GradNorm(request.head(), step, request.run());
-  if (!norm.ok()) return norm.status();
+  LOSSD_TRY(const engine::GradNormResult norm, engine_->GradNorm(request.head(), step, request.run()));
   v1::GradNormResponse response;
-  *response.mutable_state() = messages::ToProto(norm->state);
-  response.set_grad_norm(norm->grad_norm);
+  *response.mutable_state() = messages::ToProto(norm.state);
+  response.set_grad_norm(norm.grad_norm);
   return response;
 }
 
 absl::StatusOr<v1::ApplyStepResponse> HeadOperations::ApplyStep(const v1::ApplyStepRequest& request) {
-  const absl::StatusOr<engine::StepRequest> step = messages::ToStepRequest(request);
-  if (!step.ok()) return step.status();
+  LOSSD_TRY(const engine::StepRequest step, messages::ToStepRequest(request));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::StepResult> result = engine_->ApplyStep(request.head(), *step);
-  if (!result.ok()) return result.status();
+  LOSSD_TRY(const engine::StepResult result, engine_->ApplyStep(request.head(), step));
   v1::ApplyStepResponse response;
-  *response.mutable_state() = messages::ToProto(result->state);
-  response.set_grad_norm(result->grad_norm);
-  response.set_microbatches(static_cast<uint64_t>(result->microbatches));
-  response.set_rows(static_cast<uint64_t>(result->rows));
-  response.set_repeated_call(result->repeated);
-  response.set_applied_incarnation(result->applied_incarnation);
-  response.set_skipped(result->skipped);
-  response.set_contributions(static_cast<uint64_t>(result->contributions));
+  *response.mutable_state() = messages::ToProto(result.state);
+  response.set_grad_norm(result.grad_norm);
+  response.set_microbatches(static_cast<uint64_t>(result.microbatches));
+  response.set_rows(static_cast<uint64_t>(result.rows));
+  response.set_repeated_call(result.repeated);
+  response.set_applied_incarnation(result.applied_incarnation);
+  response.set_skipped(result.skipped);
+  response.set_contributions(static_cast<uint64_t>(result.contributions));
   log::Log(LogLevel::kDebug, "step applied",
            {{"head", request.head()},
             {"step", request.step()},
-            {"grad_norm", result->grad_norm},
-            {"rows", result->rows},
-            {"skipped", result->skipped},
-            {"repeated", result->repeated}});
+            {"grad_norm", result.grad_norm},
+            {"rows", result.rows},
+            {"skipped", result.skipped},
+            {"repeated", result.repeated}});
   return response;
 }
 
 absl::StatusOr<v1::ZeroGradientsResponse> HeadOperations::ZeroGradients(
     const v1::ZeroGradientsRequest& request) {
-  if (absl::Status status = messages::CheckRun("run", request.run()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckRun("run", request.run()));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::HeadState> state =
-      engine_->ZeroGradients(request.head(), request.step(), request.run());
-  if (!state.ok()) return state.status();
+  LOSSD_TRY(const engine::HeadState state,
+            engine_->ZeroGradients(request.head(), request.step(), request.run()));
   v1::ZeroGradientsResponse response;
-  *response.mutable_state() = messages::ToProto(*state);
+  *response.mutable_state() = messages::ToProto(state);
   return response;
 }
 
 // ---- Checkpoints ----
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::LoadCheckpoint(const v1::LoadCheckpointRequest& request) {
-  if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(checkpoints_.PrepareDirectory());
   const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
-  const absl::StatusOr<std::unique_ptr<head::CheckpointReader>> reader =
-      head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint());
-  if (!reader.ok()) return reader.status();
-  const head::CheckpointSubject& saved = (*reader)->subject();
+  LOSSD_TRY(const std::unique_ptr<head::CheckpointReader> reader,
+            head::CheckpointReader::Open(options_.checkpoints.directory, request.checkpoint()));
+  const head::CheckpointSubject& saved = reader->subject();
   const std::string name = request.head().empty() ? saved.head : request.head();
-  if (absl::Status status = messages::CheckName("head", name); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckName("head", name));
   const NamedLocks::Guard guard = locks_.Lock(name);
   const absl::StatusOr<engine::HeadSnapshot> existing = engine_->Describe(name);
   absl::Status status;
   if (existing.ok()) {
     status = head::CheckLoadable(saved.config, existing->config);
-    if (status.ok()) status = WriteLoaded(name, existing->config, **reader, /*is_new=*/false);
+    if (status.ok()) status = WriteLoaded(name, existing->config, *reader, /*is_new=*/false);
   } else {
-    status = CreateLoaded(name, saved.config, **reader);
+    status = CreateLoaded(name, saved.config, *reader);
   }
   if (!status.ok()) return status;
   absl::StatusOr<v1::HeadDescription> description = Description(name);
@@ -359,7 +344,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
         if (!std::exchange(begun, true)) {
-          if (absl::Status begins = begin(); !begins.ok()) return begins;
+          LOSSD_RETURN_IF_ERROR(begin());
         }
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
@@ -400,26 +385,23 @@ absl::StatusOr<TensorWrite> HeadOperations::OpenWrite(const v1::OpenTensor& open
 
 absl::StatusOr<v1::HeadState> HeadOperations::ReadRows(const TensorRead& read, engine::RowRange rows,
                                                        absl::Span<uint8_t> out) {
-  const auto state = read.reader->Read(read.tensor.id, rows, read.tensor.dtype, out);
-  if (!state.ok()) return state.status();
-  return messages::ToProto(*state);
+  LOSSD_TRY(const auto state, read.reader->Read(read.tensor.id, rows, read.tensor.dtype, out));
+  return messages::ToProto(state);
 }
 
 absl::StatusOr<v1::HeadState> HeadOperations::WriteRows(const TensorWrite& write, engine::RowRange rows,
                                                         absl::Span<const uint8_t> in) {
   const NamedLocks::Guard guard = locks_.Lock(write.tensor.head);
-  const auto state = write.writer->Write(rows, write.tensor.dtype, in);
-  if (!state.ok()) return state.status();
-  return messages::ToProto(*state);
+  LOSSD_TRY(const auto state, write.writer->Write(rows, write.tensor.dtype, in));
+  return messages::ToProto(state);
 }
 
 absl::Status RestoreLatest(HeadOperations& operations) {
   const std::string& directory = operations.checkpoints().options().directory;
-  if (absl::Status status = operations.checkpoints().PrepareDirectory(); !status.ok()) return status;
-  const absl::StatusOr<std::vector<head::CheckpointInfo>> found = head::ListCheckpoints(directory, "");
-  if (!found.ok()) return found.status();
+  LOSSD_RETURN_IF_ERROR(operations.checkpoints().PrepareDirectory());
+  LOSSD_TRY(const std::vector<head::CheckpointInfo> found, head::ListCheckpoints(directory, ""));
   std::set<std::string> restored;
-  for (const head::CheckpointInfo& checkpoint : *found) {  // from the newest to the oldest of a head
+  for (const head::CheckpointInfo& checkpoint : found) {  // from the newest to the oldest of a head
     if (!checkpoint.status.ok()) {
       log::Log(log::LogLevel::kWarning, "checkpoint passed over",
                {{"checkpoint", checkpoint.name}, {"reason", checkpoint.status.message()}});
@@ -444,8 +426,7 @@ absl::Status RestoreLatest(HeadOperations& operations) {
 namespace {
 
 absl::Status CheckReset(const v1::ResetHeadRequest& request, uint64_t incarnation) {
-  if (absl::Status status = messages::CheckCallId("reset_id", request.reset_id()); !status.ok())
-    return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckCallId("reset_id", request.reset_id()));
   if (request.scope() != v1::RESET_SCOPE_OPTIMIZER && request.scope() != v1::RESET_SCOPE_ALL) {
     return errors::FieldError("scope", "be RESET_SCOPE_OPTIMIZER or RESET_SCOPE_ALL",
                               static_cast<int>(request.scope()));
@@ -462,23 +443,20 @@ absl::Status CheckReset(const v1::ResetHeadRequest& request, uint64_t incarnatio
 
 absl::StatusOr<v1::ResetHeadResponse> HeadOperations::ResetHead(const v1::ResetHeadRequest& request) {
   const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };
-  if (absl::Status status = CheckReset(request, engine_->incarnation()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckReset(request, engine_->incarnation()));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
-  const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(request.head());
-  if (!head.ok()) return head.status();
-  absl::StatusOr<std::optional<v1::ResetHeadResponse>> done = resets_.Find(request);
-  if (!done.ok()) return done.status();
-  if (done->has_value()) {
-    (*done)->set_repeated_call(true);
-    return **std::move(done);
+  LOSSD_TRY(const engine::HeadSnapshot head, engine_->Describe(request.head()));
+  LOSSD_TRY(std::optional<v1::ResetHeadResponse> done, resets_.Find(request));
+  if (done.has_value()) {
+    done->set_repeated_call(true);
+    return *std::move(done);
   }
-  if (absl::Status status = ResetInTurn(request, *head); !status.ok()) return status;
-  absl::StatusOr<v1::HeadDescription> description = Description(request.head());
-  if (!description.ok()) return description.status();
+  LOSSD_RETURN_IF_ERROR(ResetInTurn(request, head));
+  LOSSD_TRY(v1::HeadDescription description, Description(request.head()));
   const bool all = request.scope() == v1::RESET_SCOPE_ALL;
-  LogHead(all ? "head_reset" : "optimizer_reset", *description);
+  LogHead(all ? "head_reset" : "optimizer_reset", description);
   v1::ResetHeadResponse response;
-  *response.mutable_head() = *std::move(description);
+  *response.mutable_head() = std::move(description);
   resets_.Add(request, response);
   return response;
 }
@@ -489,42 +467,37 @@ absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
     return engine_->Reset(head.name, engine::ResetScope::kOptimizer).status();
   }
   if (request.has_tensor_file()) {
-    if (absl::Status status = checkpoints_.PrepareDirectory(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(checkpoints_.PrepareDirectory());
   }
-  const absl::StatusOr<InitialValues> values =
-      InitialValues::Open(options_.checkpoints.directory, request, head.config);
-  if (!values.ok()) return values.status();
+  LOSSD_TRY(const InitialValues values,
+            InitialValues::Open(options_.checkpoints.directory, request, head.config));
   // What cannot be read is known before anything is written.
-  if (absl::Status status = values->CheckReadable(options_.transfer_bytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(values.CheckReadable(options_.transfer_bytes));
   absl::Status status = engine_->Reset(head.name, engine::ResetScope::kAll).status();
-  if (status.ok()) status = FillHead(head.name, *values, /*used=*/true);
+  if (status.ok()) status = FillHead(head.name, values, /*used=*/true);
   return status.ok() ? engine_->EndLoad(head.name) : status;
 }
 
 // ---- Shares ----
 
 absl::StatusOr<v1::SetSharesResponse> HeadOperations::SetShares(const v1::SetSharesRequest& request) {
-  if (absl::Status status = messages::CheckCallId("change_id", request.change_id()); !status.ok())
-    return status;
+  LOSSD_RETURN_IF_ERROR(messages::CheckCallId("change_id", request.change_id()));
   if (request.has_incarnation()) {
-    absl::Status status =
-        messages::CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation());
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(
+        messages::CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation()));
   }
-  const absl::StatusOr<std::vector<int32_t>> shares = messages::ToShares(request.shares(), "shares");
-  if (!shares.ok()) return shares.status();
+  LOSSD_TRY(const std::vector<int32_t> shares, messages::ToShares(request.shares(), "shares"));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   absl::StatusOr<v1::HeadDescription> description = Description(request.head());
   if (!description.ok()) return description.status();
-  const std::string content = absl::StrJoin(*shares, ",");
-  absl::StatusOr<std::optional<v1::SetSharesResponse>> done =
-      divisions_.Find(request.head(), request.change_id(), content);
-  if (!done.ok()) return done.status();
-  if (done->has_value()) {
-    (*done)->set_repeated_call(true);
-    return **std::move(done);
+  const std::string content = absl::StrJoin(shares, ",");
+  LOSSD_TRY(std::optional<v1::SetSharesResponse> done,
+            divisions_.Find(request.head(), request.change_id(), content));
+  if (done.has_value()) {
+    done->set_repeated_call(true);
+    return *std::move(done);
   }
-  if (absl::Status status = engine_->SetShares(request.head(), *shares); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(engine_->SetShares(request.head(), shares));
   const std::string before = absl::StrJoin(description->spec().shares(), ",");
   description = Description(request.head());
   if (!description.ok()) return description.status();

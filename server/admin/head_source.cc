@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/head.h"
 #include "server/head/manifest.h"
@@ -174,17 +175,16 @@ class Files {
 
   // `path` is what the request says.
   absl::Status Find(const std::string& path) {
-    const absl::StatusOr<std::string> real = head::ResolveBelow(directory_, path);
-    if (!real.ok()) return real.status();
+    LOSSD_TRY(const std::string real, head::ResolveBelow(directory_, path));
     std::error_code error;
     path_ = path;
-    if (std::filesystem::is_directory(*real, error)) {
-      if (HasEntry(*real, kIndexName)) {
+    if (std::filesystem::is_directory(real, error)) {
+      if (HasEntry(real, kIndexName)) {
         path_ = absl::StrCat(path, "/", kIndexName);
-      } else if (HasEntry(*real, kFileName)) {
+      } else if (HasEntry(real, kFileName)) {
         path_ = absl::StrCat(path, "/", kFileName);
-      } else if (HasEntry(*real, kManifestFile)) {
-        return OpenCheckpoint(path, *real);
+      } else if (HasEntry(real, kManifestFile)) {
+        return OpenCheckpoint(path, real);
       } else {
         return absl::NotFoundError(absl::StrCat(path, ": the folder has neither ", kIndexName, " nor ",
                                                 kFileName, ", and no ", kManifestFile, " of a checkpoint"));
@@ -197,16 +197,13 @@ class Files {
   absl::StatusOr<std::vector<HeadSource::Part>> With(const std::string& tensor) {
     std::vector<HeadSource::Part> parts;
     for (const std::string& path : shards_) {
-      const auto reader = Reader(path);
-      if (!reader.ok()) return reader.status();
-      if (const auto info = (*reader)->Find(tensor); info.ok()) parts.push_back({*reader, *info});
+      LOSSD_TRY(const auto reader, Reader(path));
+      if (const auto info = reader->Find(tensor); info.ok()) parts.push_back({reader, *info});
     }
     if (!parts.empty()) return parts;
-    const auto reader = OneWith(tensor);
-    if (!reader.ok()) return reader.status();
-    const auto info = (*reader)->Find(tensor);
-    if (!info.ok()) return info.status();
-    parts.push_back({*reader, *info});
+    LOSSD_TRY(const auto reader, OneWith(tensor));
+    LOSSD_TRY(const auto info, reader->Find(tensor));
+    parts.push_back({reader, info});
     return parts;
   }
 
@@ -214,9 +211,8 @@ class Files {
   absl::StatusOr<const formats::SafetensorsReader*> OneWith(const std::string& tensor) {
     if (!shards_.empty()) return Reader(shards_[0]);
     if (!index_.has_value()) return Reader(path_);
-    const absl::StatusOr<absl::string_view> shard = index_->ShardOf(tensor);
-    if (!shard.ok()) return shard.status();
-    absl::StatusOr<const formats::SafetensorsReader*> reader = Reader(Beside(path_, *shard));
+    LOSSD_TRY(const absl::string_view shard, index_->ShardOf(tensor));
+    absl::StatusOr<const formats::SafetensorsReader*> reader = Reader(Beside(path_, shard));
     if (reader.ok()) return reader;
     return absl::Status(reader.status().code(), absl::StrCat(path_, ": the shard of tensor '", tensor,
                                                              "': ", reader.status().message()));
@@ -230,33 +226,28 @@ class Files {
     }
     if (!locks.ok()) return locks.status();
     *locks_ = *std::move(locks);
-    const absl::StatusOr<head::Manifest> manifest = head::ReadManifest(directory_, path);
-    if (!manifest.ok()) return manifest.status();
-    for (const head::ManifestShard& shard : manifest->shards) {
+    LOSSD_TRY(const head::Manifest manifest, head::ReadManifest(directory_, path));
+    for (const head::ManifestShard& shard : manifest.shards) {
       shards_.push_back(absl::StrCat(path, "/", shard.file));
-      if (absl::Status opened = Reader(shards_.back()).status(); !opened.ok()) return opened;
+      LOSSD_RETURN_IF_ERROR(Reader(shards_.back()).status());
     }
     locks_->name = head::FolderLock();
     return absl::OkStatus();
   }
 
   absl::Status OpenIndex() {
-    const absl::StatusOr<std::unique_ptr<formats::InputFile>> file = head::OpenBelow(directory_, path_);
-    if (!file.ok()) return file.status();
-    absl::StatusOr<formats::SafetensorsIndex> index = formats::SafetensorsIndex::Read(**file, tensors_);
-    if (!index.ok()) return index.status();
-    index_ = *std::move(index);
+    LOSSD_TRY(const std::unique_ptr<formats::InputFile> file, head::OpenBelow(directory_, path_));
+    LOSSD_TRY(formats::SafetensorsIndex index, formats::SafetensorsIndex::Read(*file, tensors_));
+    index_ = std::move(index);
     return absl::OkStatus();
   }
 
   absl::StatusOr<const formats::SafetensorsReader*> Reader(const std::string& path) {
     std::unique_ptr<formats::SafetensorsReader>& reader = (*readers_)[path];
     if (reader != nullptr) return reader.get();
-    absl::StatusOr<std::unique_ptr<formats::InputFile>> file = head::OpenBelow(directory_, path);
-    if (!file.ok()) return file.status();
-    auto opened = formats::SafetensorsReader::Open(*std::move(file));
-    if (!opened.ok()) return opened.status();
-    reader = *std::move(opened);
+    LOSSD_TRY(std::unique_ptr<formats::InputFile> file, head::OpenBelow(directory_, path));
+    LOSSD_TRY(auto opened, formats::SafetensorsReader::Open(std::move(file)));
+    reader = std::move(opened);
     return reader.get();
   }
 
@@ -296,10 +287,9 @@ absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::He
         wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
         absl::StrCat("'", wanted.name, "' of shape ", ShapeText(actual), " in ", file.name()));
   }
-  const absl::StatusOr<kernels::DType> dtype = ElementType(*parts->front().info, wanted.field, file.name());
-  if (!dtype.ok()) return dtype.status();
+  LOSSD_TRY(const kernels::DType dtype, ElementType(*parts->front().info, wanted.field, file.name()));
   return HeadSource::Tensor{.param = wanted.param,
-                            .dtype = *dtype,
+                            .dtype = dtype,
                             .parts = *std::move(parts),
                             .name = wanted.name,
                             .field = wanted.field,
@@ -333,9 +323,8 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
     if (!stored || (wanted.name.empty() && !wanted.required)) continue;
     if (wanted.name.empty())
       return errors::FieldError(wanted.field, "name a tensor for this head", "nothing");
-    absl::StatusOr<Tensor> tensor = Match(wanted, config, files, file.allow_non_finite());
-    if (!tensor.ok()) return tensor.status();
-    source.tensors_.push_back(*tensor);
+    LOSSD_TRY(Tensor tensor, Match(wanted, config, files, file.allow_non_finite()));
+    source.tensors_.push_back(tensor);
   }
   return source;
 }
@@ -350,8 +339,7 @@ absl::Status HeadSource::ReadRows(const Tensor& tensor, engine::RowRange rows,
     if (begin < end) {
       const auto bytes = out.subspan(static_cast<size_t>(begin - rows.begin) * row_bytes,
                                      static_cast<size_t>(end - begin) * row_bytes);
-      absl::Status read = part.file->ReadRows(*part.info, begin - first, end - begin, bytes);
-      if (!read.ok()) return read;
+      LOSSD_RETURN_IF_ERROR(part.file->ReadRows(*part.info, begin - first, end - begin, bytes));
     }
     first += part.info->rows();
   }
@@ -389,9 +377,8 @@ absl::StatusOr<InitialValues> InitialValues::OpenAny(const std::string& director
                                                      const kernels::HeadConfig& config) {
   InitialValues values(config);
   if (request.has_tensor_file()) {
-    absl::StatusOr<HeadSource> source = HeadSource::Open(directory, request.tensor_file(), config);
-    if (!source.ok()) return source.status();
-    values.source_ = *std::move(source);
+    LOSSD_TRY(HeadSource source, HeadSource::Open(directory, request.tensor_file(), config));
+    values.source_ = std::move(source);
   } else if (!request.has_zeros()) {
     values.seed_ = request.kaiming_uniform().seed();
   }
@@ -479,9 +466,8 @@ absl::Status InitialValues::FillTensor(kernels::Param param, kernels::DType dtyp
   for (int64_t begin = 0; begin < shape.rows; begin += rows_at_once) {
     const engine::RowRange rows{begin, std::min(begin + rows_at_once, shape.rows)};
     const auto bytes = absl::MakeSpan(buffer).first(static_cast<size_t>(rows.size() * row_bytes));
-    if (absl::Status status = source(rows, bytes); !status.ok()) return status;
-    if (absl::Status status = sink({param, kernels::Role::kValue}, rows, dtype, bytes); !status.ok())
-      return status;
+    LOSSD_RETURN_IF_ERROR(source(rows, bytes));
+    LOSSD_RETURN_IF_ERROR(sink({param, kernels::Role::kValue}, rows, dtype, bytes));
   }
   return absl::OkStatus();
 }

@@ -27,15 +27,12 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "server/app/addresses.h"
-#include "server/app/flags.h"
 #include "server/app/process.h"
 #include "server/app/server.h"
-#include "server/app/service_manager.h"
-#include "server/app/stop_events.h"
-#include "server/app/worker_app.h"
+#include "server/app/server_options.h"
 #include "server/log/log.h"
-#include "server/rpc/pulse.h"
 #include "server/rpc/transport.h"
+#include "server/rpc/workers.h"
 
 using lossd::app::ByteSize;
 using lossd::app::kGrace;
@@ -217,7 +214,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/flags.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/server_options.cc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);

@@ -3,30 +3,33 @@
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
+#include <string.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/memory/memory.h"
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 #include "server/app/addresses.h"
-#include "server/app/health.h"
 #include "server/app/process.h"
-#include "server/app/security.h"
 #include "server/app/server_parts.h"
 #include "server/connections/connection_acceptor.h"
 #include "server/connections/listening_socket.h"
 #include "server/log/log.h"
-#include "server/metrics/http_pages.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
-#include "server/rpc/pulse.h"
 #include "server/rpc/services.h"
+#include "server/rpc/workers.h"
 
 namespace lossd::app {
 namespace {
@@ -49,16 +52,16 @@ std::string Server::http_address() const { return http_ == nullptr ? "" : http_-
 absl::Status Server::Live() const { return app::Live(health(), options_.liveness_timeout); }
 
 absl::Status Server::Init() {
-  if (absl::Status status = CheckOptions(options_); !status.ok()) return status;
-  if (absl::Status status = CreateSecurity(); !status.ok()) return status;
-  if (absl::Status status = CreateEngine(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckOptions(options_));
+  LOSSD_RETURN_IF_ERROR(CreateSecurity());
+  LOSSD_RETURN_IF_ERROR(CreateEngine());
   CreateServices();
   if (options_.restore == "latest") {
-    if (absl::Status status = head_service_->RestoreLatest(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(head_service_->RestoreLatest());
   }
-  if (absl::Status status = Listen(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Listen());
   if (!options_.http.empty()) {
-    if (absl::Status status = StartHttp(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(StartHttp());
   }
   LogStart();
   return absl::OkStatus();
@@ -66,21 +69,18 @@ absl::Status Server::Init() {
 
 // Addresses, and whether they may be bound so.
 absl::Status Server::CreateSecurity() {
-  absl::StatusOr<std::vector<Address>> listen = ParseAddresses("listen", options_.listen);
-  if (!listen.ok()) return listen.status();
-  grpc_addresses_ = *std::move(listen);
+  LOSSD_TRY(std::vector<Address> listen, ParseAddresses("listen", options_.listen));
+  grpc_addresses_ = std::move(listen);
   absl::Status allowed;
   for (const Address& address : grpc_addresses_) allowed.Update(CheckGrpcAddress(options_.security, address));
   if (allowed.ok() && !options_.http.empty()) {
-    absl::StatusOr<Address> http = ParseAddress("http", options_.http);
-    if (!http.ok()) return http.status();
-    http_bind_ = *std::move(http);
+    LOSSD_TRY(Address http, ParseAddress("http", options_.http));
+    http_bind_ = std::move(http);
     allowed = CheckHttpAddress(options_.security, http_bind_);
   }
   if (!allowed.ok()) return allowed;
-  absl::StatusOr<std::unique_ptr<Security>> security = Security::Create(options_.security);
-  if (!security.ok()) return security.status();
-  security_ = *std::move(security);
+  LOSSD_TRY(std::unique_ptr<Security> security, Security::Create(options_.security));
+  security_ = std::move(security);
   return absl::OkStatus();
 }
 
@@ -102,23 +102,21 @@ void Server::LogStart() const {
 }
 
 absl::Status Server::CreateEngine() {
-  absl::StatusOr<Compute> compute = CreateCompute(options_, security_->rank_credentials());
-  if (!compute.ok()) return compute.status();
-  other_devices_ = std::move(compute->other_devices);
-  leader_ = std::move(compute->leader);
-  backend_ = std::move(compute->backend);
-  collectives_ = std::move(compute->collectives);
+  LOSSD_TRY(Compute compute, CreateCompute(options_, security_->rank_credentials()));
+  other_devices_ = std::move(compute.other_devices);
+  leader_ = std::move(compute.leader);
+  backend_ = std::move(compute.backend);
+  collectives_ = std::move(compute.collectives);
   const kernels::BackendInfo info = backend_->info();
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
   device_watch_ = std::make_unique<DeviceWatch>([this](const absl::Status& status) { OnDeviceLost(status); });
-  absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
-      EngineOptionsOf(options_), backend_.get(), DrawIncarnation(), {metrics_.get(), device_watch_.get()});
-  if (!engine.ok()) return engine.status();
-  engine_ = *std::move(engine);
-  auto shared_memory = SharedMemory::Start(options_, grpc_addresses_, backend_.get());
-  if (!shared_memory.ok()) return shared_memory.status();
-  shared_memory_ = *std::move(shared_memory);
+  LOSSD_TRY(std::unique_ptr<engine::Engine> engine,
+            engine::Engine::Create(EngineOptionsOf(options_), backend_.get(), DrawIncarnation(),
+                                   {metrics_.get(), device_watch_.get()}));
+  engine_ = std::move(engine);
+  LOSSD_TRY(auto shared_memory, SharedMemory::Start(options_, grpc_addresses_, backend_.get()));
+  shared_memory_ = std::move(shared_memory);
   metrics_->Attach(
       engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
       [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
@@ -171,10 +169,9 @@ absl::Status Server::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
-  absl::StatusOr<std::vector<connections::ListeningSocket>> sockets =
-      OpenSockets(&grpc_addresses_, options_.unix_socket_mode);
-  if (!sockets.ok()) return sockets.status();
-  CreateAcceptor(*std::move(sockets));
+  LOSSD_TRY(std::vector<connections::ListeningSocket> sockets,
+            OpenSockets(&grpc_addresses_, options_.unix_socket_mode));
+  CreateAcceptor(std::move(sockets));
   auto take = connections::GrpcTaker(&builder, security_->credentials());
   pulse_ = std::make_unique<rpc::Pulse>(&builder);
   rpc::Configure(TransportOf(options_), &builder);
@@ -332,8 +329,141 @@ Server::~Server() {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options) {
   auto server = absl::WrapUnique(new Server(options));
-  if (absl::Status status = server->Init(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(server->Init());
   return server;
+}
+
+namespace {
+
+// For rank 0 to end the others after its drain.
+constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
+
+class WorkerApp {
+ public:
+  WorkerApp(const ServerOptions& options, ServiceManager* manager, StopEvents* events)
+      : options_(options), manager_(manager), events_(events) {}
+  ~WorkerApp() {
+    keep_alive_.reset();
+    http_.reset();
+    ranks_.reset();
+  }
+
+  absl::Status Start();
+  RanksEnd Run();
+
+ private:
+  absl::Status StartRanks();
+  absl::Status StartHttp();
+  metrics::HttpHandlers Handlers() const;
+  Health health() const {
+    return {.device_lost = ranks_->device_lost(), .device_silence = ranks_->Silence()};
+  }
+  // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
+  absl::Status AwaitEnd(absl::Duration limit);
+
+  const ServerOptions& options_;
+  ServiceManager* const manager_;
+  StopEvents* const events_;
+  std::unique_ptr<Security> security_;
+  std::unique_ptr<LocalRanks> ranks_;
+  std::unique_ptr<metrics::HttpServer> http_;
+  std::optional<KeepAlive> keep_alive_;
+  absl::Mutex mutex_;
+  std::optional<RanksEnd> end_ ABSL_GUARDED_BY(mutex_);
+};
+
+absl::Status WorkerApp::Start() {
+  LOSSD_RETURN_IF_ERROR(CheckOptions(options_));
+  LOSSD_TRY(std::unique_ptr<Security> security, Security::Create(options_.security));
+  security_ = std::move(security);
+  LOSSD_RETURN_IF_ERROR(StartRanks());
+  keep_alive_.emplace(manager_, [this] { return Live(health(), options_.liveness_timeout); });
+  return options_.ranks.worker_http.empty() ? absl::OkStatus() : StartHttp();
+}
+
+absl::Status WorkerApp::StartRanks() {
+  LOSSD_TRY(Backends own, CreateOwnBackends(options_));
+  const auto devices = static_cast<int>(own.size());
+  const int first = options_.ranks.launch.rank * devices;
+  const std::string names = RankNames(first, devices);
+  absl::StatusOr<std::unique_ptr<LocalRanks>> ranks =
+      LocalRanks::Start(options_, std::move(own),
+                        {.first_rank = first,
+                         .devices = devices,
+                         .on_joined = [this, names] { manager_->Ready(absl::StrCat("computes as ", names)); },
+                         .on_end =
+                             [this](const RanksEnd& end) {
+                               {
+                                 absl::MutexLock lock(&mutex_);
+                                 end_ = end;
+                               }
+                               events_->NotifyDeviceLost();
+                             }});
+  if (!ranks.ok()) return ranks.status();
+  ranks_ = *std::move(ranks);
+  return absl::OkStatus();
+}
+
+metrics::HttpHandlers WorkerApp::Handlers() const {
+  using metrics::HttpResponse;
+  metrics::HttpHandlers handlers;
+  handlers["/livez"] = [this](const auto&) { return Liveness(health(), options_.liveness_timeout); };
+  handlers["/readyz"] = [this](const auto&) {
+    return ranks_->joined() ? Readiness(health())
+                            : HttpResponse{.status = 503, .body = "waiting for the other ranks\n"};
+  };
+  handlers["/healthz"] = handlers["/readyz"];
+  return handlers;
+}
+
+absl::Status WorkerApp::StartHttp() {
+  LOSSD_TRY(Address address, ParseAddress("worker_http", options_.ranks.worker_http));
+  LOSSD_RETURN_IF_ERROR(CheckHttpAddress(options_.security, address));
+  if (address.host == "localhost") address.host = "127.0.0.1";
+  LOSSD_TRY(std::unique_ptr<metrics::HttpServer> http,
+            metrics::HttpServer::Start(address.text(), Handlers(), security_->http()));
+  http_ = std::move(http);
+  log::Log(log::LogLevel::kInfo, "probes", {{"http", http_->address()}});
+  return absl::OkStatus();
+}
+
+absl::Status WorkerApp::AwaitEnd(absl::Duration limit) {
+  const absl::Time deadline = clocks::SteadyNow() + limit;
+  absl::MutexLock lock(&mutex_);
+  const auto ended = [this] {
+    mutex_.AssertHeld();
+    return end_.has_value();
+  };
+  while (!clocks::AwaitFor(mutex_, absl::Condition(&ended), kSignalPoll)) {
+    if (events_->Pending() != 0) return absl::CancelledError("second signal: leaving at once");
+    if (clocks::SteadyNow() > deadline) return absl::DeadlineExceededError("rank 0 has not ended this rank");
+  }
+  return absl::OkStatus();
+}
+
+RanksEnd WorkerApp::Run() {
+  const StopEvents::Event event = events_->Wait();
+  if (event.signal != 0) {
+    log::Log(log::LogLevel::kInfo, "asking rank 0 to drain", {{"reason", strsignal(event.signal)}});
+    manager_->Stopping(absl::StrCat("asking rank 0 to drain: ", strsignal(event.signal)),
+                       options_.drain_timeout + kWorkerGrace);
+    ranks_->Leave(strsignal(event.signal));
+    const absl::Status ended = AwaitEnd(options_.drain_timeout + kWorkerGrace);
+    if (!ended.ok()) return {ended, false};
+  }
+  absl::MutexLock lock(&mutex_);
+  return *end_;
+}
+
+}  // namespace
+
+RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events) {
+  // Not taken down unless it had joined and ended well: what it would wait for may hang.
+  auto app = std::make_unique<WorkerApp>(options, manager, &events);
+  RanksEnd end{app->Start(), false};
+  if (end.status.ok()) end = app->Run();
+  if (!end.status.ok() || !end.joined) (void)app.release();
+  return end;
 }
 
 }  // namespace lossd::app

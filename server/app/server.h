@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Server is a lossd server: backend, engine, services, metrics and HTTP, put together from one plain struct,
-// ServerOptions.
+// The program in its two forms. Server is a lossd server: backend, engine, services, metrics and HTTP, put
+// together from one plain struct, ServerOptions. RunWorker is a process that serves no clients: its devices
+// compute for rank 0.
 //
 // Server is thread-safe. Destroying a server stops it.
 #ifndef LOSSD_SERVER_APP_SERVER_H_
@@ -23,9 +24,11 @@
 #include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
 #include "server/app/addresses.h"
+#include "server/app/process.h"
 #include "server/app/server_options.h"
+#include "server/app/server_parts.h"
 #include "server/engine/engine.h"
-#include "server/metrics/http_router.h"
+#include "server/metrics/http_server.h"
 
 namespace grpc {
 class Channel;
@@ -171,6 +174,15 @@ class Server {
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
 };
+
+// RunWorker is the program as a process that serves no clients: its devices compute for rank 0 until rank 0
+// ends.
+
+// Returns how the ranks of this process ended. Unless that is OK, the process should end at once, without
+// taking anything down. A signal asks rank 0 to drain and to end all ranks; if rank 0 does not within the
+// drain's time, or at a second signal, the process ends by itself. `manager` is told of each of these events,
+// is told that the process is ready once the ranks are connected, and outlives the call.
+RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events);
 
 }  // namespace lossd::app
 

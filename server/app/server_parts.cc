@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/random/random.h"
 #include "absl/strings/ascii.h"
@@ -18,15 +19,82 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/group/group_backend.h"
 #include "server/access/roles.h"
 #include "server/app/addresses.h"
-#include "server/app/health.h"
-#include "server/app/security.h"
 #include "server/log/log.h"
 #include "server/ranks/channel.h"
 
 namespace lossd::app {
+namespace {
+
+std::string Seconds(absl::Duration time) { return absl::FormatDuration(absl::Trunc(time, absl::Seconds(1))); }
+
+metrics::HttpResponse Unavailable(std::string why) { return {.status = 503, .body = std::move(why)}; }
+
+}  // namespace
+
+absl::Status Live(const Health& health, absl::Duration timeout) {
+  if (health.device_lost) return absl::UnavailableError("device lost");
+  if (health.device_silence > timeout)
+    return absl::UnavailableError(
+        absl::StrCat("no progress on the device for ", Seconds(health.device_silence)));
+  for (const Health::Thread& thread : health.threads) {
+    if (thread.silence > std::min(timeout, kThreadTimeout))
+      return absl::UnavailableError(
+          absl::StrCat("no answer of ", thread.name, " for ", Seconds(thread.silence)));
+  }
+  return absl::OkStatus();
+}
+
+metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout) {
+  const absl::Status live = Live(health, timeout);
+  return live.ok() ? metrics::HttpResponse{.body = "ok\n"} : Unavailable(absl::StrCat(live.message(), "\n"));
+}
+
+metrics::HttpResponse Readiness(const Health& health) {
+  if (health.device_lost) return Unavailable("device lost\n");
+  if (health.draining) return Unavailable("draining\n");
+  return {.body = "ok\n"};
+}
+
+std::string Trouble(const Health& health, absl::Duration timeout) {
+  if (const absl::Status live = Live(health, timeout); !live.ok()) return std::string(live.message());
+  return health.draining ? "draining" : "";
+}
+
+std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
+    const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers) {
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> monitors;
+  if (!backend.uuids.empty()) {
+    log::Log(log::LogLevel::kInfo, "how the GPUs are shared with other programs",
+             {{"sharing", backend.gpu_sharing}});
+  }
+  for (const std::string& uuid : backend.uuids) {
+    metrics::GpuMonitorOptions options;
+    options.uuid = uuid;
+    options.on_xid = [uuid](uint64_t xid) {
+      log::Log(log::LogLevel::kError, "critical error of the GPU", {{"gpu", uuid}, {"xid", xid}});
+    };
+    options.on_lost = [observers](const absl::Status& status) {
+      for (engine::EngineObserver* observer : observers) observer->OnDeviceError(status);
+    };
+    if (!backend.mps) {
+      options.on_shared = [uuid](unsigned processes) {
+        log::Log(log::LogLevel::kWarning, "other programs use the GPU, and it runs them in turns without MPS",
+                 {{"gpu", uuid}, {"programs", processes}});
+      };
+    }
+    auto monitor = metrics::GpuMonitor::Start(std::move(options));
+    monitors.push_back(monitor.ok() ? *std::move(monitor) : nullptr);
+    if (!monitor.ok()) {
+      log::Log(log::LogLevel::kInfo, "no metrics of the GPU",
+               {{"gpu", uuid}, {"reason", monitor.status().message()}});
+    }
+  }
+  return monitors;
+}
 
 // ---- Checks of options ----
 
@@ -369,7 +437,7 @@ absl::StatusOr<std::unique_ptr<LocalRanks>> LocalRanks::Start(const ServerOption
                                                               LocalRanksOptions local) {
   std::unique_ptr<LocalRanks> ranks(new LocalRanks(options, std::move(local)));
   for (kernels::CreatedBackend& backend : backends) {
-    if (absl::Status status = ranks->Add(std::move(backend)); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(ranks->Add(std::move(backend)));
   }
   for (const auto& rank : ranks->ranks_) {
     rank->thread = std::thread([all = ranks.get(), one = rank.get()] { all->Run(one); });
@@ -490,29 +558,25 @@ std::string CollectivesOf(const ServerOptions& options, const kernels::BackendIn
 }
 
 absl::StatusOr<Backends> CreateOne(const ServerOptions& options) {
-  absl::StatusOr<kernels::CreatedBackend> one = kernels::CreateBackend(BackendOf(options));
-  if (!one.ok()) return one.status();
+  LOSSD_TRY(kernels::CreatedBackend one, kernels::CreateBackend(BackendOf(options)));
   Backends backends;
-  backends.push_back(*std::move(one));
+  backends.push_back(std::move(one));
   return backends;
 }
 
 absl::StatusOr<Backends> CreateOneForEachRank(const ServerOptions& options) {
   kernels::BackendChoice choice = BackendOf(options);
-  absl::StatusOr<std::string> host = RankHost(options);
-  if (!host.ok()) return host.status();
-  choice.link_host = *std::move(host);
+  LOSSD_TRY(std::string host, RankHost(options));
+  choice.link_host = std::move(host);
   return kernels::CreateRankBackends(choice);
 }
 
 }  // namespace
 
 absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options) {
-  absl::StatusOr<Backends> own = options.ranks.several() ? CreateOneForEachRank(options) : CreateOne(options);
-  if (!own.ok()) return own.status();
-  if (absl::Status status = CheckRankCount(options, static_cast<int>(own->size())); !status.ok())
-    return status;
-  const kernels::CreatedBackend& first = own->front();
+  LOSSD_TRY(Backends own, options.ranks.several() ? CreateOneForEachRank(options) : CreateOne(options));
+  LOSSD_RETURN_IF_ERROR(CheckRankCount(options, static_cast<int>(own.size())));
+  const kernels::CreatedBackend& first = own.front();
   if (!first.note.empty()) log::Log(log::LogLevel::kInfo, "no GPU backend", {{"reason", first.note}});
   if (MayUseNccl(options, first.backend->info())) {
     log::Log(log::LogLevel::kInfo, "settings of NCCL", {{kernels::kNcclMulticast, kernels::NcclMulticast()}});
@@ -522,31 +586,28 @@ absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options) {
 
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials) {
-  absl::StatusOr<Backends> own = CreateOwnBackends(options);
-  if (!own.ok()) return own.status();
-  kernels::CreatedBackend first = std::move(own->front());
+  LOSSD_TRY(Backends own, CreateOwnBackends(options));
+  kernels::CreatedBackend first = std::move(own.front());
   Compute compute;
   if (!options.ranks.several()) {
     compute.collectives = CollectivesOf(options, first.backend->info());
     compute.backend = std::move(first.backend);
     return compute;
   }
-  const auto devices = static_cast<int>(own->size());
-  absl::StatusOr<std::unique_ptr<ranks::Leader>> leader = StartLeader(options, devices, credentials);
-  if (!leader.ok()) return leader.status();
-  compute.leader = *std::move(leader);
+  const auto devices = static_cast<int>(own.size());
+  LOSSD_TRY(std::unique_ptr<ranks::Leader> leader, StartLeader(options, devices, credentials));
+  compute.leader = std::move(leader);
   if (devices > 1) {
-    own->erase(own->begin());
-    absl::StatusOr<std::unique_ptr<LocalRanks>> others = LocalRanks::Start(
-        options, *std::move(own),
-        {.first_rank = 1, .devices = devices, .local_address = compute.leader->local_address()});
-    if (!others.ok()) return others.status();
-    compute.other_devices = *std::move(others);
+    own.erase(own.begin());
+    LOSSD_TRY(std::unique_ptr<LocalRanks> others,
+              LocalRanks::Start(
+                  options, std::move(own),
+                  {.first_rank = 1, .devices = devices, .local_address = compute.leader->local_address()}));
+    compute.other_devices = std::move(others);
   }
-  absl::StatusOr<std::unique_ptr<kernels::Backend>> backend = compute.leader->Form(std::move(first));
-  if (!backend.ok()) return backend.status();
+  LOSSD_TRY(std::unique_ptr<kernels::Backend> backend, compute.leader->Form(std::move(first)));
   compute.collectives = compute.leader->collectives();
-  compute.backend = *std::move(backend);
+  compute.backend = std::move(backend);
   return compute;
 }
 
@@ -569,13 +630,11 @@ absl::StatusOr<Address> RankAddress(const RankOptions& options) {
 }
 
 absl::Status CheckReach(const ServerOptions& options) {
-  const absl::StatusOr<Address> leader = ParseAddress("leader", options.ranks.launch.leader);
-  if (!leader.ok()) return leader.status();
-  if (leader->port == Address::kUnixSocket) {
+  LOSSD_TRY(const Address leader, ParseAddress("leader", options.ranks.launch.leader));
+  if (leader.port == Address::kUnixSocket) {
     return errors::FieldError("leader", "be host:port", options.ranks.launch.leader);
   }
-  const absl::StatusOr<Address> listen = RankAddress(options.ranks);
-  if (!listen.ok()) return listen.status();
+  LOSSD_TRY(const Address listen, RankAddress(options.ranks));
   if (Asks(options.security) && options.ranks.secret_file.empty()) {
     return errors::FieldError(
         "rank_secret_file",
@@ -584,7 +643,7 @@ absl::Status CheckReach(const ServerOptions& options) {
         "nothing");
   }
   const bool guarded = !options.ranks.ca.empty() && !options.ranks.secret_file.empty();
-  if (guarded || options.security.insecure || (IsLoopback(*leader) && IsLoopback(*listen)))
+  if (guarded || options.security.insecure || (IsLoopback(leader) && IsLoopback(listen)))
     return absl::OkStatus();
   return errors::FieldError(
       "leader",
@@ -597,9 +656,8 @@ absl::Status CheckReach(const ServerOptions& options) {
 absl::StatusOr<std::string> ReadSecret(const RankOptions& options) {
   if (options.secret_file.empty()) return "";
   const access::AccessFile file = {"rank_secret_file", options.secret_file};
-  absl::StatusOr<std::string> text = access::ReadAccessFile(file, access::Secrecy::kSecret);
-  if (!text.ok()) return text.status();
-  const std::string secret(absl::StripAsciiWhitespace(*text));
+  LOSSD_TRY(std::string text, access::ReadAccessFile(file, access::Secrecy::kSecret));
+  const std::string secret(absl::StripAsciiWhitespace(text));
   for (const char c : secret) {
     if (!absl::ascii_isgraph(static_cast<unsigned char>(c))) {
       return access::AccessFileError(file, "hold one line of printable characters without spaces");
@@ -659,9 +717,8 @@ absl::Status CheckRanks(const ServerOptions& options) {
 
 absl::StatusOr<std::string> RankHost(const ServerOptions& options) {
   if (!options.ranks.host.empty()) return options.ranks.host;
-  const absl::StatusOr<Address> leader = ParseAddress("leader", options.ranks.launch.leader);
-  if (!leader.ok()) return leader.status();
-  return ranks::LocalAddressFor(leader->host);
+  LOSSD_TRY(const Address leader, ParseAddress("leader", options.ranks.launch.leader));
+  return ranks::LocalAddressFor(leader.host);
 }
 
 absl::Status CheckRankCount(const ServerOptions& options, int devices) {
@@ -674,50 +731,43 @@ absl::Status CheckRankCount(const ServerOptions& options, int devices) {
 
 absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
     const ServerOptions& options, int devices, const std::shared_ptr<grpc::ServerCredentials>& credentials) {
-  const absl::StatusOr<Address> listen = RankAddress(options.ranks);
-  if (!listen.ok()) return listen.status();
-  const absl::StatusOr<kernels::Split> split = kernels::SplitOf(BackendOf(options));
-  if (!split.ok()) return split.status();
-  absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
-  if (!secret.ok()) return secret.status();
+  LOSSD_TRY(const Address listen, RankAddress(options.ranks));
+  LOSSD_TRY(const kernels::Split split, kernels::SplitOf(BackendOf(options)));
+  LOSSD_TRY(std::string secret, ReadSecret(options.ranks));
   const int ranks = options.ranks.launch.ranks * devices;
-  absl::StatusOr<std::unique_ptr<ranks::Leader>> leader =
-      ranks::Leader::Start({.ranks = ranks,
-                            .devices = devices,
-                            .host = listen->host,
-                            .port = listen->port,
-                            .credentials = credentials,
-                            .secret = *std::move(secret),
-                            .limits = LimitsOf(options),
-                            .settings = SettingsOf(options, devices),
-                            .group = {.split = *split},
-                            .share_rows = options.ranks.shared_memory,
-                            .timeout = options.ranks.timeout,
-                            .collective_timeout = options.ranks.collective_timeout,
-                            .stop = options.ranks.stop_requested});
-  if (!leader.ok()) return leader.status();
-  log::Log(log::LogLevel::kInfo, "waiting for the other ranks",
-           {{"ranks", ranks}, {"port", (*leader)->port()}});
+  LOSSD_TRY(std::unique_ptr<ranks::Leader> leader,
+            ranks::Leader::Start({.ranks = ranks,
+                                  .devices = devices,
+                                  .host = listen.host,
+                                  .port = listen.port,
+                                  .credentials = credentials,
+                                  .secret = std::move(secret),
+                                  .limits = LimitsOf(options),
+                                  .settings = SettingsOf(options, devices),
+                                  .group = {.split = split},
+                                  .share_rows = options.ranks.shared_memory,
+                                  .timeout = options.ranks.timeout,
+                                  .collective_timeout = options.ranks.collective_timeout,
+                                  .stop = options.ranks.stop_requested}));
+  log::Log(log::LogLevel::kInfo, "waiting for the other ranks", {{"ranks", ranks}, {"port", leader->port()}});
   return leader;
 }
 
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options, WorkerSpec spec,
                                                             kernels::CreatedBackend own) {
-  absl::StatusOr<std::string> secret = ReadSecret(options.ranks);
-  if (!secret.ok()) return secret.status();
+  LOSSD_TRY(std::string secret, ReadSecret(options.ranks));
   const bool local = !spec.local_address.empty();
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
   if (!local && !options.ranks.ca.empty()) {
-    const absl::StatusOr<std::string> ca =
-        access::ReadAccessFile({"rank_ca", options.ranks.ca}, access::Secrecy::kPublic);
-    if (!ca.ok()) return ca.status();
-    credentials = grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = "", .pem_cert_chain = ""});
+    LOSSD_TRY(const std::string ca,
+              access::ReadAccessFile({"rank_ca", options.ranks.ca}, access::Secrecy::kPublic));
+    credentials = grpc::SslCredentials({.pem_root_certs = ca, .pem_private_key = "", .pem_cert_chain = ""});
   }
   const int threads = CheckpointThreads(options, own.backend->info());
   return ranks::Worker::Create({.rank = spec.rank,
                                 .leader = local ? spec.local_address : options.ranks.launch.leader,
                                 .credentials = std::move(credentials),
-                                .secret = *std::move(secret),
+                                .secret = std::move(secret),
                                 .limits = LimitsOf(options),
                                 .settings = SettingsOf(options, spec.devices),
                                 .files = {.directory = options.checkpoint_directory,

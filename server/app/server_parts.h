@@ -7,6 +7,8 @@
 #ifndef LOSSD_SERVER_APP_SERVER_PARTS_H_
 #define LOSSD_SERVER_APP_SERVER_PARTS_H_
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,6 +19,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -25,13 +28,13 @@
 #include "kernels/backend.h"
 #include "kernels/create_backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/admin/head_operations.h"
 #include "server/app/addresses.h"
-#include "server/app/health.h"
 #include "server/app/server_options.h"
 #include "server/connections/listening_socket.h"
 #include "server/engine/engine_options.h"
-#include "server/metrics/families.h"
-#include "server/metrics/rank_metrics.h"
+#include "server/metrics/http_server.h"
+#include "server/metrics/metrics.h"
 #include "server/ranks/leader.h"
 #include "server/ranks/worker.h"
 #include "server/regions/regions.h"
@@ -40,6 +43,76 @@
 #include "server/rpc/transport.h"
 
 namespace lossd::app {
+
+// The health of a server: what /livez and /readyz answer and the service manager hears (Live, Readiness), and
+// what watches the devices for their loss (DeviceWatch, WatchGpus). An orchestrator restarts a server that is
+// not live, and sends no work to a server that is not ready.
+//
+// All functions and classes are thread-safe.
+
+// The state of a server at one moment, from which the functions below judge its health.
+struct Health {
+  bool draining = false;
+  bool device_lost = false;
+  absl::Duration device_silence;  // engine::Engine::DeviceSilence
+  // Threads that clients cannot do without, and since when they have shown no sign of life. They show one
+  // every second.
+  struct Thread {
+    absl::string_view name;
+    absl::Duration silence;
+  };
+  std::array<Thread, 4> threads;
+};
+
+// A thread that is busy for longer than that does something that it should not do.
+inline constexpr absl::Duration kThreadTimeout = absl::Seconds(30);
+
+// UNAVAILABLE if the device is lost or has been silent for longer than `timeout`, or a thread for longer than
+// that and kThreadTimeout. A server that drains is live.
+absl::Status Live(const Health& health, absl::Duration timeout);
+
+// 503 if it is not live.
+metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout);
+
+// 503 if the device is lost or the server drains.
+metrics::HttpResponse Readiness(const Health& health);
+
+// In a few words for people what keeps the server from work: "device lost", "no progress on the device for
+// 11m", "draining"; "" if it is live and ready.
+std::string Trouble(const Health& health, absl::Duration timeout);
+
+// Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
+// UNAVAILABLE from then on.
+class DeviceWatch final : public engine::EngineObserver {
+ public:
+  // `on_lost` is called once, on a thread of the engine's, and must not call into it.
+  explicit DeviceWatch(absl::AnyInvocable<void(const absl::Status&)> on_lost)
+      : on_lost_(std::move(on_lost)) {}
+
+  bool lost() const { return lost_; }
+
+  void OnChoices(const engine::ChoicesReport& report) override {
+    admin::LogChoices("chunk computed otherwise than the last", report.head, report.choices);
+  }
+  // These are for the metrics.
+  void OnChunk(const engine::ChunkReport&) override {}
+  void OnChunkLeft(const engine::ChunkReport&) override {}
+  void OnContribution(const engine::ContributionReport&) override {}
+  void OnStep(const engine::StepReport&) override {}
+  void OnDeviceError(const absl::Status& status) override {
+    if (absl::IsUnavailable(status) && !lost_.exchange(true)) on_lost_(status);
+  }
+
+ private:
+  absl::AnyInvocable<void(const absl::Status&)> on_lost_;
+  std::atomic<bool> lost_{false};
+};
+
+// Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss. Returns
+// a monitor for each GPU, in order; null, and a line in the log, for a GPU that cannot be watched. The
+// observers are told of the loss of a GPU as of a failed operation, and outlive the result.
+std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
+    const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);
 
 // INVALID_ARGUMENT naming the first option that is out of range.
 absl::Status CheckOptions(const ServerOptions& options);

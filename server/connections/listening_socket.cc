@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/region_packets.h"
 #include "server/connections/closer.h"
 
@@ -140,7 +141,7 @@ absl::StatusOr<ListeningSocket> ListeningSocket::OpenUnix(const std::string& pat
   made.lock_ = open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (made.lock_ < 0) return CannotListen(path, absl::StrCat(lock_path, ": ", std::strerror(errno)));
   if (flock(made.lock_, LOCK_EX | LOCK_NB) != 0) return CannotListen(path, "another lossd listens there");
-  if (absl::Status status = RemoveStale(path, address, type); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(RemoveStale(path, address, type));
   made.descriptor_ = UnixSocket(type);
   if (made.descriptor_ < 0) return CannotListen(path, std::strerror(errno));
   if (bind(made.descriptor_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0)

@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/head/checkpoint_store.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
@@ -92,14 +93,13 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   }
   if (!locks.ok()) return locks.status();
   reader->lock_ = std::move(locks->files);
-  absl::StatusOr<Manifest> manifest = ReadManifest(directory, checkpoint);
-  if (!manifest.ok()) return manifest.status();
-  reader->content_digest_ = ContentDigest(*manifest);
-  reader->subject_ = std::move(manifest->subject);
-  reader->saved_at_ = manifest->saved_at;
-  reader->shards_ = std::move(manifest->shards);
+  LOSSD_TRY(Manifest manifest, ReadManifest(directory, checkpoint));
+  reader->content_digest_ = ContentDigest(manifest);
+  reader->subject_ = std::move(manifest.subject);
+  reader->saved_at_ = manifest.saved_at;
+  reader->shards_ = std::move(manifest.shards);
   for (const ManifestShard& shard : reader->shards_) {
-    if (absl::Status opened = reader->OpenShard(directory, shard); !opened.ok()) return opened;
+    LOSSD_RETURN_IF_ERROR(reader->OpenShard(directory, shard));
   }
   return reader;
 }
@@ -160,7 +160,7 @@ absl::Status CheckpointReader::VerifyShards(const std::string& directory, const 
     const auto there =
         std::filesystem::symlink_status(absl::StrCat(directory, "/", folder, "/", shard.file), error);
     if (std::filesystem::is_symlink(there)) return reader.DataLoss(shard, "the tensor file is a link");
-    if (absl::Status opened = reader.OpenShard(directory, shard); !opened.ok()) return opened;
+    LOSSD_RETURN_IF_ERROR(reader.OpenShard(directory, shard));
   }
   std::atomic<int64_t> count{0};
   const absl::Status status = reader.Verify(options, &count);
@@ -170,7 +170,7 @@ absl::Status CheckpointReader::VerifyShards(const std::string& directory, const 
 
 absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options) const {
   if (options.verify_first) {
-    if (absl::Status status = Verify(options); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(Verify(options));
   }
   return Deliver(sink, options);
 }
@@ -243,7 +243,7 @@ using formats::FileError;
 absl::StatusOr<std::string> HeadFolder(Disk* disk, const std::string& directory, const std::string& head) {
   absl::Status created = disk->CreateFolder(absl::StrCat(directory, "/", head));
   if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
-  if (absl::Status status = disk->SyncFolder(directory); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(disk->SyncFolder(directory));
   return ResolveBelow(directory, head);
 }
 
@@ -325,34 +325,28 @@ class Save {
   // ---- The disk's threads ----
 
   absl::Status MakeFolder(FolderLock::Kind kind) {
-    const absl::StatusOr<std::string> head_folder = HeadFolder(options_.disk, directory_, subject_.head);
-    if (!head_folder.ok()) return head_folder.status();
-    head_folder_ = *head_folder;
+    LOSSD_TRY(const std::string head_folder, HeadFolder(options_.disk, directory_, subject_.head));
+    head_folder_ = head_folder;
     RemoveLeftovers(options_.disk, head_folder_);
-    absl::StatusOr<TemporaryFolder> folder =
-        TemporaryFolder::Create(options_.disk, head_folder_, name_, kind);
-    if (!folder.ok()) return folder.status();
-    folder_.emplace(*std::move(folder));
+    LOSSD_TRY(TemporaryFolder folder, TemporaryFolder::Create(options_.disk, head_folder_, name_, kind));
+    folder_.emplace(std::move(folder));
     return absl::OkStatus();
   }
 
   absl::StatusOr<SavedCheckpoint> WriteCheckpoint() {
     if (!folder_.has_value()) {
-      absl::Status status = MakeFolder(FolderLock::Kind::kExclusive);
-      if (!status.ok()) return status;
+      LOSSD_RETURN_IF_ERROR(MakeFolder(FolderLock::Kind::kExclusive));
     }
     Manifest manifest;
     SavedCheckpoint saved;
-    const absl::StatusOr<int64_t> bytes = WriteFiles(&manifest);
-    if (!bytes.ok()) return bytes.status();
-    saved.bytes = *bytes;
+    LOSSD_TRY(const int64_t bytes, WriteFiles(&manifest));
+    saved.bytes = bytes;
     saved.not_finite = not_finite_;
     for (const ManifestShard& shard : manifest.shards) saved.not_finite += shard.not_finite;
-    absl::StatusOr<std::string> name = Publish(manifest);
-    if (!name.ok()) return name.status();
-    saved.name = *std::move(name);
+    LOSSD_TRY(std::string name, Publish(manifest));
+    saved.name = std::move(name);
     saved.saved_at = manifest.saved_at;
-    if (absl::Status status = options_.disk->SyncFolder(head_folder_); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(options_.disk->SyncFolder(head_folder_));
     return saved;
   }
 
@@ -384,16 +378,14 @@ class Save {
     if (!own.ok()) return own.status();
     if (!site_error_.ok()) return site_error_;
     for (size_t i = 0; i < own_places_.size(); ++i) lines[own_places_[i]] = std::move((*own)[i]);
-    const absl::StatusOr<uint64_t> number = TakeSaveNumber(options_.disk, directory_, subject_.head);
-    if (!number.ok()) return number.status();
+    LOSSD_TRY(const uint64_t number, TakeSaveNumber(options_.disk, directory_, subject_.head));
     *manifest = {.subject = subject_,
                  .saved_at = clocks::WallNow(),
                  .automatic = automatic_,
-                 .save_number = *number,
+                 .save_number = number,
                  .shards = std::move(lines)};
     const std::string text = EncodeManifest(*manifest);
-    const absl::Status written = WriteSmallFile(options_.disk, folder_->File(kManifestFile), text);
-    if (!written.ok()) return written;
+    LOSSD_RETURN_IF_ERROR(WriteSmallFile(options_.disk, folder_->File(kManifestFile), text));
     return ShardBytes(*manifest) + static_cast<int64_t>(text.size());
   }
 
@@ -442,19 +434,17 @@ absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, abs
                                                std::vector<std::unique_ptr<SaveSite>> sites) {
   const bool automatic = name.empty();
   const std::string full_name = automatic ? AutomaticName(subject.step) : std::string(name);
-  if (absl::Status status = ValidateName("head", subject.head); !status.ok()) return status;
-  if (absl::Status status = ValidateName("name", full_name); !status.ok()) return status;
-  if (absl::Status status = kernels::Validate(subject.config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ValidateName("head", subject.head));
+  LOSSD_RETURN_IF_ERROR(ValidateName("name", full_name));
+  LOSSD_RETURN_IF_ERROR(kernels::Validate(subject.config));
   const std::string head_folder = absl::StrCat(directory, "/", subject.head);
   if (!automatic) {
-    const absl::Status free = CheckFree(absl::StrCat(head_folder, "/", full_name));
-    if (!free.ok()) return free;
+    LOSSD_RETURN_IF_ERROR(CheckFree(absl::StrCat(head_folder, "/", full_name)));
   }
   if (options.limit_bytes > 0) {
     RemoveLeftovers(options.disk, head_folder);  // they count as well
     // The manifest and the headers take a few KiB more.
-    const absl::Status room = CheckRoom(directory, CheckpointBytes(subject.config), options.limit_bytes);
-    if (!room.ok()) return room;
+    LOSSD_RETURN_IF_ERROR(CheckRoom(directory, CheckpointBytes(subject.config), options.limit_bytes));
   }
   // They are of use where there are several files.
   if (DivideClasses(subject.config, options.shards).size() == 1) sites.clear();

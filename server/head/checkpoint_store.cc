@@ -26,6 +26,7 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/head/disk.h"
 #include "server/head/manifest.h"
 #include "server/head/paths.h"
@@ -171,10 +172,9 @@ bool HasManifest(const std::string& head_folder, const std::string& name) {
 absl::Status AppendHead(const std::string& directory, const std::string& head,
                         std::vector<CheckpointInfo>* list) {
   const std::string head_folder = absl::StrCat(directory, "/", head);
-  const absl::StatusOr<std::vector<std::string>> names = NamedFolders(head_folder);
-  if (!names.ok()) return names.status();
+  LOSSD_TRY(const std::vector<std::string> names, NamedFolders(head_folder));
   std::vector<CheckpointInfo> of_head;
-  for (const std::string& name : *names) {
+  for (const std::string& name : names) {
     if (HasManifest(head_folder, name)) of_head.push_back(InfoOf(directory, absl::StrCat(head, "/", name)));
   }
   SortNewestFirst(&of_head);
@@ -205,9 +205,8 @@ absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk
   std::error_code error;
   fs::create_directories(directory, error);
   if (error) return formats::FileError(directory, "create folder", error.value());
-  const absl::StatusOr<std::vector<std::string>> heads = NamedFolders(directory);
-  if (!heads.ok()) return heads.status();
-  for (const std::string& head : *heads) RemoveLeftovers(disk, absl::StrCat(directory, "/", head));
+  LOSSD_TRY(const std::vector<std::string> heads, NamedFolders(directory));
+  for (const std::string& head : heads) RemoveLeftovers(disk, absl::StrCat(directory, "/", head));
   return absl::OkStatus();
 }
 
@@ -215,23 +214,22 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& d
                                                             absl::string_view head) {
   std::vector<std::string> heads = {std::string(head)};
   if (head.empty()) {
-    absl::StatusOr<std::vector<std::string>> all = NamedFolders(directory);
-    if (!all.ok()) return all.status();
-    heads = *std::move(all);
+    LOSSD_TRY(std::vector<std::string> all, NamedFolders(directory));
+    heads = std::move(all);
     std::sort(heads.begin(), heads.end());
   } else if (absl::Status status = ValidateName("head", head); !status.ok()) {
     return status;
   }
   std::vector<CheckpointInfo> list;
   for (const std::string& name : heads) {
-    if (absl::Status status = AppendHead(directory, name, &list); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(AppendHead(directory, name, &list));
   }
   return list;
 }
 
 absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl::string_view head,
                                              size_t most, size_t most_folders) {
-  if (absl::Status status = ValidateName("head", head); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ValidateName("head", head));
   const std::string head_folder = absl::StrCat(directory, "/", head);
   NewestCheckpoints newest;
   size_t looked_at = 0;
@@ -258,12 +256,11 @@ absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl:
 absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& directory,
                                                           absl::string_view saved, int64_t keep, Disk* disk) {
   const std::string head(saved.substr(0, saved.find('/')));
-  const absl::StatusOr<std::vector<CheckpointInfo>> list = ListCheckpoints(directory, head);
-  if (!list.ok()) return list.status();
+  LOSSD_TRY(const std::vector<CheckpointInfo> list, ListCheckpoints(directory, head));
   const std::string head_folder = absl::StrCat(directory, "/", head);
   std::vector<std::string> removed;
   int64_t kept = 1;  // `saved`
-  for (const CheckpointInfo& info : *list) {
+  for (const CheckpointInfo& info : list) {
     if (!info.automatic || info.name == saved || ++kept <= keep) continue;
     const absl::string_view name = absl::StripPrefix(info.name, absl::StrCat(head, "/"));
     const absl::StatusOr<TemporaryFolder> goes = TemporaryFolder::Adopt(disk, head_folder, name);
@@ -344,15 +341,13 @@ bool ComesBefore(const Placed& a, const Placed& b) {
 
 absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory, const std::string& head) {
   const std::string head_folder = absl::StrCat(directory, "/", head);
-  const absl::StatusOr<std::vector<uint64_t>> kept = KeptNumbers(head_folder);
-  if (!kept.ok()) return kept.status();
-  const absl::StatusOr<std::vector<CheckpointInfo>> there = ListCheckpoints(directory, head);
-  if (!there.ok()) return there.status();
+  LOSSD_TRY(const std::vector<uint64_t> kept, KeptNumbers(head_folder));
+  LOSSD_TRY(const std::vector<CheckpointInfo> there, ListCheckpoints(directory, head));
   uint64_t last = 0;
-  for (const uint64_t number : *kept) last = std::max(last, number);
-  for (const CheckpointInfo& info : *there) last = std::max(last, info.save_number);
+  for (const uint64_t number : kept) last = std::max(last, number);
+  for (const CheckpointInfo& info : there) last = std::max(last, info.save_number);
   const uint64_t next = std::min(last + 1, kMostCounted);
-  if (absl::Status status = KeepNumber(disk, head_folder, next, *kept); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(KeepNumber(disk, head_folder, next, kept));
   return next;
 }
 
@@ -451,9 +446,8 @@ absl::StatusOr<ReadLocks> LockForReading(const std::string& folder) {
   if (absl::IsUnimplemented(name.status())) return locks;
   if (!name.ok()) return name.status();
   locks.name = *std::move(name);
-  absl::StatusOr<FolderLock> files = FolderLock::Wait(folder, FolderLock::Kind::kShared);
-  if (!files.ok()) return files.status();
-  locks.files = *std::move(files);
+  LOSSD_TRY(FolderLock files, FolderLock::Wait(folder, FolderLock::Kind::kShared));
+  locks.files = std::move(files);
   return locks;
 }
 
@@ -476,13 +470,11 @@ absl::StatusOr<RemovedCheckpoint> RemoveCheckpoint(const std::string& directory,
   if (!name.ok()) return name.status();
   status = CheckFolder(folder, checkpoint, "it");
   if (!status.ok()) return status;
-  const absl::StatusOr<int64_t> bytes = CheckRemovable(directory, folder, checkpoint);
-  if (!bytes.ok()) return bytes.status();
-  const absl::StatusOr<std::string> nameless = TakeNameAway(disk, head_folder, names.second);
-  if (!nameless.ok()) return nameless.status();
+  LOSSD_TRY(const int64_t bytes, CheckRemovable(directory, folder, checkpoint));
+  LOSSD_TRY(const std::string nameless, TakeNameAway(disk, head_folder, names.second));
   *name = FolderLock();
-  const bool is_gone = RemoveIfUnused(disk, *nameless);
-  return RemovedCheckpoint{.bytes = *bytes, .unremoved = is_gone ? "" : *nameless};
+  const bool is_gone = RemoveIfUnused(disk, nameless);
+  return RemovedCheckpoint{.bytes = bytes, .unremoved = is_gone ? "" : nameless};
 }
 
 }  // namespace lossd::head

@@ -24,6 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/paths.h"
 
@@ -80,8 +81,7 @@ absl::Status RemoveTree(Disk* disk, const std::string& folder) {
   for (const fs::directory_entry& entry : entries) {
     const std::string path = entry.path();
     const bool is_folder = fs::is_directory(entry.symlink_status(error));
-    absl::Status removed = is_folder ? RemoveTree(disk, path) : disk->RemoveFile(path);
-    if (!removed.ok()) return removed;
+    LOSSD_RETURN_IF_ERROR(is_folder ? RemoveTree(disk, path) : disk->RemoveFile(path));
   }
   return disk->RemoveFolder(folder);
 }
@@ -105,13 +105,12 @@ absl::StatusOr<int64_t> DirectoryBytes(const std::string& directory) {
 }
 
 absl::Status CheckRoom(const std::string& directory, int64_t bytes, int64_t limit_bytes) {
-  const absl::StatusOr<int64_t> used = DirectoryBytes(directory);
-  if (!used.ok()) return used.status();
-  if (bytes <= limit_bytes - *used) return absl::OkStatus();
+  LOSSD_TRY(const int64_t used, DirectoryBytes(directory));
+  if (bytes <= limit_bytes - used) return absl::OkStatus();
   return errors::FieldError(
       "checkpoint_limit_bytes",
       absl::StrCat("leave room for the ", errors::ExactBytes(bytes), " of the checkpoint beside the ",
-                   errors::ExactBytes(*used),
+                   errors::ExactBytes(used),
                    " below the checkpoint directory (remove checkpoints, or raise the limit)"),
       limit_bytes, absl::StatusCode::kResourceExhausted);
 }
@@ -173,23 +172,20 @@ FolderLock::~FolderLock() {
 // ---- Small files ----
 
 absl::Status WriteSmallFile(Disk* disk, const std::string& path, const std::string& text) {
-  absl::StatusOr<std::unique_ptr<formats::OutputFile>> file = disk->CreateFile(path);
-  if (!file.ok()) return file.status();
-  absl::Status status = (*file)->Append({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
-  if (status.ok()) status = (*file)->Sync();
-  if (status.ok()) status = (*file)->Close();
+  LOSSD_TRY(std::unique_ptr<formats::OutputFile> file, disk->CreateFile(path));
+  absl::Status status = file->Append({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+  if (status.ok()) status = file->Sync();
+  if (status.ok()) status = file->Close();
   return status;
 }
 
 absl::StatusOr<std::string> ReadSmallFile(const std::string& folder, const std::string& name, size_t bytes) {
-  const auto file = OpenBelow(folder, name);
-  if (!file.ok()) return file.status();
-  if ((*file)->size() != static_cast<int64_t>(bytes)) {
-    return absl::DataLossError(absl::StrCat(name, " has ", (*file)->size(), " bytes, not ", bytes));
+  LOSSD_TRY(const auto file, OpenBelow(folder, name));
+  if (file->size() != static_cast<int64_t>(bytes)) {
+    return absl::DataLossError(absl::StrCat(name, " has ", file->size(), " bytes, not ", bytes));
   }
   std::string text(bytes, '\0');
-  absl::Status status = (*file)->ReadAt(0, {reinterpret_cast<uint8_t*>(text.data()), text.size()});
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(file->ReadAt(0, {reinterpret_cast<uint8_t*>(text.data()), text.size()}));
   return text;
 }
 
@@ -209,7 +205,7 @@ std::string TemporaryName(const std::string& parent, absl::string_view name) {
 absl::StatusOr<TemporaryFolder> TemporaryFolder::Create(Disk* disk, const std::string& parent,
                                                         absl::string_view name, FolderLock::Kind kind) {
   std::string path = TemporaryName(parent, name);
-  if (absl::Status status = disk->CreateFolder(path); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(disk->CreateFolder(path));
   TemporaryFolder folder(disk, std::move(path));
   absl::StatusOr<FolderLock> lock = FolderLock::Try(folder.path_, kind);
   if (absl::IsUnimplemented(lock.status())) return absl::FailedPreconditionError(lock.status().message());
@@ -221,12 +217,10 @@ absl::StatusOr<TemporaryFolder> TemporaryFolder::Create(Disk* disk, const std::s
 absl::StatusOr<TemporaryFolder> TemporaryFolder::Adopt(Disk* disk, const std::string& parent,
                                                        absl::string_view name) {
   const std::string old_path = absl::StrCat(parent, "/", name);
-  absl::StatusOr<FolderLock> lock = FolderLock::Try(old_path, FolderLock::Kind::kExclusive);
-  if (!lock.ok()) return lock.status();
-  absl::StatusOr<std::string> path = TakeNameAway(disk, parent, name);
-  if (!path.ok()) return path.status();
-  TemporaryFolder folder(disk, *std::move(path));
-  folder.lock_ = *std::move(lock);
+  LOSSD_TRY(FolderLock lock, FolderLock::Try(old_path, FolderLock::Kind::kExclusive));
+  LOSSD_TRY(std::string path, TakeNameAway(disk, parent, name));
+  TemporaryFolder folder(disk, std::move(path));
+  folder.lock_ = std::move(lock);
   return folder;
 }
 
@@ -240,8 +234,8 @@ TemporaryFolder::~TemporaryFolder() {
 std::string TemporaryFolder::File(absl::string_view name) const { return absl::StrCat(path_, "/", name); }
 
 absl::Status TemporaryFolder::Become(const std::string& target) {
-  if (absl::Status status = disk_->SyncFolder(path_); !status.ok()) return status;
-  if (absl::Status status = disk_->Rename(path_, target); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(disk_->SyncFolder(path_));
+  LOSSD_RETURN_IF_ERROR(disk_->Rename(path_, target));
   path_.clear();
   return absl::OkStatus();
 }
@@ -249,7 +243,7 @@ absl::Status TemporaryFolder::Become(const std::string& target) {
 absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, absl::string_view name) {
   const std::string old_path = absl::StrCat(parent, "/", name);
   std::string path = TemporaryName(parent, name);
-  if (absl::Status status = disk->Rename(old_path, path); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(disk->Rename(old_path, path));
   // Not before its new name is on the disk may any of it go.
   absl::Status status = disk->SyncFolder(parent);
   if (status.ok()) return path;

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 #include "server/head/disk.h"
 
@@ -106,7 +107,7 @@ absl::Status RemoveIfThere(Disk* disk, const std::string& path) {
 absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& folder) {
   const std::string nonce = RandomNonce();
   const std::string nonce_path = folder.File(kNonceFile);
-  if (absl::Status status = WriteSmallFile(disk_, nonce_path, nonce); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(WriteSmallFile(disk_, nonce_path, nonce));
   const std::string name = std::filesystem::path(folder.path()).filename();
   for (const auto& site : sites_) site->StartProof(head, name);
   std::vector<std::unique_ptr<SaveSite>> seeing;
@@ -124,16 +125,15 @@ absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& 
 
 absl::Status SiteWriting::CheckProof(SaveSite& site, const TemporaryFolder& folder,
                                      const std::string& nonce) {
-  const absl::StatusOr<FolderProof> proof = site.AwaitProof(clocks::SteadyNow() + kProofTimeout);
-  if (!proof.ok()) return proof.status();
-  if (proof->nonce != nonce) return absl::FailedPreconditionError("it reads another file of that name");
+  LOSSD_TRY(const FolderProof proof, site.AwaitProof(clocks::SteadyNow() + kProofTimeout));
+  if (proof.nonce != nonce) return absl::FailedPreconditionError("it reads another file of that name");
   const absl::StatusOr<std::string> token =
-      ReadSmallFile(folder.path(), ProofFile(site.rank()), proof->token.size());
+      ReadSmallFile(folder.path(), ProofFile(site.rank()), proof.token.size());
   if (!token.ok()) {
     return absl::FailedPreconditionError(
         absl::StrCat("what it writes cannot be read here: ", token.status().message()));
   }
-  if (*token == proof->token) return absl::OkStatus();
+  if (*token == proof.token) return absl::OkStatus();
   return absl::FailedPreconditionError("what it writes does not come here");
 }
 

@@ -17,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/paths.h"
 
@@ -264,8 +265,7 @@ absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<Man
       return absl::DataLossError(absl::StrCat("the manifest says that ", file, " has ", classes.Text(),
                                               ", where classes from ", next, " on belong"));
     }
-    absl::Status decoded = DecodeShard(line, classes, file, &shards->emplace_back());
-    if (!decoded.ok()) return decoded;
+    LOSSD_RETURN_IF_ERROR(DecodeShard(line, classes, file, &shards->emplace_back()));
     next = classes.end;
   }
   if (next == vocab_size && shards->size() > 1 && shards->size() <= kMostShards) return absl::OkStatus();
@@ -287,7 +287,7 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
 
 // Throws as DecodeSubject. DATA_LOSS for what is no manifest of this version.
 absl::Status DecodeContent(const Json& json, int version, Manifest* manifest) {
-  if (absl::Status counts = DecodeCounts(json, manifest); !counts.ok()) return counts;
+  LOSSD_RETURN_IF_ERROR(DecodeCounts(json, manifest));
   if (!DecodeSubject(json, &manifest->subject) || !DecodeRecord(json, manifest)) {
     return absl::DataLossError("the manifest has a value out of range");
   }
@@ -346,8 +346,7 @@ absl::StatusOr<Manifest> DecodeManifest(absl::string_view text) {
   if (checksum != Json(DigestOf(json))) return absl::DataLossError("the manifest's checksum does not match");
   Manifest manifest;
   try {
-    const absl::Status decoded = DecodeContent(json, version.get<int>(), &manifest);
-    if (!decoded.ok()) return decoded;
+    LOSSD_RETURN_IF_ERROR(DecodeContent(json, version.get<int>(), &manifest));
   } catch (const Json::exception& error) {
     return absl::DataLossError(absl::StrCat("the manifest is incomplete: ", error.what()));
   }

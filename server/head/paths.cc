@@ -23,6 +23,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::head {
 namespace {
@@ -144,7 +145,7 @@ absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view
   const int error = errno;
   const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");
   if (!real.has_value() || !absl::StartsWith(*real, prefix)) {
-    if (absl::Status link = BadLink(*root, prefix, relative, parts); !link.ok()) return link;
+    LOSSD_RETURN_IF_ERROR(BadLink(*root, prefix, relative, parts));
   }
   if (!real.has_value()) return formats::FileError(relative, "resolve", error);
   if (!absl::StartsWith(*real, prefix)) return BadPath(relative, "leads outside the server's directory");
@@ -167,18 +168,15 @@ absl::Status ValidateName(absl::string_view what, absl::string_view name) {
 }
 
 absl::StatusOr<std::string> ResolveBelow(const std::string& directory, absl::string_view relative) {
-  const absl::StatusOr<Resolved> resolved = Resolve(directory, relative);
-  if (!resolved.ok()) return resolved.status();
-  return absl::StrCat(resolved->root == "/" ? "" : resolved->root, "/", resolved->relative);
+  LOSSD_TRY(const Resolved resolved, Resolve(directory, relative));
+  return absl::StrCat(resolved.root == "/" ? "" : resolved.root, "/", resolved.relative);
 }
 
 absl::StatusOr<std::unique_ptr<formats::InputFile>> OpenBelow(const std::string& directory,
                                                               absl::string_view relative) {
-  const absl::StatusOr<Resolved> resolved = Resolve(directory, relative);
-  if (!resolved.ok()) return resolved.status();
-  const absl::StatusOr<int> descriptor = OpenWithoutLinks(resolved->root, resolved->relative, relative);
-  if (!descriptor.ok()) return descriptor.status();
-  return formats::InputFile::Adopt(*descriptor, std::string(relative));
+  LOSSD_TRY(const Resolved resolved, Resolve(directory, relative));
+  LOSSD_TRY(const int descriptor, OpenWithoutLinks(resolved.root, resolved.relative, relative));
+  return formats::InputFile::Adopt(descriptor, std::string(relative));
 }
 
 // ---- FolderBelow ----

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/file.h"
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/head.h"
@@ -136,7 +137,7 @@ absl::Status ShardWriter::Append(const ReadAhead::Block& block) {
   }
   checksum_.Update(block.span());
   line_.not_finite += CountNotFinite(block.span());
-  if (absl::Status status = writer_->Append(block.span()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(writer_->Append(block.span()));
   const TensorPart& part = parts_[part_];
   bytes_ += static_cast<int64_t>(block.bytes);
   const int64_t all_bytes = Bytes({part.rows, kernels::ShapeOf(config_, part.id.param).cols});
@@ -149,7 +150,7 @@ absl::Status ShardWriter::Append(const ReadAhead::Block& block) {
 }
 
 absl::StatusOr<ManifestShard> ShardWriter::Finish() {
-  if (absl::Status status = writer_->Finish(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(writer_->Finish());
   struct stat status {};
   if (stat(path_.c_str(), &status) != 0) return formats::FileError(path_, "stat", errno);
   line_.file_bytes = status.st_size;
@@ -197,17 +198,14 @@ absl::Status ShardFiles::Read(TensorSource source) {
   for (size_t lane = 0; lane < lanes_; ++lane) cursors.push_back(CursorOf(lane));
   std::vector<bool> open(lanes_, true);
   for (size_t left = lanes_; left > 0;) {
-    absl::StatusOr<ReadAhead::Block> block = AwaitBlock();
-    if (!block.ok()) return block.status();
+    LOSSD_TRY(ReadAhead::Block block, AwaitBlock());
     const size_t lane = ahead_.ShortestLane(open);
-    block->part = cursors[lane].Next();
-    block->bytes =
-        static_cast<size_t>(Bytes({block->part.rows, kernels::ShapeOf(config_, block->part.id.param).cols}));
-    const absl::Status status =
-        source(block->part.id, block->part.row_begin, block->part.rows, block->span());
-    if (!status.ok()) return status;
-    progress_.read_bytes += static_cast<int64_t>(block->bytes);
-    ahead_.Put(*std::move(block), lane);
+    block.part = cursors[lane].Next();
+    block.bytes =
+        static_cast<size_t>(Bytes({block.part.rows, kernels::ShapeOf(config_, block.part.id.param).cols}));
+    LOSSD_RETURN_IF_ERROR(source(block.part.id, block.part.row_begin, block.part.rows, block.span()));
+    progress_.read_bytes += static_cast<int64_t>(block.bytes);
+    ahead_.Put(std::move(block), lane);
     ReportIfDue();
     if (!cursors[lane].done()) continue;
     open[lane] = false;
@@ -229,7 +227,7 @@ absl::StatusOr<ReadAhead::Block> ShardFiles::AwaitBlock() {
   while (!options_.cancelled()) {
     std::optional<ReadAhead::Block> block = ahead_.Take(clocks::SteadyNow() + kProgressInterval);
     if (block.has_value()) return *std::move(block);
-    if (absl::Status status = ahead_.result(); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(ahead_.result());
     ReportIfDue();
   }
   return absl::CancelledError("the save was cancelled");
@@ -266,9 +264,8 @@ absl::StatusOr<std::vector<ManifestShard>> ShardFiles::Write(const std::string& 
 // Writes the files of a lane, one after the other.
 absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
   for (size_t file = lane; file < files_.size(); file += lanes_) {
-    absl::StatusOr<ManifestShard> line = WriteFile(folder, lane, files_[file]);
-    if (!line.ok()) return line.status();
-    lines_[file] = *std::move(line);
+    LOSSD_TRY(ManifestShard line, WriteFile(folder, lane, files_[file]));
+    lines_[file] = std::move(line);
   }
   return absl::OkStatus();
 }
@@ -276,19 +273,18 @@ absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
 // Writes what the reading thread brings.
 absl::StatusOr<ManifestShard> ShardFiles::WriteFile(const std::string& folder, size_t lane,
                                                     const PlannedFile& file) {
-  auto writer = ShardWriter::Create(options_.disk, folder, file.name, config_, file.classes);
-  if (!writer.ok()) return writer.status();
-  while (!(*writer)->is_complete()) {
+  LOSSD_TRY(auto writer, ShardWriter::Create(options_.disk, folder, file.name, config_, file.classes));
+  while (!writer->is_complete()) {
     std::optional<ReadAhead::Block> block = ahead_.Next(lane);
     if (!block.has_value()) {
-      if (absl::Status why = ahead_.closed_with(); !why.ok()) return why;
+      LOSSD_RETURN_IF_ERROR(ahead_.closed_with());
       break;  // Finish says what is missing
     }
-    if (absl::Status status = (*writer)->Append(*block); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(writer->Append(*block));
     written_bytes_ += static_cast<int64_t>(block->bytes);
     ahead_.GiveBack(*std::move(block));
   }
-  return (*writer)->Finish();
+  return writer->Finish();
 }
 
 }  // namespace lossd::head

@@ -6,20 +6,183 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <initializer_list>
+#include <map>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/memory/memory.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/connections/closer.h"
 #include "server/connections/connection_acceptor.h"
 #include "server/log/log.h"
-#include "server/metrics/http_listener.h"
+#include "server/metrics/page_assets.h"
 
 namespace lossd::metrics {
+namespace {
+
+std::optional<int> ParsePort(absl::string_view text) {
+  int value = 0;
+  if (text.empty() || !std::all_of(text.begin(), text.end(), absl::ascii_isdigit)) return std::nullopt;
+  if (!absl::SimpleAtoi(text, &value) || value > 65535) return std::nullopt;
+  return value;
+}
+
+// Whether the address is on the loopback; nothing if it is none.
+std::optional<bool> ParseHost(absl::string_view host) {
+  if (absl::ConsumePrefix(&host, "[")) {
+    in6_addr ipv6 = {};
+    if (!absl::ConsumeSuffix(&host, "]") || inet_pton(AF_INET6, std::string(host).c_str(), &ipv6) != 1)
+      return std::nullopt;
+    return IN6_IS_ADDR_LOOPBACK(&ipv6);
+  }
+  in_addr ipv4 = {};
+  if (inet_pton(AF_INET, std::string(host).c_str(), &ipv4) != 1) return std::nullopt;
+  return (ntohl(ipv4.s_addr) >> 24) == IN_LOOPBACKNET;
+}
+
+}  // namespace
+
+absl::StatusOr<HttpListener> ListenForHttp(absl::string_view address) {
+  const size_t colon = std::min(address.rfind(':'), address.size());
+  const absl::string_view host = address.substr(0, colon);
+  const std::optional<bool> loopback = ParseHost(host);
+  const std::optional<int> port =
+      colon == address.size() ? std::nullopt : ParsePort(address.substr(colon + 1));
+  if (!loopback.has_value() || !port.has_value())
+    return errors::FieldError("http address", "be <IP address>:<port>", address);
+  absl::StatusOr<std::vector<connections::ListeningSocket>> sockets =
+      connections::ListeningSocket::OpenTcp(std::string(host), *port);
+  if (!sockets.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("http: ", sockets.status().message(), " (is the port taken?)"));
+  }
+  const int chosen = sockets->front().port();
+  return HttpListener{
+      .sockets = *std::move(sockets), .address = absl::StrCat(host, ":", chosen), .loopback = *loopback};
+}
+
+namespace {
+
+struct Target {
+  std::optional<absl::string_view> host;  // of the absolute form
+  absl::string_view path;
+};
+
+Target ParseTarget(absl::string_view target) {
+  constexpr absl::string_view kScheme = "http://";
+  if (!absl::StartsWithIgnoreCase(target, kScheme)) return {.path = target};
+  target.remove_prefix(kScheme.size());
+  const size_t slash = std::min(target.find('/'), target.size());
+  const absl::string_view path = target.substr(slash);
+  return {.host = target.substr(0, slash), .path = path.empty() ? "/" : path};
+}
+
+// The handler of the path, and what of the path is behind its prefix; end() if there is none.
+std::pair<HttpHandlers::const_iterator, absl::string_view> FindHandler(const HttpHandlers& handlers,
+                                                                       absl::string_view path) {
+  const size_t name = path.rfind('/') + 1;  // 0 if there is no slash
+  const bool of_prefix = name > 1 && name < path.size();
+  const auto exact = handlers.find(path);
+  if (exact != handlers.end() && (path == "/" || name < path.size())) return {exact, ""};
+  return of_prefix ? std::make_pair(handlers.find(path.substr(0, name)), path.substr(name))
+                   : std::make_pair(handlers.end(), absl::string_view());
+}
+
+bool IsPort(absl::string_view text) {
+  int port = 0;
+  return !text.empty() && text.size() <= 5 && std::all_of(text.begin(), text.end(), absl::ascii_isdigit) &&
+         absl::SimpleAtoi(text, &port) && port <= 65535;
+}
+
+bool IsLoopbackIpv4(absl::string_view host) {
+  in_addr address;
+  return inet_pton(AF_INET, std::string(host).c_str(), &address) == 1 && (ntohl(address.s_addr) >> 24) == 127;
+}
+
+bool IsLoopbackIpv6(absl::string_view host) {
+  in6_addr address;
+  return inet_pton(AF_INET6, std::string(host).c_str(), &address) == 1 && IN6_IS_ADDR_LOOPBACK(&address);
+}
+
+// "127.0.0.1:7071" of "http://127.0.0.1:7071"; nothing of "null", which sandboxed pages and files have.
+std::optional<absl::string_view> HostOfOrigin(absl::string_view origin) {
+  const bool url = absl::ConsumePrefix(&origin, "http://") || absl::ConsumePrefix(&origin, "https://");
+  return url ? std::make_optional(origin) : std::nullopt;
+}
+
+}  // namespace
+
+bool IsOfAnotherPage(const HttpRequest& request) {
+  if (!request.fetch_sites.empty()) {
+    return !std::all_of(request.fetch_sites.begin(), request.fetch_sites.end(),
+                        [](absl::string_view site) { return site == "same-origin" || site == "none"; });
+  }
+  return std::any_of(request.origins.begin(), request.origins.end(), [&](absl::string_view origin) {
+    const std::optional<absl::string_view> host = HostOfOrigin(origin);
+    return !host.has_value() || request.hosts.empty() ||
+           !absl::EqualsIgnoreCase(*host, request.hosts.front());
+  });
+}
+
+bool NamesLoopback(absl::string_view host) {
+  const size_t name_end = absl::StartsWith(host, "[") ? host.find(']') : 0;
+  if (name_end == absl::string_view::npos) return false;
+  const size_t colon = host.find(':', name_end);
+  if (colon != absl::string_view::npos) {
+    if (!IsPort(host.substr(colon + 1))) return false;
+    host = host.substr(0, colon);
+  }
+  if (absl::ConsumePrefix(&host, "[")) return absl::ConsumeSuffix(&host, "]") && IsLoopbackIpv6(host);
+  return absl::EqualsIgnoreCase(host, "localhost") || IsLoopbackIpv4(host);
+}
+
+HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience,
+                   const HttpGuard& guard) {
+  const size_t least_hosts = request.version == "HTTP/1.0" ? 0 : 1;
+  if (request.hosts.size() > 1 || request.hosts.size() < least_hosts) {
+    return {.status = 400, .body = "a request has exactly one Host\n"};
+  }
+  const Target target = ParseTarget(request.target);
+  std::optional<absl::string_view> host = target.host;
+  if (!host.has_value() && !request.hosts.empty()) host = request.hosts.front();
+  if (audience == HttpAudience::kLoopbackHosts && host.has_value() && !NamesLoopback(*host)) {
+    return {.status = 403,
+            .body = "this server listens on the loopback and answers for loopback hosts only\n"};
+  }
+  const auto [found, rest] = FindHandler(handlers, target.path);
+  const bool changes = found != handlers.end() && found->second.effect == HttpHandler::Effect::kChanges;
+  if (changes ? request.method != "POST" : request.method != "GET" && request.method != "HEAD") {
+    const std::string methods = changes ? "POST" : "GET, HEAD";
+    return {.status = 405, .body = absl::StrCat("only ", methods, "\n"), .allow = methods};
+  }
+  if (found == handlers.end()) return {.status = 404, .body = "not found\n"};
+  if (changes && IsOfAnotherPage(request)) {
+    return {.status = 403, .body = absl::StrCat(target.path, " is not for pages of other web sites\n")};
+  }
+  if (guard != nullptr) {
+    if (std::optional<HttpResponse> refusal = guard(request, target.path); refusal.has_value())
+      return *std::move(refusal);
+  }
+  return found->second.function({.rest = rest, .parameters = request.parameters});
+}
+
 namespace {
 
 // Fields of every answer. The pages load their script, style and icon from here and fetch from here; nothing
@@ -186,14 +349,12 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view 
                                                               HttpOnLimit on_limit) {
   std::unique_ptr<HttpCertificates> certificates;
   if (security.tls != nullptr) {
-    auto created = HttpCertificates::Create(security.tls);
-    if (!created.ok()) return created.status();
-    certificates = *std::move(created);
+    LOSSD_TRY(auto created, HttpCertificates::Create(security.tls));
+    certificates = std::move(created);
   }
-  absl::StatusOr<HttpListener> listener = ListenForHttp(address);
-  if (!listener.ok()) return listener.status();
+  LOSSD_TRY(HttpListener listener, ListenForHttp(address));
   auto server =
-      absl::WrapUnique(new HttpServer(*std::move(listener), std::move(handlers), std::move(security.guard),
+      absl::WrapUnique(new HttpServer(std::move(listener), std::move(handlers), std::move(security.guard),
                                       std::move(certificates), std::move(on_limit)));
   if (!server->Run())
     return absl::UnavailableError(absl::StrCat("cannot start the thread for HTTP on ", address));
@@ -232,7 +393,7 @@ struct HttpCertificates::Parsed {
 absl::StatusOr<std::unique_ptr<HttpCertificates>> HttpCertificates::Create(access::ReloadedTls* material) {
   std::unique_ptr<HttpCertificates> certificates(new HttpCertificates(material));
   certificates->seen_ = material->Get();
-  if (absl::Status status = certificates->Parse(certificates->seen_); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(certificates->Parse(certificates->seen_));
   return certificates;
 }
 
@@ -282,6 +443,148 @@ int HttpCertificates::Retrieve(gnutls_session_t, const gnutls_datum_t*, int, con
   *certificate_count = current.count;
   *key = current.key;
   return 0;
+}
+
+namespace {
+
+constexpr absl::string_view kHtml = "text/html; charset=utf-8";
+constexpr absl::string_view kJson = "application/json";
+
+HttpResponse Page(std::string html, int status = 200) {
+  return {.status = status, .content_type = std::string(kHtml), .body = std::move(html)};
+}
+
+HttpResponse Json(std::string text) { return {.content_type = std::string(kJson), .body = std::move(text)}; }
+
+HttpResponse BadRequest(const absl::Status& status) {
+  return {.status = 400, .body = absl::StrCat(status.message(), "\n")};
+}
+
+// The parameters of a request: none but `known` ones, and each once.
+class Parameters {
+ public:
+  static absl::StatusOr<Parameters> Read(const HttpCall& call,
+                                         std::initializer_list<absl::string_view> known) {
+    Parameters parameters;
+    for (const auto& [name, value] : call.parameters) {
+      if (std::find(known.begin(), known.end(), name) == known.end()) {
+        return errors::FieldError("parameter", absl::StrCat("be one of ", absl::StrJoin(known, ", ")), name);
+      }
+      if (!parameters.values_.emplace(name, value).second) {
+        return errors::FieldProblem(name, "is given twice", value);
+      }
+    }
+    return parameters;
+  }
+
+  // 0 if there is none of this name.
+  absl::StatusOr<uint64_t> Number(absl::string_view name) const {
+    const absl::string_view text = Text(name);
+    uint64_t number = 0;
+    const bool digits = std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+    if (values_.contains(name) && !(digits && absl::SimpleAtoi(text, &number))) {
+      return errors::FieldError(name, "be a number without sign", text);
+    }
+    return number;
+  }
+
+  absl::string_view Text(absl::string_view name) const {
+    const auto value = values_.find(name);
+    return value == values_.end() ? "" : value->second;
+  }
+
+ private:
+  std::map<absl::string_view, absl::string_view> values_;
+};
+
+HttpResponse HistoryAnswer(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after", "head"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> after = parameters->Number("after");
+  if (!after.ok()) return BadRequest(after.status());
+  return Json(sources.history->Json(sources.incarnation, *after, parameters->Text("head")));
+}
+
+HttpResponse EventsAnswer(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"after"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> after = parameters->Number("after");
+  if (!after.ok()) return BadRequest(after.status());
+  return Json(ToJson(sources.events->After(*after), sources.incarnation));
+}
+
+HttpResponse TraceError(const absl::Status& status) {
+  const int code = absl::IsInvalidArgument(status) ? 400 : absl::IsNotFound(status) ? 404 : 409;
+  return {.status = code, .body = absl::StrCat(status.message(), "\n")};
+}
+
+HttpResponse TraceStart(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"seconds"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  double seconds = 0.0;
+  const absl::string_view text = parameters->Text("seconds");
+  if (!absl::SimpleAtod(text, &seconds) || !std::isfinite(seconds)) {
+    return BadRequest(errors::FieldError("seconds", "be a number", text));
+  }
+  const absl::StatusOr<uint64_t> recording = sources.trace->Start(absl::Seconds(seconds));
+  if (!recording.ok()) return TraceError(recording.status());
+  return Json(absl::StrFormat("{\"recording\":%d,\"seconds\":%g}\n", *recording, seconds));
+}
+
+HttpResponse TraceAnswer(const PageSources& sources, const HttpCall& call) {
+  const absl::StatusOr<Parameters> parameters = Parameters::Read(call, {"recording"});
+  if (!parameters.ok()) return BadRequest(parameters.status());
+  const absl::StatusOr<uint64_t> recording = parameters->Number("recording");
+  if (!recording.ok()) return BadRequest(recording.status());
+  absl::StatusOr<std::string> trace = sources.trace->Take(*recording);
+  return trace.ok() ? Json(*std::move(trace)) : TraceError(trace.status());
+}
+
+HttpResponse HeadAnswer(const PageSources& sources, const HttpCall& call) {
+  if (std::optional<std::string> html = sources.page->RenderHead(call.rest)) return Page(*std::move(html));
+  return Page(sources.page->RenderNoHead(call.rest), 404);
+}
+
+HttpFunction Asset(absl::string_view content_type, absl::string_view body) {
+  return [=](const HttpCall&) {
+    return HttpResponse{.content_type = std::string(content_type), .body = std::string(body)};
+  };
+}
+
+StatusPageOptions WithCheckpoints(StatusPageOptions options, CheckpointLists* checkpoints) {
+  options.checkpoints = checkpoints;
+  return options;
+}
+
+}  // namespace
+
+void AddPages(const PageSources& sources, HttpHandlers* handlers) {
+  (*handlers)["/"] = [sources](const HttpCall&) { return Page(sources.page->Render(sources.trouble())); };
+  (*handlers)["/heads/"] = [sources](const HttpCall& call) { return HeadAnswer(sources, call); };
+  (*handlers)["/history.json"] = [sources](const HttpCall& call) { return HistoryAnswer(sources, call); };
+  (*handlers)["/events.json"] = [sources](const HttpCall& call) { return EventsAnswer(sources, call); };
+  (*handlers)["/trace"] = {[sources](const HttpCall& call) { return TraceStart(sources, call); },
+                           HttpHandler::Effect::kChanges};
+  (*handlers)["/trace.json"] = {[sources](const HttpCall& call) { return TraceAnswer(sources, call); },
+                                HttpHandler::Effect::kChanges};
+  (*handlers)["/page/page.js"] = Asset("text/javascript; charset=utf-8", PageScript());
+  (*handlers)["/page/page.css"] = Asset("text/css; charset=utf-8", PageStyle());
+  (*handlers)["/page/icon.svg"] = Asset("image/svg+xml", PageIcon());
+}
+
+HttpPages::HttpPages(const StatusPageOptions& options, const std::string& checkpoint_directory,
+                     const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics,
+                     std::function<std::string()> trouble)
+    : sampler_(engine, backend, metrics, &history_),
+      checkpoints_(checkpoint_directory),
+      page_(WithCheckpoints(options, &checkpoints_), engine, backend, metrics, &history_),
+      sources_({.page = &page_,
+                .history = &history_,
+                .events = &metrics->events(),
+                .trace = &metrics->trace(),
+                .incarnation = engine->incarnation(),
+                .trouble = std::move(trouble)}) {
+  sampler_.Start();
 }
 
 }  // namespace lossd::metrics

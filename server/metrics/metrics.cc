@@ -1,20 +1,729 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics/metrics.h"
 
+#include <dlfcn.h>
 #include <prometheus/gauge.h>
 #include <prometheus/text_serializer.h>
+#include <pthread.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <iterator>
+#include <optional>
 #include <sstream>
+#include <string>
+#include <system_error>
+#include <type_traits>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
-#include "server/metrics/families.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::metrics {
+namespace {
+
+// Fields of /proc/self/stat counted from the one after the command name (proc(5), where it is field 3).
+constexpr size_t kUserTicks = 14 - 3;
+constexpr size_t kSystemTicks = 15 - 3;
+constexpr size_t kStartTicks = 22 - 3;
+constexpr size_t kVirtualBytes = 23 - 3;
+constexpr size_t kResidentPages = 24 - 3;
+
+std::string ReadFile(const char* path) {
+  std::ifstream file(path);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+double Number(absl::string_view text) {
+  double value = 0.0;
+  return absl::SimpleAtod(text, &value) ? value : 0.0;
+}
+
+double BootTimeSeconds() {
+  const std::string stat = ReadFile("/proc/stat");
+  for (const absl::string_view line : absl::StrSplit(stat, '\n')) {
+    if (line.substr(0, 6) == "btime ") return Number(line.substr(6));
+  }
+  return 0.0;
+}
+
+int64_t CountOpenFiles() {
+  std::error_code error;
+  std::filesystem::directory_iterator entries("/proc/self/fd", error);
+  if (error) return 0;
+  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // less the listing's own
+}
+
+}  // namespace
+
+std::optional<ProcessStats> ReadProcessStats() {
+  const std::string stat = ReadFile("/proc/self/stat");
+  const size_t name_end = stat.rfind(')');  // the command name may hold anything, spaces included
+  if (name_end == std::string::npos || name_end + 2 > stat.size()) return std::nullopt;
+  const std::vector<absl::string_view> fields =
+      absl::StrSplit(absl::string_view(stat).substr(name_end + 2), ' ');
+  if (fields.size() <= kResidentPages) return std::nullopt;
+  const auto ticks = static_cast<double>(sysconf(_SC_CLK_TCK));
+  ProcessStats stats;
+  stats.cpu_seconds = (Number(fields[kUserTicks]) + Number(fields[kSystemTicks])) / ticks;
+  stats.start_time_seconds = BootTimeSeconds() + Number(fields[kStartTicks]) / ticks;
+  stats.virtual_bytes = static_cast<int64_t>(Number(fields[kVirtualBytes]));
+  stats.resident_bytes = static_cast<int64_t>(Number(fields[kResidentPages])) * sysconf(_SC_PAGESIZE);
+  stats.open_fds = CountOpenFiles();
+  return stats;
+}
+
+std::vector<prometheus::MetricFamily> CollectProcess() {
+  const std::optional<ProcessStats> stats = ReadProcessStats();
+  if (!stats.has_value()) return {};
+  std::vector<prometheus::MetricFamily> families;
+  families.push_back(Single("process_cpu_seconds_total", "User and system CPU time spent by the process.",
+                            prometheus::MetricType::Counter, stats->cpu_seconds));
+  families.push_back(Gauge("process_start_time_seconds",
+                           "When the process started, in seconds since the epoch.",
+                           stats->start_time_seconds));
+  families.push_back(Gauge("process_virtual_memory_bytes", "Virtual memory of the process.",
+                           static_cast<double>(stats->virtual_bytes)));
+  families.push_back(Gauge("process_resident_memory_bytes", "Resident memory of the process.",
+                           static_cast<double>(stats->resident_bytes)));
+  families.push_back(
+      Gauge("process_open_fds", "Open file descriptors.", static_cast<double>(stats->open_fds)));
+  return families;
+}
+
+void AddSharedMemoryFamilies(const std::vector<SharedMemoryUse>& uses,
+                             std::vector<prometheus::MetricFamily>* families) {
+  const auto add = [&](const char* name, const char* help, int64_t SharedMemoryUse::*value) {
+    prometheus::MetricFamily family = MakeFamily(name, help, prometheus::MetricType::Gauge);
+    for (const SharedMemoryUse& use : uses)
+      AddSample(&family, {{"device", use.device}}, static_cast<double>(use.*value));
+    families->push_back(std::move(family));
+  };
+  add("lossd_region_bytes", "Memory that clients of the host share with the server, by device.",
+      &SharedMemoryUse::used_bytes);
+  add("lossd_region_limit_bytes", "What that may be, by device.", &SharedMemoryUse::limit_bytes);
+}
+
+// ---- NVML ----
+
+namespace {
+
+template <typename Function>
+bool FindIn(void* file, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(file, name));
+  return function != nullptr;
+}
+
+}  // namespace
+
+absl::Status Nvml::Find() {
+  const bool complete = FindIn(file_, "nvmlInit_v2", init_) && FindIn(file_, "nvmlShutdown", shutdown_) &&
+                        FindIn(file_, "nvmlErrorString", error_string_) &&
+                        FindIn(file_, "nvmlDeviceGetHandleByUUID", device_by_uuid) &&
+                        FindIn(file_, "nvmlDeviceGetPowerUsage", power_usage) &&
+                        FindIn(file_, "nvmlDeviceGetTemperature", temperature) &&
+                        FindIn(file_, "nvmlDeviceGetUtilizationRates", utilization) &&
+                        FindIn(file_, "nvmlDeviceGetMemoryInfo", memory) &&
+                        FindIn(file_, "nvmlDeviceGetTotalEccErrors", ecc_errors) &&
+                        FindIn(file_, "nvmlDeviceGetCurrentClocksThrottleReasons", throttle_reasons) &&
+                        FindIn(file_, "nvmlEventSetCreate", event_set_create) &&
+                        FindIn(file_, "nvmlDeviceRegisterEvents", register_events) &&
+                        FindIn(file_, "nvmlEventSetWait_v2", event_set_wait) &&
+                        FindIn(file_, "nvmlEventSetFree", event_set_free);
+  FindIn(file_, "nvmlDeviceGetComputeRunningProcesses_v3", compute_processes);
+  return complete ? absl::OkStatus()
+                  : absl::UnavailableError(absl::StrCat("NVML lacks a function: ", dlerror()));
+}
+
+absl::StatusOr<std::unique_ptr<Nvml>> Nvml::Load(const std::string& library) {
+  std::unique_ptr<Nvml> nvml(new Nvml());
+  nvml->file_ = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (nvml->file_ == nullptr)
+    return absl::UnavailableError(absl::StrCat("NVML cannot be loaded: ", dlerror()));
+  LOSSD_RETURN_IF_ERROR(nvml->Find());
+  const int result = nvml->init_();
+  if (result != kNvmlSuccess) return absl::UnavailableError(nvml->ToStatus(result, "nvmlInit_v2").message());
+  nvml->initialized_ = true;
+  return nvml;
+}
+
+Nvml::~Nvml() {
+  if (initialized_) shutdown_();
+  if (file_ != nullptr) dlclose(file_);
+}
+
+absl::Status Nvml::ToStatus(int result, absl::string_view call) const {
+  if (result == kNvmlSuccess) return absl::OkStatus();
+  const char* const text = error_string_(result);
+  return absl::InternalError(absl::StrCat(call, " failed: ", text == nullptr ? "unknown error" : text));
+}
+
+// ---- The monitor ----
+
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+constexpr uint64_t kFellOffTheBus = 79;                    // an Xid
+constexpr absl::Duration kLook = absl::Milliseconds(100);  // between questions for events
+
+// Bits of NVML's throttle reasons that slow a busy GPU down.
+struct Reason {
+  unsigned long long bit;
+  const char* name;
+};
+constexpr Reason kReasons[] = {{0x04, "software_power_cap"},
+                               {0x08, "hardware_slowdown"},
+                               {0x20, "software_thermal_slowdown"},
+                               {0x40, "hardware_thermal_slowdown"},
+                               {0x80, "hardware_power_brake"}};
+
+template <typename Value>
+void AddGauge(const char* name, const char* help, const std::optional<Value>& value, double unit,
+              std::vector<MetricFamily>* families) {
+  if (value.has_value()) families->push_back(Gauge(name, help, static_cast<double>(*value) * unit));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<GpuMonitor>> GpuMonitor::Start(GpuMonitorOptions options) {
+  LOSSD_TRY(std::unique_ptr<Nvml> nvml, Nvml::Load(options.library));
+  std::unique_ptr<GpuMonitor> monitor(new GpuMonitor(std::move(options), std::move(nvml)));
+  LOSSD_RETURN_IF_ERROR(monitor->Open());
+  monitor->TakeSample();
+  monitor->thread_ = std::thread([raw = monitor.get()] { raw->Loop(); });
+  return monitor;
+}
+
+GpuMonitor::GpuMonitor(GpuMonitorOptions options, std::unique_ptr<Nvml> nvml)
+    : options_(std::move(options)), nvml_(std::move(nvml)) {}
+
+absl::Status GpuMonitor::Open() {
+  const int found = nvml_->device_by_uuid(options_.uuid.c_str(), &device_);
+  if (found != kNvmlSuccess) {
+    return absl::UnavailableError(absl::StrCat(nvml_->ToStatus(found, "nvmlDeviceGetHandleByUUID").message(),
+                                               " (", options_.uuid, ")"));
+  }
+  if (nvml_->event_set_create(&events_) != kNvmlSuccess) events_ = nullptr;
+  if (events_ != nullptr && nvml_->register_events(device_, kNvmlEventXid, events_) != kNvmlSuccess) {
+    nvml_->event_set_free(std::exchange(events_, nullptr));
+  }
+  return absl::OkStatus();
+}
+
+GpuMonitor::~GpuMonitor() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
+  if (events_ != nullptr) nvml_->event_set_free(events_);
+}
+
+void GpuMonitor::Loop() {
+  pthread_setname_np(pthread_self(), "lossd-gpu");
+  while (true) {
+    AwaitEvent();
+    {
+      absl::MutexLock lock(&mutex_);
+      if (stopping_) return;
+    }
+    TakeSample();
+  }
+}
+
+bool GpuMonitor::Pause(absl::Duration duration) {
+  absl::MutexLock lock(&mutex_);
+  return clocks::AwaitFor(mutex_, absl::Condition(&stopping_), duration);
+}
+
+void GpuMonitor::AwaitEvent() {
+  const absl::Time end = clocks::SteadyNow() + options_.interval;
+  // NVML's own wait keeps a core busy for each GPU with some drivers, so it is only asked.
+  while (events_ != nullptr && !lost_) {
+    const absl::Duration left = end - clocks::SteadyNow();
+    if (left <= absl::ZeroDuration() || Pause(std::min(left, kLook))) return;
+    NvmlEvent event = {};
+    const int result = nvml_->event_set_wait(events_, &event, /*timeout_ms=*/0);
+    if (result == kNvmlTimeout) continue;
+    if (!Succeeded(result)) {  // no events any more; samples go on
+      if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
+      return;
+    }
+    if ((event.type & kNvmlEventXid) == 0) continue;
+    {
+      absl::MutexLock lock(&mutex_);
+      ++xids_;
+      last_xid_ = event.data;
+    }
+    options_.on_xid(event.data);
+    if (event.data == kFellOffTheBus) Succeeded(kNvmlGpuIsLost);
+    return;
+  }
+  Pause(end - clocks::SteadyNow());
+}
+
+bool GpuMonitor::Succeeded(int result) {
+  if (result == kNvmlGpuIsLost && !std::exchange(lost_, true)) {
+    options_.on_lost(
+        absl::UnavailableError(absl::StrCat("NVML: ", nvml_->ToStatus(result, "a call").message())));
+  }
+  return result == kNvmlSuccess;
+}
+
+void GpuMonitor::TakeSample() {
+  Sample sample;
+  const auto take = [&](auto& place, const auto& call) {
+    typename std::decay_t<decltype(place)>::value_type value = {};
+    if (!lost_ && Succeeded(call(&value))) place = value;
+  };
+  take(sample.milliwatts, [&](unsigned* value) { return nvml_->power_usage(device_, value); });
+  take(sample.celsius,
+       [&](unsigned* value) { return nvml_->temperature(device_, kNvmlTemperatureGpu, value); });
+  take(sample.utilization, [&](NvmlUtilization* value) { return nvml_->utilization(device_, value); });
+  take(sample.memory, [&](NvmlMemory* value) { return nvml_->memory(device_, value); });
+  const auto ecc = [&](int type) {
+    return [this, type](unsigned long long* value) {
+      return nvml_->ecc_errors(device_, type, kNvmlVolatile, value);
+    };
+  };
+  take(sample.corrected, ecc(kNvmlCorrected));
+  take(sample.uncorrected, ecc(kNvmlUncorrected));
+  sample.processes = CountProcesses();
+  take(sample.throttled, [&](unsigned long long* value) { return nvml_->throttle_reasons(device_, value); });
+  absl::MutexLock lock(&mutex_);
+  sample_ = sample;
+}
+
+std::optional<unsigned> GpuMonitor::CountProcesses() {
+  if (lost_ || nvml_->compute_processes == nullptr) return std::nullopt;
+  unsigned count = 0;
+  const int result = nvml_->compute_processes(device_, &count, nullptr);
+  if (result != kNvmlInsufficientSize && !Succeeded(result)) return std::nullopt;
+  if (count > 1 && !std::exchange(shared_, true)) options_.on_shared(count);
+  return count;
+}
+
+std::vector<MetricFamily> GpuMonitor::Collect() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<MetricFamily> families;
+  AddGauge("lossd_gpu_power_watts", "Power that the GPU takes.", sample_.milliwatts, 1e-3, &families);
+  AddGauge("lossd_gpu_temperature_celsius", "Temperature of the GPU.", sample_.celsius, 1.0, &families);
+  if (sample_.utilization.has_value()) {
+    families.push_back(Gauge("lossd_gpu_utilization_ratio", "Share of the time in which a kernel ran.",
+                             sample_.utilization->gpu * 1e-2));
+    families.push_back(Gauge("lossd_gpu_memory_utilization_ratio",
+                             "Share of the time in which device memory was read or written.",
+                             sample_.utilization->memory * 1e-2));
+  }
+  if (sample_.memory.has_value()) {
+    families.push_back(Gauge("lossd_gpu_memory_used_bytes", "Memory of the GPU in use, by all processes.",
+                             static_cast<double>(sample_.memory->used)));
+    families.push_back(Gauge("lossd_gpu_memory_total_bytes", "Memory of the GPU.",
+                             static_cast<double>(sample_.memory->total)));
+  }
+  AddGauge("lossd_gpu_processes",
+           "Programs with a context on the GPU that NVML lets this one see, the server among them.",
+           sample_.processes, 1.0, &families);
+  if (sample_.corrected.has_value() && sample_.uncorrected.has_value()) {
+    MetricFamily ecc =
+        MakeFamily("lossd_gpu_ecc_errors_total",
+                   "Memory errors since the driver was loaded: corrected, uncorrected.", MetricType::Counter);
+    AddSample(&ecc, {{"kind", "corrected"}}, static_cast<double>(*sample_.corrected));
+    AddSample(&ecc, {{"kind", "uncorrected"}}, static_cast<double>(*sample_.uncorrected));
+    families.push_back(std::move(ecc));
+  }
+  if (sample_.throttled.has_value()) {
+    MetricFamily throttled = MakeFamily("lossd_gpu_throttled",
+                                        "1 while the GPU is slowed down for the reason.", MetricType::Gauge);
+    for (const Reason& reason : kReasons) {
+      AddSample(&throttled, {{"reason", reason.name}}, (*sample_.throttled & reason.bit) != 0 ? 1 : 0);
+    }
+    families.push_back(std::move(throttled));
+  }
+  families.push_back(Single("lossd_gpu_xid_errors_total", "Critical errors (Xid) of the GPU since the start.",
+                            MetricType::Counter, static_cast<double>(xids_)));
+  families.push_back(Gauge("lossd_gpu_last_xid", "Number of the last critical error (Xid); 0: none.",
+                           static_cast<double>(last_xid_)));
+  for (MetricFamily& family : families) {
+    for (prometheus::ClientMetric& metric : family.metric)
+      metric.label.insert(metric.label.begin(), {"gpu", options_.uuid});
+  }
+  return families;
+}
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
+  const auto it = heads_.find(head);
+  return it != heads_.end() ? it->second : heads_.emplace(std::string(head), Head()).first->second;
+}
+
+void HeadMetrics::OnChunkLeft(const engine::ChunkReport& report) {
+  const absl::Time now = now_();
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
+  // The next chunk is formed while this one is computed, and no second counts twice.
+  const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
+  head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
+  busy_until_ = std::max(busy_until_, now);
+}
+
+void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
+  head.rows += report.rows;
+  head.valid_rows += report.valid_rows;
+  if (report.loss_rows == 0) return;  // it takes no part in the step
+  head.open.loss_sum += report.loss_sum;
+  head.open.loss_rows += report.loss_rows;
+  head.open.sampling_variance += report.sampling_variance;
+  head.open.squared_gradient += report.squared_gradient;
+  if (report.gradients != kernels::Gradients::kFiltered) return;
+  head.open.dropped_mass += report.dropped_mass;
+  head.open.filtered_rows += report.valid_rows;
+}
+
+void HeadMetrics::OnStep(const engine::StepReport& report) {
+  const absl::Time now = now_();
+  absl::MutexLock lock(&mutex_);
+  Head& head = At(report.head);
+  Step step = {.number = report.step,
+               .closed = now,
+               .grad_norm = report.grad_norm,
+               .learning_rate = report.learning_rate,
+               .rows = report.rows,
+               .skipped = report.skipped};
+  const OpenStep& sums = head.open;
+  if (sums.loss_rows > 0) step.loss = sums.loss_sum / static_cast<double>(sums.loss_rows);
+  if (sums.squared_gradient > 0.0)
+    step.gradient_error = std::sqrt(sums.sampling_variance / sums.squared_gradient);
+  if (sums.filtered_rows > 0)
+    step.dropped_probability = sums.dropped_mass / static_cast<double>(sums.filtered_rows);
+  if (!head.steps.empty()) step.seconds = absl::ToDoubleSeconds(now - head.steps.front().closed);
+  head.open = {};
+  head.steps.push_front(step);
+  if (head.steps.size() > kSteps) head.steps.pop_back();
+}
+
+void HeadMetrics::Forget(absl::string_view head) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  if (it == heads_.end()) return;
+  rows_of_gone_heads_ += it->second.rows;
+  heads_.erase(it);
+}
+
+std::map<std::string, HeadMetrics::Summary> HeadMetrics::Summaries() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  std::map<std::string, Summary> summaries;
+  for (const auto& [name, head] : heads_) {
+    Summary& summary = summaries[name];
+    summary.rows = head.rows;
+    if (!head.steps.empty()) summary.last = head.steps.front();
+  }
+  return summaries;
+}
+
+std::vector<HeadMetrics::Step> HeadMetrics::Steps(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  if (it == heads_.end()) return {};
+  return {it->second.steps.begin(), it->second.steps.end()};
+}
+
+int64_t HeadMetrics::total_rows() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  int64_t rows = rows_of_gone_heads_;
+  for (const auto& [name, head] : heads_) rows += head.rows;
+  return rows;
+}
+
+void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
+  const auto gauge = [](const char* name, const char* help) {
+    return MakeFamily(name, help, MetricType::Gauge);
+  };
+  MetricFamily rows = MakeFamily("lossd_rows_total", "Rows computed, by head.", MetricType::Counter);
+  MetricFamily device = MakeFamily(
+      "lossd_head_device_seconds_total",
+      "Time in which a chunk of the head was on the device; where chunks of several heads overlap, it "
+      "counts for the first of them to leave.",
+      MetricType::Counter);
+  MetricFamily valid_rows = MakeFamily(
+      "lossd_valid_rows_total", "Rows computed that have a target, by head: tokens as trainers count them.",
+      MetricType::Counter);
+  MetricFamily step = gauge("lossd_head_step", "Number of the head's last closed step.");
+  MetricFamily step_rows = gauge("lossd_head_step_rows", "Rows in the gradients of the head's last step.");
+  MetricFamily seconds = gauge("lossd_head_step_seconds",
+                               "Time between the closing of the head's last step and of the one before it.");
+  MetricFamily loss =
+      gauge("lossd_head_loss",
+            "Mean loss of the rows whose gradients were computed for the head's last step, in "
+            "nats, row weights applied; rows that were sent twice count twice.");
+  MetricFamily norm = gauge("lossd_head_gradient_norm",
+                            "2-norm of the head's weight gradients in its last step, before clipping.");
+  MetricFamily error = gauge("lossd_head_gradient_error_ratio",
+                             "Predicted relative error of the sampled gradients of the head's last step.");
+  MetricFamily dropped = gauge("lossd_head_dropped_probability",
+                               "Probability left out of the filtered gradients of the head's last step, mean "
+                               "per valid row.");
+  MetricFamily rate = gauge("lossd_head_learning_rate", "Learning rate of the head's last step.");
+  {
+    absl::ReaderMutexLock lock(&mutex_);
+    for (const auto& [name, head] : heads_) {
+      const Labels labels = {{"head", name}};
+      AddSample(&rows, labels, static_cast<double>(head.rows));
+      AddSample(&device, labels, head.device_seconds);
+      AddSample(&valid_rows, labels, static_cast<double>(head.valid_rows));
+      if (head.steps.empty()) continue;
+      const Step& last = head.steps.front();
+      AddSample(&step, labels, static_cast<double>(last.number));
+      AddSample(&step_rows, labels, static_cast<double>(last.rows));
+      if (last.seconds.has_value()) AddSample(&seconds, labels, *last.seconds);
+      if (last.loss.has_value()) AddSample(&loss, labels, *last.loss);
+      if (last.gradient_error.has_value()) AddSample(&error, labels, *last.gradient_error);
+      if (last.dropped_probability.has_value()) AddSample(&dropped, labels, *last.dropped_probability);
+      AddSample(&norm, labels, last.grad_norm);
+      AddSample(&rate, labels, last.learning_rate);
+    }
+  }
+  for (MetricFamily* family :
+       {&rows, &device, &valid_rows, &step, &step_rows, &seconds, &loss, &norm, &rate, &error, &dropped}) {
+    families->push_back(std::move(*family));
+  }
+}
+
+// ---- Saves ----
+
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+prometheus::Histogram::BucketBoundaries SaveBuckets() {
+  return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
+}
+
+}  // namespace
+
+SaveMetrics::SaveMetrics(prometheus::Registry& registry)
+    : by_result_(
+          CounterFamily(registry, "lossd_checkpoint_saves_total",
+                        "Checkpoints that were to be saved, by result: ok, failed, cancelled, exists.")),
+      saved_(by_result_.Add({{"result", "ok"}})),
+      failed_(by_result_.Add({{"result", "failed"}})),
+      cancelled_(by_result_.Add({{"result", "cancelled"}})),
+      existing_(by_result_.Add({{"result", "exists"}})),
+      saved_bytes_(
+          CounterFamily(registry, "lossd_checkpoint_saved_bytes_total", "Bytes of saved checkpoints.")
+              .Add({})),
+      seconds_(HistogramFamily(registry, "lossd_checkpoint_save_seconds",
+                               "Time from the start of a save until it was on the disk.")
+                   .Add({}, SaveBuckets())),
+      buffered_(prometheus::BuildGauge()
+                    .Name("lossd_checkpoint_buffered_bytes")
+                    .Help("Bytes that the running save has read from the device and not yet written.")
+                    .Register(registry)
+                    .Add({})),
+      removed_(CounterFamily(registry, "lossd_checkpoint_removals_total",
+                             "Checkpoints that were removed, by cause: keep, client.")),
+      pruned_(removed_.Add({{"cause", "keep"}})),
+      deleted_(removed_.Add({{"cause", "client"}})) {}
+
+void SaveMetrics::OnSaved(absl::string_view head, Save save) {
+  saved_.Increment();
+  saved_bytes_.Increment(static_cast<double>(save.bytes));
+  seconds_.Observe(save.seconds);
+  save.time = clocks::WallNow();
+  absl::MutexLock lock(&mutex_);
+  std::deque<Save>& saves = last_[std::string(head)];
+  saves.push_front(std::move(save));
+  if (saves.size() > kSaves) saves.pop_back();
+}
+
+std::vector<SaveMetrics::Save> SaveMetrics::Saves(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto saves = last_.find(head);
+  if (saves == last_.end()) return {};
+  return {saves->second.begin(), saves->second.end()};
+}
+
+void SaveMetrics::OnFailed(const absl::Status& status) {
+  if (absl::IsCancelled(status)) {
+    cancelled_.Increment();
+  } else if (absl::IsAlreadyExists(status)) {
+    existing_.Increment();
+  } else {
+    failed_.Increment();
+  }
+}
+
+void SaveMetrics::OnRemoved(Cause cause, size_t count) {
+  (cause == Cause::kPruned ? pruned_ : deleted_).Increment(static_cast<double>(count));
+}
+
+void SaveMetrics::ForgetHead(absl::string_view head) {
+  absl::MutexLock lock(&mutex_);
+  if (const auto save = last_.find(head); save != last_.end()) last_.erase(save);
+}
+
+void SaveMetrics::Collect(std::vector<MetricFamily>* families) const {
+  MetricFamily step = MakeFamily("lossd_checkpoint_last_step",
+                                 "Step of the head's last saved checkpoint, by head.", MetricType::Gauge);
+  MetricFamily time = MakeFamily("lossd_checkpoint_last_success_timestamp_seconds",
+                                 "When the head's last checkpoint was saved, by head.", MetricType::Gauge);
+  absl::ReaderMutexLock lock(&mutex_);
+  for (const auto& [head, saves] : last_) {
+    const Save& last = saves.front();
+    AddSample(&step, {{"head", head}}, static_cast<double>(last.step));
+    AddSample(&time, {{"head", head}}, absl::ToDoubleSeconds(last.time - absl::UnixEpoch()));
+  }
+  families->push_back(std::move(step));
+  families->push_back(std::move(time));
+}
+
+namespace {
+
+using kernels::RankState;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+// A counter of the ranks of which `value` says something.
+void AddCounter(const std::vector<RankReading>& ranks, const char* name, const char* help,
+                absl::FunctionRef<std::optional<int64_t>(const RankState&)> value,
+                std::vector<MetricFamily>* families) {
+  MetricFamily family = MakeFamily(name, help, MetricType::Counter);
+  for (const RankReading& one : ranks) {
+    const std::optional<int64_t> count = value(one.state);
+    if (!count.has_value()) continue;
+    AddSample(&family, {{"rank", absl::StrCat(one.state.rank)}}, static_cast<double>(*count));
+  }
+  families->push_back(std::move(family));
+}
+
+std::optional<int64_t> BytesOf(const RankState& rank, int64_t kernels::RankTraffic::*bytes) {
+  return rank.traffic.has_value() ? std::optional(*rank.traffic.*bytes) : std::nullopt;
+}
+
+void AddWork(const std::vector<RankReading>& ranks, std::vector<MetricFamily>* families) {
+  AddCounter(
+      ranks, "lossd_rank_chunks_total", "Chunks, or parts of them, that a rank has computed.",
+      [](const RankState& rank) { return rank.chunks; }, families);
+  AddCounter(
+      ranks, "lossd_rank_rows_total", "Rows of these.", [](const RankState& rank) { return rank.rows; },
+      families);
+  AddCounter(
+      ranks, "lossd_rank_sent_bytes_total", "Bytes of messages from rank 0 to a worker.",
+      [](const RankState& rank) { return BytesOf(rank, &kernels::RankTraffic::sent_bytes); }, families);
+  AddCounter(
+      ranks, "lossd_rank_received_bytes_total", "Bytes of messages from a worker to rank 0.",
+      [](const RankState& rank) { return BytesOf(rank, &kernels::RankTraffic::received_bytes); }, families);
+}
+
+}  // namespace
+
+std::vector<MetricFamily> RankTimeFamilies(const kernels::RankTimes& times) {
+  MetricFamily collectives =
+      MakeFamily("lossd_rank_collective_seconds_total",
+                 "Of that, in exchanges with the other ranks and the wait for them, by what is exchanged.",
+                 MetricType::Counter);
+  for (size_t kind = 0; kind < kernels::kExchangeKinds; ++kind) {
+    const auto operation = std::string(kernels::Name(static_cast<kernels::ExchangeKind>(kind)));
+    AddSample(&collectives, {{"operation", operation}}, absl::ToDoubleSeconds(times.exchanges[kind]));
+  }
+  return {Single("lossd_rank_busy_seconds_total", "Time in which a rank had chunks or requests to do.",
+                 MetricType::Counter, absl::ToDoubleSeconds(times.busy)),
+          std::move(collectives)};
+}
+
+void AddRankLabel(int rank, std::vector<MetricFamily>* families) {
+  for (MetricFamily& family : *families) {
+    for (prometheus::ClientMetric& metric : family.metric)
+      metric.label.insert(metric.label.begin(), {"rank", absl::StrCat(rank)});
+  }
+}
+
+void AddRankFamilies(std::vector<RankReading> ranks, std::vector<MetricFamily>* families) {
+  if (ranks.empty()) return;
+  MetricFamily up = MakeFamily("lossd_rank_up", "1 while this rank is there, else 0.", MetricType::Gauge);
+  MetricFamily memory =
+      MakeFamily("lossd_rank_memory_bytes", "Planned memory in use, by rank and purpose.", MetricType::Gauge);
+  MetricFamily peak = MakeFamily("lossd_rank_memory_peak_bytes",
+                                 "Most planned memory of a rank since the start.", MetricType::Gauge);
+  for (const RankReading& reading : ranks) {
+    const RankState& one = reading.state;
+    const std::string rank = absl::StrCat(one.rank);
+    AddSample(&up, {{"rank", rank}, {"host", one.host}, {"device", one.device}}, one.lost ? 0 : 1);
+    AddSample(&peak, {{"rank", rank}}, static_cast<double>(one.memory.peak_total));
+    for (size_t kind = 0; kind < kernels::kMemoryKinds; ++kind) {
+      const auto name = std::string(kernels::Name(static_cast<kernels::MemoryKind>(kind)));
+      AddSample(&memory, {{"rank", rank}, {"kind", name}},
+                static_cast<double>(one.memory.current.by_kind[kind]));
+    }
+  }
+  families->push_back(std::move(up));
+  families->push_back(std::move(memory));
+  families->push_back(std::move(peak));
+  AddWork(ranks, families);
+  const size_t own = families->size();
+  for (RankReading& one : ranks) {
+    AddRankLabel(one.state.rank, &one.metrics);
+    AddFamilies(std::move(one.metrics), own, families);
+  }
+}
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
+                                        absl::Span<const std::unique_ptr<GpuMonitor>> gpus) {
+  std::vector<MetricFamily> families = RankTimeFamilies(times);
+  const size_t of_gpus = families.size();
+  for (const std::unique_ptr<GpuMonitor>& gpu : gpus) {
+    if (gpu != nullptr) AddFamilies(gpu->Collect(), of_gpus, &families);
+  }
+  return ToPlain(families);
+}
+
+std::vector<PlainFamily> ToPlain(const std::vector<MetricFamily>& families) {
+  std::vector<PlainFamily> out;
+  for (const MetricFamily& family : families) {
+    out.push_back({.name = family.name, .help = family.help, .counter = family.type == MetricType::Counter});
+    for (const prometheus::ClientMetric& metric : family.metric) {
+      PlainFamily::Sample sample;
+      sample.value = out.back().counter ? metric.counter.value : metric.gauge.value;
+      for (const auto& [name, value] : metric.label) sample.labels.emplace_back(name, value);
+      out.back().samples.push_back(std::move(sample));
+    }
+  }
+  return out;
+}
+
+std::vector<MetricFamily> FromPlain(const std::vector<PlainFamily>& families) {
+  std::vector<MetricFamily> out;
+  for (const PlainFamily& family : families) {
+    out.push_back(
+        MakeFamily(family.name, family.help, family.counter ? MetricType::Counter : MetricType::Gauge));
+    for (const PlainFamily::Sample& sample : family.samples) {
+      AddSample(&out.back(), sample.labels, sample.value);
+    }
+  }
+  return out;
+}
+
 namespace {
 
 using kernels::Gradients;

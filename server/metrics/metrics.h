@@ -1,17 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Metrics holds everything the server counts and measures, in Prometheus's terms. There is one object per
-// server.
-//
-// The parts that do the work push counters and histograms. What the engine, the backend and the process know
-// anyway (memory, queues, streams) is pulled when metrics are collected.
-//
-// Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
-// and `code` by the protocol, `gradients` is exact, filtered or sampled.
-//
-// Thread-safe.
+// Everything the server counts and measures, in Prometheus's terms: Metrics is one object per server. Before
+// it stand its parts: functions that make families, GpuMonitor with the numbers of a GPU, HeadMetrics and
+// SaveMetrics with those of heads, and the metrics of the ranks of one server.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_
 #define LOSSD_SERVER_METRICS_METRICS_H_
 
+#include <prometheus/client_metric.h>
 #include <prometheus/counter.h>
 #include <prometheus/family.h>
 #include <prometheus/gauge.h>
@@ -19,27 +13,441 @@
 #include <prometheus/metric_family.h>
 #include <prometheus/registry.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/rank_link.h"
 #include "server/access/certificates.h"
 #include "server/engine/engine.h"
-#include "server/metrics/event_log.h"
-#include "server/metrics/families.h"
-#include "server/metrics/gpu_monitor.h"
-#include "server/metrics/head_metrics.h"
-#include "server/metrics/rank_metrics.h"
-#include "server/metrics/trace_recorder.h"
+#include "server/engine/engine_options.h"
+#include "server/metrics/events.h"
 
 namespace lossd::metrics {
+
+// Short functions that build metric families: in a registry, or by hand for values that are pulled when
+// metrics are collected. The file also has two small groups of such families: of the process
+// (CollectProcess), and of the memory that clients share with the server (AddSharedMemoryFamilies).
+//
+// All functions are stateless and thread-safe.
+
+using Labels = std::vector<std::pair<std::string, std::string>>;
+
+inline prometheus::MetricFamily MakeFamily(std::string name, std::string help, prometheus::MetricType type) {
+  prometheus::MetricFamily family;
+  family.name = std::move(name);
+  family.help = std::move(help);
+  family.type = type;
+  return family;
+}
+
+// Adds one sample; the family's type says whether it is a counter or a gauge.
+inline void AddSample(prometheus::MetricFamily* family, const Labels& labels, double value) {
+  prometheus::ClientMetric metric;
+  for (const auto& [name, text] : labels) metric.label.push_back({name, text});
+  if (family->type == prometheus::MetricType::Counter) {
+    metric.counter.value = value;
+  } else {
+    metric.gauge.value = value;
+  }
+  family->metric.push_back(std::move(metric));
+}
+
+inline prometheus::MetricFamily Single(std::string name, std::string help, prometheus::MetricType type,
+                                       double value) {
+  prometheus::MetricFamily family = MakeFamily(std::move(name), std::move(help), type);
+  AddSample(&family, {}, value);
+  return family;
+}
+
+// Adds families of which some may be there already, from families[begin] on; those get the samples.
+inline void AddFamilies(std::vector<prometheus::MetricFamily> more, size_t begin,
+                        std::vector<prometheus::MetricFamily>* families) {
+  for (prometheus::MetricFamily& each : more) {
+    const auto same = std::find_if(families->begin() + static_cast<std::ptrdiff_t>(begin), families->end(),
+                                   [&](const auto& family) { return family.name == each.name; });
+    if (same == families->end()) {
+      families->push_back(std::move(each));
+    } else {
+      std::move(each.metric.begin(), each.metric.end(), std::back_inserter(same->metric));
+    }
+  }
+}
+
+inline prometheus::MetricFamily Gauge(std::string name, std::string help, double value) {
+  return Single(std::move(name), std::move(help), prometheus::MetricType::Gauge, value);
+}
+
+inline prometheus::Family<prometheus::Counter>& CounterFamily(prometheus::Registry& registry,
+                                                              const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+
+inline prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Registry& registry,
+                                                                  const char* name, const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+// What /proc/self says of this process.
+struct ProcessStats {
+  double cpu_seconds = 0.0;         // user and system
+  double start_time_seconds = 0.0;  // since the Unix epoch
+  int64_t virtual_bytes = 0;
+  int64_t resident_bytes = 0;
+  int64_t open_fds = 0;
+};
+
+// Nullopt if /proc cannot be read.
+std::optional<ProcessStats> ReadProcessStats();
+
+// Metrics of this process under the names that Prometheus client libraries share. Empty if /proc cannot be
+// read.
+std::vector<prometheus::MetricFamily> CollectProcess();
+
+// The memory of one kind that clients of the host share with the server.
+struct SharedMemoryUse {
+  std::string device;  // "GPU-...", or "host"
+  int64_t used_bytes = 0;
+  int64_t limit_bytes = 0;
+};
+
+// Called when metrics are collected.
+using ReadSharedMemory = std::function<std::vector<SharedMemoryUse>()>;
+
+void AddSharedMemoryFamilies(const std::vector<SharedMemoryUse>& uses,
+                             std::vector<prometheus::MetricFamily>* families);
+
+// GpuMonitor watches one GPU through NVML, NVIDIA's management library. It reports power, temperature,
+// memory, utilisation, throttling and ECC errors as metrics, and critical errors (Xid) as they happen, so the
+// server also notices the loss of an idle device. Nvml has the functions of the library that the server uses.
+//
+// Both classes are thread-safe.
+
+// ---- The part of NVML's interface that the server uses ----
+
+inline constexpr char kNvmlLibrary[] = "libnvidia-ml.so.1";
+
+// Return codes.
+inline constexpr int kNvmlSuccess = 0;
+inline constexpr int kNvmlInsufficientSize = 7;
+inline constexpr int kNvmlTimeout = 10;
+inline constexpr int kNvmlGpuIsLost = 15;
+
+inline constexpr int kNvmlTemperatureGpu = 0;
+inline constexpr int kNvmlCorrected = 0;  // memory error types
+inline constexpr int kNvmlUncorrected = 1;
+inline constexpr int kNvmlVolatile = 0;  // counted since the driver was loaded
+inline constexpr unsigned long long kNvmlEventXid = 0x8;
+
+using NvmlDevice = void*;
+using NvmlEventSet = void*;
+struct NvmlUtilization {
+  unsigned gpu;     // percent
+  unsigned memory;  // percent
+};
+struct NvmlMemory {
+  unsigned long long total, free, used;  // bytes
+};
+struct NvmlEvent {
+  NvmlDevice device;
+  unsigned long long type;
+  unsigned long long data;  // the Xid
+  unsigned gpu_instance, compute_instance;
+};
+
+// The functions of NVML that the server uses. The library comes with the driver and is looked up when it is
+// needed, so the program runs without it. Thread-safe, as NVML is.
+class Nvml {
+ public:
+  // Loads and initializes the library. UNAVAILABLE with the reason if that fails.
+  static absl::StatusOr<std::unique_ptr<Nvml>> Load(const std::string& library);
+  ~Nvml();
+  Nvml(const Nvml&) = delete;
+  Nvml& operator=(const Nvml&) = delete;
+
+  // OK, or INTERNAL with the name of the call and NVML's words.
+  absl::Status ToStatus(int result, absl::string_view call) const;
+
+  int (*device_by_uuid)(const char*, NvmlDevice*) = nullptr;
+  int (*power_usage)(NvmlDevice, unsigned* milliwatts) = nullptr;
+  int (*temperature)(NvmlDevice, int sensor, unsigned* celsius) = nullptr;
+  int (*utilization)(NvmlDevice, NvmlUtilization*) = nullptr;
+  int (*memory)(NvmlDevice, NvmlMemory*) = nullptr;
+  int (*ecc_errors)(NvmlDevice, int type, int counter, unsigned long long* count) = nullptr;
+  int (*throttle_reasons)(NvmlDevice, unsigned long long* bits) = nullptr;
+  // Null if the library is too old. With `count` 0 it only says how many there are.
+  int (*compute_processes)(NvmlDevice, unsigned* count, void* processes) = nullptr;
+  int (*event_set_create)(NvmlEventSet*) = nullptr;
+  int (*register_events)(NvmlDevice, unsigned long long types, NvmlEventSet) = nullptr;
+  int (*event_set_wait)(NvmlEventSet, NvmlEvent*, unsigned timeout_ms) = nullptr;
+  int (*event_set_free)(NvmlEventSet) = nullptr;
+
+ private:
+  Nvml() = default;
+  absl::Status Find();
+
+  void* file_ = nullptr;
+  bool initialized_ = false;
+  int (*init_)() = nullptr;
+  int (*shutdown_)() = nullptr;
+  const char* (*error_string_)(int) = nullptr;
+};
+
+struct GpuMonitorOptions {
+  std::string library = kNvmlLibrary;
+  std::string uuid;                            // of the GPU, "GPU-..."
+  absl::Duration interval = absl::Seconds(1);  // between samples
+  // Both are called on the monitor's thread.
+  absl::AnyInvocable<void(uint64_t xid)> on_xid = [](uint64_t) {};
+  absl::AnyInvocable<void(const absl::Status&)> on_lost = [](const absl::Status&) {};  // once
+  // So many programs have a context on the GPU, the server among them: once, when there are several.
+  absl::AnyInvocable<void(unsigned processes)> on_shared = [](unsigned) {};
+};
+
+// Watches one GPU. A thread of the monitor asks NVML once a second and keeps the answers; so a driver that
+// hangs holds up neither a scrape nor a probe.
+class GpuMonitor {
+ public:
+  // UNAVAILABLE if NVML cannot be had, or does not know the GPU.
+  static absl::StatusOr<std::unique_ptr<GpuMonitor>> Start(GpuMonitorOptions options);
+  // Waits for the call of NVML that runs.
+  ~GpuMonitor();
+  GpuMonitor(const GpuMonitor&) = delete;
+  GpuMonitor& operator=(const GpuMonitor&) = delete;
+
+  // The last sample; what the GPU does not report is left out.
+  std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Sample {
+    std::optional<unsigned> milliwatts;
+    std::optional<unsigned> celsius;
+    std::optional<NvmlUtilization> utilization;
+    std::optional<NvmlMemory> memory;
+    std::optional<unsigned long long> corrected;
+    std::optional<unsigned long long> uncorrected;
+    std::optional<unsigned long long> throttled;
+    std::optional<unsigned> processes;
+  };
+
+  GpuMonitor(GpuMonitorOptions options, std::unique_ptr<Nvml> nvml);
+  absl::Status Open();
+  void Loop() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Waits for one interval, or until a critical error comes.
+  void AwaitEvent() ABSL_LOCKS_EXCLUDED(mutex_);
+  void TakeSample() ABSL_LOCKS_EXCLUDED(mutex_);
+  // What NVML lets this process see of the programs on the GPU.
+  std::optional<unsigned> CountProcesses();
+  // True: the monitor stops.
+  bool Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Notes what a call ended with; true if it gave a value.
+  bool Succeeded(int result);
+
+  GpuMonitorOptions options_;
+  const std::unique_ptr<Nvml> nvml_;
+  NvmlDevice device_ = nullptr;
+  NvmlEventSet events_ = nullptr;  // null: the GPU reports none
+  bool lost_ = false;              // of the thread
+  bool shared_ = false;            // of the thread: on_shared was called
+
+  mutable absl::Mutex mutex_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Sample sample_ ABSL_GUARDED_BY(mutex_);
+  int64_t xids_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t last_xid_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::thread thread_;
+};
+
+// The metrics of each head. HeadMetrics counts a head's rows and keeps its last steps as a trainer would plot
+// them. SaveMetrics counts saved checkpoints and keeps the last saves of a head.
+//
+// Both classes are thread-safe.
+
+// Rows and steps of each head. The series of a head begin with its first chunk or step and end with the head,
+// so their number is bounded by the number of heads. The last kSteps steps of a head take 4 KiB.
+class HeadMetrics {
+ public:
+  static constexpr size_t kSteps = 32;  // of each head are kept
+
+  // A closed step.
+  struct Step {
+    uint64_t number = 0;
+    absl::Time closed;
+    std::optional<double> seconds;  // since the one before it was closed
+    std::optional<double> loss;     // none: no rows
+    // Predicted relative error of its sampled gradients; none: no chunk of it was sampled.
+    std::optional<double> gradient_error;
+    // Probability left out of its filtered gradients, mean of their rows; none: none were filtered.
+    std::optional<double> dropped_probability;
+    double grad_norm = 0.0;
+    double learning_rate = 0.0;
+    int64_t rows = 0;
+    bool skipped = false;  // without an update
+  };
+  // A head at one moment.
+  struct Summary {
+    int64_t rows = 0;  // computed since the head's series began
+    std::optional<Step> last;
+  };
+
+  explicit HeadMetrics(absl::AnyInvocable<absl::Time() const> now = &clocks::SteadyNow)
+      : now_(std::move(now)) {}
+
+  void OnChunk(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnChunkLeft(const engine::ChunkReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnStep(const engine::StepReport& report) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends the head's series.
+  void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::map<std::string, Summary> Summaries() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The last steps of a head, the newest first.
+  std::vector<Step> Steps(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Rows of all heads, also of heads that were deleted.
+  int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
+  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  // Sums over the chunks of a step that is not closed yet, as in engine::ChunkReport.
+  struct OpenStep {
+    double loss_sum = 0.0;
+    int64_t loss_rows = 0;
+    double sampling_variance = 0.0;
+    double squared_gradient = 0.0;
+    double dropped_mass = 0.0;
+    int64_t filtered_rows = 0;
+  };
+  struct Head {
+    int64_t rows = 0;
+    int64_t valid_rows = 0;
+    double device_seconds = 0.0;
+    OpenStep open;
+    std::deque<Step> steps;  // the newest first
+  };
+
+  Head& At(absl::string_view head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const absl::AnyInvocable<absl::Time() const> now_;
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Head, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
+  int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // as far as it is counted
+};
+
+// Metrics of saved checkpoints.
+class SaveMetrics {
+ public:
+  // The registry outlives this, and collects what is counted here.
+  explicit SaveMetrics(prometheus::Registry& registry);
+
+  static constexpr size_t kSaves = 8;  // of each head are kept
+
+  // A checkpoint that was saved.
+  struct Save {
+    std::string checkpoint;  // "HEAD/NAME"
+    uint64_t step = 0;
+    int64_t bytes = 0;
+    double seconds = 0.0;  // that it took
+    absl::Time time;       // when it was on the disk
+  };
+
+  // A checkpoint of the head was saved. `save.time` is set here.
+  void OnSaved(absl::string_view head, Save save) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
+  void OnFailed(const absl::Status& status);
+  // `count` checkpoints were removed: by `keep`, or by a client's DeleteCheckpoint.
+  enum class Cause { kPruned, kDeleted };
+  void OnRemoved(Cause cause, size_t count);
+  // What the running save has read and not yet written.
+  void SetBuffered(int64_t bytes) { buffered_.Set(static_cast<double>(bytes)); }
+  // Ends the head's series.
+  void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The last saves of a head, the newest first.
+  std::vector<Save> Saves(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Adds the families of each head's last save.
+  void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  // Owned by the registry.
+  prometheus::Family<prometheus::Counter>& by_result_;
+  prometheus::Counter& saved_;
+  prometheus::Counter& failed_;
+  prometheus::Counter& cancelled_;
+  prometheus::Counter& existing_;
+  prometheus::Counter& saved_bytes_;
+  prometheus::Histogram& seconds_;
+  prometheus::Gauge& buffered_;
+  prometheus::Family<prometheus::Counter>& removed_;
+  prometheus::Counter& pruned_;
+  prometheus::Counter& deleted_;
+
+  mutable absl::Mutex mutex_;
+  // By head, the newest first.
+  std::map<std::string, std::deque<Save>, std::less<>> last_ ABSL_GUARDED_BY(mutex_);
+};
+
+// The metrics of the ranks of one server: AddRankFamilies says which ranks (processes or devices) there are
+// and what each holds, and PlainFamily is the form in which a worker, a rank that serves no clients, sends
+// its own metrics to rank 0.
+//
+// All functions are stateless and thread-safe.
+
+// What is known of one rank.
+struct RankReading {
+  kernels::RankState state;
+  std::vector<prometheus::MetricFamily> metrics;  // of the rank's own, without the label rank
+};
+
+// Of all ranks, by rank; thread-safe.
+using ReadRanks = std::function<std::vector<RankReading>()>;
+
+// Adds the families of all ranks. Families of one name from several ranks become one family, with the label
+// rank.
+void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families);
+
+// What a rank's time went into, without the label rank.
+std::vector<prometheus::MetricFamily> RankTimeFamilies(const kernels::RankTimes& times);
+
+// Adds the label to every sample, before its others.
+void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families);
+
+// Counters or gauges of one name, in a form that can be sent.
+struct PlainFamily {
+  struct Sample {
+    std::vector<std::pair<std::string, std::string>> labels;
+    double value = 0.0;
+  };
+  std::string name;
+  std::string help;
+  bool counter = false;  // else a gauge
+  std::vector<Sample> samples;
+};
+
+// What a worker's time went into, and the metrics of its GPUs. A null monitor: a GPU without metrics.
+std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
+                                        absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
+
+std::vector<PlainFamily> ToPlain(const std::vector<prometheus::MetricFamily>& families);
+std::vector<prometheus::MetricFamily> FromPlain(const std::vector<PlainFamily>& families);
 
 // Labels of lossd_build_info.
 struct BuildInfo {
@@ -71,6 +479,16 @@ struct Totals {
   double errors = 0.0;
 };
 
+// Metrics holds everything the server counts and measures, in Prometheus's terms. There is one object per
+// server.
+//
+// The parts that do the work push counters and histograms. What the engine, the backend and the process know
+// anyway (memory, queues, streams) is pulled when metrics are collected.
+//
+// Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
+// and `code` by the protocol, `gradients` is exact, filtered or sampled.
+//
+// Thread-safe.
 class Metrics final : public engine::EngineObserver {
  public:
   explicit Metrics(const BuildInfo& build);

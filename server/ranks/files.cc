@@ -8,6 +8,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/host_memory.h"
 #include "kernels/validation.h"
 #include "proto/tensorfile/file.h"
@@ -221,33 +222,29 @@ int64_t FileJob::BufferBytes(int threads) const {
 absl::Status FileJob::Save(v1::Answer& answer) {
   const v1::SaveFiles& save = request_.save_files();
   if (options_.directory.empty()) return absl::FailedPreconditionError("there is no checkpoint directory");
-  if (absl::Status status = head::ValidateName("head", save.head_name()); !status.ok()) return status;
-  if (absl::Status status = head::ValidateTemporaryName(save.folder()); !status.ok()) return status;
-  const auto folder = head::FolderBelow::Open(options_.directory, {save.head_name(), save.folder()});
-  if (!folder.ok()) return folder.status();
+  LOSSD_RETURN_IF_ERROR(head::ValidateName("head", save.head_name()));
+  LOSSD_RETURN_IF_ERROR(head::ValidateTemporaryName(save.folder()));
+  LOSSD_TRY(const auto folder,
+            head::FolderBelow::Open(options_.directory, {save.head_name(), save.folder()}));
   // While it is locked no server that starts takes it for a leftover.
-  const auto lock = head::FolderLock::Try(folder->path(), head::FolderLock::Kind::kShared);
-  if (!lock.ok()) return Named(lock.status(), *folder);
-  const std::string proof = absl::StrCat(folder->path(), "/", head::ProofFile(options_.rank));
+  const auto lock = head::FolderLock::Try(folder.path(), head::FolderLock::Kind::kShared);
+  if (!lock.ok()) return Named(lock.status(), folder);
+  const std::string proof = absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank));
   const auto remove = absl::MakeCleanup([&] { options_.disk->RemoveFile(proof).IgnoreError(); });
-  if (absl::Status status = Prove(*folder); !status.ok()) return Named(status, *folder);
-  const absl::StatusOr<v1::GoOn> go_on = AwaitGoOn();
-  if (!go_on.ok()) return go_on.status();
-  const absl::StatusOr<kernels::HeadConfig> config = Config();
-  if (!config.ok()) return config.status();
-  const auto files = FilesOf(*go_on, *config);
-  if (!files.ok()) return files.status();
-  const int threads = static_cast<int>(std::clamp<int64_t>(go_on->threads(), 1, kMostThreads));
-  const auto lines = Write(*folder, *config, *files, threads);
-  if (!lines.ok()) return Named(lines.status(), *folder);
+  if (absl::Status status = Prove(folder); !status.ok()) return Named(status, folder);
+  LOSSD_TRY(const v1::GoOn go_on, AwaitGoOn());
+  LOSSD_TRY(const kernels::HeadConfig config, Config());
+  LOSSD_TRY(const auto files, FilesOf(go_on, config));
+  const int threads = static_cast<int>(std::clamp<int64_t>(go_on.threads(), 1, kMostThreads));
+  const auto lines = Write(folder, config, files, threads);
+  if (!lines.ok()) return Named(lines.status(), folder);
   for (const head::ManifestShard& line : *lines) *answer.add_lines() = ToProto(line);
   return absl::OkStatus();
 }
 
 absl::Status FileJob::Prove(const head::FolderBelow& folder) {
-  const auto nonce = head::ReadSmallFile(folder.path(), head::kNonceFile, head::kNonceBytes);
-  if (!nonce.ok()) return nonce.status();
-  progress_.set_nonce(*nonce);
+  LOSSD_TRY(const auto nonce, head::ReadSmallFile(folder.path(), head::kNonceFile, head::kNonceBytes));
+  progress_.set_nonce(nonce);
   progress_.set_token(RandomToken());
   return head::WriteSmallFile(options_.disk, absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank)),
                               progress_.token());
@@ -318,19 +315,14 @@ absl::StatusOr<std::vector<head::ManifestShard>> FileJob::Write(const head::Fold
 absl::Status FileJob::Load() {
   const v1::LoadFiles& load = request_.load_files();
   if (options_.directory.empty()) return absl::FailedPreconditionError("there is no checkpoint directory");
-  const auto reader = head::CheckpointReader::Open(options_.directory, load.checkpoint());
-  if (!reader.ok()) return reader.status();
-  if ((*reader)->content_digest() != load.checksum()) {
+  LOSSD_TRY(const auto reader, head::CheckpointReader::Open(options_.directory, load.checkpoint()));
+  if (reader->content_digest() != load.checksum()) {
     return absl::FailedPreconditionError("there is another checkpoint of that name");
   }
   if (load.replica() >= load.replicas()) return absl::InternalError("the leader names no part of a head");
-  const absl::StatusOr<v1::GoOn> go_on = AwaitGoOn();
-  if (!go_on.ok()) return go_on.status();
-  const absl::StatusOr<kernels::HeadConfig> config = Config();
-  if (!config.ok()) return config.status();
-  if (absl::Status status = head::CheckLoadable((*reader)->subject().config, *config); !status.ok()) {
-    return status;
-  }
+  LOSSD_TRY(const v1::GoOn go_on, AwaitGoOn());
+  LOSSD_TRY(const kernels::HeadConfig config, Config());
+  LOSSD_RETURN_IF_ERROR(head::CheckLoadable(reader->subject().config, config));
   const kernels::Replica replica = {static_cast<int>(load.replica()), static_cast<int>(load.replicas())};
   const int threads = static_cast<int>(std::clamp<int64_t>(options_.threads, 1, kMostThreads));
   head::LoadOptions options;
@@ -338,12 +330,12 @@ absl::Status FileJob::Load() {
   options.threads = threads;
   options.verify_first = false;
   options.wanted = [&](const head::TensorPart& part) {
-    return head::RowsOfReplica(*config, part, replica).rows > 0;
+    return head::RowsOfReplica(config, part, replica).rows > 0;
   };
-  return (*reader)->Load(
+  return reader->Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
         if (cancelled()) return absl::CancelledError("the load was cancelled");
-        const head::TensorPart own = head::RowsOfReplica(*config, {id, row_begin, rows}, replica);
+        const head::TensorPart own = head::RowsOfReplica(config, {id, row_begin, rows}, replica);
         if (own.rows <= 0) return absl::OkStatus();
         const size_t row_bytes = in.size() / static_cast<size_t>(rows);
         return WriteRows(id, own.row_begin, own.rows,

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/group/group_backend.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "lossd/ranks/v1/ranks.pb.h"
@@ -94,12 +95,11 @@ absl::Status Leader::Listen() {
   int local = -1;
   if (options_.devices > 1) {
     const std::string name = NewLocalName();
-    auto listener = connections::ListeningSocket::OpenAbstract(name, SOCK_STREAM);
-    if (!listener.ok()) return listener.status();
-    local = listener->descriptor();
+    LOSSD_TRY(auto listener, connections::ListeningSocket::OpenAbstract(name, SOCK_STREAM));
+    local = listener.descriptor();
     local_address_ = absl::StrCat("unix-abstract:", name);
     by_local = connections::GrpcTaker(&builder, grpc::InsecureServerCredentials());
-    listeners->push_back(*std::move(listener));
+    listeners->push_back(std::move(listener));
   }
   Configure(options_.limits, &builder);
   builder.SetResourceQuota(grpc::ResourceQuota("ranks").SetMaxThreads(2 * options_.ranks + kSpareThreads));
@@ -272,19 +272,16 @@ absl::Status Leader::Connect() {
   const Workers workers = AllWorkers();
   std::vector<v1::Hello> hellos;
   for (const auto& [rank, worker] : workers) hellos.push_back(worker->hello());
-  const absl::StatusOr<std::string> collectives = UseCollectives(link_.get(), gpu_, options_.devices, hellos);
-  if (!collectives.ok()) return collectives.status();
-  collectives_ = *collectives;
-  rows_->Prepare(workers, *collectives, options_.share_rows);
-  absl::StatusOr<std::string> own = link_->Address();
-  if (!own.ok()) return own.status();
-  std::vector<std::string> addresses = {*std::move(own)};
+  LOSSD_TRY(const std::string collectives, UseCollectives(link_.get(), gpu_, options_.devices, hellos));
+  collectives_ = collectives;
+  rows_->Prepare(workers, collectives, options_.share_rows);
+  LOSSD_TRY(std::string own, link_->Address());
+  std::vector<std::string> addresses = {std::move(own)};
   const absl::Time deadline = clocks::SteadyNow() + options_.timeout;
   for (const auto& [rank, worker] : workers) {
-    const absl::StatusOr<v1::Prepared> prepared = worker->AwaitPrepared(deadline);
-    if (!prepared.ok()) return prepared.status();
-    addresses.push_back(prepared->address());
-    rows_->OnPrepared(*worker, *prepared);
+    LOSSD_TRY(const v1::Prepared prepared, worker->AwaitPrepared(deadline));
+    addresses.push_back(prepared.address());
+    rows_->OnPrepared(*worker, prepared);
   }
   std::vector<uint64_t> requests;
   for (const auto& [rank, worker] : workers) requests.push_back(worker->StartConnect(addresses));
@@ -299,9 +296,8 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::MakeGroup(std::unique_
   std::vector<std::unique_ptr<kernels::Backend>> members;
   members.push_back(std::move(own));
   for (const auto& [rank, worker] : AllWorkers()) {
-    absl::StatusOr<std::unique_ptr<RemoteBackend>> member = RemoteBackend::Create(worker);
-    if (!member.ok()) return member.status();
-    members.push_back(*std::move(member));
+    LOSSD_TRY(std::unique_ptr<RemoteBackend> member, RemoteBackend::Create(worker));
+    members.push_back(std::move(member));
   }
   const auto make_replicas = [this](absl::Span<kernels::HeadKernels* const> heads) {
     return MakeRankReplicas(link_.get(), options_.collective_timeout, heads);
@@ -371,7 +367,7 @@ Leader::~Leader() {
 
 absl::StatusOr<std::unique_ptr<Leader>> Leader::Start(const LeaderOptions& options) {
   auto leader = absl::WrapUnique(new Leader(options));
-  if (absl::Status status = leader->Listen(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(leader->Listen());
   return leader;
 }
 

@@ -9,6 +9,7 @@
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::ranks {
 namespace {
@@ -69,31 +70,26 @@ v1::HeadConfig ToProto(const kernels::HeadConfig& config) {
 }
 
 absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
-  const auto norm = EnumOf("norm", config.norm(), kernels::Norm::kRmsNorm);
-  if (!norm.ok()) return norm.status();
-  const auto dtype = DTypeOf(config.compute_dtype());
-  if (!dtype.ok()) return dtype.status();
-  const auto state = EnumOf("optimizer_state", config.optimizer_state(), kernels::OptimizerState::kAdam);
-  if (!state.ok()) return state.status();
-  const auto logits = EnumOf("logits", config.logits(), kernels::Logits::kRecomputed);
-  if (!logits.ok()) return logits.status();
-  const auto gradients = GradientsOf(config.gradients());
-  if (!gradients.ok()) return gradients.status();
-  const auto split = EnumOf("split", config.split(), kernels::Split::kVocabulary);
-  if (!split.ok()) return split.status();
+  LOSSD_TRY(const auto norm, EnumOf("norm", config.norm(), kernels::Norm::kRmsNorm));
+  LOSSD_TRY(const auto dtype, DTypeOf(config.compute_dtype()));
+  LOSSD_TRY(const auto state,
+            EnumOf("optimizer_state", config.optimizer_state(), kernels::OptimizerState::kAdam));
+  LOSSD_TRY(const auto logits, EnumOf("logits", config.logits(), kernels::Logits::kRecomputed));
+  LOSSD_TRY(const auto gradients, GradientsOf(config.gradients()));
+  LOSSD_TRY(const auto split, EnumOf("split", config.split(), kernels::Split::kVocabulary));
   return kernels::HeadConfig{.hidden_size = config.hidden_size(),
                              .vocab_size = config.vocab_size(),
                              .has_bias = config.has_bias(),
                              .has_class_weights = config.has_class_weights(),
-                             .norm = *norm,
+                             .norm = norm,
                              .norm_epsilon = config.norm_epsilon(),
-                             .compute_dtype = *dtype,
-                             .optimizer_state = *state,
+                             .compute_dtype = dtype,
+                             .optimizer_state = state,
                              .trainable = config.trainable(),
-                             .logits = *logits,
-                             .gradients = *gradients,
+                             .logits = logits,
+                             .gradients = gradients,
                              .workspace_bytes = config.workspace_bytes(),
-                             .split = *split,
+                             .split = split,
                              .shares = {config.shares().begin(), config.shares().end()},
                              .replicas = config.replicas()};
 }
@@ -116,9 +112,8 @@ v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {
 }
 
 absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
-  const auto kind = EnumOf("kind", step.kind(), kernels::OptimizerOptions::Kind::kAdamW);
-  if (!kind.ok()) return kind.status();
-  return kernels::OptimizerOptions{.kind = *kind,
+  LOSSD_TRY(const auto kind, EnumOf("kind", step.kind(), kernels::OptimizerOptions::Kind::kAdamW));
+  return kernels::OptimizerOptions{.kind = kind,
                                    .learning_rate = step.learning_rate(),
                                    .weight_decay = step.weight_decay(),
                                    .decay_vectors = step.decay_vectors(),
@@ -146,14 +141,13 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
 }
 
 absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
-  const auto gradients = GradientsOf(options.gradients());
-  if (!gradients.ok()) return gradients.status();
+  LOSSD_TRY(const auto gradients, GradientsOf(options.gradients()));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
                               .z_loss = options.z_loss(),
                               .use_class_weights = options.use_class_weights(),
-                              .gradients = *gradients,
+                              .gradients = gradients,
                               .filter_epsilon = options.filter_epsilon(),
                               .sample_threshold = options.sample_threshold(),
                               .max_gradient_error = options.max_gradient_error()};
@@ -198,9 +192,8 @@ v1::BackendInfo ToProto(const kernels::BackendInfo& info, int max_chunks_in_flig
 }
 
 absl::StatusOr<kernels::BackendInfo> FromProto(const v1::BackendInfo& info) {
-  const auto dtype = DTypeOf(info.default_compute_dtype());
-  if (!dtype.ok()) return dtype.status();
-  return kernels::BackendInfo{.name = info.name(), .device = info.device(), .default_compute_dtype = *dtype};
+  LOSSD_TRY(const auto dtype, DTypeOf(info.default_compute_dtype()));
+  return kernels::BackendInfo{.name = info.name(), .device = info.device(), .default_compute_dtype = dtype};
 }
 
 v1::TensorAccess ToProto(kernels::TensorId id, int64_t row_begin, int64_t rows, DType dtype) {
@@ -214,11 +207,9 @@ v1::TensorAccess ToProto(kernels::TensorId id, int64_t row_begin, int64_t rows, 
 }
 
 absl::StatusOr<kernels::TensorId> TensorOf(const v1::TensorAccess& access) {
-  const auto param = EnumOf("param", access.param(), kernels::Param::kClassWeights);
-  if (!param.ok()) return param.status();
-  const auto role = EnumOf("role", access.role(), kernels::Role::kMoment2);
-  if (!role.ok()) return role.status();
-  return kernels::TensorId{*param, *role};
+  LOSSD_TRY(const auto param, EnumOf("param", access.param(), kernels::Param::kClassWeights));
+  LOSSD_TRY(const auto role, EnumOf("role", access.role(), kernels::Role::kMoment2));
+  return kernels::TensorId{param, role};
 }
 
 absl::StatusOr<DType> DTypeOf(uint32_t value) { return EnumOf("dtype", value, DType::kBFloat16); }
@@ -363,9 +354,8 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t l
   if (length == 0) return absl::OkStatus();
   if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
   if (slice.retained_offset >= 0 && !is_part) {
-    absl::Status kept = kernels::WriteBytesOf(chunk.retained, slice.retained_offset,
-                                              {static_cast<const uint8_t*>(slice.hidden), length});
-    if (!kept.ok()) return kept;
+    LOSSD_RETURN_IF_ERROR(kernels::WriteBytesOf(chunk.retained, slice.retained_offset,
+                                                {static_cast<const uint8_t*>(slice.hidden), length}));
   }
   if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
     *message->mutable_hidden_at() = *std::move(place);
@@ -406,8 +396,7 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   message.set_rows(slice.rows);
   const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
   PlaceGradients(slice, length, is_part, find, &message);
-  absl::Status status = PutHidden(chunk, slice, length, is_part, find, &message);
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(PutHidden(chunk, slice, length, is_part, find, &message));
   Put(slice.targets, slice.rows, message.mutable_targets());
   Put(slice.row_weights, slice.rows, message.mutable_row_weights());
   Put(slice.accumulate, slice.rows, message.mutable_accumulate());
@@ -451,13 +440,11 @@ void TakePartResults(const v1::SliceResults& results, Slice& slice) {
 }
 
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start) {
-  const auto options = FromProto(start.options());
-  if (!options.ok()) return options.status();
-  const auto dtype = DTypeOf(start.hidden_dtype());
-  if (!dtype.ok()) return dtype.status();
+  LOSSD_TRY(const auto options, FromProto(start.options()));
+  LOSSD_TRY(const auto dtype, DTypeOf(start.hidden_dtype()));
   kernels::Chunk chunk;
-  chunk.options = *options;
-  chunk.hidden_dtype = *dtype;
+  chunk.options = options;
+  chunk.hidden_dtype = dtype;
   chunk.accumulate_gradients = start.accumulate_gradients();
   chunk.independent = start.independent();
   chunk.turn = start.turn();
@@ -473,7 +460,7 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
                               v1::SliceResults& results) {
   const int64_t rows = message.rows();
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
-  if (absl::Status status = CheckHidden(message, bytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckHidden(message, bytes));
   Slice slice;
   slice.rows = rows;
   slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;

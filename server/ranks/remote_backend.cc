@@ -17,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 #include "server/log/log.h"
 #include "server/ranks/messages.h"
@@ -105,8 +106,7 @@ void RemoteHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks
 
 absl::Status RemoteHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                     absl::Span<uint8_t> out) {
-  absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size());
-  if (!valid.ok()) return valid;
+  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, out.size()));
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
   const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();
@@ -144,8 +144,7 @@ absl::Status RemoteHead::WriteTensor(TensorId id, int64_t row_begin, int64_t row
 absl::Status RemoteHead::AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
                                      absl::Span<const uint8_t> in) {
   const TensorId id = {param, kernels::Role::kGradient};
-  absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
-  if (!valid.ok()) return valid;
+  LOSSD_RETURN_IF_ERROR(ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size()));
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
   const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();
@@ -161,9 +160,8 @@ absl::Status RemoteHead::AddGradient(Param param, int64_t row_begin, int64_t row
 absl::StatusOr<double> RemoteHead::GradNorm() {
   v1::Request request = NewRequest();
   request.set_grad_norm(true);
-  const absl::StatusOr<v1::Answer> answer = worker_->Call(std::move(request));
-  if (!answer.ok()) return answer.status();
-  return answer->grad_norm();
+  LOSSD_TRY(const v1::Answer answer, worker_->Call(std::move(request)));
+  return answer.grad_norm();
 }
 
 absl::Status RemoteHead::ApplyStep(const kernels::OptimizerOptions& options, int64_t update) {
@@ -199,20 +197,18 @@ uint64_t RemoteHead::StartSpreadValues() {
 // ---- The backend ----
 
 absl::StatusOr<std::unique_ptr<RemoteBackend>> RemoteBackend::Create(std::shared_ptr<WorkerStream> worker) {
-  absl::StatusOr<kernels::BackendInfo> info = FromProto(worker->hello().backend());
-  if (!info.ok()) return info.status();
+  LOSSD_TRY(kernels::BackendInfo info, FromProto(worker->hello().backend()));
   if (worker->hello().backend().max_chunks_in_flight() < 1) {
     return absl::InternalError("a worker takes no chunks");
   }
-  return std::unique_ptr<RemoteBackend>(new RemoteBackend(*std::move(info), std::move(worker)));
+  return std::unique_ptr<RemoteBackend>(new RemoteBackend(std::move(info), std::move(worker)));
 }
 
 absl::StatusOr<kernels::MemoryBytes> RemoteBackend::PlanHead(const HeadConfig& config) const {
   v1::Request request;
   *request.mutable_plan() = ToProto(config);
-  const absl::StatusOr<v1::Answer> answer = worker_->Call(std::move(request));
-  if (!answer.ok()) return answer.status();
-  return BytesOf(answer->plan());
+  LOSSD_TRY(const v1::Answer answer, worker_->Call(std::move(request)));
+  return BytesOf(answer.plan());
 }
 
 absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> RemoteBackend::CreateHead(const HeadConfig& config) {
@@ -220,9 +216,8 @@ absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> RemoteBackend::CreateHead(
   v1::Request request;
   request.set_head(id);
   *request.mutable_create() = ToProto(config);
-  const absl::StatusOr<v1::Answer> answer = worker_->Call(std::move(request));
-  if (!answer.ok()) return answer.status();
-  return std::make_unique<RemoteHead>(config, id, answer->head(), worker_);
+  LOSSD_TRY(const v1::Answer answer, worker_->Call(std::move(request)));
+  return std::make_unique<RemoteHead>(config, id, answer.head(), worker_);
 }
 
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> RemoteBackend::AllocateStaging(int64_t) {
@@ -291,15 +286,14 @@ class RankReplicas final : public kernels::Replicas {
 
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads) {
-  absl::StatusOr<std::unique_ptr<kernels::Replicas>> own = link->Join(heads.front());
-  if (!own.ok()) return own.status();
+  LOSSD_TRY(std::unique_ptr<kernels::Replicas> own, link->Join(heads.front()));
   std::vector<RemoteHead*> others;
   for (kernels::HeadKernels* head : heads.subspan(1)) {
     auto* const remote = dynamic_cast<RemoteHead*>(head);
     if (remote == nullptr) return absl::InternalError("the head of a worker is none");
     others.push_back(remote);
   }
-  return std::make_unique<RankReplicas>(*std::move(own), std::move(others), timeout);
+  return std::make_unique<RankReplicas>(std::move(own), std::move(others), timeout);
 }
 
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
@@ -410,9 +404,8 @@ class RankSave final : public head::SaveSite {
     work_.Start(std::move(request));
   }
   absl::StatusOr<head::FolderProof> AwaitProof(absl::Time deadline) override {
-    const absl::StatusOr<v1::FilesProgress> ready = work_.AwaitReady(deadline);
-    if (!ready.ok()) return ready.status();
-    return head::FolderProof{ready->nonce(), ready->token()};
+    LOSSD_TRY(const v1::FilesProgress ready, work_.AwaitReady(deadline));
+    return head::FolderProof{ready.nonce(), ready.token()};
   }
   void NoteProof(const absl::Status& status) override { files_->Note(rank(), "saved", status); }
 
@@ -431,10 +424,9 @@ class RankSave final : public head::SaveSite {
   }
   bool AwaitRead(absl::Time deadline) override { return work_.AwaitRead(deadline); }
   absl::StatusOr<std::vector<head::ManifestShard>> Await() override {
-    const absl::StatusOr<v1::Answer> answer = work_.Await();
-    if (!answer.ok()) return answer.status();
+    LOSSD_TRY(const v1::Answer answer, work_.Await());
     std::vector<head::ManifestShard> lines;
-    for (const v1::FileLine& line : answer->lines()) lines.push_back(FromProto(line));
+    for (const v1::FileLine& line : answer.lines()) lines.push_back(FromProto(line));
     return lines;
   }
 
@@ -577,20 +569,18 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers) {
   if (devices > 1) {
-    absl::Status status = CheckGpus("processes of several devices", leader_gpu, workers);
-    if (!status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckGpus("processes of several devices", leader_gpu, workers));
   }
-  const absl::StatusOr<CollectivesChoice> choice =
-      ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers);
-  if (!choice.ok()) return choice.status();
-  const std::string& collectives = choice->collectives;
-  if (choice->reason.empty()) {
+  LOSSD_TRY(const CollectivesChoice choice,
+            ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers));
+  const std::string& collectives = choice.collectives;
+  if (choice.reason.empty()) {
     log::Log(log::LogLevel::kInfo, "ranks exchange", {{"collectives", collectives}});
   } else {
     log::Log(log::LogLevel::kWarning, "ranks exchange, but not the fastest way",
-             {{"collectives", collectives}, {"reason", choice->reason}});
+             {{"collectives", collectives}, {"reason", choice.reason}});
   }
-  if (absl::Status status = link->UseCollectives(collectives); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(link->UseCollectives(collectives));
   return collectives;
 }
 

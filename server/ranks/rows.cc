@@ -21,6 +21,7 @@
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "server/connections/closer.h"
 #include "server/log/log.h"
 #include "server/memory/shared_memory.h"
@@ -192,10 +193,9 @@ absl::Status Failed(absl::string_view what) {
 }
 
 absl::Status CheckListener(int socket) {
-  const absl::StatusOr<wire::RegionPeer> leader = wire::PeerOf(socket);
-  if (!leader.ok()) return leader.status();
-  if (leader->user == geteuid()) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("the leader shares memory as user ", leader->user));
+  LOSSD_TRY(const wire::RegionPeer leader, wire::PeerOf(socket));
+  if (leader.user == geteuid()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("the leader shares memory as user ", leader.user));
 }
 
 absl::Status AwaitWelcome(int socket) {
@@ -203,10 +203,9 @@ absl::Status AwaitWelcome(int socket) {
   if (poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(MappedRows::kWelcomeTimeout))) <= 0) {
     return absl::UnavailableError("the leader does not answer on its socket");
   }
-  const absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(socket);
-  if (!packet.ok()) return packet.status();
+  LOSSD_TRY(const wire::RegionPacket packet, wire::ReceiveRegionPacket(socket));
   v1::RowsFromLeader message;
-  if (packet->closed || !message.ParseFromString(packet->bytes) || !message.welcome()) {
+  if (packet.closed || !message.ParseFromString(packet.bytes) || !message.welcome()) {
     return absl::UnavailableError("the leader shares no memory with this process");
   }
   return absl::OkStatus();
@@ -242,18 +241,17 @@ struct MappedRows::Region {
 absl::StatusOr<std::unique_ptr<MappedRows>> MappedRows::Connect(const std::string& socket,
                                                                 const std::string& token,
                                                                 kernels::Backend* backend) {
-  absl::StatusOr<wire::OwnedDescriptor> connected = wire::ConnectRegionSocket(socket);
-  if (!connected.ok()) return connected.status();
-  if (absl::Status status = CheckListener(connected->get()); !status.ok()) {
-    connections::CloseElsewhere(*std::move(connected));  // a stranger may have sent something
+  LOSSD_TRY(wire::OwnedDescriptor connected, wire::ConnectRegionSocket(socket));
+  if (absl::Status status = CheckListener(connected.get()); !status.ok()) {
+    connections::CloseElsewhere(std::move(connected));  // a stranger may have sent something
     return status;
   }
   v1::RowsFromWorker hello;
   hello.set_token(token);
-  absl::Status status = wire::SendRegionPacket(connected->get(), hello.SerializeAsString(), -1);
-  if (status.ok()) status = AwaitWelcome(connected->get());
+  absl::Status status = wire::SendRegionPacket(connected.get(), hello.SerializeAsString(), -1);
+  if (status.ok()) status = AwaitWelcome(connected.get());
   if (!status.ok()) return status;
-  return std::unique_ptr<MappedRows>(new MappedRows(*std::move(connected), backend));
+  return std::unique_ptr<MappedRows>(new MappedRows(std::move(connected), backend));
 }
 
 MappedRows::MappedRows(wire::OwnedDescriptor socket, kernels::Backend* backend)
@@ -322,14 +320,13 @@ bool MappedRows::Read() {
 // The descriptor is closed when this returns, so nothing of it is left when the leader has the answer.
 absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor) {
   if (!descriptor) return absl::UnavailableError("the leader's memory came without a descriptor");
-  if (absl::Status status = CheckSealed(descriptor.get(), bytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckSealed(descriptor.get(), bytes));
   void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor.get(), 0);
   if (data == MAP_FAILED) return Failed("mmap of the leader's memory");
   madvise(data, bytes, MADV_DONTFORK);
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
-  auto staging = kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false});
-  if (!staging.ok()) return staging.status();
-  mapped->staging = *std::move(staging);
+  LOSSD_TRY(auto staging, kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false}));
+  mapped->staging = std::move(staging);
   absl::MutexLock lock(&mutex_);
   if (regions_.size() >= 2 * RowRegions::kMost) return absl::ResourceExhaustedError("too many regions");
   regions_[region] = mapped;
@@ -387,19 +384,16 @@ wire::OwnedDescriptor CopyOf(int descriptor) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SharedRows>> SharedRows::Listen(int ranks) {
-  const absl::StatusOr<std::string> random = Random(kNameBytes);
-  if (!random.ok()) return random.status();
+  LOSSD_TRY(const std::string random, Random(kNameBytes));
   std::vector<std::string> tokens;
   for (int rank = 0; rank < ranks; ++rank) {
-    absl::StatusOr<std::string> token = Random(kTokenBytes);
-    if (!token.ok()) return token.status();
-    tokens.push_back(*std::move(token));
+    LOSSD_TRY(std::string token, Random(kTokenBytes));
+    tokens.push_back(std::move(token));
   }
-  std::string name = absl::StrCat("@lossd-rows-", absl::BytesToHexString(*random));
-  auto listener = connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
-  if (!listener.ok()) return listener.status();
+  std::string name = absl::StrCat("@lossd-rows-", absl::BytesToHexString(random));
+  LOSSD_TRY(auto listener, connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET));
   std::vector<connections::ListeningSocket> listeners;
-  listeners.push_back(*std::move(listener));
+  listeners.push_back(std::move(listener));
   return std::unique_ptr<SharedRows>(
       new SharedRows(ranks, std::move(name), std::move(tokens), std::move(listeners)));
 }
@@ -438,19 +432,17 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
 // Counted before its pages are taken, so that a limit refuses what has no room.
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShared(kernels::Backend* first,
                                                                                    int64_t bytes) {
-  absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Reserve(bytes);
-  if (!memory.ok()) return memory.status();
-  const absl::Span<uint8_t> pages = (*memory)->bytes();
-  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = kernels::AdoptStaging(first, pages);
-  if (!staging.ok()) return staging.status();
-  if (absl::Status status = (*memory)->Fill(); !status.ok()) {
-    staging->reset();
+  LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Reserve(bytes));
+  const absl::Span<uint8_t> pages = memory->bytes();
+  LOSSD_TRY(std::unique_ptr<kernels::StagingMemory> staging, kernels::AdoptStaging(first, pages));
+  if (absl::Status status = memory->Fill(); !status.ok()) {
+    staging.reset();
     return status;
   }
-  wire::OwnedDescriptor descriptor = CopyOf((*memory)->descriptor());
+  wire::OwnedDescriptor descriptor = CopyOf(memory->descriptor());
   const uint64_t region = descriptor ? regions_.Add(pages, std::move(descriptor)) : 0;
   if (region != 0) regions_.AwaitAnswers(region, kMapTimeout);
-  return std::make_unique<SharedStaging>(&regions_, region, *std::move(memory), *std::move(staging),
+  return std::make_unique<SharedStaging>(&regions_, region, std::move(memory), std::move(staging),
                                          static_cast<size_t>(bytes));
 }
 

@@ -19,6 +19,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::ranks {
 namespace {
@@ -262,10 +263,9 @@ std::string FirstHost(const std::string& node_list) {
 }
 
 absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& environment) {
-  const absl::StatusOr<const Launcher*> launcher = FindLauncher(flags.launcher, environment);
-  if (!launcher.ok()) return launcher.status();
+  LOSSD_TRY(const Launcher* const launcher, FindLauncher(flags.launcher, environment));
   const Launcher none = {"none", {}, {}, {}, {}, false};
-  const Launcher& variables = *launcher == nullptr ? none : **launcher;
+  const Launcher& variables = launcher == nullptr ? none : *launcher;
 
   auto ranks = ReadNumber(variables.ranks, environment, 1, kMostRanks);
   if (ranks.ok()) ranks = Agreed("ranks", flags.ranks, *ranks);
@@ -276,13 +276,12 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
   auto rank = ReadNumber(variables.rank, environment, 0, kMostRanks - 1);
   if (rank.ok()) rank = Agreed("rank", flags.rank, *rank);
   if (!rank.ok()) return rank.status();
-  if (!ranks->has_value() && !rank->has_value() && *launcher == nullptr) return Launch();
-  if (!ranks->has_value())
-    return Missing("ranks", "how many processes there are", *launcher, variables.ranks);
+  if (!ranks->has_value() && !rank->has_value() && launcher == nullptr) return Launch();
+  if (!ranks->has_value()) return Missing("ranks", "how many processes there are", launcher, variables.ranks);
   Launch launch;
   launch.ranks = (*ranks)->value;
   if (!rank->has_value() && launch.ranks > 1) {
-    return Missing("rank", "which of the processes this is", *launcher, variables.rank);
+    return Missing("rank", "which of the processes this is", launcher, variables.rank);
   }
   launch.rank = rank->has_value() ? (*rank)->value : 0;
   if (launch.rank < 0 || launch.rank >= launch.ranks) {
@@ -290,12 +289,10 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
         (*rank)->name, absl::StrCat("be in [0, ", launch.ranks, "), by ", (*ranks)->name), launch.rank);
   }
   if (launch.ranks == 1) return launch;
-  auto local = ReadNumber(variables.local_rank, environment, 0, kMostRanks - 1);
-  if (!local.ok()) return local.status();
-  if (local->has_value()) launch.local_rank = (*local)->value;
-  auto leader = LeaderOf(flags, *launcher, environment);
-  if (!leader.ok()) return leader.status();
-  launch.leader = *std::move(leader);
+  LOSSD_TRY(auto local, ReadNumber(variables.local_rank, environment, 0, kMostRanks - 1));
+  if (local.has_value()) launch.local_rank = local->value;
+  LOSSD_TRY(auto leader, LeaderOf(flags, launcher, environment));
+  launch.leader = std::move(leader);
   return launch;
 }
 

@@ -17,6 +17,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/exchange_times.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
@@ -214,15 +215,14 @@ absl::Status Worker::Handle(v1::ToWorker& message) {
   switch (message.message_case()) {
     case v1::ToWorker::kPrepare: {
       const std::string& collectives = message.prepare().collectives();
-      if (absl::Status status = link_->UseCollectives(collectives); !status.ok()) return status;
-      absl::StatusOr<std::string> address = link_->Address();
-      if (!address.ok()) return address.status();
+      LOSSD_RETURN_IF_ERROR(link_->UseCollectives(collectives));
+      LOSSD_TRY(std::string address, link_->Address());
       const absl::Status shared = heads_.UseRowsOf(message.prepare());
       log::Log(log::LogLevel::kInfo, "ranks exchange",
                {{"rank", options_.rank},
                 {"collectives", collectives},
                 {"rows", shared.ok() ? "shared memory" : shared.message()}});
-      answer.mutable_prepared()->set_address(*std::move(address));
+      answer.mutable_prepared()->set_address(std::move(address));
       answer.mutable_prepared()->set_rows_refused(std::string(shared.message()));
       break;
     }

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kernels/errors/status_macros.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -42,9 +43,8 @@ bool IsPart(const kernels::HeadKernels& head) { return head.config().split == ke
 absl::StatusOr<void*> FindRows(const MappedRows* rows, const v1::RowsPlace& place, size_t bytes,
                                WorkerChunk& chunk) {
   if (rows == nullptr) return absl::InternalError("the leader named memory, and shares none");
-  absl::StatusOr<MappedRows::Rows> found = rows->Find(place, bytes);
-  if (!found.ok()) return found.status();
-  chunk.in_place.push_back(*std::move(found));
+  LOSSD_TRY(MappedRows::Rows found, rows->Find(place, bytes));
+  chunk.in_place.push_back(std::move(found));
   return chunk.in_place.back().data;
 }
 
@@ -52,14 +52,12 @@ absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, size_t bytes
                                      WorkerChunk& chunk) {
   SliceMemory memory;
   if (message.has_hidden_at()) {
-    const absl::StatusOr<void*> hidden = FindRows(rows, message.hidden_at(), bytes, chunk);
-    if (!hidden.ok()) return hidden.status();
-    memory.hidden = *hidden;
+    LOSSD_TRY(void* const hidden, FindRows(rows, message.hidden_at(), bytes, chunk));
+    memory.hidden = hidden;
   }
   if (message.has_grad_hidden_at()) {
-    const absl::StatusOr<void*> grad_hidden = FindRows(rows, message.grad_hidden_at(), bytes, chunk);
-    if (!grad_hidden.ok()) return grad_hidden.status();
-    memory.grad_hidden = *grad_hidden;
+    LOSSD_TRY(void* const grad_hidden, FindRows(rows, message.grad_hidden_at(), bytes, chunk));
+    memory.grad_hidden = grad_hidden;
   }
   return memory;
 }
@@ -79,18 +77,16 @@ absl::Status FillSlices(const MappedRows* rows, WorkerChunk& chunk) {
   for (size_t i = 0; i < chunk.messages.size(); ++i) {
     v1::ChunkSlice& message = chunk.messages[i];
     const size_t bytes = static_cast<size_t>(message.rows()) * chunk.row_bytes;
-    absl::StatusOr<SliceMemory> memory = MemoryOf(message, bytes, rows, chunk);
-    if (!memory.ok()) return memory.status();
+    LOSSD_TRY(SliceMemory memory, MemoryOf(message, bytes, rows, chunk));
     if (NeedsOwnMemory(message)) {
       if (offset + bytes > chunk.buffer->bytes().size()) {
         return absl::InternalError("a chunk has too many rows");
       }
-      memory->own = chunk.buffer->bytes().data() + offset;
+      memory.own = chunk.buffer->bytes().data() + offset;
       offset += Aligned(bytes);
     }
-    auto slice = SliceOf(message, chunk.row_bytes, *memory, chunk.results[i]);
-    if (!slice.ok()) return slice.status();
-    chunk.slices.push_back(*slice);
+    LOSSD_TRY(auto slice, SliceOf(message, chunk.row_bytes, memory, chunk.results[i]));
+    chunk.slices.push_back(slice);
   }
   chunk.chunk.slices = absl::MakeSpan(chunk.slices);
   return absl::OkStatus();
@@ -184,9 +180,8 @@ absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Ans
       return norm.status();
     }
     case v1::Request::kStep: {
-      const absl::StatusOr<kernels::OptimizerOptions> options = FromProto(request.step());
-      if (!options.ok()) return options.status();
-      return head.kernels->ApplyStep(*options, request.step().update());
+      LOSSD_TRY(const kernels::OptimizerOptions options, FromProto(request.step()));
+      return head.kernels->ApplyStep(options, request.step().update());
     }
     case v1::Request::kZeroGradients:
       return head.kernels->ZeroGradients();
@@ -202,28 +197,25 @@ absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Ans
 }
 
 absl::Status WorkerHeads::Plan(const v1::HeadConfig& config, v1::Answer& answer) {
-  const absl::StatusOr<kernels::HeadConfig> head = FromProto(config);
-  if (!head.ok()) return head.status();
-  const absl::StatusOr<kernels::MemoryBytes> plan = backend_->PlanHead(*head);
+  LOSSD_TRY(const kernels::HeadConfig head, FromProto(config));
+  const absl::StatusOr<kernels::MemoryBytes> plan = backend_->PlanHead(head);
   if (plan.ok()) SetBytes(*plan, answer.mutable_plan());
   return plan.status();
 }
 
 absl::Status WorkerHeads::Create(uint64_t id, const v1::HeadConfig& config, v1::Answer& answer) {
-  const absl::StatusOr<kernels::HeadConfig> wanted = FromProto(config);
-  if (!wanted.ok()) return wanted.status();
-  absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> made = backend_->CreateHead(*wanted);
-  if (!made.ok()) return made.status();
-  const kernels::HeadKernels& head = **made;
+  LOSSD_TRY(const kernels::HeadConfig wanted, FromProto(config));
+  LOSSD_TRY(std::unique_ptr<kernels::HeadKernels> made, backend_->CreateHead(wanted));
+  const kernels::HeadKernels& head = *made;
   std::unique_ptr<kernels::Replicas> replicas;
-  if (absl::Status status = Join(made->get(), replicas); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Join(made.get(), replicas));
   v1::HeadDescription* const description = answer.mutable_head();
   description->set_compute_dtype(static_cast<uint32_t>(head.compute_dtype()));
   description->set_chunk_rows(head.chunk_rows());
   description->set_slice_rows(head.slice_rows());
   SetBytes(head.memory(), description->mutable_memory());
   SetChoices(head.Describe(), description->mutable_choices());
-  heads_[id] = {*std::move(made), std::move(replicas)};
+  heads_[id] = {std::move(made), std::move(replicas)};
   return absl::OkStatus();
 }
 
@@ -242,31 +234,26 @@ absl::Status WorkerHeads::Join(kernels::HeadKernels* head, std::unique_ptr<kerne
 }
 
 absl::Status WorkerHeads::Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer) {
-  const auto id = TensorOf(access);
-  if (!id.ok()) return id.status();
-  const auto dtype = DTypeOf(access.dtype());
-  if (!dtype.ok()) return dtype.status();
+  LOSSD_TRY(const auto id, TensorOf(access));
+  LOSSD_TRY(const auto dtype, DTypeOf(access.dtype()));
   const int64_t row_bytes =
-      ShapeOf(head.kernels->config(), id->param).cols * static_cast<int64_t>(SizeOf(*dtype));
+      ShapeOf(head.kernels->config(), id.param).cols * static_cast<int64_t>(SizeOf(dtype));
   if (access.rows() < 0 || access.rows() > std::max<int64_t>(1, kMostPayload / row_bytes)) {
     return absl::InternalError("a read of too many rows");
   }
   std::string* const payload = answer.mutable_payload();
   payload->resize(static_cast<size_t>(access.rows() * row_bytes));
-  return head.kernels->ReadTensor(*id, access.row_begin(), access.rows(), *dtype,
+  return head.kernels->ReadTensor(id, access.row_begin(), access.rows(), dtype,
                                   {reinterpret_cast<uint8_t*>(payload->data()), payload->size()});
 }
 
 absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool add) {
-  const auto id = TensorOf(access);
-  if (!id.ok()) return id.status();
-  const auto dtype = DTypeOf(access.dtype());
-  if (!dtype.ok()) return dtype.status();
+  LOSSD_TRY(const auto id, TensorOf(access));
+  LOSSD_TRY(const auto dtype, DTypeOf(access.dtype()));
   const absl::Span<const uint8_t> bytes = {reinterpret_cast<const uint8_t*>(access.payload().data()),
                                            access.payload().size()};
-  if (!add) return head.kernels->WriteTensor(*id, access.row_begin(), access.rows(), *dtype, bytes);
-  return head.kernels->AddGradient(id->param, access.row_begin(), access.rows(), *dtype, access.scale(),
-                                   bytes);
+  if (!add) return head.kernels->WriteTensor(id, access.row_begin(), access.rows(), dtype, bytes);
+  return head.kernels->AddGradient(id.param, access.row_begin(), access.rows(), dtype, access.scale(), bytes);
 }
 
 // ---- Chunks ----
@@ -275,17 +262,16 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   const auto head = heads_.find(start.head());
   if (head == heads_.end()) return absl::InternalError(absl::StrCat("there is no head ", start.head()));
   kernels::HeadKernels& kernels = *head->second.kernels;
-  absl::StatusOr<kernels::Chunk> made = ChunkOf(start);
-  if (!made.ok()) return made.status();
+  LOSSD_TRY(kernels::Chunk made, ChunkOf(start));
   if (start.rows() < 0 || start.rows() > kernels.chunk_rows()) {
     return absl::InternalError(absl::StrCat("a chunk of ", start.rows(), " rows"));
   }
   const auto chunk = std::make_shared<WorkerChunk>();
-  chunk->chunk = *made;
+  chunk->chunk = made;
   chunk->messages = std::move(slices);
-  chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made->hidden_dtype);
+  chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made.hidden_dtype);
   chunk->is_part = IsPart(kernels);
-  if (absl::Status status = CheckRows(chunk->messages, start.rows()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckRows(chunk->messages, start.rows()));
   const auto need_memory = std::count_if(chunk->messages.begin(), chunk->messages.end(), NeedsOwnMemory);
   if (need_memory > 0) {
     absl::StatusOr<WorkerBuffers::Buffer> buffer =
@@ -297,7 +283,7 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
     }
     chunk->buffer = *std::move(buffer);
   }
-  if (absl::Status status = FillSlices(rows_.get(), *chunk); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(FillSlices(rows_.get(), *chunk));
   const uint64_t id = start.chunk();
   kernels.Submit(&chunk->chunk,
                  {.on_results =

@@ -21,6 +21,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/rank_link.h"
 #include "lossd/ranks/v1/ranks.pb.h"
 #include "server/ranks/rows.h"
@@ -60,9 +61,8 @@ class WorkerBuffers {
     }
     std::vector<Buffer> buffers;
     while (buffers.size() < most_) {
-      absl::StatusOr<Buffer> buffer = backend_->AllocateStaging(bytes);
-      if (!buffer.ok()) return buffer.status();
-      buffers.push_back(*std::move(buffer));
+      LOSSD_TRY(Buffer buffer, backend_->AllocateStaging(bytes));
+      buffers.push_back(std::move(buffer));
     }
     absl::MutexLock lock(&mutex_);
     reserved_ = bytes;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -32,7 +33,7 @@ absl::StatusOr<v1::Answer> PendingRequests::Await(uint64_t request, absl::Time d
   const bool answered = pending.done;
   pending_.erase(request);
   if (!answered) return failed_;
-  if (absl::Status status = FromProto(answer.status()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(FromProto(answer.status()));
   return answer;
 }
 
@@ -375,10 +376,9 @@ absl::Status WorkerStream::OnResults(const v1::ChunkResults& results) {
     return absl::InternalError(absl::StrCat("it sent results of ", flight->slices, " of ",
                                             flight->chunk->slices.size(), " slices of a chunk"));
   }
-  const auto gradients = GradientsOf(results.gradients());
-  if (!gradients.ok()) return gradients.status();
+  LOSSD_TRY(const auto gradients, GradientsOf(results.gradients()));
   flight->chunk->choices = ChoicesOf(results.choices());
-  flight->chunk->gradients = *gradients;
+  flight->chunk->gradients = gradients;
   flight->chunk->sample_threshold = results.sample_threshold();
   flight->has_results = true;
   flight->callbacks.on_results(status);

@@ -12,6 +12,7 @@
 #include "kernels/backend.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/region_packets.h"
 #include "server/log/log.h"
 #include "server/memory/shared_memory.h"
@@ -65,20 +66,18 @@ class OfDevice final : public RegionMemory {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes) {
-  absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Create(bytes);
-  if (!memory.ok()) return memory.status();
-  auto staging = kernels::AdoptStaging(backend, (*memory)->bytes(), {.descriptor = (*memory)->descriptor()});
-  if (!staging.ok()) return staging.status();
-  return std::make_unique<OfHost>(*std::move(memory), *std::move(staging));
+  LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Create(bytes));
+  LOSSD_TRY(auto staging,
+            kernels::AdoptStaging(backend, memory->bytes(), {.descriptor = memory->descriptor()}));
+  return std::make_unique<OfHost>(std::move(memory), std::move(staging));
 }
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
                                                                  const std::string& device, int64_t bytes) {
   auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
   if (sharer == nullptr) return absl::UnimplementedError("the server shares no memory of a GPU");
-  auto memory = sharer->ShareDeviceMemory(device, bytes);
-  if (!memory.ok()) return memory.status();
-  return std::make_unique<OfDevice>(*std::move(memory), device);
+  LOSSD_TRY(auto memory, sharer->ShareDeviceMemory(device, bytes));
+  return std::make_unique<OfDevice>(std::move(memory), device);
 }
 
 std::vector<std::string> SharingDevices(kernels::Backend* backend) {
@@ -156,15 +155,13 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holde
             ? std::string("--shared_memory_bytes has nothing left for this process")
             : absl::StrCat("--shared_device_memory_bytes has nothing left for this process on ", device));
   }
-  absl::StatusOr<std::string> id = DrawId();
-  if (!id.ok()) return id.status();
-  absl::StatusOr<std::unique_ptr<RegionMemory>> memory = Allocate(device, taken->bytes());
-  if (!memory.ok()) return memory.status();
-  auto region = std::make_unique<Region>(*id, *std::move(memory));
+  LOSSD_TRY(std::string id, DrawId());
+  LOSSD_TRY(std::unique_ptr<RegionMemory> memory, Allocate(device, taken->bytes()));
+  auto region = std::make_unique<Region>(id, std::move(memory));
   // The bytes are given back after the memory.
   std::shared_ptr<Region> shared(region.release(), [taken](const Region* gone) { delete gone; });
   absl::MutexLock lock(&mutex_);
-  entries_[*std::move(id)] = {.region = shared};
+  entries_[std::move(id)] = {.region = shared};
   return shared;
 }
 

@@ -11,11 +11,12 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
-#include "server/rpc/status.h"
+#include "server/rpc/request_call.h"
 
 namespace lossd::rpc {
 
@@ -131,10 +132,9 @@ absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl:
 
 absl::Status SlicePlaces::UseForGradients(std::shared_ptr<regions::Region> region,
                                           const v1::RegionRange& range, int64_t first_row) {
-  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region, "backward.in_region", range);
-  if (!bytes.ok()) return bytes.status();
+  LOSSD_TRY(const absl::Span<uint8_t> bytes, BytesOf(*region, "backward.in_region", range));
   region_ = std::move(region);
-  gradients_ = *bytes;
+  gradients_ = bytes;
   first_row_ = first_row;
   return absl::OkStatus();
 }
@@ -154,17 +154,16 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
   }
   if (region_ == nullptr)
     return errors::FieldError("slice.in_region", "come with open.region", "a slice without a region");
-  const absl::StatusOr<absl::Span<uint8_t>> bytes = BytesOf(*region_, "slice.in_region", header.in_region());
-  if (!bytes.ok()) return bytes.status();
-  slice.bytes = static_cast<int64_t>(bytes->size());
-  slice.in_place = engine::StagingBuffer(bytes->data(), slice.bytes, [region = region_] {});
-  slice.copy = [region = region_, from = *bytes](uint8_t* to) {
+  LOSSD_TRY(const absl::Span<uint8_t> bytes, BytesOf(*region_, "slice.in_region", header.in_region()));
+  slice.bytes = static_cast<int64_t>(bytes.size());
+  slice.in_place = engine::StagingBuffer(bytes.data(), slice.bytes, [region = region_] {});
+  slice.copy = [region = region_, from = bytes](uint8_t* to) {
     // A device that fails has failed for good, and the chunk with it.
     if (to != from.data()) region->memory().CopyToHost(from, to).IgnoreError();
   };
   absl::MutexLock lock(&mutex_);
   // A slice that repeats rows is refused later, maybe while the first one's gradients are on their way.
-  in_region_.try_emplace(rows.begin, *bytes);
+  in_region_.try_emplace(rows.begin, bytes);
   return slice;
 }
 
@@ -295,9 +294,8 @@ absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, 
     return errors::FieldError("backward.in_region", "come with want_grad_hidden only",
                               "a range for gradients that are not wanted");
   }
-  auto region = ClaimRegion(regions, "backward.region", backward.region(), identity);
-  if (!region.ok()) return region.status();
-  return places->UseForGradients(*std::move(region), backward.in_region(), rows.begin);
+  LOSSD_TRY(auto region, ClaimRegion(regions, "backward.region", backward.region(), identity));
+  return places->UseForGradients(std::move(region), backward.in_region(), rows.begin);
 }
 
 }  // namespace
@@ -368,29 +366,26 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (payload_bytes > 0)
     return errors::FieldError("payload", "be empty with open", errors::ExactBytes(payload_bytes));
   if (open.has_incarnation()) {
-    const absl::Status meant = messages::CheckIncarnation("open.incarnation", open.incarnation(),
-                                                          environment_->engine->incarnation());
-    if (!meant.ok()) return meant;
+    LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("open.incarnation", open.incarnation(),
+                                                     environment_->engine->incarnation()));
   }
-  absl::StatusOr<engine::StreamSpec> spec = messages::ToStreamSpec(open);
-  if (!spec.ok()) return spec.status();
-  spec->peer = peer_;
-  spec->identity = identity_;
-  const Traffic traffic{.head = spec->head,
-                        .microbatch_id = spec->microbatch_id,
+  LOSSD_TRY(engine::StreamSpec spec, messages::ToStreamSpec(open));
+  spec.peer = peer_;
+  spec.identity = identity_;
+  const Traffic traffic{.head = spec.head,
+                        .microbatch_id = spec.microbatch_id,
                         .shared_memory = !open.region().empty(),
-                        .rows = spec->rows.size()};
+                        .rows = spec.rows.size()};
   if (!open.region().empty()) {
-    auto region = ClaimRegion(environment_->regions, "open.region", open.region(), identity_);
-    if (!region.ok()) return region.status();
-    places_.Use(*std::move(region));
+    LOSSD_TRY(auto region, ClaimRegion(environment_->regions, "open.region", open.region(), identity_));
+    places_.Use(std::move(region));
   }
-  absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->Open(
-      *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
-  if (!opened.ok()) return opened.status();
+  LOSSD_TRY(std::unique_ptr<engine::Stream> opened,
+            environment_->engine->Open(
+                std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders)));
   absl::MutexLock lock(&mutex_);
   traffic_ = traffic;
-  if (Accept(*std::move(opened), now)) ReadNext();
+  if (Accept(std::move(opened), now)) ReadNext();
   return absl::OkStatus();
 }
 
@@ -402,31 +397,27 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
     return errors::FieldError("payload", "be empty with backward", errors::ExactBytes(payload_bytes));
   }
   if (backward.has_incarnation()) {
-    const absl::Status meant = messages::CheckIncarnation("backward.incarnation", backward.incarnation(),
-                                                          environment_->engine->incarnation());
-    if (!meant.ok()) return meant;
+    LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("backward.incarnation", backward.incarnation(),
+                                                     environment_->engine->incarnation()));
   }
-  absl::StatusOr<engine::BackwardSpec> spec = messages::ToBackwardSpec(backward);
-  if (!spec.ok()) return spec.status();
-  spec->peer = peer_;
-  if (absl::Status status = UseRegion(backward, spec->rows, environment_->regions, identity_, &places_);
-      !status.ok())
-    return status;
-  const Traffic traffic{.head = spec->head,
-                        .microbatch_id = spec->microbatch_id,
+  LOSSD_TRY(engine::BackwardSpec spec, messages::ToBackwardSpec(backward));
+  spec.peer = peer_;
+  LOSSD_RETURN_IF_ERROR(UseRegion(backward, spec.rows, environment_->regions, identity_, &places_));
+  const Traffic traffic{.head = spec.head,
+                        .microbatch_id = spec.microbatch_id,
                         .shared_memory = !backward.region().empty(),
-                        .rows = spec->rows.size()};
-  absl::StatusOr<std::unique_ptr<engine::Stream>> opened = environment_->engine->OpenBackward(
-      *std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders));
-  if (!opened.ok()) return opened.status();
+                        .rows = spec.rows.size()};
+  LOSSD_TRY(std::unique_ptr<engine::Stream> opened,
+            environment_->engine->OpenBackward(
+                std::move(spec), std::make_shared<CallInbox>(shared_from_this(), environment_->senders)));
   std::optional<engine::RowRange> next;
   {
     absl::MutexLock lock(&mutex_);
     backward_ = true;
     traffic_ = traffic;
-    const std::vector<engine::RowRange> slices = (*opened)->RetainedSlices();
+    const std::vector<engine::RowRange> slices = opened->RetainedSlices();
     retained_slices_.assign(slices.begin(), slices.end());
-    if (Accept(*std::move(opened), now)) next = NextSlice();
+    if (Accept(std::move(opened), now)) next = NextSlice();
   }
   ReceiveRetained(next);
   return absl::OkStatus();
@@ -456,13 +447,12 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
   const absl::StatusOr<engine::RowRange> rows =
       messages::ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
   if (!rows.ok()) return rows.status();
-  absl::StatusOr<engine::IncomingSlice> slice = places_.Take(header, *rows, std::move(payload));
-  if (!slice.ok()) return slice.status();
+  LOSSD_TRY(engine::IncomingSlice slice, places_.Take(header, *rows, std::move(payload)));
   std::string head;  // for a trace; empty: none is recorded
   if (environment_->metrics->trace().recording()) head = std::string(stream->head());
-  slice->copy = [copy = std::move(slice->copy), bytes = slice->bytes, arrived, rows = *rows,
-                 head = std::move(head), id = stream->microbatch_id(),
-                 metrics = environment_->metrics](uint8_t* to) mutable {
+  slice.copy = [copy = std::move(slice.copy), bytes = slice.bytes, arrived, rows = *rows,
+                head = std::move(head), id = stream->microbatch_id(),
+                metrics = environment_->metrics](uint8_t* to) mutable {
     copy(to);
     metrics->AddPayloadIn(bytes);
     metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(clocks::SteadyNow() - arrived));
@@ -474,10 +464,10 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
                                 .begin = arrived,
                                 .end = clocks::SteadyNow()});
   };
-  slice->on_queued = [self = shared_from_this(), rows = rows->size(), bytes = slice->bytes](int64_t used) {
+  slice.on_queued = [self = shared_from_this(), rows = rows->size(), bytes = slice.bytes](int64_t used) {
     self->OnQueued(rows, bytes, used);
   };
-  stream->Receive(*std::move(slice));
+  stream->Receive(std::move(slice));
   return absl::OkStatus();
 }
 

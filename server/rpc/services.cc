@@ -11,15 +11,14 @@
 #include "absl/memory/memory.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "proto/wire/payload_codec.h"
 #include "server/admin/head_operations.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
-#include "server/rpc/call_registry.h"
 #include "server/rpc/request_call.h"
-#include "server/rpc/status.h"
 #include "server/rpc/tensor_calls.h"
 #include "server/rpc/workers.h"
 
@@ -297,18 +296,17 @@ absl::StatusOr<v1::ListStreamsResponse> LossService::ListStreams(const v1::ListS
 absl::StatusOr<v1::ReleaseMicrobatchResponse> LossService::Release(UnaryCall* call,
                                                                    const grpc::ByteBuffer& bytes) {
   v1::ReleaseMicrobatchRequest request;
-  const auto decoded = wire::Decode(bytes, &request);
-  if (!decoded.ok()) return decoded.status();
-  const auto admitted = environment_.access->Admit(*call->context(), kReleaseMicrobatch, request.head());
-  if (!admitted.ok()) return admitted.status();
-  if (absl::Status run = messages::CheckRun("run", request.run()); !run.ok()) return run;
+  LOSSD_TRY(const auto decoded, wire::Decode(bytes, &request));
+  LOSSD_TRY(const auto admitted,
+            environment_.access->Admit(*call->context(), kReleaseMicrobatch, request.head()));
+  LOSSD_RETURN_IF_ERROR(messages::CheckRun("run", request.run()));
   const absl::StatusOr<engine::ReleaseResult> released = environment_.engine->Release(
       request.head(), request.microbatch_id(),
-      {.identity = admitted->identity,
+      {.identity = admitted.identity,
        .run = request.run(),
-       .may_all = !admitted->identity.empty() && admitted->role == access::Role::kAdmin});
+       .may_all = !admitted.identity.empty() && admitted.role == access::Role::kAdmin});
   if (absl::IsPermissionDenied(released.status())) {
-    return environment_.access->Refuse(*call->context(), *admitted, request.head(), released.status());
+    return environment_.access->Refuse(*call->context(), admitted, request.head(), released.status());
   }
   if (!released.ok()) return released.status();
   v1::ReleaseMicrobatchResponse response;
@@ -393,10 +391,9 @@ absl::StatusOr<v1::ListStreamsResponse> ServerService::DescribeStreams(UnaryCall
   if (const auto admitted = access_->Admit(*call->context(), kListStreams); !admitted.ok()) {
     return admitted.status();
   }
-  absl::StatusOr<v1::ListStreamsResponse> response = losses_->ListStreams(request);
-  if (!response.ok()) return response.status();
-  response->set_incarnation(engine_->incarnation());
-  response->set_time_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - options_.started));
+  LOSSD_TRY(v1::ListStreamsResponse response, losses_->ListStreams(request));
+  response.set_incarnation(engine_->incarnation());
+  response.set_time_seconds(absl::ToDoubleSeconds(clocks::SteadyNow() - options_.started));
   return response;
 }
 

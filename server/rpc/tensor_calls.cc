@@ -10,20 +10,20 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "proto/wire/payload_codec.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
 #include "server/rpc/compute_loss_call.h"
-#include "server/rpc/status.h"
+#include "server/rpc/request_call.h"
 
 namespace lossd::rpc {
 
 absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
                              WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
                              std::string* peer) {
-  absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(context, method);
-  if (!allowed.ok()) return allowed.status();
-  *admitted = *std::move(allowed);
+  LOSSD_TRY(AdmittedCall allowed, environment->access->Admit(context, method));
+  *admitted = std::move(allowed);
   *peer = PeerKey(context, admitted->identity);
   call->set_until(admitted->until);
   return environment->registry->Add(call, *peer);
@@ -121,9 +121,8 @@ absl::Status ReceiveRowsCall::DecodeMessage(bool* has_open) {
                               opened_ ? "a second one" : "nothing");
   }
   if (opened_) return absl::OkStatus();
-  const absl::StatusOr<Extent> extent = Open();
-  if (!extent.ok()) return extent.status();
-  extent_ = *extent;
+  LOSSD_TRY(const Extent extent, Open());
+  extent_ = extent;
   next_row_ = extent_.rows.begin;
   opened_ = true;
   return absl::OkStatus();
@@ -166,9 +165,8 @@ absl::Status ReceiveRowsCall::Complete() {
     return errors::FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
                               absl::StrCat("row ", next_row_));
   }
-  absl::StatusOr<grpc::ByteBuffer> answer = Answer();
-  if (!answer.ok()) return answer.status();
-  *response_ = *std::move(answer);
+  LOSSD_TRY(grpc::ByteBuffer answer, Answer());
+  *response_ = std::move(answer);
   return absl::OkStatus();
 }
 
@@ -201,16 +199,14 @@ absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer
 
 absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
   head_ = request_.open().head();
-  absl::StatusOr<admin::TensorWrite> write = environment_->operations->OpenWrite(request_.open());
-  if (!write.ok()) return write.status();
-  write_ = *std::move(write);
+  LOSSD_TRY(admin::TensorWrite write, environment_->operations->OpenWrite(request_.open()));
+  write_ = std::move(write);
   return Extent{write_.tensor.rows, write_.tensor.row_bytes()};
 }
 
 absl::Status WriteTensorCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  absl::StatusOr<v1::HeadState> state = environment_->operations->WriteRows(write_, rows, values);
-  if (!state.ok()) return state.status();
-  state_ = *std::move(state);
+  LOSSD_TRY(v1::HeadState state, environment_->operations->WriteRows(write_, rows, values));
+  state_ = std::move(state);
   return absl::OkStatus();
 }
 
@@ -219,9 +215,8 @@ absl::StatusOr<grpc::ByteBuffer> WriteTensorCall::Answer() {
   if (write_.tensor.rows.size() > 0) {
     *response.mutable_state() = std::move(state_);
   } else {
-    absl::StatusOr<v1::HeadState> state = environment_->operations->State(write_.tensor.head);
-    if (!state.ok()) return state.status();
-    *response.mutable_state() = *std::move(state);
+    LOSSD_TRY(v1::HeadState state, environment_->operations->State(write_.tensor.head));
+    *response.mutable_state() = std::move(state);
   }
   *response.mutable_rows() = messages::ToProto(write_.tensor.rows);
   return wire::Encode(response);
@@ -244,16 +239,13 @@ absl::StatusOr<wire::PayloadView> AddGradientCall::Decode(const grpc::ByteBuffer
 
 absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
   if (request_.open().has_incarnation()) {
-    const absl::Status meant = messages::CheckIncarnation("open.incarnation", request_.open().incarnation(),
-                                                          environment_->engine->incarnation());
-    if (!meant.ok()) return meant;
+    LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("open.incarnation", request_.open().incarnation(),
+                                                     environment_->engine->incarnation()));
   }
-  const absl::StatusOr<engine::ContributionSpec> spec = messages::ToContributionSpec(request_.open());
-  if (!spec.ok()) return spec.status();
-  absl::StatusOr<engine::Contribution> contribution = environment_->engine->OpenContribution(*spec);
-  if (!contribution.ok()) return contribution.status();
-  contribution_ = *std::move(contribution);
-  head_ = spec->head;
+  LOSSD_TRY(const engine::ContributionSpec spec, messages::ToContributionSpec(request_.open()));
+  LOSSD_TRY(engine::Contribution contribution, environment_->engine->OpenContribution(spec));
+  contribution_ = std::move(contribution);
+  head_ = spec.head;
   added_.state = contribution_.state;
   return Extent{contribution_.rows, contribution_.row_bytes()};
 }
@@ -293,10 +285,9 @@ void AddGradientCall::OnCancel() {
 }
 
 absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  const absl::StatusOr<engine::AddedRows> added = environment_->engine->AddRows(contribution_, rows, values);
-  if (!added.ok()) return added.status();
-  added_.rows += added->rows;
-  added_.state = added->state;
+  LOSSD_TRY(const engine::AddedRows added, environment_->engine->AddRows(contribution_, rows, values));
+  added_.rows += added.rows;
+  added_.state = added.state;
   return absl::OkStatus();
 }
 
@@ -329,21 +320,18 @@ void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
 }
 
 absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
-  const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
-  if (!decoded.ok()) return decoded.status();
+  LOSSD_TRY(const wire::PayloadView decoded, wire::Decode(request, &request_));
   peer_ = PeerKey(*context(), "");
-  absl::StatusOr<AdmittedCall> admitted =
-      environment_->access->Admit(*context(), "SaveCheckpoint", request_.head());
-  if (!admitted.ok()) return admitted.status();
-  admitted_ = *std::move(admitted);
+  LOSSD_TRY(AdmittedCall admitted,
+            environment_->access->Admit(*context(), "SaveCheckpoint", request_.head()));
+  admitted_ = std::move(admitted);
   if (admitted_.role < access::Role::kAdmin) {
     absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
     if (!keeps.ok())
       return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
   }
   peer_ = PeerKey(*context(), admitted_.identity);
-  absl::Status added = environment_->registry->Add(this, peer_);
-  if (!added.ok()) return added;
+  LOSSD_RETURN_IF_ERROR(environment_->registry->Add(this, peer_));
   environment_->count(1);
   if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
   environment_->count(-1);
@@ -481,12 +469,10 @@ absl::Status ReadTensorCall::UseRegion() {
     return errors::FieldError("in_region.bytes", absl::StrCat("be ", bytes, ", the bytes of the rows"),
                               request_.in_region().bytes());
   }
-  auto region = ClaimRegion(environment_->regions, "region", request_.region(), identity_);
-  if (!region.ok()) return region.status();
-  const auto place = BytesOf(**region, "in_region", request_.in_region());
-  if (!place.ok()) return place.status();
-  region_ = *std::move(region);
-  in_region_ = *place;
+  LOSSD_TRY(auto region, ClaimRegion(environment_->regions, "region", request_.region(), identity_));
+  LOSSD_TRY(const auto place, BytesOf(*region, "in_region", request_.in_region()));
+  region_ = std::move(region);
+  in_region_ = place;
   return absl::OkStatus();
 }
 

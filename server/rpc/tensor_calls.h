@@ -32,7 +32,6 @@
 #include "server/metrics/metrics.h"
 #include "server/regions/regions.h"
 #include "server/rpc/access_control.h"
-#include "server/rpc/call_registry.h"
 #include "server/rpc/request_call.h"
 #include "server/rpc/workers.h"
 

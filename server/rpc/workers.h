@@ -1,20 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that run what must not run on gRPC's callback threads or on the engine's threads: calls that block,
-// and writes to the transport. WorkerPool runs tasks in order; AdminWorkers runs the calls of HeadService and
-// shares its threads fairly among heads and peers.
+// Threads of the service beside gRPC's callback threads and the engine's threads. WorkerPool runs tasks in
+// order; AdminWorkers runs the calls of HeadService and shares its threads fairly among heads and peers;
+// Pulse finds out whether gRPC's own threads answer. Calls that block and writes to the transport run here.
 //
-// Both classes are thread-safe.
+// All classes are thread-safe.
 #ifndef LOSSD_SERVER_RPC_WORKERS_H_
 #define LOSSD_SERVER_RPC_WORKERS_H_
 
+#include <grpcpp/server_builder.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <list>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,9 +28,19 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/exchange_times.h"
+#include "proto/wire/region_packets.h"
 #include "server/engine/staging.h"
 
 namespace lossd::rpc {
+
+// Threads that run what must not run on gRPC's callback threads or on the engine's threads: calls that block,
+// and writes to the transport. WorkerPool runs tasks in order; AdminWorkers runs the calls of HeadService and
+// shares its threads fairly among heads and peers.
+//
+// Both classes are thread-safe.
 
 // A fixed number of threads that run tasks in order of submission.
 class WorkerPool {
@@ -135,6 +151,57 @@ class AdminWorkers {
   uint64_t last_turn_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
+};
+
+// Pulse finds out whether gRPC's threads answer. The server keeps a connection to itself, and Pulse asks gRPC
+// for a sign of life over it every second. The question goes the way that clients' calls go, through the
+// threads that read and write connections.
+//
+// Pulse is thread-safe.
+
+// Runs a function on a thread of its own, again and again, until destroyed.
+class Periodic {
+ public:
+  // The first run is after one `pause`. `run` must be quick: the destructor waits for it.
+  Periodic(absl::Duration pause, absl::AnyInvocable<void()> run)
+      : thread_([this, pause, run = std::move(run)]() mutable {
+          while (!stopping_.AwaitFor(pause)) run();
+        }) {}
+  ~Periodic() {
+    stopping_.Notify();
+    thread_.join();
+  }
+
+ private:
+  clocks::Event stopping_;
+  std::thread thread_;
+};
+
+class Pulse {
+ public:
+  // Gives the builder a way to take the connection. Before the server is built.
+  explicit Pulse(grpc::ServerBuilder* builder);
+
+  // Once the server is there.
+  void Start();
+  // Before it shuts down; later calls do nothing. Silence is zero from then on.
+  void Stop();
+
+  // How long gRPC has not answered.
+  absl::Duration Silence() const { return watched_ ? beat_.Silence() : absl::ZeroDuration(); }
+
+ private:
+  bool Connect();
+  void Ask();
+  void ReadAnswers();
+
+  const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> taker_;
+  wire::OwnedDescriptor socket_;
+  std::string unread_;  // of a frame that has not come as a whole
+  int unanswered_ = 0;  // questions
+  std::atomic<bool> watched_{false};
+  kernels::Heartbeat beat_;
+  std::optional<Periodic> thread_;
 };
 
 }  // namespace lossd::rpc

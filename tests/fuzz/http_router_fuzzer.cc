@@ -11,7 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "server/metrics/http_router.h"
+#include "server/metrics/http_server.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace lossd::fuzz {

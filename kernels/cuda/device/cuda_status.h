@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::kernels::cuda {
 
@@ -46,12 +47,6 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
   do {                                                                \
     if (cudaError_t lossd_error = (call); lossd_error != cudaSuccess) \
       return ::lossd::kernels::cuda::ToStatus(lossd_error, name);     \
-  } while (false)
-
-// Returns a Status that is not OK from the enclosing function.
-#define LOSSD_RETURN_IF_ERROR(expression)                                                  \
-  do {                                                                                     \
-    if (absl::Status lossd_status = (expression); !lossd_status.ok()) return lossd_status; \
   } while (false)
 
 namespace lossd::kernels::cuda {

@@ -19,7 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "client/cli/contexts.h"
+#include "client/cli/context.h"
 #include "kernels/errors/field_error.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/temp_folder.h"

@@ -15,10 +15,9 @@
 #include <string>
 
 #include "client/cli/describe.h"
+#include "client/cli/head_commands.h"
 #include "client/cli/http.h"
-#include "client/cli/random_rows.h"
-#include "client/cli/share_balance.h"
-#include "client/cli/tensor_io.h"
+#include "client/cli/tensors.h"
 #include "tests/support/temp_folder.h"
 
 // ---- Format ----

@@ -23,7 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
-#include "client/cli/tensor_io.h"
+#include "client/cli/tensors.h"
 #include "tests/client/cli/lossctl_fixture.h"
 
 // ---- Commands ----

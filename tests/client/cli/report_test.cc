@@ -5,11 +5,11 @@
 
 #include <nlohmann/json.hpp>
 
-#include "client/cli/bench_report.h"
+#include "client/cli/context.h"
 #include "client/cli/describe.h"
-#include "client/cli/errors.h"
 #include "client/cli/http.h"
-#include "client/cli/value_checks.h"
+#include "client/cli/loss_commands.h"
+#include "client/cli/options.h"
 #include "client/cpp/client.h"
 #include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"

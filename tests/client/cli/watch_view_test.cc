@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of watch_view.h and top_view.h: what `lossctl watch` and `lossctl top` show.
-#include "client/cli/watch_view.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/format.h"
-#include "client/cli/top_view.h"
+#include "client/cli/live_commands.h"
 
 // ---- lossctl top ----
 

@@ -21,7 +21,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "proto/wire/region_packets.h"
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"

@@ -12,7 +12,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
-#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "tests/client/scripted_server.h"
 
 namespace lossd::client::golden {

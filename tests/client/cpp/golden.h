@@ -16,7 +16,7 @@
 
 #include "absl/status/status.h"
 #include "client/cpp/client.h"
-#include "client/cpp/loss_work.h"
+#include "client/cpp/loss_call.h"
 #include "lossd/v1/head.pb.h"
 #include "lossd/v1/types.pb.h"
 

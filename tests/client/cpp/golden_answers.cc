@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_replace.h"
 #include "client/cpp/connections.h"
-#include "client/cpp/loss_stream.h"
+#include "client/cpp/loss_call.h"
 #include "client/cpp/tensor_transfer.h"
 #include "tests/client/cpp/golden.h"
 #include "tests/client/scripted_server.h"

@@ -5,8 +5,8 @@
 
 #include <optional>
 
+#include "client/cpp/loss_call.h"
 #include "client/cpp/loss_plan.h"
-#include "client/cpp/loss_stream.h"
 #include "client/cpp/tensor_transfer.h"
 #include "proto/wire/payload_codec.h"
 #include "tests/client/cpp/golden.h"

@@ -8,10 +8,9 @@
 #include <optional>
 #include <stdexcept>
 
-#include "client/cpp/call_errors.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
-#include "client/cpp/head_cache.h"
 #include "proto/wire/status_details.h"
 #include "tests/client/cpp/golden.h"
 

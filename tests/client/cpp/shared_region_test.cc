@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of the host that is registered with CUDA's driver for rows on GPUs, which are played (fake_cuda.h).
 // Waiting for room is in slice_places_test.cc.
-#include "client/cpp/shared_region.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -13,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "client/cpp/regions.h"
 #include "tests/client/cpp/cuda_ipc_fixture.h"
 #include "tests/client/cpp/fake_cuda.h"
 

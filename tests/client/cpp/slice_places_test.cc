@@ -14,8 +14,7 @@
 #include "absl/time/clock.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"
-#include "client/cpp/loss_work.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "tests/support/server_process.h"
 
 namespace lossd::client::internal::slice_places_test {

@@ -15,8 +15,8 @@
 #include <tuple>
 #include <vector>
 
-#include "client/plan/local_head.h"
 #include "client/plan/measured.h"
+#include "client/plan/model.h"
 #include "client/plan/plan.h"
 #include "kernels/cuda/heads/head_memory.h"
 

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/cpu/memory.h"
+#include "kernels/cpu/parallel_for.h"
 #include "kernels/errors/field_error.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"

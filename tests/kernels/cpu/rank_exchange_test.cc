@@ -14,7 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/cpu/class_exchange.h"
+#include "kernels/cpu/row_loss.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing::rank_exchange_test {

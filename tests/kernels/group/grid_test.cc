@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/head_planner.h"
 #include "kernels/validation.h"

@@ -19,7 +19,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/validation.h"
 #include "tests/kernels/chunk_run.h"

@@ -8,7 +8,6 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels::testing {

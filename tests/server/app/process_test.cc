@@ -16,10 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "server/app/addresses.h"
-#include "server/app/flags.h"
-#include "server/app/health.h"
+#include "server/app/server_options.h"
 #include "server/app/server_parts.h"
-#include "server/app/stop_events.h"
 
 // ---- Addresses ----
 

@@ -12,9 +12,7 @@
 #include <vector>
 
 #include "server/app/server_parts.h"
-#include "server/metrics/gpu_monitor.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/rank_metrics.h"
 
 namespace lossd::app::rank_families_test {
 namespace {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/app/service_manager.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -9,6 +7,7 @@
 #include <atomic>
 
 #include "kernels/errors/field_error.h"
+#include "server/app/process.h"
 #include "tests/support/fake_service_manager.h"
 
 namespace lossd::app::service_manager_test {

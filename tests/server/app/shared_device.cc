@@ -23,7 +23,6 @@
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/cpu_replicas.h"
 #include "kernels/create_backend.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Events by a clock of the test's own.
-#include "server/metrics/event_log.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/metrics/events.h"
 
 namespace lossd::metrics::event_log_test {
 namespace {

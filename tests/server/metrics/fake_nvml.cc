@@ -9,7 +9,7 @@
 #include <mutex>
 #include <string>
 
-#include "server/metrics/gpu_monitor.h"
+#include "server/metrics/metrics.h"
 
 namespace {
 

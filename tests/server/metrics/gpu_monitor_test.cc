@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The monitor on a management library of the tests' own.
-#include "server/metrics/gpu_monitor.h"
-
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/metrics/families.h"
+#include "server/metrics/metrics.h"
 
 namespace lossd::metrics::gpu_monitor_test {
 namespace {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of head_metrics.h and of the registry of metrics.
-#include "server/metrics/head_metrics.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of history.h: the history of samples, and the sampler that fills it.
-#include "server/metrics/history.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "server/metrics/status_page.h"
 
 // ---- History ----
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/metrics/http_listener.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "server/metrics/http_server.h"
 
 namespace lossd::metrics::http_listener_test {
 namespace {

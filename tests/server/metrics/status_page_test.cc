@@ -16,8 +16,7 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/head/checkpoint.h"
-#include "server/metrics/history.h"
-#include "server/metrics/http_pages.h"
+#include "server/metrics/http_server.h"
 #include "tests/support/temp_folder.h"
 
 // ---- Status page ----

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recordings by a clock of the test's own.
-#include "server/metrics/trace_recorder.h"
-
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 #include <string>
+
+#include "server/metrics/events.h"
 
 namespace lossd::metrics::trace_recorder_test {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/connections/listening_socket.h"

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of call_registry.h: the registry of open calls and the timeouts of calls.
-#include "server/rpc/call_registry.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,6 +9,7 @@
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
+#include "server/rpc/request_call.h"
 
 // ---- Call registry ----
 

@@ -7,8 +7,8 @@
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
 #include "server/log/log.h"
-#include "server/rpc/call_registry.h"
-#include "server/rpc/pulse.h"
+#include "server/rpc/request_call.h"
+#include "server/rpc/workers.h"
 #include "tests/support/system_clock.h"
 
 namespace lossd::rpc::clock_jumps_test {

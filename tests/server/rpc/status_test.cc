@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/rpc/status.h"
-
 #include <gtest/gtest.h>
 
 #include "kernels/errors/field_error.h"
 #include "lossd/v1/types.pb.h"
 #include "proto/wire/status_details.h"
+#include "server/rpc/request_call.h"
 
 namespace lossd::rpc::status_test {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "kernels/clocks/clock.h"
 #include "proto/wire/status_details.h"
 #include "tests/server/service/service_client.h"

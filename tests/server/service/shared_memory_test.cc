@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
-#include "client/cpp/shared_region.h"
+#include "client/cpp/regions.h"
 #include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
 #include "tests/server/service/small_head.h"

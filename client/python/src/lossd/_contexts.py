@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named servers, from the file that `lossctl context` keeps. client/cli/contexts.h describes it and reads it alike."""
+"""Named servers, from the file that `lossctl context` keeps. client/cli/context.h describes it and reads it alike."""
 
 from __future__ import annotations
 

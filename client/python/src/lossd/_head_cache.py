@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the client remembers of heads between calls. Thread-safe; bounded by the number of heads it has used.
 
-client/cpp/head_cache.h does the same; tests/client/golden/incarnations.json holds both to it.
+client/cpp/core.h does the same; tests/client/golden/incarnations.json holds both to it.
 """
 
 from __future__ import annotations

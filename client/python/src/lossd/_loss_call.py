@@ -26,7 +26,7 @@ from lossd.v1 import head_pb2, types_pb2
 
 # Whether the answers to one loss call are about one state of a head, and the right one.
 #
-# client/cpp/head_cache.h does the same; tests/client/golden/incarnations.json holds both to it.
+# client/cpp/core.h does the same; tests/client/golden/incarnations.json holds both to it.
 
 
 class AnswerCheck:

@@ -1,0 +1,705 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/loss_commands.h"
+
+#include <CLI/Error.hpp>
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/synchronization/mutex.h"
+#include "client/cli/describe.h"
+#include "client/cli/format.h"
+#include "client/cli/live.h"
+#include "client/cli/options.h"
+#include "client/cli/tensors.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
+
+namespace lossd::cli {
+namespace {
+
+// Rates and means of a run.
+struct Summary {
+  explicit Summary(const BenchTotals& totals) : sorted(totals.latencies) {
+    std::sort(sorted.begin(), sorted.end());
+    if (totals.seconds > 0) {
+      rows = static_cast<double>(totals.rows) / totals.seconds;
+      sent = static_cast<double>(totals.sent_bytes) / totals.seconds;
+      received = static_cast<double>(totals.received_bytes) / totals.seconds;
+    }
+    if (sorted.empty()) sorted = {0};
+    const double count = std::max<double>(1, static_cast<double>(totals.latencies.size()));
+    mean = std::accumulate(sorted.begin(), sorted.end(), 0.0) / count;
+    queue = totals.queue_seconds / count;
+    compute = totals.compute_seconds / count;
+    if (totals.squared_gradient > 0) error = std::sqrt(totals.sampling_variance / totals.squared_gradient);
+  }
+
+  double rows = 0, sent = 0, received = 0;  // per second
+  double mean = 0, queue = 0, compute = 0;  // seconds per microbatch
+  double error = 0;                         // predicted, of sampled gradients
+  std::vector<double> sorted;
+};
+
+}  // namespace
+
+double SampleQuantile(absl::Span<const double> sorted, double q) {
+  const double rank = std::ceil(q * static_cast<double>(sorted.size()));
+  return sorted[static_cast<size_t>(std::clamp(rank, 1.0, static_cast<double>(sorted.size()))) - 1];
+}
+
+nlohmann::ordered_json BenchJson(const BenchSetup& setup, const BenchTotals& totals) {
+  const Summary summary(totals);
+  return {
+      {"head", setup.head},
+      {"data", setup.data},
+      {"what", setup.what},
+      {"dtype", setup.dtype},
+      {"hidden_size", setup.hidden_size},
+      {"rows_per_microbatch", setup.rows},
+      {"in_flight", setup.in_flight},
+      {"channels", setup.channels},
+      {"channels_reason", setup.channels_reason},
+      {"streams", totals.streams},
+      {"slice_bytes", setup.slice_bytes.has_value() ? nlohmann::ordered_json(*setup.slice_bytes) : nullptr},
+      {"transport", setup.transport},
+      {"transport_reason", setup.transport_reason},
+      {"gpu", setup.gpu.has_value() ? nlohmann::ordered_json(*setup.gpu) : nullptr},
+      {"seconds", totals.seconds},
+      {"microbatches", totals.latencies.size()},
+      {"rows", totals.rows},
+      {"rows_per_second", summary.rows},
+      {"sent_bytes_per_second", summary.sent},
+      {"received_bytes_per_second", summary.received},
+      {"latency_seconds",
+       {{"mean", summary.mean},
+        {"p50", SampleQuantile(summary.sorted, 0.5)},
+        {"p90", SampleQuantile(summary.sorted, 0.9)},
+        {"p99", SampleQuantile(summary.sorted, 0.99)},
+        {"max", summary.sorted.back()}}},
+      {"server_seconds_per_microbatch", {{"queue", summary.queue}, {"compute", summary.compute}}},
+      {"repeats", totals.repeats},
+      {"gradient_error", summary.error}};
+}
+
+std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
+  const Summary summary(totals);
+  const auto quantile = [&summary](double q) { return HumanSeconds(SampleQuantile(summary.sorted, q)); };
+  FieldList fields;
+  fields.Add("head", absl::StrCat(setup.head, ", D = ", HumanCount(setup.hidden_size), ", ", setup.dtype));
+  fields.Add("computed", setup.what == "loss" ? "loss"
+                         : setup.what == "dx" ? "loss and dL/dx"
+                                              : "loss, dL/dx and dL/dW");
+  fields.Add(
+      "load",
+      absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data, " rows in flight, ",
+                   totals.streams, " streams over ", setup.channels, " channels",
+                   setup.slice_bytes.has_value()
+                       ? absl::StrCat(", slices of ", HumanBytes(static_cast<double>(*setup.slice_bytes)))
+                       : ""));
+  fields.Add("transport", setup.transport_reason.empty()
+                              ? setup.transport
+                              : absl::StrCat(setup.transport, " (", setup.transport_reason, ")"));
+  if (!setup.channels_reason.empty())
+    fields.Add("channels", absl::StrCat(setup.channels, " (", setup.channels_reason, ")"));
+  fields.Add("ran", absl::StrCat(HumanSeconds(totals.seconds), ", ", HumanCount(totals.latencies.size()),
+                                 " microbatches",
+                                 totals.repeats > 0 ? absl::StrCat(", ", totals.repeats, " repeats") : ""));
+  fields.Add("throughput", absl::StrCat(HumanRate(summary.rows), " rows/s"));
+  fields.Add("transfer",
+             absl::StrFormat("%.3f GB/s there, %.3f GB/s back", summary.sent / 1e9, summary.received / 1e9));
+  fields.Add("latency", absl::StrCat("p50 ", quantile(0.5), ", p90 ", quantile(0.9), ", p99 ", quantile(0.99),
+                                     ", max ", quantile(1)));
+  fields.Add("server", absl::StrCat("per microbatch, summed over slices: queue ", HumanSeconds(summary.queue),
+                                    ", device ", HumanSeconds(summary.compute)));
+  if (summary.error > 0) fields.Add("gradients", absl::StrFormat("predicted error %.2g", summary.error));
+  return fields.ToString();
+}
+
+// The command loss.
+
+namespace {
+
+struct LossFlags {
+  std::string head;
+  std::string hidden, targets, row_weights;
+  uint64_t random_rows = 0;
+  uint64_t seed = 0;
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;
+  bool accumulate = false;
+  std::optional<uint64_t> step;
+  uint64_t microbatch_id = 0;
+  std::string grad_out, rows_out;
+  client::ComputeOptions loss;
+};
+
+// Per-row results of a microbatch.
+struct RowResults {
+  explicit RowResults(uint64_t rows) : loss(rows), lse(rows), entropy(rows), logprob(rows), argmax(rows) {}
+
+  std::vector<float> loss, lse, entropy, logprob;
+  std::vector<int32_t> argmax;
+};
+
+absl::Status InFile(const std::string& file, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(file, ": ", status.message()));
+}
+
+absl::StatusOr<HiddenRows> LoadRows(const LossFlags& flags) {
+  LOSSD_TRY(TensorData hidden, LoadTensor(flags.hidden));
+  if (hidden.shape.empty()) return absl::InvalidArgumentError(absl::StrCat(flags.hidden, " is a scalar"));
+  LOSSD_TRY(const TensorData targets, LoadTensor(flags.targets));
+
+  HiddenRows rows;
+  rows.hidden_size = static_cast<uint64_t>(hidden.shape.back());
+  rows.rows = rows.hidden_size > 0 ? hidden.elements() / rows.hidden_size : 0;
+  rows.dtype = flags.dtype != v1::DTYPE_UNSPECIFIED ? flags.dtype : WireDType(hidden.dtype);
+  if (rows.dtype == v1::DTYPE_UNSPECIFIED) rows.dtype = v1::DTYPE_FP32;
+  absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(rows.dtype, hidden);
+  if (!bytes.ok()) return InFile(flags.hidden, bytes.status());
+  rows.hidden = *std::move(bytes);
+  absl::StatusOr<std::vector<int32_t>> labels = ToInt32(targets);
+  if (!labels.ok()) return InFile(flags.targets, labels.status());
+  rows.targets = *std::move(labels);
+  if (rows.targets.size() != rows.rows) {
+    return absl::InvalidArgumentError(absl::StrCat(flags.targets, " has ", rows.targets.size(),
+                                                   " targets for ", rows.rows, " rows of ", flags.hidden));
+  }
+  return rows;
+}
+
+absl::StatusOr<std::vector<float>> LoadRowWeights(const std::string& file) {
+  if (file.empty()) return std::vector<float>();
+  LOSSD_TRY(const TensorData tensor, LoadTensor(file));
+  const absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(v1::DTYPE_FP32, tensor);
+  if (!bytes.ok()) return InFile(file, bytes.status());
+  const auto* values = reinterpret_cast<const float*>(bytes->data());
+  return std::vector<float>(values, values + bytes->size() / sizeof(float));
+}
+
+template <typename T>
+NamedTensor AsTensor(const std::string& name, formats::DType dtype, const std::vector<T>& values) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
+  return {name,
+          {dtype,
+           {static_cast<int64_t>(values.size())},
+           std::vector<uint8_t>(bytes, bytes + values.size() * sizeof(T))}};
+}
+
+absl::Status SaveCsv(const std::string& path, const std::vector<int32_t>& targets,
+                     const RowResults& results) {
+  std::ofstream file(path);
+  file << "row,target,loss,lse,entropy,logprob,argmax\n";
+  for (size_t row = 0; row < targets.size(); ++row) {
+    file << absl::StreamFormat("%d,%d,%.9g,%.9g,%.9g,%.9g,%d\n", row, targets[row], results.loss[row],
+                               results.lse[row], results.entropy[row], results.logprob[row],
+                               results.argmax[row]);
+  }
+  file.close();
+  return file ? absl::OkStatus() : absl::InternalError(absl::StrCat("cannot write ", path));
+}
+
+absl::Status SaveRows(const std::string& path, const std::vector<int32_t>& targets,
+                      const RowResults& results) {
+  if (absl::EndsWith(path, ".csv")) return SaveCsv(path, targets, results);
+  using formats::DType;
+  return SaveTensors(path, {AsTensor("row_loss", DType::kFloat32, results.loss),
+                            AsTensor("row_lse", DType::kFloat32, results.lse),
+                            AsTensor("row_entropy", DType::kFloat32, results.entropy),
+                            AsTensor("row_logprob", DType::kFloat32, results.logprob),
+                            AsTensor("row_argmax", DType::kInt32, results.argmax)});
+}
+
+absl::Status CheckOutputs(const LossFlags& flags) {
+  if (!flags.grad_out.empty()) {
+    LOSSD_RETURN_IF_ERROR(CheckOutputPath(flags.grad_out, 1));
+  }
+  if (flags.rows_out.empty() || absl::EndsWith(flags.rows_out, ".csv")) return absl::OkStatus();
+  return CheckOutputPath(flags.rows_out, 5);
+}
+
+void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
+                 const client::LossResult& result) {
+  if (context.json) {
+    context.PrintJson({{"head", flags.head},
+                       {"incarnation", HumanIncarnation(result.incarnation)},
+                       {"step", result.step},
+                       {"rows", rows},
+                       {"loss", result.loss},
+                       {"loss_sum", result.loss_sum},
+                       {"z_loss_sum", result.z_loss_sum},
+                       {"entropy_sum", result.entropy_sum},
+                       {"normalizer", result.normalizer},
+                       {"dropped_mass", result.dropped_mass},
+                       {"gradient_error", result.gradient_error()},
+                       {"valid_rows", result.valid_rows},
+                       {"correct_rows", result.correct_rows},
+                       {"accumulated_rows", result.accumulated_rows},
+                       {"repeated_rows", result.repeated_rows},
+                       {"queue_seconds", result.queue_seconds},
+                       {"compute_seconds", result.compute_seconds},
+                       {"wall_seconds", result.wall_seconds},
+                       {"sent_bytes", result.sent_bytes},
+                       {"received_bytes", result.received_bytes},
+                       {"streams", result.streams},
+                       {"repeats", result.repeats}});
+    return;
+  }
+  const double valid = static_cast<double>(result.valid_rows);
+  FieldList fields;
+  fields.Add("loss", absl::StrFormat("%.9g", result.loss));
+  if (result.z_loss_sum != 0) {
+    fields.Add("of it z-loss", absl::StrFormat("%.9g", result.z_loss_sum / result.normalizer));
+  }
+  fields.Add("rows", absl::StrCat(HumanCount(rows), ", ", HumanCount(result.valid_rows), " valid"));
+  fields.Add("correct",
+             absl::StrFormat("%s (%.2f %%)", HumanCount(result.correct_rows),
+                             valid > 0 ? 100.0 * static_cast<double>(result.correct_rows) / valid : 0.0));
+  if (result.dropped_mass > 0) {
+    fields.Add("dropped mass", absl::StrFormat("%.4g per valid row", result.dropped_mass / valid));
+  }
+  if (result.squared_gradient > 0) {
+    fields.Add("gradient error", absl::StrFormat("%.2g predicted", result.gradient_error()));
+  }
+  if (flags.accumulate) {
+    fields.Add("accumulated",
+               absl::StrCat(HumanCount(result.accumulated_rows), " rows into step ", HumanCount(result.step),
+                            ", ", HumanCount(result.repeated_rows), " were there before"));
+  }
+  fields.Add("time", absl::StrCat(HumanSeconds(result.wall_seconds), " (device ",
+                                  HumanSeconds(result.compute_seconds), ", queue ",
+                                  HumanSeconds(result.queue_seconds), ")"));
+  fields.Add("transferred", absl::StrCat(HumanBytes(static_cast<double>(result.sent_bytes)), " there, ",
+                                         HumanBytes(static_cast<double>(result.received_bytes)), " back"));
+  if (!flags.grad_out.empty()) fields.Add("gradient in", flags.grad_out);
+  if (!flags.rows_out.empty()) fields.Add("rows in", flags.rows_out);
+  context.Print(fields.ToString());
+}
+
+absl::StatusOr<HiddenRows> MakeLossRows(const LossFlags& flags, const v1::HeadSpec& spec) {
+  if (!flags.hidden.empty()) return LoadRows(flags);
+  const v1::DType dtype = flags.dtype != v1::DTYPE_UNSPECIFIED ? flags.dtype : v1::DTYPE_BF16;
+  const int copies = flags.grad_out.empty() ? 1 : 2;
+  LOSSD_RETURN_IF_ERROR(CheckRoom("--random", flags.random_rows, spec.hidden_size(), dtype, copies));
+  return RandomRows(flags.random_rows, spec.hidden_size(), spec.vocab_size(), dtype, flags.seed);
+}
+
+absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& client) {
+  LOSSD_RETURN_IF_ERROR(CheckOutputs(flags));
+  LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
+  const absl::StatusOr<HiddenRows> rows = MakeLossRows(flags, head.spec());
+  if (!rows.ok()) return rows.status();
+  LOSSD_TRY(const std::vector<float> row_weights, LoadRowWeights(flags.row_weights));
+
+  client::Microbatch microbatch;
+  microbatch.head = flags.head;
+  microbatch.step = flags.step;
+  if (flags.accumulate && !flags.step.has_value()) microbatch.step = head.state().step();
+  microbatch.id = flags.microbatch_id;
+  microbatch.hidden_size = rows->hidden_size;
+  microbatch.hidden_dtype = rows->dtype;
+  microbatch.hidden = rows->hidden.data();
+  microbatch.targets = rows->targets;
+  microbatch.row_weights = row_weights;
+
+  client::LossOutputs outputs;
+  std::vector<uint8_t> gradient(flags.grad_out.empty() ? 0 : rows->hidden.size());
+  if (!flags.grad_out.empty()) outputs.grad_hidden = gradient.data();
+  RowResults results(flags.rows_out.empty() ? 0 : rows->rows);
+  outputs.row_loss = absl::MakeSpan(results.loss);
+  outputs.row_lse = absl::MakeSpan(results.lse);
+  outputs.row_entropy = absl::MakeSpan(results.entropy);
+  outputs.row_logprob = absl::MakeSpan(results.logprob);
+  outputs.row_argmax = absl::MakeSpan(results.argmax);
+
+  client::ComputeOptions options = flags.loss;
+  options.accumulate_gradients = flags.accumulate;
+  options.timeout = context->timeout();
+  LOSSD_TRY(const client::LossResult result, client.ComputeLoss(microbatch, outputs, options));
+
+  if (!flags.grad_out.empty()) {
+    const std::vector<int64_t> shape = {static_cast<int64_t>(rows->rows),
+                                        static_cast<int64_t>(rows->hidden_size)};
+    LOSSD_RETURN_IF_ERROR(
+        SaveTensors(flags.grad_out, {{"grad_hidden", {FileDType(rows->dtype), shape, std::move(gradient)}}}));
+  }
+  if (!flags.rows_out.empty()) {
+    LOSSD_RETURN_IF_ERROR(SaveRows(flags.rows_out, rows->targets, results));
+  }
+  PrintResult(*context, flags, rows->rows, result);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void AddLossCommand(CLI::App* app, Context* context) {
+  CLI::App* loss = app->add_subcommand("loss", "Compute the loss of rows");
+  auto flags = std::make_shared<LossFlags>();
+  AddHead(loss, &flags->head);
+  const std::string files = "FILE.npy|FILE.safetensors[:TENSOR]";
+  const std::string rows = "Rows";
+  CLI::Option* hidden =
+      loss->add_option("--hidden", flags->hidden, "Hidden states [..., D]")->type_name(files)->group(rows);
+  CLI::Option* targets =
+      loss->add_option("--targets", flags->targets, "Integers, one per row")->type_name(files)->group(rows);
+  hidden->needs(targets);
+  targets->needs(hidden);
+  CLI::Option* random = loss->add_option("--random", flags->random_rows, "Instead: so many random rows")
+                            ->type_name("ROWS")
+                            ->check(WholeNumber(1))
+                            ->excludes(hidden)
+                            ->group(rows);
+  loss->add_option("--seed", flags->seed, "Of the random rows [0]")->needs(random)->group(rows);
+  loss->add_option("--row-weights", flags->row_weights, "Weights, one per row")
+      ->type_name(files)
+      ->group(rows);
+  AddWord(loss, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [the file's; random: bf16]")
+      ->group(rows);
+
+  AddLossOptions(loss, &flags->loss);
+
+  const std::string training = "Training";
+  loss->add_flag("--accumulate", flags->accumulate, "Add the gradients of the head to its accumulators")
+      ->group(training);
+  loss->add_option("--step", flags->step, "Must be open [whichever is]")->group(training);
+  loss->add_option("--microbatch-id", flags->microbatch_id, "The same id is accumulated once [0]")
+      ->group(training);
+
+  const std::string results = "Results";
+  loss->add_option("--grad-out", flags->grad_out, "Write dL/dx: .npy or .safetensors")
+      ->type_name("FILE")
+      ->group(results);
+  loss->add_option("--rows-out", flags->rows_out, "Write results per row: .safetensors or .csv")
+      ->type_name("FILE")
+      ->group(results);
+  loss->parse_complete_callback([flags] {
+    if (flags->hidden.empty() && flags->random_rows == 0)
+      throw CLI::RequiredError("--hidden and --targets, or --random");
+  });
+  SetClientAction(loss, context, [=](client::Client& client) { return RunLoss(context, *flags, client); });
+}
+
+// The command bench.
+
+namespace {
+
+enum class What { kLoss, kDx, kAll };
+
+const std::map<std::string, What>& Whats() {
+  static const auto* words =
+      new std::map<std::string, What>{{"loss", What::kLoss}, {"dx", What::kDx}, {"all", What::kAll}};
+  return *words;
+}
+
+enum class Data { kRandom, kReal };
+
+const std::map<std::string, Data>& DataKinds() {
+  static const auto* words =
+      new std::map<std::string, Data>{{"random", Data::kRandom}, {"real", Data::kReal}};
+  return *words;
+}
+
+const std::map<std::string, std::string>& Transports() {
+  static const auto* words = new std::map<std::string, std::string>{
+      {"auto", "auto"}, {"cuda_ipc", "cuda_ipc"}, {"grpc", "grpc"}, {"shared_memory", "shared_memory"}};
+  return *words;
+}
+
+struct BenchFlags {
+  std::string head;
+  Data data = Data::kRandom;
+  bool overwrite_weight = false;
+  What what = What::kAll;
+  uint64_t rows = 4096;
+  v1::DType dtype = v1::DTYPE_BF16;
+  int in_flight = 1;
+  double seconds = 10;
+  uint64_t microbatches = 0;  // 0: by time
+  uint64_t warmup = 2;
+  uint64_t seed = 0;
+  bool force = false;
+  client::ClientOptions connection;
+  std::optional<uint64_t> shared_memory_bytes;
+  std::optional<int> gpu;  // that has the rows, by the driver's number; nullopt: the server's
+  client::ComputeOptions loss;
+};
+
+// Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took. Hidden
+// states and gradients are on a GPU, or on the host (nullopt).
+class Bench {
+ public:
+  Bench(const BenchFlags& flags, const HiddenRows& rows, RowBuffer hidden, std::optional<int> gpu,
+        const v1::HeadDescription& head, client::Client* client)
+      : flags_(flags),
+        rows_(rows),
+        hidden_(std::move(hidden)),
+        gpu_(gpu),
+        step_(head.state().step()),
+        client_(client) {
+    // A deterministic server wants ids from 0; otherwise away from those of other runs in the same step.
+    if (head.slice_limits().row_grid() == 0) first_id_ = uint64_t{std::random_device()()} << 32;
+  }
+
+  absl::StatusOr<BenchTotals> Run() {
+    for (uint64_t i = 0; i < flags_.warmup; ++i) {
+      LOSSD_TRY(RowBuffer dx, MakeGradient());
+      LOSSD_TRY(const client::LossResult result, ComputeOne(dx));
+    }
+    start_ = clocks::SteadyNow();
+    started_ = 0;
+    std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(flags_.in_flight));
+    for (int i = 0; i < flags_.in_flight; ++i) threads.emplace_back([this] { Work(); });
+    ShowProgress();
+    for (std::thread& thread : threads) thread.join();
+    absl::MutexLock lock(&mu_);
+    totals_.seconds = absl::ToDoubleSeconds(last_end_ - start_);
+    if (!error_.ok()) return error_;
+    return totals_;
+  }
+
+ private:
+  absl::StatusOr<RowBuffer> MakeGradient() const {
+    return RowBuffer::Create(flags_.what == What::kLoss ? 0 : rows_.hidden.size(), gpu_);
+  }
+
+  absl::StatusOr<client::LossResult> ComputeOne(RowBuffer& dx) {
+    client::Microbatch microbatch;
+    microbatch.head = flags_.head;
+    if (flags_.what == What::kAll) microbatch.step = step_;
+    microbatch.id = first_id_ + next_id_++;
+    microbatch.hidden_size = rows_.hidden_size;
+    microbatch.hidden_dtype = rows_.dtype;
+    microbatch.hidden = hidden_.data();
+    microbatch.memory = hidden_.memory();
+    microbatch.targets = rows_.targets;
+    client::LossOutputs outputs;
+    if (flags_.what != What::kLoss) outputs.grad_hidden = dx.data();
+    client::ComputeOptions options = flags_.loss;
+    options.accumulate_gradients = flags_.what == What::kAll;
+    return client_->ComputeLoss(microbatch, outputs, options);
+  }
+
+  bool Over() {
+    if (interrupt_.received()) return true;
+    {
+      absl::MutexLock lock(&mu_);
+      if (!error_.ok()) return true;
+    }
+    if (flags_.microbatches > 0) return started_++ >= flags_.microbatches;
+    return clocks::SteadyNow() - start_ >= absl::Seconds(flags_.seconds);
+  }
+
+  void Work() {
+    absl::StatusOr<RowBuffer> dx = MakeGradient();
+    if (!dx.ok()) Record(dx.status());
+    while (!Over()) Record(ComputeOne(*dx));
+    absl::MutexLock lock(&mu_);
+    ++ended_;
+  }
+
+  void Record(const absl::StatusOr<client::LossResult>& result) {
+    absl::MutexLock lock(&mu_);
+    if (!result.ok()) {
+      error_.Update(result.status());
+      return;
+    }
+    last_end_ = clocks::SteadyNow();
+    totals_.rows += rows_.rows;
+    totals_.sent_bytes += result->sent_bytes;
+    totals_.received_bytes += result->received_bytes;
+    totals_.repeats += result->repeats;
+    totals_.streams = result->streams;
+    totals_.queue_seconds += result->queue_seconds;
+    totals_.compute_seconds += result->compute_seconds;
+    totals_.sampling_variance += result->sampling_variance;
+    totals_.squared_gradient += result->squared_gradient;
+    totals_.latencies.push_back(result->wall_seconds);
+  }
+
+  // Until the threads have ended.
+  void ShowProgress() {
+    if (!ShowsProgress()) return;
+    auto all_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return ended_ == flags_.in_flight; };
+    absl::MutexLock lock(&mu_);
+    while (!clocks::AwaitFor(mu_, absl::Condition(&all_ended), absl::Milliseconds(500))) {
+      const double seconds = absl::ToDoubleSeconds(clocks::SteadyNow() - start_);
+      std::fprintf(stderr, "\r\033[K%5.1f s  %s microbatches  %s rows/s", seconds,
+                   HumanCount(totals_.latencies.size()).c_str(),
+                   HumanRate(static_cast<double>(totals_.rows) / seconds).c_str());
+    }
+    std::fputs("\r\033[K", stderr);
+  }
+
+  const BenchFlags& flags_;
+  const HiddenRows& rows_;
+  RowBuffer hidden_;  // the same for all threads, which read it
+  const std::optional<int> gpu_;
+  const uint64_t step_;
+  client::Client* const client_;
+  uint64_t first_id_ = 0;
+  Interrupt interrupt_;
+  absl::Time start_;
+  std::atomic<uint64_t> next_id_{0};
+  std::atomic<uint64_t> started_{0};
+
+  absl::Mutex mu_;
+  BenchTotals totals_ ABSL_GUARDED_BY(mu_);
+  absl::Time last_end_ ABSL_GUARDED_BY(mu_) = clocks::SteadyNow();
+  absl::Status error_ ABSL_GUARDED_BY(mu_);
+  int ended_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+absl::Status CheckHead(const BenchFlags& flags, const v1::HeadDescription& head) {
+  if (flags.what != What::kAll || flags.force || head.step_rows() == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "head \"", flags.head, "\" holds gradients of ", head.step_rows(),
+      " rows, which the benchmark would mix with its own and discard; use --what dx, or --force"));
+}
+
+// Real rows need the weight that belongs to them, which replaces the head's.
+absl::StatusOr<HiddenRows> MakeBenchRows(const BenchFlags& flags, const v1::HeadSpec& spec,
+                                         client::Client& client) {
+  if (flags.data == Data::kRandom) {
+    return RandomRows(flags.rows, spec.hidden_size(), spec.vocab_size(), flags.dtype, flags.seed);
+  }
+  if (!flags.overwrite_weight) {
+    return absl::InvalidArgumentError(absl::StrCat("--data real replaces the weight of head \"", flags.head,
+                                                   "\"; say so with --overwrite-weight"));
+  }
+  LOSSD_RETURN_IF_ERROR(CheckTakesRealRows(spec));
+  LOSSD_TRY(const auto real,
+            data::RealRows::Create(static_cast<int64_t>(flags.rows), static_cast<int64_t>(spec.hidden_size()),
+                                   static_cast<int64_t>(spec.vocab_size()), flags.seed));
+  LOSSD_RETURN_IF_ERROR(WriteRealWeight(real, flags.head, client));
+  return MakeRealRows(real, flags.dtype);
+}
+
+BenchSetup SetupOf(const BenchFlags& flags, const HiddenRows& rows,
+                   const client::ConnectionChoice& connections) {
+  return {flags.head,
+          NameOf(DataKinds(), flags.data),
+          NameOf(Whats(), flags.what),
+          NameOf(DTypes(), rows.dtype),
+          rows.hidden_size,
+          rows.rows,
+          flags.in_flight,
+          connections.connections,
+          flags.loss.slice_bytes};
+}
+
+client::ClientOptions OptionsOf(const BenchFlags& flags) {
+  client::ClientOptions options = flags.connection;
+  if (flags.shared_memory_bytes.has_value())
+    options.shared_memory_bytes = static_cast<int64_t>(*flags.shared_memory_bytes);
+  return options;
+}
+
+// Where rows are to be: on the GPU that was named; else with CUDA IPC on the server's first one that this
+// process sees, and with other transports on the host (nullopt).
+absl::StatusOr<std::optional<int>> PlaceOfRows(const BenchFlags& flags, client::Client& client,
+                                               absl::Duration timeout) {
+  if (flags.gpu.has_value()) {
+    LOSSD_RETURN_IF_ERROR(CheckGpu("--gpu", *flags.gpu));
+    return flags.gpu;
+  }
+  if (flags.connection.transport != "cuda_ipc") return std::nullopt;
+  LOSSD_TRY(const v1::ServerDescription server, client.GetServer(timeout));
+  absl::StatusOr<int> gpu = FindGpu(server.region_device());
+  for (int i = 1; !gpu.ok() && i < server.region_devices_size(); ++i) {
+    const absl::StatusOr<int> next = FindGpu(server.region_devices(i));
+    if (next.ok()) gpu = next;
+  }
+  if (!gpu.ok()) return gpu.status();
+  return *gpu;
+}
+
+absl::Status RunBench(Context* context, const BenchFlags& flags) {
+  const absl::StatusOr<std::unique_ptr<client::Client>> client = context->Connect(OptionsOf(flags));
+  if (!client.ok()) return client.status();
+  LOSSD_TRY(const v1::HeadDescription head, (*client)->DescribeHead(flags.head, context->timeout()));
+  LOSSD_RETURN_IF_ERROR(CheckHead(flags, head));
+  // The rows, and a gradient for each thread.
+  const int copies = flags.what == What::kLoss ? 1 : 1 + flags.in_flight;
+  LOSSD_RETURN_IF_ERROR(CheckRoom("--rows", flags.rows, head.spec().hidden_size(), flags.dtype, copies));
+  LOSSD_TRY(const HiddenRows rows, MakeBenchRows(flags, head.spec(), **client));
+
+  LOSSD_TRY(const std::optional<int> gpu, PlaceOfRows(flags, **client, context->timeout()));
+  LOSSD_TRY(RowBuffer hidden, RowBuffer::Copy(rows.hidden, gpu));
+
+  const absl::StatusOr<BenchTotals> totals =
+      Bench(flags, rows, std::move(hidden), gpu, head, client->get()).Run();
+  if (flags.what == What::kAll) {
+    const auto zeroed = (*client)->ZeroGradients(flags.head, head.state().step(), context->timeout());
+    if (totals.ok() && !zeroed.ok()) return zeroed.status();
+  }
+  if (!totals.ok()) return totals.status();
+  const client::TransportChoice choice = (*client)->transport();
+  BenchSetup setup = SetupOf(flags, rows, choice.connections);
+  setup.channels_reason = choice.connections.reason;
+  setup.transport = gpu.has_value() ? choice.device.transport : choice.transport;
+  setup.gpu = gpu;
+  setup.transport_reason = gpu.has_value() ? choice.device.reason : choice.reason;
+  if (context->json) {
+    context->PrintJson(BenchJson(setup, *totals));
+  } else {
+    context->Print(BenchText(setup, *totals));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void AddBenchCommand(CLI::App* app, Context* context) {
+  CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with made-up rows");
+  auto flags = std::make_shared<BenchFlags>();
+  AddHead(bench, &flags->head);
+  AddWord(bench, "--what", &flags->what, Whats(),
+          "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards [all]");
+  AddWord(bench, "--data", &flags->data, DataKinds(),
+          "Rows: random, or real, with the softmax of a trained model (needs --overwrite-weight) [random]");
+  bench->add_flag("--overwrite-weight", flags->overwrite_weight,
+                  "Replace the head's weight by the one that real rows need");
+  bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(WholeNumber(1));
+  AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
+  bench
+      ->add_option("--in-flight", flags->in_flight,
+                   "Microbatches under way at once, 1 to 1024; 1: closed loop [1]")
+      ->check(WholeNumber(1, 1024));
+  bench->add_option("--channels", flags->connection.channels, "Connections, 1 to 64 [as many as help]")
+      ->check(WholeNumber(1, 64));
+  AddWord(bench, "--transport", &flags->connection.transport, Transports(),
+          "How rows travel: auto takes memory of the server's GPUs for rows that are on one of them (--gpu), "
+          "and shared memory if the server is on this host; cuda_ipc has the rows on the server's GPU, and "
+          "takes memory of that [auto]");
+  bench
+      ->add_option("--gpu", flags->gpu,
+                   "The GPU that has the rows, by its number [none; with cuda_ipc the server's first]")
+      ->check(WholeNumber(0, 1023));
+  AddBytes(bench, "--shared-memory-bytes", &flags->shared_memory_bytes,
+           "Memory to share with the server; it may give less [what the calls need, up to 256MiB]");
+  CLI::Option* seconds =
+      bench->add_option("--seconds", flags->seconds, "Run for so long [10]")->check(NumberAboveZero());
+  bench->add_option("--microbatches", flags->microbatches, "Run for so many instead")
+      ->check(WholeNumber(1))
+      ->excludes(seconds);
+  bench->add_option("--warmup", flags->warmup, "Microbatches before the clock starts [2]");
+  bench->add_option("--seed", flags->seed, "Of the rows [0]");
+  bench->add_flag("--force", flags->force, "Even if the open step holds gradients");
+  AddLossOptions(bench, &flags->loss);
+  bench->callback([=] { context->action = [=] { return RunBench(context, *flags); }; });
+}
+
+}  // namespace lossd::cli
