@@ -100,8 +100,7 @@ absl::Status Context::UseContext(const std::string& path, const std::string& nam
   credentials.cert = PathBeside(path, named.cert);
   credentials.key = PathBeside(path, named.key);
   if (named.token_file.empty() || !EnvironmentVariable("LOSSD_TOKEN").empty()) return absl::OkStatus();
-  LOSSD_TRY(std::string token, ReadTokenFile(PathBeside(path, named.token_file)));
-  credentials.token = std::move(token);
+  LOSSD_TRY(credentials.token, ReadTokenFile(PathBeside(path, named.token_file)));
   return absl::OkStatus();
 }
 

@@ -223,9 +223,7 @@ absl::Status SaveRows(const std::string& path, const std::vector<int32_t>& targe
 }
 
 absl::Status CheckOutputs(const LossFlags& flags) {
-  if (!flags.grad_out.empty()) {
-    LOSSD_RETURN_IF_ERROR(CheckOutputPath(flags.grad_out, 1));
-  }
+  if (!flags.grad_out.empty()) LOSSD_RETURN_IF_ERROR(CheckOutputPath(flags.grad_out, 1));
   if (flags.rows_out.empty() || absl::EndsWith(flags.rows_out, ".csv")) return absl::OkStatus();
   return CheckOutputPath(flags.rows_out, 5);
 }
@@ -335,9 +333,7 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
     LOSSD_RETURN_IF_ERROR(
         SaveTensors(flags.grad_out, {{"grad_hidden", {FileDType(rows->dtype), shape, std::move(gradient)}}}));
   }
-  if (!flags.rows_out.empty()) {
-    LOSSD_RETURN_IF_ERROR(SaveRows(flags.rows_out, rows->targets, results));
-  }
+  if (!flags.rows_out.empty()) LOSSD_RETURN_IF_ERROR(SaveRows(flags.rows_out, rows->targets, results));
   PrintResult(*context, flags, rows->rows, result);
   return absl::OkStatus();
 }

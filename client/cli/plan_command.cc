@@ -592,8 +592,7 @@ absl::Status RunPlan(Context* context, const PlanFlags& flags) {
   request.pipeline.layer_bytes = static_cast<int64_t>(flags.layer_memory);
   request.microbatch = std::min(request.microbatch, request.rows);
   if (flags.trainer_gpus != 0) {
-    LOSSD_TRY(plan::TrainerShape trainer, TrainerOf(flags));
-    request.trainer = std::move(trainer);
+    LOSSD_TRY(request.trainer, TrainerOf(flags));
   }
   LOSSD_TRY(const plan::Plan made, plan::MakePlan(request, *measured));
   if (context->json) {

@@ -287,13 +287,11 @@ absl::StatusOr<NamedServer> MakeServer(const Context& context, const ContextFlag
        {std::pair(context.flags.ca, &NamedServer::ca), std::pair(context.flags.cert, &NamedServer::cert),
         std::pair(context.flags.key, &NamedServer::key),
         std::pair(flags.token_file, &NamedServer::token_file)}) {
-    LOSSD_TRY(std::string path, Absolute(file));
-    server.*member = std::move(path);
+    LOSSD_TRY(server.*member, Absolute(file));
   }
   client::CredentialOptions credentials{.ca = server.ca, .cert = server.cert, .key = server.key};
   if (!server.token_file.empty()) {
-    LOSSD_TRY(std::string token, ReadTokenFile(server.token_file));
-    credentials.token = std::move(token);
+    LOSSD_TRY(credentials.token, ReadTokenFile(server.token_file));
   }
   const auto usable = client::Credentials::Create(credentials);  // reads the files
   if (!usable.ok()) return usable.status();

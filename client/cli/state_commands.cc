@@ -337,9 +337,7 @@ absl::Status AskBeforeLoad(Context* context, const std::string& checkpoint, cons
 
 absl::Status RunLoad(Context* context, const std::string& checkpoint, const std::string& head, bool yes,
                      client::Client& client) {
-  if (!yes) {
-    LOSSD_RETURN_IF_ERROR(AskBeforeLoad(context, checkpoint, head, client));
-  }
+  if (!yes) LOSSD_RETURN_IF_ERROR(AskBeforeLoad(context, checkpoint, head, client));
   LOSSD_TRY(const v1::HeadDescription loaded, client.LoadCheckpoint(checkpoint, head, context->timeout()));
   if (context->json) {
     context->PrintJson(ToJson(loaded));
@@ -510,9 +508,7 @@ void PrintRead(const Context& context, const TensorFlags& flags, const Extent& e
 }
 
 absl::Status RunRead(Context* context, const TensorFlags& flags, client::Client& client) {
-  if (!flags.out.empty()) {
-    LOSSD_RETURN_IF_ERROR(CheckOutputPath(flags.out, 1));
-  }
+  if (!flags.out.empty()) LOSSD_RETURN_IF_ERROR(CheckOutputPath(flags.out, 1));
   LOSSD_TRY(const Extent extent, ExtentOf(flags, client, context->timeout()));
   v1::ReadTensorRequest request;
   request.set_head(flags.head);

@@ -286,8 +286,7 @@ absl::StatusOr<RowBuffer> RowBuffer::Create(uint64_t bytes, std::optional<int> g
     return buffer;
   }
   LOSSD_TRY(CudaDriver* const driver, CudaDriver::Get());
-  LOSSD_TRY(uint8_t* const memory, driver->Allocate(bytes, *gpu));
-  buffer.on_gpu_ = memory;
+  LOSSD_TRY(buffer.on_gpu_, driver->Allocate(bytes, *gpu));
   return buffer;
 }
 

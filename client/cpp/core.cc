@@ -91,9 +91,8 @@ absl::Status HeadCache::Check(const TrainerStep& at, const GradientsId& gradient
 
 absl::Status HeadCache::Interpret(const TrainerStep& at, const absl::Status& status) const {
   const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status);
-  if (detail.has_value() && detail->incarnation() != 0) {
+  if (detail.has_value() && detail->incarnation() != 0)
     LOSSD_RETURN_IF_ERROR(Check(at, {.incarnation = detail->incarnation()}));
-  }
   return RefusesGeneration(status) ? DiscardedError(at.head, at.step, status) : status;
 }
 
@@ -131,9 +130,7 @@ absl::Status AnswerCheck::CheckStep(const v1::HeadState& state) {
 
 absl::Status AnswerCheck::Accept(const v1::HeadState& state) {
   if (state.incarnation() == 0) return ServerSent("incarnation 0");
-  if (at_.has_value()) {
-    LOSSD_RETURN_IF_ERROR(CheckStep(state));
-  }
+  if (at_.has_value()) LOSSD_RETURN_IF_ERROR(CheckStep(state));
   absl::MutexLock lock(&mu_);
   if (!state_.has_value()) state_ = state;
   if (state_->incarnation() != state.incarnation()) {

@@ -235,9 +235,8 @@ absl::StatusOr<int> CudaDriver::DeviceOf(const void* address) {
 absl::StatusOr<void*> CudaDriver::Context(int device) {
   absl::MutexLock lock(&mu_);
   void*& context = contexts_[device];
-  if (context == nullptr) {
+  if (context == nullptr)
     LOSSD_RETURN_IF_ERROR(Check(functions_->retain_context(&context, device), "cuDevicePrimaryCtxRetain"));
-  }
   return context;
 }
 

@@ -693,8 +693,7 @@ absl::Status LossStream::SendSlice() {
   if (place->kind == Kind::kRegion) {
     request_ = EncodeSliceInRegion(work_, rows, place->offset);
   } else {
-    LOSSD_TRY(grpc::ByteBuffer message, EncodeSlice(work_, rows, job_.holds->Take()));
-    request_ = std::move(message);
+    LOSSD_TRY(request_, EncodeSlice(work_, rows, job_.holds->Take()));
     *job_.moved += bytes;
   }
   sent_bytes_ += bytes;

@@ -367,8 +367,7 @@ void RegionSource::Pause() {
 absl::StatusOr<std::shared_ptr<SharedRegion>> RegionSource::Open(uint64_t bytes, bool ask,
                                                                  std::string* socket) {
   if (ask) {
-    LOSSD_TRY(std::string told, ask_());
-    *socket = std::move(told);
+    LOSSD_TRY(*socket, ask_());
   }
   if (socket->empty()) return absl::UnavailableError("no shared memory: the server offers none");
   return SharedRegion::Open(*socket, bytes, kSocketPatience, device_);

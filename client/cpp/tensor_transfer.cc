@@ -221,9 +221,7 @@ absl::Status TensorReader::Handle(const grpc::ByteBuffer& message, absl::Span<co
   v1::TensorSlice slice;
   const absl::StatusOr<wire::PayloadView> payload = wire::Decode(message, &slice);
   if (!payload.ok()) return ServerSent("an unreadable message: ", payload.status().message());
-  if (!begun_) {
-    LOSSD_RETURN_IF_ERROR(Begin(slice));
-  }
+  if (!begun_) LOSSD_RETURN_IF_ERROR(Begin(slice));
   LOSSD_RETURN_IF_ERROR(CheckVersion(slice.state()));
   if (slice.rows().begin() != next_row_ || slice.rows().end() < next_row_ || slice.rows().end() > end_row_) {
     return ServerSent("tensor rows [", slice.rows().begin(), ", ", slice.rows().end(), "); row ", next_row_,

@@ -272,8 +272,7 @@ absl::StatusOr<Model> ParseModel(absl::string_view config_json) {
   model.layers = layers;
   LOSSD_RETURN_IF_ERROR(Validate(model));
   if (has_other_parts) return model;
-  LOSSD_TRY(const int64_t parameters, CountParameters(config, model.tied));
-  model.parameters = parameters;
+  LOSSD_TRY(model.parameters, CountParameters(config, model.tied));
   return model;
 }
 

@@ -557,12 +557,10 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   }
   plan.links = LinksOf(r, measured);
   for (const LocalMethod method : kLocalMethods) plan.last_stage.push_back(LastStageOf(r, measured, method));
-  LOSSD_TRY(Pipelines pipelines, PipelinesOf(plan, measured));
-  plan.pipelines = std::move(pipelines);
+  LOSSD_TRY(plan.pipelines, PipelinesOf(plan, measured));
   plan.trainer_bytes = 2 * kHalf * r.microbatch * r.model.hidden;
   if (r.trainer.has_value()) {
-    LOSSD_TRY(TrainerMemory memory, TrainerMemoryOf(r));
-    plan.trainer_memory = std::move(memory);
+    LOSSD_TRY(plan.trainer_memory, TrainerMemoryOf(r));
   }
   return plan;
 }

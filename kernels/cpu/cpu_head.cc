@@ -92,8 +92,7 @@ MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk
 absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
   HeadArenas arenas;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
-    LOSSD_TRY(Arena arena, Arena::Allocate(plan.by_kind[i]));
-    arenas[i] = std::move(arena);
+    LOSSD_TRY(arenas[i], Arena::Allocate(plan.by_kind[i]));
   }
   return arenas;
 }
@@ -677,9 +676,8 @@ absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const Ro
 }
 
 absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
-  if (order.accumulated > 0) {
+  if (order.accumulated > 0)
     LOSSD_RETURN_IF_ERROR(AddNormGradients(Intersect({here.begin, order.accumulated}, here)));
-  }
   const int64_t d = config_.hidden_size;
   const RowRange hidden = Intersect({order.hidden_begin, order.hidden_end}, here);
   const NormParams norm = norm_params();

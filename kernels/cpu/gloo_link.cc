@@ -60,8 +60,7 @@ absl::Status GlooLink::UseCollectives(const std::string& collectives) {
 }
 
 absl::Status GlooLink::Connect(const std::vector<std::string>& addresses) {
-  LOSSD_TRY(AlignedBytes room, AllocateAligned(GlooLinkBytes(replica())));
-  room_ = std::move(room);
+  LOSSD_TRY(room_, AllocateAligned(GlooLinkBytes(replica())));
   return transfers_->Connect(addresses);
 }
 

@@ -321,9 +321,7 @@ absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
                                                  errors::ExactBytes(file.size())));
   }
   uint8_t first[1] = {};
-  if (length > 0) {
-    LOSSD_RETURN_IF_ERROR(file.ReadAt(kLengthBytes, absl::MakeSpan(first)));
-  }
+  if (length > 0) LOSSD_RETURN_IF_ERROR(file.ReadAt(kLengthBytes, absl::MakeSpan(first)));
   if (first[0] != '{') return FileInvalid(file.name(), "the header does not start with '{'");
   return static_cast<int64_t>(length);
 }

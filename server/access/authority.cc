@@ -31,13 +31,11 @@ absl::StatusOr<std::unique_ptr<Authority>> Authority::Create(const AccessFile& c
                                                              const AccessFile& tokens) {
   std::unique_ptr<Authority> authority(new Authority());
   if (!certificate_roles.path.empty()) {
-    LOSSD_TRY(auto roles,
+    LOSSD_TRY(authority->roles_,
               Watch<CertificateRoles>("roles of certificates", certificate_roles, Secrecy::kPublic));
-    authority->roles_ = std::move(roles);
   }
   if (!tokens.path.empty()) {
-    LOSSD_TRY(auto watched, Watch<Tokens>("tokens", tokens, Secrecy::kSecret));
-    authority->tokens_ = std::move(watched);
+    LOSSD_TRY(authority->tokens_, Watch<Tokens>("tokens", tokens, Secrecy::kSecret));
   }
   return authority;
 }

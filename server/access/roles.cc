@@ -91,9 +91,7 @@ absl::StatusOr<std::string> ReadAccessFile(const AccessFile& file, Secrecy secre
   struct stat info = {};
   if (fstat(descriptor, &info) != 0 || !S_ISREG(info.st_mode))
     return AccessFileError(file, "be a regular file");
-  if (secrecy == Secrecy::kSecret) {
-    LOSSD_RETURN_IF_ERROR(CheckSecrecy(file, info));
-  }
+  if (secrecy == Secrecy::kSecret) LOSSD_RETURN_IF_ERROR(CheckSecrecy(file, info));
   const auto size = static_cast<size_t>(info.st_size);
   if (size > kMaxAccessFileBytes)
     return AccessFileError(file, absl::StrCat("have at most ", errors::ExactBytes(kMaxAccessFileBytes)));

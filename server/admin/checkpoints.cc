@@ -199,9 +199,7 @@ absl::Status Checkpoints::CheckKeep(const v1::SaveCheckpointRequest& request) co
 
 absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheckpointRequest& request,
                                                              const SaveCallbacks& callbacks) {
-  if (!request.name().empty()) {
-    LOSSD_RETURN_IF_ERROR(messages::CheckName("name", request.name()));
-  }
+  if (!request.name().empty()) LOSSD_RETURN_IF_ERROR(messages::CheckName("name", request.name()));
   if (absl::Status status = PrepareDirectory(); !status.ok()) {
     OnFailed(request, status);
     return status;
@@ -360,9 +358,7 @@ head::LoadOptions Checkpoints::LoadOptions(bool verify_first) const {
 
 absl::StatusOr<v1::ListCheckpointsResponse> Checkpoints::List(
     const v1::ListCheckpointsRequest& request) const {
-  if (!request.head().empty()) {
-    LOSSD_RETURN_IF_ERROR(messages::CheckName("head", request.head()));
-  }
+  if (!request.head().empty()) LOSSD_RETURN_IF_ERROR(messages::CheckName("head", request.head()));
   LOSSD_TRY(const std::vector<head::CheckpointInfo> list,
             head::ListCheckpoints(options_.directory, request.head()));
   v1::ListCheckpointsResponse response;

@@ -95,9 +95,7 @@ absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view 
       .head = fields.head, .id = id, .shape = kernels::ShapeOf(config, id.param), .dtype = type};
   tensor.rows = {0, tensor.shape.rows};
   if (fields.rows != nullptr) {
-    LOSSD_TRY(const engine::RowRange range,
-              messages::ToRowRange(*fields.rows, field("rows"), tensor.shape.rows));
-    tensor.rows = range;
+    LOSSD_TRY(tensor.rows, messages::ToRowRange(*fields.rows, field("rows"), tensor.shape.rows));
   }
   return Opened{std::move(tensor), *std::move(opened)};
 }
@@ -343,9 +341,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
   options.wanted = [&](const head::TensorPart& part) { return sites.Wants(part); };
   absl::Status status = reader.Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
-        if (!std::exchange(begun, true)) {
-          LOSSD_RETURN_IF_ERROR(begin());
-        }
+        if (!std::exchange(begun, true)) LOSSD_RETURN_IF_ERROR(begin());
         return engine_->OnDevice(head, [&](head::Head& on_device) {
           return on_device.WriteRows(id, row_begin, rows, kernels::DType::kFloat32, in);
         });
@@ -466,9 +462,7 @@ absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
   if (request.scope() == v1::RESET_SCOPE_OPTIMIZER) {
     return engine_->Reset(head.name, engine::ResetScope::kOptimizer).status();
   }
-  if (request.has_tensor_file()) {
-    LOSSD_RETURN_IF_ERROR(checkpoints_.PrepareDirectory());
-  }
+  if (request.has_tensor_file()) LOSSD_RETURN_IF_ERROR(checkpoints_.PrepareDirectory());
   LOSSD_TRY(const InitialValues values,
             InitialValues::Open(options_.checkpoints.directory, request, head.config));
   // What cannot be read is known before anything is written.
@@ -482,10 +476,9 @@ absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
 
 absl::StatusOr<v1::SetSharesResponse> HeadOperations::SetShares(const v1::SetSharesRequest& request) {
   LOSSD_RETURN_IF_ERROR(messages::CheckCallId("change_id", request.change_id()));
-  if (request.has_incarnation()) {
+  if (request.has_incarnation())
     LOSSD_RETURN_IF_ERROR(
         messages::CheckIncarnation("incarnation", request.incarnation(), engine_->incarnation()));
-  }
   LOSSD_TRY(const std::vector<int32_t> shares, messages::ToShares(request.shares(), "shares"));
   const NamedLocks::Guard guard = locks_.Lock(request.head());
   absl::StatusOr<v1::HeadDescription> description = Description(request.head());

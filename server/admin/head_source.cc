@@ -237,8 +237,7 @@ class Files {
 
   absl::Status OpenIndex() {
     LOSSD_TRY(const std::unique_ptr<formats::InputFile> file, head::OpenBelow(directory_, path_));
-    LOSSD_TRY(formats::SafetensorsIndex index, formats::SafetensorsIndex::Read(*file, tensors_));
-    index_ = std::move(index);
+    LOSSD_TRY(index_, formats::SafetensorsIndex::Read(*file, tensors_));
     return absl::OkStatus();
   }
 
@@ -246,8 +245,7 @@ class Files {
     std::unique_ptr<formats::SafetensorsReader>& reader = (*readers_)[path];
     if (reader != nullptr) return reader.get();
     LOSSD_TRY(std::unique_ptr<formats::InputFile> file, head::OpenBelow(directory_, path));
-    LOSSD_TRY(auto opened, formats::SafetensorsReader::Open(std::move(file)));
-    reader = std::move(opened);
+    LOSSD_TRY(reader, formats::SafetensorsReader::Open(std::move(file)));
     return reader.get();
   }
 
@@ -377,8 +375,7 @@ absl::StatusOr<InitialValues> InitialValues::OpenAny(const std::string& director
                                                      const kernels::HeadConfig& config) {
   InitialValues values(config);
   if (request.has_tensor_file()) {
-    LOSSD_TRY(HeadSource source, HeadSource::Open(directory, request.tensor_file(), config));
-    values.source_ = std::move(source);
+    LOSSD_TRY(values.source_, HeadSource::Open(directory, request.tensor_file(), config));
   } else if (!request.has_zeros()) {
     values.seed_ = request.kaiming_uniform().seed();
   }

@@ -209,11 +209,10 @@ absl::StatusOr<std::unique_ptr<Security>> Security::Create(const SecurityOptions
   LOSSD_RETURN_IF_ERROR(CheckTogether(options));
   std::unique_ptr<access::ReloadedTls> tls;
   if (HasTls(options)) {
-    LOSSD_TRY(auto watched,
+    LOSSD_TRY(tls,
               access::WatchTlsMaterial({.certificate = {"tls_cert", options.tls_cert},
                                         .key = {"tls_key", options.tls_key},
                                         .client_authorities = {"tls_client_ca", options.tls_client_ca}}));
-    tls = std::move(watched);
   }
   LOSSD_TRY(auto authority,
             access::Authority::Create({"role_file", options.role_file}, {"token_file", options.token_file}));

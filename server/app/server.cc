@@ -56,31 +56,24 @@ absl::Status Server::Init() {
   LOSSD_RETURN_IF_ERROR(CreateSecurity());
   LOSSD_RETURN_IF_ERROR(CreateEngine());
   CreateServices();
-  if (options_.restore == "latest") {
-    LOSSD_RETURN_IF_ERROR(head_service_->RestoreLatest());
-  }
+  if (options_.restore == "latest") LOSSD_RETURN_IF_ERROR(head_service_->RestoreLatest());
   LOSSD_RETURN_IF_ERROR(Listen());
-  if (!options_.http.empty()) {
-    LOSSD_RETURN_IF_ERROR(StartHttp());
-  }
+  if (!options_.http.empty()) LOSSD_RETURN_IF_ERROR(StartHttp());
   LogStart();
   return absl::OkStatus();
 }
 
 // Addresses, and whether they may be bound so.
 absl::Status Server::CreateSecurity() {
-  LOSSD_TRY(std::vector<Address> listen, ParseAddresses("listen", options_.listen));
-  grpc_addresses_ = std::move(listen);
+  LOSSD_TRY(grpc_addresses_, ParseAddresses("listen", options_.listen));
   absl::Status allowed;
   for (const Address& address : grpc_addresses_) allowed.Update(CheckGrpcAddress(options_.security, address));
   if (allowed.ok() && !options_.http.empty()) {
-    LOSSD_TRY(Address http, ParseAddress("http", options_.http));
-    http_bind_ = std::move(http);
+    LOSSD_TRY(http_bind_, ParseAddress("http", options_.http));
     allowed = CheckHttpAddress(options_.security, http_bind_);
   }
   if (!allowed.ok()) return allowed;
-  LOSSD_TRY(std::unique_ptr<Security> security, Security::Create(options_.security));
-  security_ = std::move(security);
+  LOSSD_TRY(security_, Security::Create(options_.security));
   return absl::OkStatus();
 }
 
@@ -111,12 +104,9 @@ absl::Status Server::CreateEngine() {
   metrics_ = std::make_unique<metrics::Metrics>(metrics::BuildInfo{
       .version = options_.version, .backend = info.name, .device = info.device, .compiler = __VERSION__});
   device_watch_ = std::make_unique<DeviceWatch>([this](const absl::Status& status) { OnDeviceLost(status); });
-  LOSSD_TRY(std::unique_ptr<engine::Engine> engine,
-            engine::Engine::Create(EngineOptionsOf(options_), backend_.get(), DrawIncarnation(),
-                                   {metrics_.get(), device_watch_.get()}));
-  engine_ = std::move(engine);
-  LOSSD_TRY(auto shared_memory, SharedMemory::Start(options_, grpc_addresses_, backend_.get()));
-  shared_memory_ = std::move(shared_memory);
+  LOSSD_TRY(engine_, engine::Engine::Create(EngineOptionsOf(options_), backend_.get(), DrawIncarnation(),
+                                            {metrics_.get(), device_watch_.get()}));
+  LOSSD_TRY(shared_memory_, SharedMemory::Start(options_, grpc_addresses_, backend_.get()));
   metrics_->Attach(
       engine_.get(), backend_.get(), [this] { return RanksOf(leader_.get(), *backend_); },
       [this] { return SharedMemory::UsesOf(shared_memory_.get()); });
@@ -374,8 +364,7 @@ class WorkerApp {
 
 absl::Status WorkerApp::Start() {
   LOSSD_RETURN_IF_ERROR(CheckOptions(options_));
-  LOSSD_TRY(std::unique_ptr<Security> security, Security::Create(options_.security));
-  security_ = std::move(security);
+  LOSSD_TRY(security_, Security::Create(options_.security));
   LOSSD_RETURN_IF_ERROR(StartRanks());
   keep_alive_.emplace(manager_, [this] { return Live(health(), options_.liveness_timeout); });
   return options_.ranks.worker_http.empty() ? absl::OkStatus() : StartHttp();
@@ -420,9 +409,7 @@ absl::Status WorkerApp::StartHttp() {
   LOSSD_TRY(Address address, ParseAddress("worker_http", options_.ranks.worker_http));
   LOSSD_RETURN_IF_ERROR(CheckHttpAddress(options_.security, address));
   if (address.host == "localhost") address.host = "127.0.0.1";
-  LOSSD_TRY(std::unique_ptr<metrics::HttpServer> http,
-            metrics::HttpServer::Start(address.text(), Handlers(), security_->http()));
-  http_ = std::move(http);
+  LOSSD_TRY(http_, metrics::HttpServer::Start(address.text(), Handlers(), security_->http()));
   log::Log(log::LogLevel::kInfo, "probes", {{"http", http_->address()}});
   return absl::OkStatus();
 }

@@ -566,8 +566,7 @@ absl::StatusOr<Backends> CreateOne(const ServerOptions& options) {
 
 absl::StatusOr<Backends> CreateOneForEachRank(const ServerOptions& options) {
   kernels::BackendChoice choice = BackendOf(options);
-  LOSSD_TRY(std::string host, RankHost(options));
-  choice.link_host = std::move(host);
+  LOSSD_TRY(choice.link_host, RankHost(options));
   return kernels::CreateRankBackends(choice);
 }
 
@@ -595,15 +594,13 @@ absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
     return compute;
   }
   const auto devices = static_cast<int>(own.size());
-  LOSSD_TRY(std::unique_ptr<ranks::Leader> leader, StartLeader(options, devices, credentials));
-  compute.leader = std::move(leader);
+  LOSSD_TRY(compute.leader, StartLeader(options, devices, credentials));
   if (devices > 1) {
     own.erase(own.begin());
-    LOSSD_TRY(std::unique_ptr<LocalRanks> others,
+    LOSSD_TRY(compute.other_devices,
               LocalRanks::Start(
                   options, std::move(own),
                   {.first_rank = 1, .devices = devices, .local_address = compute.leader->local_address()}));
-    compute.other_devices = std::move(others);
   }
   LOSSD_TRY(std::unique_ptr<kernels::Backend> backend, compute.leader->Form(std::move(first)));
   compute.collectives = compute.leader->collectives();

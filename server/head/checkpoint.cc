@@ -169,9 +169,7 @@ absl::Status CheckpointReader::VerifyShards(const std::string& directory, const 
 }
 
 absl::Status CheckpointReader::Load(TensorSink sink, const LoadOptions& options) const {
-  if (options.verify_first) {
-    LOSSD_RETURN_IF_ERROR(Verify(options));
-  }
+  if (options.verify_first) LOSSD_RETURN_IF_ERROR(Verify(options));
   return Deliver(sink, options);
 }
 
@@ -325,8 +323,7 @@ class Save {
   // ---- The disk's threads ----
 
   absl::Status MakeFolder(FolderLock::Kind kind) {
-    LOSSD_TRY(const std::string head_folder, HeadFolder(options_.disk, directory_, subject_.head));
-    head_folder_ = head_folder;
+    LOSSD_TRY(head_folder_, HeadFolder(options_.disk, directory_, subject_.head));
     RemoveLeftovers(options_.disk, head_folder_);
     LOSSD_TRY(TemporaryFolder folder, TemporaryFolder::Create(options_.disk, head_folder_, name_, kind));
     folder_.emplace(std::move(folder));
@@ -334,17 +331,13 @@ class Save {
   }
 
   absl::StatusOr<SavedCheckpoint> WriteCheckpoint() {
-    if (!folder_.has_value()) {
-      LOSSD_RETURN_IF_ERROR(MakeFolder(FolderLock::Kind::kExclusive));
-    }
+    if (!folder_.has_value()) LOSSD_RETURN_IF_ERROR(MakeFolder(FolderLock::Kind::kExclusive));
     Manifest manifest;
     SavedCheckpoint saved;
-    LOSSD_TRY(const int64_t bytes, WriteFiles(&manifest));
-    saved.bytes = bytes;
+    LOSSD_TRY(saved.bytes, WriteFiles(&manifest));
     saved.not_finite = not_finite_;
     for (const ManifestShard& shard : manifest.shards) saved.not_finite += shard.not_finite;
-    LOSSD_TRY(std::string name, Publish(manifest));
-    saved.name = std::move(name);
+    LOSSD_TRY(saved.name, Publish(manifest));
     saved.saved_at = manifest.saved_at;
     LOSSD_RETURN_IF_ERROR(options_.disk->SyncFolder(head_folder_));
     return saved;
@@ -438,9 +431,7 @@ absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, abs
   LOSSD_RETURN_IF_ERROR(ValidateName("name", full_name));
   LOSSD_RETURN_IF_ERROR(kernels::Validate(subject.config));
   const std::string head_folder = absl::StrCat(directory, "/", subject.head);
-  if (!automatic) {
-    LOSSD_RETURN_IF_ERROR(CheckFree(absl::StrCat(head_folder, "/", full_name)));
-  }
+  if (!automatic) LOSSD_RETURN_IF_ERROR(CheckFree(absl::StrCat(head_folder, "/", full_name)));
   if (options.limit_bytes > 0) {
     RemoveLeftovers(options.disk, head_folder);  // they count as well
     // The manifest and the headers take a few KiB more.

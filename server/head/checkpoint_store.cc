@@ -214,8 +214,7 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& d
                                                             absl::string_view head) {
   std::vector<std::string> heads = {std::string(head)};
   if (head.empty()) {
-    LOSSD_TRY(std::vector<std::string> all, NamedFolders(directory));
-    heads = std::move(all);
+    LOSSD_TRY(heads, NamedFolders(directory));
     std::sort(heads.begin(), heads.end());
   } else if (absl::Status status = ValidateName("head", head); !status.ok()) {
     return status;
@@ -446,8 +445,7 @@ absl::StatusOr<ReadLocks> LockForReading(const std::string& folder) {
   if (absl::IsUnimplemented(name.status())) return locks;
   if (!name.ok()) return name.status();
   locks.name = *std::move(name);
-  LOSSD_TRY(FolderLock files, FolderLock::Wait(folder, FolderLock::Kind::kShared));
-  locks.files = std::move(files);
+  LOSSD_TRY(locks.files, FolderLock::Wait(folder, FolderLock::Kind::kShared));
   return locks;
 }
 

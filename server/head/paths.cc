@@ -144,9 +144,8 @@ absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view
   const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
   const int error = errno;
   const std::string prefix = *root == "/" ? *root : absl::StrCat(*root, "/");
-  if (!real.has_value() || !absl::StartsWith(*real, prefix)) {
+  if (!real.has_value() || !absl::StartsWith(*real, prefix))
     LOSSD_RETURN_IF_ERROR(BadLink(*root, prefix, relative, parts));
-  }
   if (!real.has_value()) return formats::FileError(relative, "resolve", error);
   if (!absl::StartsWith(*real, prefix)) return BadPath(relative, "leads outside the server's directory");
   return Resolved{*root, real->substr(prefix.size())};

@@ -264,8 +264,7 @@ absl::StatusOr<std::vector<ManifestShard>> ShardFiles::Write(const std::string& 
 // Writes the files of a lane, one after the other.
 absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
   for (size_t file = lane; file < files_.size(); file += lanes_) {
-    LOSSD_TRY(ManifestShard line, WriteFile(folder, lane, files_[file]));
-    lines_[file] = std::move(line);
+    LOSSD_TRY(lines_[file], WriteFile(folder, lane, files_[file]));
   }
   return absl::OkStatus();
 }

@@ -349,8 +349,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view 
                                                               HttpOnLimit on_limit) {
   std::unique_ptr<HttpCertificates> certificates;
   if (security.tls != nullptr) {
-    LOSSD_TRY(auto created, HttpCertificates::Create(security.tls));
-    certificates = std::move(created);
+    LOSSD_TRY(certificates, HttpCertificates::Create(security.tls));
   }
   LOSSD_TRY(HttpListener listener, ListenForHttp(address));
   auto server =

@@ -353,10 +353,9 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t l
                        FindPlace find, v1::ChunkSlice* message) {
   if (length == 0) return absl::OkStatus();
   if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
-  if (slice.retained_offset >= 0 && !is_part) {
+  if (slice.retained_offset >= 0 && !is_part)
     LOSSD_RETURN_IF_ERROR(kernels::WriteBytesOf(chunk.retained, slice.retained_offset,
                                                 {static_cast<const uint8_t*>(slice.hidden), length}));
-  }
   if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
     *message->mutable_hidden_at() = *std::move(place);
   } else {

@@ -568,9 +568,7 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
 
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers) {
-  if (devices > 1) {
-    LOSSD_RETURN_IF_ERROR(CheckGpus("processes of several devices", leader_gpu, workers));
-  }
+  if (devices > 1) LOSSD_RETURN_IF_ERROR(CheckGpus("processes of several devices", leader_gpu, workers));
   LOSSD_TRY(const CollectivesChoice choice,
             ChooseCollectives(link->CollectivesOffered(), leader_gpu, link->Traits().nccl_version, workers));
   const std::string& collectives = choice.collectives;

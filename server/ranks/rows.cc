@@ -325,8 +325,7 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   if (data == MAP_FAILED) return Failed("mmap of the leader's memory");
   madvise(data, bytes, MADV_DONTFORK);
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
-  LOSSD_TRY(auto staging, kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false}));
-  mapped->staging = std::move(staging);
+  LOSSD_TRY(mapped->staging, kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false}));
   absl::MutexLock lock(&mutex_);
   if (regions_.size() >= 2 * RowRegions::kMost) return absl::ResourceExhaustedError("too many regions");
   regions_[region] = mapped;

@@ -291,8 +291,7 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
   if (launch.ranks == 1) return launch;
   LOSSD_TRY(auto local, ReadNumber(variables.local_rank, environment, 0, kMostRanks - 1));
   if (local.has_value()) launch.local_rank = local->value;
-  LOSSD_TRY(auto leader, LeaderOf(flags, launcher, environment));
-  launch.leader = std::move(leader);
+  LOSSD_TRY(launch.leader, LeaderOf(flags, launcher, environment));
   return launch;
 }
 

@@ -52,12 +52,10 @@ absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, size_t bytes
                                      WorkerChunk& chunk) {
   SliceMemory memory;
   if (message.has_hidden_at()) {
-    LOSSD_TRY(void* const hidden, FindRows(rows, message.hidden_at(), bytes, chunk));
-    memory.hidden = hidden;
+    LOSSD_TRY(memory.hidden, FindRows(rows, message.hidden_at(), bytes, chunk));
   }
   if (message.has_grad_hidden_at()) {
-    LOSSD_TRY(void* const grad_hidden, FindRows(rows, message.grad_hidden_at(), bytes, chunk));
-    memory.grad_hidden = grad_hidden;
+    LOSSD_TRY(memory.grad_hidden, FindRows(rows, message.grad_hidden_at(), bytes, chunk));
   }
   return memory;
 }

@@ -365,10 +365,9 @@ absl::Status ComputeLossCall::HandleOpen(const v1::OpenMicrobatch& open, size_t 
   if (stream() != nullptr) return errors::FieldError("open", "be sent once, first", "a second one");
   if (payload_bytes > 0)
     return errors::FieldError("payload", "be empty with open", errors::ExactBytes(payload_bytes));
-  if (open.has_incarnation()) {
+  if (open.has_incarnation())
     LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("open.incarnation", open.incarnation(),
                                                      environment_->engine->incarnation()));
-  }
   LOSSD_TRY(engine::StreamSpec spec, messages::ToStreamSpec(open));
   spec.peer = peer_;
   spec.identity = identity_;
@@ -396,10 +395,9 @@ absl::Status ComputeLossCall::HandleBackward(const v1::OpenBackward& backward, s
   if (payload_bytes > 0) {
     return errors::FieldError("payload", "be empty with backward", errors::ExactBytes(payload_bytes));
   }
-  if (backward.has_incarnation()) {
+  if (backward.has_incarnation())
     LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("backward.incarnation", backward.incarnation(),
                                                      environment_->engine->incarnation()));
-  }
   LOSSD_TRY(engine::BackwardSpec spec, messages::ToBackwardSpec(backward));
   spec.peer = peer_;
   LOSSD_RETURN_IF_ERROR(UseRegion(backward, spec.rows, environment_->regions, identity_, &places_));

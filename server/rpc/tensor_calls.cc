@@ -22,8 +22,7 @@ namespace lossd::rpc {
 absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
                              WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
                              std::string* peer) {
-  LOSSD_TRY(AdmittedCall allowed, environment->access->Admit(context, method));
-  *admitted = std::move(allowed);
+  LOSSD_TRY(*admitted, environment->access->Admit(context, method));
   *peer = PeerKey(context, admitted->identity);
   call->set_until(admitted->until);
   return environment->registry->Add(call, *peer);
@@ -121,8 +120,7 @@ absl::Status ReceiveRowsCall::DecodeMessage(bool* has_open) {
                               opened_ ? "a second one" : "nothing");
   }
   if (opened_) return absl::OkStatus();
-  LOSSD_TRY(const Extent extent, Open());
-  extent_ = extent;
+  LOSSD_TRY(extent_, Open());
   next_row_ = extent_.rows.begin;
   opened_ = true;
   return absl::OkStatus();
@@ -165,8 +163,7 @@ absl::Status ReceiveRowsCall::Complete() {
     return errors::FieldError("payload", absl::StrCat("end with row ", extent_.rows.end),
                               absl::StrCat("row ", next_row_));
   }
-  LOSSD_TRY(grpc::ByteBuffer answer, Answer());
-  *response_ = std::move(answer);
+  LOSSD_TRY(*response_, Answer());
   return absl::OkStatus();
 }
 
@@ -199,14 +196,12 @@ absl::StatusOr<wire::PayloadView> WriteTensorCall::Decode(const grpc::ByteBuffer
 
 absl::StatusOr<ReceiveRowsCall::Extent> WriteTensorCall::Open() {
   head_ = request_.open().head();
-  LOSSD_TRY(admin::TensorWrite write, environment_->operations->OpenWrite(request_.open()));
-  write_ = std::move(write);
+  LOSSD_TRY(write_, environment_->operations->OpenWrite(request_.open()));
   return Extent{write_.tensor.rows, write_.tensor.row_bytes()};
 }
 
 absl::Status WriteTensorCall::Take(engine::RowRange rows, absl::Span<const uint8_t> values) {
-  LOSSD_TRY(v1::HeadState state, environment_->operations->WriteRows(write_, rows, values));
-  state_ = std::move(state);
+  LOSSD_TRY(state_, environment_->operations->WriteRows(write_, rows, values));
   return absl::OkStatus();
 }
 
@@ -238,13 +233,11 @@ absl::StatusOr<wire::PayloadView> AddGradientCall::Decode(const grpc::ByteBuffer
 }
 
 absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
-  if (request_.open().has_incarnation()) {
+  if (request_.open().has_incarnation())
     LOSSD_RETURN_IF_ERROR(messages::CheckIncarnation("open.incarnation", request_.open().incarnation(),
                                                      environment_->engine->incarnation()));
-  }
   LOSSD_TRY(const engine::ContributionSpec spec, messages::ToContributionSpec(request_.open()));
-  LOSSD_TRY(engine::Contribution contribution, environment_->engine->OpenContribution(spec));
-  contribution_ = std::move(contribution);
+  LOSSD_TRY(contribution_, environment_->engine->OpenContribution(spec));
   head_ = spec.head;
   added_.state = contribution_.state;
   return Extent{contribution_.rows, contribution_.row_bytes()};
@@ -322,9 +315,7 @@ void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
 absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
   LOSSD_TRY(const wire::PayloadView decoded, wire::Decode(request, &request_));
   peer_ = PeerKey(*context(), "");
-  LOSSD_TRY(AdmittedCall admitted,
-            environment_->access->Admit(*context(), "SaveCheckpoint", request_.head()));
-  admitted_ = std::move(admitted);
+  LOSSD_TRY(admitted_, environment_->access->Admit(*context(), "SaveCheckpoint", request_.head()));
   if (admitted_.role < access::Role::kAdmin) {
     absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
     if (!keeps.ok())
