@@ -8,14 +8,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -30,10 +28,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "client/cli/format.h"
 #include "client/cli/http.h"
-#include "client/cpp/client.h"
 #include "client/cpp/probe.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"

@@ -2,10 +2,7 @@
 #include "client/cli/describe.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
@@ -13,7 +10,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
-#include "client/cli/format.h"
 #include "client/cli/options.h"
 
 namespace lossd::cli {

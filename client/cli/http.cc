@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "client/cpp/client_options.h"
 #include "client/cpp/probe.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"

@@ -12,14 +12,11 @@
 #include <atomic>
 #include <cerrno>
 #include <future>
-#include <memory>
-#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
-#include "client/cli/format.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 

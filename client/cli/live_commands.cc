@@ -7,17 +7,12 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/time.h"
 #include "client/cli/describe.h"
-#include "client/cli/format.h"
-#include "client/cli/http.h"
-#include "client/cli/live.h"
 #include "client/cli/options.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"

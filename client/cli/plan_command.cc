@@ -12,17 +12,13 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
-#include "client/cli/format.h"
 #include "client/cli/options.h"
-#include "client/plan/measured.h"
-#include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 

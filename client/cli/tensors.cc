@@ -7,22 +7,17 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <random>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/types/span.h"
 #include "client/cli/format.h"
 #include "client/cpp/cuda_driver.h"
-#include "kernels/data/real_rows.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/host_memory.h"
-#include "proto/tensorfile/dtype.h"
 #include "proto/tensorfile/npy.h"
 #include "proto/tensorfile/safetensors.h"
 

@@ -2,20 +2,15 @@
 #include "client/cli/usage.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <limits>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/context.h"
 #include "client/cli/options.h"

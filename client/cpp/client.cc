@@ -5,14 +5,10 @@
 #include <google/protobuf/text_format.h>
 
 #include <cmath>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cpp/client_options.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/core.h"
 #include "client/cpp/loss_call.h"

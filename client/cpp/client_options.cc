@@ -7,16 +7,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <random>
-#include <string>
-#include <vector>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "kernels/errors/field_error.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client {

@@ -5,11 +5,8 @@
 #include <grpcpp/support/client_interceptor.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -18,12 +15,9 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "client/cpp/client_options.h"
-#include "client/cpp/probe.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "lossd/v1/server.grpc.pb.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {

@@ -3,16 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "absl/random/random.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "client/cpp/client_options.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 
 namespace lossd::client::internal {

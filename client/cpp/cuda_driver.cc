@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstring>
-#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"

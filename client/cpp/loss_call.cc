@@ -2,20 +2,12 @@
 #include "client/cpp/loss_call.h"
 
 #include <algorithm>
-#include <memory>
-#include <optional>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/client_options.h"
-#include "client/cpp/connections.h"
-#include "client/cpp/cuda_driver.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
 

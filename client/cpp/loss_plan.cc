@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "client/cpp/client_options.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 

@@ -18,8 +18,6 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
-#include <memory>
-#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>

@@ -13,14 +13,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
-#include <optional>
 #include <utility>
 
-#include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cpp/client_options.h"
 #include "client/cpp/cuda_driver.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"

@@ -1,22 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/tensor_transfer.h"
 
-#include <algorithm>
 #include <cstring>
-#include <memory>
-#include <optional>
 #include <tuple>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/client_options.h"
-#include "client/cpp/connections.h"
 #include "client/cpp/loss_call.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/regions.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
 

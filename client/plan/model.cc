@@ -2,12 +2,10 @@
 #include "client/plan/model.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <initializer_list>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"

@@ -7,9 +7,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "client/plan/model.h"
-#include "client/plan/pipeline.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"

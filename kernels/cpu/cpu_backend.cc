@@ -4,16 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "kernels/backend.h"
-#include "kernels/cpu/cpu_head.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/cpu/row_loss.h"

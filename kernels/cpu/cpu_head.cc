@@ -2,21 +2,13 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/backend.h"
-#include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
-#include "kernels/cpu/row_loss.h"
 #include "kernels/decision.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "kernels/validation.h"
 
 namespace lossd::kernels {
 namespace {

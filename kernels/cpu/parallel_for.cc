@@ -3,13 +3,10 @@
 
 #include <cblas.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <optional>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cpu/row_loss.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #include "kernels/errors/status_macros.h"
 

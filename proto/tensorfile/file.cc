@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 

@@ -2,12 +2,10 @@
 #include "server/access/audit_log.h"
 
 #include <optional>
-#include <string>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
-#include "server/log/log.h"
 
 namespace lossd::access {
 namespace {

@@ -7,20 +7,12 @@
 #include <openssl/pem.h>
 #include <openssl/sha.h>
 #include <openssl/ssl.h>
-#include <openssl/x509.h>
 #include <openssl/x509v3.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <ctime>
-#include <memory>
 #include <mutex>
-#include <utility>
-#include <vector>
-
-#include "absl/strings/string_view.h"
-#include "absl/time/time.h"
-#include "kernels/errors/status_macros.h"
 
 namespace lossd::access {
 

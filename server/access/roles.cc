@@ -9,9 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"

@@ -3,9 +3,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -15,8 +12,6 @@
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/disk.h"
-#include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
 

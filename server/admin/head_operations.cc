@@ -2,23 +2,15 @@
 #include "server/admin/head_operations.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <memory>
 #include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
-#include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/replica.h"
-#include "server/admin/head_source.h"
 #include "server/head/checkpoint_store.h"
 #include "server/head/file_sites.h"
 #include "server/head/head.h"

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -14,7 +13,6 @@
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/tensorfile/safetensors.h"
 #include "server/head/head.h"
 #include "server/head/manifest.h"
 #include "server/head/paths.h"

@@ -20,7 +20,6 @@
 #include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "server/metrics/http_server.h"
 
 namespace lossd::app {
 namespace {

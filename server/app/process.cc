@@ -23,17 +23,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "absl/time/time.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"

@@ -6,27 +6,17 @@
 #include <string.h>
 
 #include <algorithm>
-#include <memory>
-#include <mutex>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "absl/memory/memory.h"
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
-#include "server/app/addresses.h"
-#include "server/app/process.h"
-#include "server/app/server_parts.h"
 #include "server/connections/connection_acceptor.h"
 #include "server/connections/listening_socket.h"
 #include "server/log/log.h"
-#include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/services.h"
 #include "server/rpc/workers.h"

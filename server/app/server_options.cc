@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "absl/flags/flag.h"

@@ -4,25 +4,18 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/random/random.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "absl/time/time.h"
-#include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/group/group_backend.h"
 #include "server/access/roles.h"
-#include "server/app/addresses.h"
 #include "server/log/log.h"
 #include "server/ranks/channel.h"
 

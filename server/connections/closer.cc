@@ -12,11 +12,7 @@
 
 #include <cerrno>
 #include <deque>
-#include <thread>
 #include <utility>
-
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 
 namespace lossd::connections {
 namespace {

@@ -2,10 +2,8 @@
 #include "server/connections/connection_acceptor.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
 #include <cerrno>
-#include <utility>
 
 namespace lossd::connections {
 namespace {

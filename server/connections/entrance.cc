@@ -7,7 +7,6 @@
 #include <linux/sock_diag.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -19,7 +18,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-#include "proto/wire/region_packets.h"
 #include "server/connections/closer.h"
 
 namespace lossd::connections {

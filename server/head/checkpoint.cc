@@ -6,26 +6,19 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/disk.h"
-#include "server/head/file_sites.h"
 #include "server/head/head.h"
-#include "server/head/manifest.h"
 #include "server/head/paths.h"
-#include "server/head/shard_files.h"
 
 namespace lossd::head {
 namespace {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <filesystem>
 #include <iterator>
 #include <list>
@@ -27,8 +26,6 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "server/head/disk.h"
-#include "server/head/manifest.h"
 #include "server/head/paths.h"
 
 namespace lossd::head {

@@ -9,10 +9,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <random>
 #include <system_error>
 #include <utility>
@@ -25,7 +23,6 @@
 #include "absl/strings/strip.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/tensorfile/file.h"
 #include "server/head/paths.h"
 
 namespace lossd::head {

@@ -10,7 +10,6 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
-#include "server/head/disk.h"
 
 namespace lossd::head {
 

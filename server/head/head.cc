@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstddef>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"

@@ -3,19 +3,13 @@
 
 #include <xxhash.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/types/span.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"

@@ -3,19 +3,13 @@
 
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <memory>
-#include <optional>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/tensorfile/file.h"
 #include "proto/tensorfile/safetensors.h"
 #include "server/head/head.h"
-#include "server/head/manifest.h"
 #include "server/head/paths.h"
 
 namespace lossd::head {

@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::metrics {

@@ -10,15 +10,8 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
 
 #include "absl/memory/memory.h"
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"

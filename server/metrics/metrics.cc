@@ -2,32 +2,22 @@
 #include "server/metrics/metrics.h"
 
 #include <dlfcn.h>
-#include <prometheus/gauge.h>
 #include <prometheus/text_serializer.h>
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
-#include <optional>
 #include <sstream>
-#include <string>
 #include <system_error>
 #include <type_traits>
-#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "absl/strings/string_view.h"
-#include "absl/time/time.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::metrics {

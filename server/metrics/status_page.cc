@@ -6,16 +6,13 @@
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "kernels/clocks/clock.h"
-#include "server/metrics/metrics.h"
 
 namespace lossd::metrics {
 namespace {

@@ -12,7 +12,6 @@
 #include "kernels/host_memory.h"
 #include "kernels/validation.h"
 #include "proto/tensorfile/file.h"
-#include "server/head/disk.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {

@@ -2,34 +2,17 @@
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/sync_stream.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/memory/memory.h"
-#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
-#include "kernels/group/group_backend.h"
-#include "lossd/ranks/v1/ranks.grpc.pb.h"
-#include "lossd/ranks/v1/ranks.pb.h"
 #include "proto/wire/status_details.h"
-#include "server/connections/connection_acceptor.h"
 #include "server/log/log.h"
-#include "server/ranks/channel.h"
-#include "server/ranks/remote_backend.h"
 #include "server/ranks/rows.h"
-#include "server/ranks/start.h"
-#include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
 

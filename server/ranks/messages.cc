@@ -2,12 +2,9 @@
 #include "server/ranks/messages.h"
 
 #include <cstring>
-#include <string>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
-#include "kernels/backend.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 

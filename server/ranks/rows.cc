@@ -18,8 +18,6 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
-#include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 #include "server/connections/closer.h"

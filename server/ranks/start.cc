@@ -6,10 +6,7 @@
 #include <openssl/sha.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
-#include "absl/status/status.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"

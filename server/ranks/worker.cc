@@ -3,27 +3,16 @@
 
 #include <grpcpp/grpcpp.h>
 
-#include <atomic>
-#include <chrono>
-#include <optional>
-#include <thread>
 #include <utility>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
-#include "kernels/exchange_times.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "server/log/log.h"
-#include "server/ranks/channel.h"
 #include "server/ranks/messages.h"
-#include "server/ranks/worker_heads.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {

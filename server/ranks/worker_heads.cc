@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ranks/worker_heads.h"
 
-#include <algorithm>
 #include <string>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "kernels/errors/status_macros.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {

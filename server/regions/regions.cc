@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "kernels/backend.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"

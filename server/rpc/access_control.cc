@@ -4,10 +4,8 @@
 #include <grpc/grpc_security_constants.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"

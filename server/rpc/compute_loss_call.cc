@@ -3,10 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
@@ -16,7 +12,6 @@
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
-#include "server/rpc/request_call.h"
 
 namespace lossd::rpc {
 

@@ -2,17 +2,12 @@
 #include "server/rpc/request_call.h"
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
-#include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
-#include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 #include "server/access/authority.h"
-#include "server/engine/staging.h"
 #include "server/messages/texts.h"
 
 namespace lossd::rpc {

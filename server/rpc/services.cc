@@ -1,26 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/services.h"
 
-#include <grpcpp/server_context.h>
-
 #include <algorithm>
 #include <map>
-#include <string>
 #include <utility>
 
 #include "absl/memory/memory.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "lossd/v1/head.grpc.pb.h"
 #include "proto/wire/payload_codec.h"
-#include "server/admin/head_operations.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
-#include "server/rpc/request_call.h"
-#include "server/rpc/tensor_calls.h"
-#include "server/rpc/workers.h"
 
 namespace lossd::rpc {
 

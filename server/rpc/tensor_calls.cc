@@ -2,20 +2,16 @@
 #include "server/rpc/tensor_calls.h"
 
 #include <algorithm>
-#include <memory>
 #include <utility>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "proto/wire/payload_codec.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
 #include "server/rpc/compute_loss_call.h"
-#include "server/rpc/request_call.h"
 
 namespace lossd::rpc {
 

@@ -11,7 +11,6 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/errors/field_error.h"
-#include "server/access/certificates.h"
 #include "server/log/log.h"
 
 namespace lossd::rpc {

@@ -4,12 +4,9 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <limits>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 
 namespace lossd::rpc {
 
