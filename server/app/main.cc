@@ -44,68 +44,94 @@ using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
 
-ABSL_FLAG(std::string, http, ServerOptions().http,
-          "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
-ABSL_FLAG(std::string, tls_cert, "",
-          "The server's certificate chain for gRPC over TLS, a PEM file; needs --tls_key");
-ABSL_FLAG(
-    std::string, tls_key, "",
+namespace {
+
+// The functions that take an option from its flag, one for each SERVER_FLAG.
+using SetOption = void (*)(ServerOptions& options);
+std::vector<SetOption>& Setters() {
+  static auto* const setters = new std::vector<SetOption>();
+  return *setters;
+}
+bool AddSetter(SetOption set) {
+  Setters().push_back(set);
+  return true;
+}
+
+int64_t ValueOf(ByteSize size) { return size.bytes; }
+template <typename T>
+T ValueOf(T value) {
+  return value;
+}
+
+}  // namespace
+
+// A flag for a field of ServerOptions, whose default is the flag's.
+#define SERVER_FLAG(type, name, field, help)                \
+  ABSL_FLAG(type, name, type{ServerOptions().field}, help); \
+  [[maybe_unused]] static const bool g_has_##name =         \
+      AddSetter([](ServerOptions& options) { options.field = ValueOf(absl::GetFlag(FLAGS_##name)); })
+
+SERVER_FLAG(std::string, http, http,
+            "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
+SERVER_FLAG(std::string, tls_cert, security.tls_cert,
+            "The server's certificate chain for gRPC over TLS, a PEM file; needs --tls_key");
+SERVER_FLAG(
+    std::string, tls_key, security.tls_key,
     "The private key of --tls_cert, a PEM file that only its owner can read; read again when it changes, as "
     "all files of this group");
-ABSL_FLAG(
-    std::string, tls_client_ca, "",
+SERVER_FLAG(
+    std::string, tls_client_ca, security.tls_client_ca,
     "Certificate authorities of clients, a PEM file. Clients need a certificate of one of them, or with "
     "--token_file a token");
-ABSL_FLAG(std::string, role_file, "",
-          "Roles of client certificates: lines \"role name\", role reader, trainer or admin, name dns:..., "
-          "uri:..., "
-          "email:... or ip:... as the certificate's alternative names have it, or * for any; needs "
-          "--tls_client_ca");
-ABSL_FLAG(
-    std::string, token_file, "",
+SERVER_FLAG(std::string, role_file, security.role_file,
+            "Roles of client certificates: lines \"role name\", role reader, trainer or admin, name dns:..., "
+            "uri:..., "
+            "email:... or ip:... as the certificate's alternative names have it, or * for any; needs "
+            "--tls_client_ca");
+SERVER_FLAG(
+    std::string, token_file, security.token_file,
     "Bearer tokens: lines role:name:token or role:name:sha256:hash; a file that only its owner can read");
-ABSL_FLAG(
-    bool, insecure, false,
+SERVER_FLAG(
+    bool, insecure, security.insecure,
     "Allow addresses that other machines can reach without TLS, or without asking clients who they are. "
     "Whoever reaches the ports can then read weights and change gradients");
-ABSL_FLAG(bool, http_tls, false, "Serve HTTP over TLS (HTTPS) with --tls_cert and --tls_key");
-ABSL_FLAG(
-    bool, http_token, false,
+SERVER_FLAG(bool, http_tls, security.http_tls, "Serve HTTP over TLS (HTTPS) with --tls_cert and --tls_key");
+SERVER_FLAG(
+    bool, http_token, security.http_token,
     "Answer HTTP requests for / and /metrics only with a token of --token_file (Authorization: Bearer)");
 ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
-ABSL_FLAG(std::string, checkpoint_dir, ServerOptions().checkpoint_directory,
-          "Directory of checkpoints and tensor files; clients name files below it only");
-ABSL_FLAG(
-    std::string, restore, ServerOptions().restore,
+SERVER_FLAG(std::string, checkpoint_dir, checkpoint_directory,
+            "Directory of checkpoints and tensor files; clients name files below it only");
+SERVER_FLAG(
+    std::string, restore, restore,
     "latest: before it listens, the server loads the newest checkpoint of every head that has one below "
     "--checkpoint_dir; empty: it starts without heads");
-ABSL_FLAG(
-    int64_t, keep_checkpoints, ServerOptions().keep_checkpoints,
+SERVER_FLAG(
+    int64_t, keep_checkpoints, keep_checkpoints,
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
     "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
-ABSL_FLAG(
-    ByteSize, checkpoint_limit_bytes, ByteSize{ServerOptions().checkpoint_limit_bytes},
+SERVER_FLAG(
+    ByteSize, checkpoint_limit_bytes, checkpoint_limit_bytes,
     "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
     "anything is written. 0: no limit");
-ABSL_FLAG(
-    ByteSize, checkpoint_buffer_bytes, ByteSize{ServerOptions().checkpoint_buffer_bytes},
+SERVER_FLAG(
+    ByteSize, checkpoint_buffer_bytes, checkpoint_buffer_bytes,
     "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
     "only for the part of a checkpoint that does not fit");
-ABSL_FLAG(ByteSize, checkpoint_shard_bytes, ByteSize{ServerOptions().checkpoint_shard_bytes},
-          "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, "
-          "each with a "
-          "range of the classes");
-ABSL_FLAG(int, checkpoint_threads, ServerOptions().checkpoint_threads,
-          "Threads that write the files of a checkpoint, or read them, at once; a checkpoint that is large "
-          "enough has a file for each. 0: 4, or as many as there are devices if those are more");
-ABSL_FLAG(std::string, backend, ServerOptions().backend,
-          "What computes: cpu, cuda, or auto: a GPU if there is one");
-ABSL_FLAG(
-    std::string, device, ServerOptions().device,
+SERVER_FLAG(ByteSize, checkpoint_shard_bytes, checkpoint_shard_bytes,
+            "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, "
+            "each with a "
+            "range of the classes");
+SERVER_FLAG(int, checkpoint_threads, checkpoint_threads,
+            "Threads that write the files of a checkpoint, or read them, at once; a checkpoint that is large "
+            "enough has a file for each. 0: 4, or as many as there are devices if those are more");
+SERVER_FLAG(std::string, backend, backend, "What computes: cpu, cuda, or auto: a GPU if there is one");
+SERVER_FLAG(
+    std::string, device, device,
     "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
-ABSL_FLAG(
-    std::string, devices, ServerOptions().devices,
+SERVER_FLAG(
+    std::string, devices, devices,
     "CUDA backend: several GPUs, as --device names them with commas between them, or all. Every head is "
     "on all of them, and they share the rows (docs/scaling.md). With --ranks, or a launcher, those of this "
     "process");
@@ -113,82 +139,81 @@ ABSL_FLAG(
     bool, exit_on_device_loss, true,
     "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
     "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
-ABSL_FLAG(int, threads, ServerOptions().threads, "Threads of the CPU backend; 0: all the process may use");
-ABSL_FLAG(
-    int, cpu_devices, ServerOptions().cpu_devices,
+SERVER_FLAG(int, threads, threads, "Threads of the CPU backend; 0: all the process may use");
+SERVER_FLAG(
+    int, cpu_devices, cpu_devices,
     "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
     "GPUs do; to try that out. With --ranks, or a launcher, those of this process");
-ABSL_FLAG(std::string, stream_priority, ServerOptions().stream_priority,
-          "GPU: what goes before other programs' work (docs/mps.md): dx (not dW), all, or none");
-ABSL_FLAG(std::string, split, ServerOptions().split,
-          "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
-          "any, which is by rows if every device has room for all classes, and else by vocabulary");
-ABSL_FLAG(int, replicas, ServerOptions().replicas,
-          "Several devices: how many replicas heads by vocabulary have that do not say (docs/scaling.md)");
-ABSL_FLAG(
-    ByteSize, workspace_bytes, ByteSize{ServerOptions().workspace_bytes},
+SERVER_FLAG(std::string, stream_priority, stream_priority,
+            "GPU: what goes before other programs' work (docs/mps.md): dx (not dW), all, or none");
+SERVER_FLAG(std::string, split, split,
+            "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
+            "any, which is by rows if every device has room for all classes, and else by vocabulary");
+SERVER_FLAG(int, replicas, replicas,
+            "Several devices: how many replicas heads by vocabulary have that do not say (docs/scaling.md)");
+SERVER_FLAG(
+    ByteSize, workspace_bytes, workspace_bytes,
     "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
     "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that "
     "recompute their logits take at most 64MiB on a GPU");
-ABSL_FLAG(ByteSize, memory_limit_bytes, ByteSize{ServerOptions().memory_limit_bytes},
-          "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
-ABSL_FLAG(
-    ByteSize, memory_reserve_bytes, ByteSize{ServerOptions().memory_reserve_bytes},
+SERVER_FLAG(ByteSize, memory_limit_bytes, memory_limit_bytes,
+            "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
+SERVER_FLAG(
+    ByteSize, memory_reserve_bytes, memory_reserve_bytes,
     "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
     "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
     "save gets smaller");
-ABSL_FLAG(
-    bool, deterministic, ServerOptions().deterministic,
+SERVER_FLAG(
+    bool, deterministic, deterministic,
     "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
     "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
     "staging_bytes more for each trainable head");
-ABSL_FLAG(ByteSize, slice_bytes, ByteSize{ServerOptions().slice_bytes},
-          "Largest slice of hidden states a message may hold");
-ABSL_FLAG(ByteSize, staging_bytes, ByteSize{ServerOptions().staging_bytes},
-          "Memory for slices that are being received, computed or sent");
-ABSL_FLAG(int64_t, max_streams, ServerOptions().max_streams, "Most ComputeLoss calls open at once");
-ABSL_FLAG(int64_t, max_heads, ServerOptions().max_heads, "Most heads");
-ABSL_FLAG(absl::Duration, drain_timeout, ServerOptions().drain_timeout,
-          "After SIGTERM or SIGINT, open calls may finish for so long");
-ABSL_FLAG(ByteSize, retained_bytes, ByteSize{ServerOptions().retained_bytes},
-          "Memory for hidden states of deferred microbatches (reduction none); 0: none are kept");
-ABSL_FLAG(absl::Duration, liveness_timeout, ServerOptions().liveness_timeout,
-          "/livez answers 503 when the device has had something to do and finished none of it for so long");
-ABSL_FLAG(absl::Duration, retained_timeout, ServerOptions().retained_timeout,
-          "Release a deferred microbatch that no call has used for so long");
-ABSL_FLAG(
-    ByteSize, ledger_bytes, ByteSize{ServerOptions().ledger_bytes},
+SERVER_FLAG(ByteSize, slice_bytes, slice_bytes, "Largest slice of hidden states a message may hold");
+SERVER_FLAG(ByteSize, staging_bytes, staging_bytes,
+            "Memory for slices that are being received, computed or sent");
+SERVER_FLAG(int64_t, max_streams, max_streams, "Most ComputeLoss calls open at once");
+SERVER_FLAG(int64_t, max_heads, max_heads, "Most heads");
+SERVER_FLAG(absl::Duration, drain_timeout, drain_timeout,
+            "After SIGTERM or SIGINT, open calls may finish for so long");
+SERVER_FLAG(ByteSize, retained_bytes, retained_bytes,
+            "Memory for hidden states of deferred microbatches (reduction none); 0: none are kept");
+SERVER_FLAG(absl::Duration, liveness_timeout, liveness_timeout,
+            "/livez answers 503 when the device has had something to do and finished none of it for so long");
+SERVER_FLAG(absl::Duration, retained_timeout, retained_timeout,
+            "Release a deferred microbatch that no call has used for so long");
+SERVER_FLAG(
+    ByteSize, ledger_bytes, ledger_bytes,
     "Memory for what is remembered of rows: targets and weights of open calls, ledgers of open steps. 0: "
     "256MiB, and at most an eighth of --memory_limit_bytes");
-ABSL_FLAG(
-    double, peer_share, ServerOptions().peer_share,
+SERVER_FLAG(
+    double, peer_share, peer_share,
     "What one client may hold of calls, places in queues, staging and ledger memory, in (0, 1]; 1: all. It "
     "may also never hold more than it leaves to all others");
-ABSL_FLAG(ByteSize, transport_bytes, ByteSize{ServerOptions().transport.bytes},
-          "Memory of gRPC for connections and messages that are being received. When it is used up, new "
-          "connections are refused and calls are cancelled. 0: 256MiB, or 16 messages if that is more");
-ABSL_FLAG(int64_t, max_connections, ServerOptions().max_connections, "Most gRPC connections open at once");
-ABSL_FLAG(int64_t, max_connections_per_address, ServerOptions().max_connections_per_address,
-          "Most of them from one address");
-ABSL_FLAG(int64_t, max_calls_per_connection, ServerOptions().transport.max_calls_per_connection,
-          "Most calls at once on one gRPC connection");
-ABSL_FLAG(int64_t, max_tensor_calls, ServerOptions().max_tensor_calls,
-          "Most ReadTensor, WriteTensor and AddGradient calls open at once");
-ABSL_FLAG(int64_t, max_saves, ServerOptions().max_saves, "Most SaveCheckpoint calls that wait or run");
-ABSL_FLAG(int64_t, max_waiting_calls, ServerOptions().max_waiting_calls,
-          "Most other calls on heads that wait for a thread");
-ABSL_FLAG(absl::Duration, handshake_timeout, ServerOptions().transport.handshake_timeout,
-          "Close a gRPC connection that has not begun to speak the protocol for so long");
-ABSL_FLAG(absl::Duration, idle_connection_timeout, ServerOptions().transport.idle_connection_timeout,
-          "Close a gRPC connection that had no call for so long; clients connect again by themselves");
-ABSL_FLAG(absl::Duration, open_timeout, ServerOptions().timeouts.open,
-          "End a call whose first message does not come for so long");
-ABSL_FLAG(absl::Duration, idle_timeout, ServerOptions().timeouts.idle,
-          "End a call whose client sends nothing for so long while the server has nothing to do for it");
-ABSL_FLAG(absl::Duration, turn_timeout, ServerOptions().timeouts.turn,
-          "End a call that waits for memory, its turn or the device for so long without progress");
-ABSL_FLAG(absl::Duration, send_timeout, ServerOptions().timeouts.send,
-          "Cancel a call whose answers the client does not take for so long");
+SERVER_FLAG(ByteSize, transport_bytes, transport.bytes,
+            "Memory of gRPC for connections and messages that are being received. When it is used up, new "
+            "connections are refused and calls are cancelled. 0: 256MiB, or 16 messages if that is more");
+SERVER_FLAG(int64_t, max_connections, max_connections, "Most gRPC connections open at once");
+SERVER_FLAG(int64_t, max_connections_per_address, max_connections_per_address,
+            "Most of them from one address");
+SERVER_FLAG(int64_t, max_calls_per_connection, transport.max_calls_per_connection,
+            "Most calls at once on one gRPC connection");
+SERVER_FLAG(int64_t, max_tensor_calls, max_tensor_calls,
+            "Most ReadTensor, WriteTensor and AddGradient calls open at once");
+SERVER_FLAG(int64_t, max_saves, max_saves, "Most SaveCheckpoint calls that wait or run");
+SERVER_FLAG(int64_t, max_waiting_calls, max_waiting_calls,
+            "Most other calls on heads that wait for a thread");
+SERVER_FLAG(absl::Duration, handshake_timeout, transport.handshake_timeout,
+            "Close a gRPC connection that has not begun to speak the protocol for so long");
+SERVER_FLAG(absl::Duration, idle_connection_timeout, transport.idle_connection_timeout,
+            "Close a gRPC connection that had no call for so long; clients connect again by themselves");
+SERVER_FLAG(absl::Duration, open_timeout, timeouts.open,
+            "End a call whose first message does not come for so long");
+SERVER_FLAG(absl::Duration, idle_timeout, timeouts.idle,
+            "End a call whose client sends nothing for so long while the server has nothing to do for it");
+SERVER_FLAG(absl::Duration, turn_timeout, timeouts.turn,
+            "End a call that waits for memory, its turn or the device for so long without progress");
+SERVER_FLAG(absl::Duration, send_timeout, timeouts.send,
+            "Cancel a call whose answers the client does not take for so long");
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
 
@@ -224,65 +249,12 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   return rest;
 }
 
-void SetClientLimits(ServerOptions& options) {
-  options.ledger_bytes = absl::GetFlag(FLAGS_ledger_bytes).bytes;
-  options.peer_share = absl::GetFlag(FLAGS_peer_share);
-  options.transport.bytes = absl::GetFlag(FLAGS_transport_bytes).bytes;
-  options.transport.max_calls_per_connection = absl::GetFlag(FLAGS_max_calls_per_connection);
-  options.transport.handshake_timeout = absl::GetFlag(FLAGS_handshake_timeout);
-  options.transport.idle_connection_timeout = absl::GetFlag(FLAGS_idle_connection_timeout);
-  options.max_connections = absl::GetFlag(FLAGS_max_connections);
-  options.max_connections_per_address = absl::GetFlag(FLAGS_max_connections_per_address);
-  options.max_tensor_calls = absl::GetFlag(FLAGS_max_tensor_calls);
-  options.max_saves = absl::GetFlag(FLAGS_max_saves);
-  options.max_waiting_calls = absl::GetFlag(FLAGS_max_waiting_calls);
-  options.timeouts = {.open = absl::GetFlag(FLAGS_open_timeout),
-                      .idle = absl::GetFlag(FLAGS_idle_timeout),
-                      .turn = absl::GetFlag(FLAGS_turn_timeout),
-                      .send = absl::GetFlag(FLAGS_send_timeout)};
-}
-
+// Every option of the server that has a flag, from the flags.
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;
   lossd::app::SetListenOptions(&options);
-  options.http = absl::GetFlag(FLAGS_http);
-  options.security = {.tls_cert = absl::GetFlag(FLAGS_tls_cert),
-                      .tls_key = absl::GetFlag(FLAGS_tls_key),
-                      .tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca),
-                      .role_file = absl::GetFlag(FLAGS_role_file),
-                      .token_file = absl::GetFlag(FLAGS_token_file),
-                      .insecure = absl::GetFlag(FLAGS_insecure),
-                      .http_tls = absl::GetFlag(FLAGS_http_tls),
-                      .http_token = absl::GetFlag(FLAGS_http_token)};
-  options.backend = absl::GetFlag(FLAGS_backend);
-  options.device = absl::GetFlag(FLAGS_device);
-  options.devices = absl::GetFlag(FLAGS_devices);
-  options.threads = absl::GetFlag(FLAGS_threads);
-  options.cpu_devices = absl::GetFlag(FLAGS_cpu_devices);
-  options.stream_priority = absl::GetFlag(FLAGS_stream_priority);
-  options.split = absl::GetFlag(FLAGS_split);
-  options.replicas = absl::GetFlag(FLAGS_replicas);
-  options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes).bytes;
-  options.memory_limit_bytes = absl::GetFlag(FLAGS_memory_limit_bytes).bytes;
-  options.memory_reserve_bytes = absl::GetFlag(FLAGS_memory_reserve_bytes).bytes;
-  options.deterministic = absl::GetFlag(FLAGS_deterministic);
-  options.slice_bytes = absl::GetFlag(FLAGS_slice_bytes).bytes;
-  options.staging_bytes = absl::GetFlag(FLAGS_staging_bytes).bytes;
-  options.retained_bytes = absl::GetFlag(FLAGS_retained_bytes).bytes;
-  options.max_streams = absl::GetFlag(FLAGS_max_streams);
-  options.max_heads = absl::GetFlag(FLAGS_max_heads);
-  options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
-  options.restore = absl::GetFlag(FLAGS_restore);
-  options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
-  options.checkpoint_limit_bytes = absl::GetFlag(FLAGS_checkpoint_limit_bytes).bytes;
-  options.checkpoint_buffer_bytes = absl::GetFlag(FLAGS_checkpoint_buffer_bytes).bytes;
-  options.checkpoint_shard_bytes = absl::GetFlag(FLAGS_checkpoint_shard_bytes).bytes;
-  options.checkpoint_threads = absl::GetFlag(FLAGS_checkpoint_threads);
-  options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
-  options.liveness_timeout = absl::GetFlag(FLAGS_liveness_timeout);
-  options.retained_timeout = absl::GetFlag(FLAGS_retained_timeout);
-  SetClientLimits(options);
+  for (const SetOption set : Setters()) set(options);
   return options;
 }
 
