@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/describe.h"
 
+#include <google/protobuf/descriptor.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -48,16 +50,6 @@ std::string HistoryText(const v1::HeadHistory& history) {
     parts.push_back(absl::StrCat("rows of the open step from run ", Printable(history.open_run())));
   }
   return absl::StrJoin(parts, "; ");
-}
-
-nlohmann::ordered_json HistoryJson(const v1::HeadHistory& history) {
-  return {{"run", history.run()},
-          {"applied_unix_seconds", history.applied_unix_seconds()},
-          {"checkpoint", history.checkpoint()},
-          {"checkpoint_step", history.checkpoint_step()},
-          {"checkpoint_unix_seconds", history.checkpoint_unix_seconds()},
-          {"loaded", history.loaded()},
-          {"open_run", history.open_run()}};
 }
 
 std::optional<uint64_t> StepsSinceSave(const v1::HeadDescription& head) {
@@ -167,17 +159,6 @@ double AsWritten(float value) {
   return result;
 }
 
-Json ChoicesJson(const google::protobuf::RepeatedPtrField<v1::Choice>& choices) {
-  Json list = Json::array();
-  for (const v1::Choice& choice : choices) {
-    list.push_back({{"what", choice.what()},
-                    {"choice", choice.choice()},
-                    {"reason", choice.reason()},
-                    {"workspace_bytes", choice.workspace_bytes()}});
-  }
-  return list;
-}
-
 // Empty if there are none.
 std::string ChoicesTable(const std::string& title,
                          const google::protobuf::RepeatedPtrField<v1::Choice>& choices, const Style& style) {
@@ -200,18 +181,66 @@ uint64_t TotalBytes(const v1::MemoryUsage& memory) {
          memory.staging() + memory.retained() + memory.ledger();
 }
 
-Json ToJson(const v1::MemoryUsage& memory) {
-  return {
-      {"weights", memory.weights()},     {"gradients", memory.gradients()}, {"optimizer", memory.optimizer()},
-      {"workspace", memory.workspace()}, {"slots", memory.slots()},         {"staging", memory.staging()},
-      {"retained", memory.retained()},   {"ledger", memory.ledger()},       {"total", TotalBytes(memory)}};
+namespace {
+
+using google::protobuf::FieldDescriptor;
+
+// Of a field, or of entry `i` of a list.
+Json ValueJson(const google::protobuf::Message& message, const FieldDescriptor& field, int i) {
+  const google::protobuf::Reflection& reflection = *message.GetReflection();
+  const bool list = field.is_repeated();
+  const auto value = [&](auto of_field, auto of_list) {
+    return list ? (reflection.*of_list)(message, &field, i) : (reflection.*of_field)(message, &field);
+  };
+  using Reflection = google::protobuf::Reflection;
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return value(&Reflection::GetBool, &Reflection::GetRepeatedBool);
+    case FieldDescriptor::CPPTYPE_INT32:
+      return value(&Reflection::GetInt32, &Reflection::GetRepeatedInt32);
+    case FieldDescriptor::CPPTYPE_INT64:
+      return value(&Reflection::GetInt64, &Reflection::GetRepeatedInt64);
+    case FieldDescriptor::CPPTYPE_UINT32:
+      return value(&Reflection::GetUInt32, &Reflection::GetRepeatedUInt32);
+    case FieldDescriptor::CPPTYPE_UINT64: {
+      const uint64_t number = value(&Reflection::GetUInt64, &Reflection::GetRepeatedUInt64);
+      return field.type() == FieldDescriptor::TYPE_FIXED64 ? Json(HumanIncarnation(number)) : Json(number);
+    }
+    case FieldDescriptor::CPPTYPE_FLOAT:
+      return AsWritten(value(&Reflection::GetFloat, &Reflection::GetRepeatedFloat));
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      return value(&Reflection::GetDouble, &Reflection::GetRepeatedDouble);
+    case FieldDescriptor::CPPTYPE_ENUM:
+      return WordOf(*value(&Reflection::GetEnum, &Reflection::GetRepeatedEnum));
+    case FieldDescriptor::CPPTYPE_STRING:
+      return value(&Reflection::GetString, &Reflection::GetRepeatedString);
+    case FieldDescriptor::CPPTYPE_MESSAGE:
+      return FieldsJson(list ? reflection.GetRepeatedMessage(message, &field, i)
+                             : reflection.GetMessage(message, &field));
+  }
+  return Json();
 }
 
-Json ToJson(const v1::HeadState& state) {
-  return {{"incarnation", HumanIncarnation(state.incarnation())},
-          {"step", state.step()},
-          {"generation", state.generation()},
-          {"weights_version", state.weights_version()}};
+Json ListJson(const google::protobuf::Message& message, const FieldDescriptor& field) {
+  Json list = Json::array();
+  for (int i = 0; i < message.GetReflection()->FieldSize(message, &field); ++i) {
+    list.push_back(ValueJson(message, field, i));
+  }
+  return list;
+}
+
+}  // namespace
+
+Json FieldsJson(const google::protobuf::Message& message) {
+  Json json = Json::object();
+  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
+    const FieldDescriptor& field = *message.GetDescriptor()->field(i);
+    json[field.name()] = field.is_repeated() ? ListJson(message, field) : ValueJson(message, field, 0);
+  }
+  if (const auto* const memory = dynamic_cast<const v1::MemoryUsage*>(&message); memory != nullptr) {
+    json["total"] = TotalBytes(*memory);
+  }
+  return json;
 }
 
 Json ToJson(const v1::HeadDescription& head) {
@@ -222,21 +251,18 @@ Json ToJson(const v1::HeadDescription& head) {
   json["vocab_size"] = spec.vocab_size();
   json["bias"] = spec.bias();
   json["class_weights"] = spec.class_weights();
-  json["norm"] = NameOf(Norms(), NormOf(spec));
+  json["norm"] = NameOf(NormOf(spec));
   json["norm_epsilon"] = AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f);
-  json["compute_dtype"] = NameOf(DTypes(), head.compute_dtype());
-  json["optimizer_state"] = NameOf(OptimizerStates(), OptimizerStateOf(spec));
+  json["compute_dtype"] = NameOf(head.compute_dtype());
+  json["optimizer_state"] = NameOf(OptimizerStateOf(spec));
   json["frozen"] = spec.frozen();
-  json["logits"] = NameOf(LogitsWords(), LogitsOf(spec));
-  json["gradients"] = NameOf(GradientsWords(), GradientsOf(spec));
+  json["logits"] = NameOf(LogitsOf(spec));
+  json["gradients"] = NameOf(GradientsOf(spec));
   json["workspace_bytes"] = spec.workspace_bytes();
   json["split"] = NameOf(Splits(), spec.split());
   json["shares"] = std::vector<uint32_t>(spec.shares().begin(), spec.shares().end());
   json["replicas"] = spec.replicas();
-  json["incarnation"] = HumanIncarnation(head.state().incarnation());
-  json["step"] = head.state().step();
-  json["generation"] = head.state().generation();
-  json["weights_version"] = head.state().weights_version();
+  json.update(FieldsJson(head.state()));
   json["step_microbatches"] = head.step_microbatches();
   json["step_rows"] = head.step_rows();
   json["step_contributions"] = head.step_contributions();
@@ -248,24 +274,17 @@ Json ToJson(const v1::HeadDescription& head) {
   json["waiting_slices"] = head.waiting_slices();
   json["waits_for"] = head.waits_for();
   json["chunk_rows"] = head.chunk_rows();
-  json["slice_limits"] = {{"max_rows", head.slice_limits().max_rows()},
-                          {"max_bytes", head.slice_limits().max_bytes()},
-                          {"max_bytes_in_region", head.slice_limits().max_bytes_in_region()},
-                          {"row_grid", head.slice_limits().row_grid()}};
-  json["memory"] = ToJson(head.memory());
+  json["slice_limits"] = FieldsJson(head.slice_limits());
+  json["memory"] = FieldsJson(head.memory());
   json["devices"] = Json::array();
-  for (const v1::HeadDevice& device : head.devices()) {
-    json["devices"].push_back({{"device", device.device()},
-                               {"share", device.share()},
-                               {"classes", device.classes()},
-                               {"rows", device.rows()},
-                               {"busy_seconds", device.busy_seconds()},
-                               {"exchange_seconds", device.exchange_seconds()}});
+  for (const v1::HeadDevice& device : head.devices()) json["devices"].push_back(FieldsJson(device));
+  for (const auto& [name, choices] :
+       {std::pair("choices", &head.choices()), std::pair("last_chunk_choices", &head.last_chunk_choices())}) {
+    json[name] = Json::array();
+    for (const v1::Choice& choice : *choices) json[name].push_back(FieldsJson(choice));
   }
-  json["choices"] = ChoicesJson(head.choices());
-  json["last_chunk_choices"] = ChoicesJson(head.last_chunk_choices());
   json["gradient_error"] = head.gradient_error();
-  json["history"] = HistoryJson(head.history());
+  json["history"] = FieldsJson(head.history());
   return json;
 }
 
@@ -281,26 +300,20 @@ Json ToJson(const v1::ServerDescription& server) {
   json["open_streams"] = server.open_streams();
   json["max_streams"] = server.max_streams();
   json["max_message_bytes"] = server.max_message_bytes();
-  json["memory"] = ToJson(server.memory());
-  json["memory_peak"] = ToJson(server.memory_peak());
+  json["memory"] = FieldsJson(server.memory());
+  json["memory_peak"] = FieldsJson(server.memory_peak());
   json["memory_limit"] = server.memory_limit();
   if (server.has_http()) json["http"] = server.http();
   if (!server.collectives().empty()) json["collectives"] = server.collectives();
   if (!server.gpu_sharing().empty()) json["gpu_sharing"] = server.gpu_sharing();
-  for (const v1::RankDescription& rank : server.ranks()) {
-    json["ranks"].push_back({{"rank", rank.rank()},
-                             {"host", rank.host()},
-                             {"device", rank.device()},
-                             {"lost", rank.lost()},
-                             {"memory", ToJson(rank.memory())}});
-  }
+  for (const v1::RankDescription& rank : server.ranks()) json["ranks"].push_back(FieldsJson(rank));
   return json;
 }
 
 std::string Shape(const v1::HeadSpec& spec) {
   std::string text = absl::StrCat(HumanCount(spec.hidden_size()), " x ", HumanCount(spec.vocab_size()));
   if (spec.bias()) absl::StrAppend(&text, " + bias");
-  if (NormOf(spec) != v1::NORM_NONE) absl::StrAppend(&text, ", ", NameOf(Norms(), NormOf(spec)));
+  if (NormOf(spec) != v1::NORM_NONE) absl::StrAppend(&text, ", ", NameOf(NormOf(spec)));
   if (spec.frozen()) absl::StrAppend(&text, ", frozen");
   return text;
 }
@@ -308,9 +321,12 @@ std::string Shape(const v1::HeadSpec& spec) {
 // The columns of all heads that `wide` adds: what they are made of.
 std::vector<std::string> WideCells(const v1::HeadDescription& head) {
   const v1::HeadSpec& spec = head.spec();
-  return {NameOf(OptimizerStates(), OptimizerStateOf(spec)), NameOf(LogitsWords(), LogitsOf(spec)),
-          NameOf(GradientsWords(), GradientsOf(spec)),       HumanCount(head.updates()),
-          HumanCount(head.retained_microbatches()),          HumanCount(head.chunk_rows()),
+  return {NameOf(OptimizerStateOf(spec)),
+          NameOf(LogitsOf(spec)),
+          NameOf(GradientsOf(spec)),
+          HumanCount(head.updates()),
+          HumanCount(head.retained_microbatches()),
+          HumanCount(head.chunk_rows()),
           HumanIncarnation(head.state().incarnation())};
 }
 
@@ -338,7 +354,7 @@ std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style&
   for (const v1::HeadDescription& head : heads) {
     std::vector<std::string> cells = {head.spec().name(),
                                       Shape(head.spec()),
-                                      NameOf(DTypes(), head.compute_dtype()),
+                                      NameOf(head.compute_dtype()),
                                       HumanCount(head.state().step()),
                                       HumanCount(head.step_rows()),
                                       HumanCount(head.total_rows()),
@@ -361,12 +377,12 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   fields.Add("vocabulary", HumanCount(spec.vocab_size()));
   fields.Add("bias", YesNo(spec.bias()));
   fields.Add("class weights", YesNo(spec.class_weights()));
-  fields.Add("norm", NameOf(Norms(), NormOf(spec)));
-  fields.Add("compute dtype", NameOf(DTypes(), head.compute_dtype()));
-  fields.Add("optimizer state", NameOf(OptimizerStates(), OptimizerStateOf(spec)));
+  fields.Add("norm", NameOf(NormOf(spec)));
+  fields.Add("compute dtype", NameOf(head.compute_dtype()));
+  fields.Add("optimizer state", NameOf(OptimizerStateOf(spec)));
   fields.Add("frozen", YesNo(spec.frozen()));
-  fields.Add("logits", NameOf(LogitsWords(), LogitsOf(spec)));
-  fields.Add("gradients", NameOf(GradientsWords(), GradientsOf(spec)));
+  fields.Add("logits", NameOf(LogitsOf(spec)));
+  fields.Add("gradients", NameOf(GradientsOf(spec)));
   fields.Add("split", NameOf(Splits(), spec.split()));
   if (spec.shares_size() > 0) fields.Add("shares", absl::StrJoin(spec.shares(), ", "));
   if (spec.replicas() > 0) fields.Add("replicas", absl::StrCat(spec.replicas()));

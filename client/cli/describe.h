@@ -7,6 +7,8 @@
 #ifndef LOSSD_CLIENT_CLI_DESCRIBE_H_
 #define LOSSD_CLIENT_CLI_DESCRIBE_H_
 
+#include <google/protobuf/message.h>
+
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <nlohmann/json_fwd.hpp>
@@ -30,7 +32,6 @@ std::string UtcText(int64_t unix_seconds);
 // One line: "run trainer-1, last step 2026-11-26 22:30:01Z; saved as lm/best (step 7) 2026-11-26 22:31:00Z".
 // Empty if nothing is known.
 std::string HistoryText(const v1::HeadHistory& history);
-nlohmann::ordered_json HistoryJson(const v1::HeadHistory& history);
 
 // Steps that were closed since the head was saved, or loaded; nullopt if no checkpoint is known, or if it is
 // of another past of the head.
@@ -57,8 +58,9 @@ std::string EventLine(const nlohmann::ordered_json& event);
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory);
 
-nlohmann::ordered_json ToJson(const v1::MemoryUsage& memory);
-nlohmann::ordered_json ToJson(const v1::HeadState& state);
+// The fields of a message by their names: lists, messages and enumerations (words of options.h), too. Numbers
+// of type fixed64 are incarnations. Memory has its total.
+nlohmann::ordered_json FieldsJson(const google::protobuf::Message& message);
 nlohmann::ordered_json ToJson(const v1::HeadDescription& head);
 nlohmann::ordered_json ToJson(const v1::ServerDescription& server);
 

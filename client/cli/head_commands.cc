@@ -177,17 +177,18 @@ void AddCreate(CLI::App* app, Context* context) {
   create->add_option("--vocab", flags->vocab_size, "Vocabulary size V")->required();
   create->add_flag("--bias", flags->bias, "Add a bias [V]");
   create->add_flag("--class-weights", flags->class_weights, "Add class weights [V], initially 1");
-  AddWord(create, "--norm", &flags->norm, Norms(), "Norm before the classifier [none]");
+  AddWord(create, "--norm", &flags->norm, Words<v1::Norm>(), "Norm before the classifier [none]");
   create->add_option("--norm-epsilon", flags->norm_epsilon, "[1e-5]");
-  AddWord(create, "--compute-dtype", &flags->compute_dtype, DTypes(),
+  AddWord(create, "--compute-dtype", &flags->compute_dtype, Words<v1::DType>(),
           "Least precision of the matrix products [the backend's choice]");
-  AddWord(create, "--optimizer-state", &flags->optimizer_state, OptimizerStates(), "Optimizer memory [adam]");
+  AddWord(create, "--optimizer-state", &flags->optimizer_state, Words<v1::OptimizerState>(),
+          "Optimizer memory [adam]");
   create->add_flag("--frozen", flags->frozen, "No gradients of the head, no optimizer memory");
-  AddWord(create, "--logits", &flags->logits, LogitsWords(),
+  AddWord(create, "--logits", &flags->logits, Words<v1::Logits>(),
           "Whether logits stay in memory until the gradients are computed, or are computed again in little "
           "memory "
           "[stored]");
-  AddWord(create, "--gradients", &flags->gradients, GradientsWords(),
+  AddWord(create, "--gradients", &flags->gradients, Words<v1::Gradients>(),
           "How gradients are computed unless a request says otherwise [exact]");
   AddBytes(create, "--workspace-bytes", &flags->workspace_bytes,
            "Most workspace on the device [the server's --workspace_bytes; recomputed logits: at most 64MiB]");
@@ -246,12 +247,6 @@ void AddHeadCommands(CLI::App* app, Context* context) {
 
 namespace {
 
-const std::map<std::string, v1::ResetScope>& ResetScopes() {
-  static const auto* const words = new std::map<std::string, v1::ResetScope>{
-      {"all", v1::RESET_SCOPE_ALL}, {"optimizer", v1::RESET_SCOPE_OPTIMIZER}};
-  return *words;
-}
-
 struct ResetFlags {
   std::string head;
   v1::ResetScope scope = v1::RESET_SCOPE_UNSPECIFIED;
@@ -295,7 +290,7 @@ void AddResetCommand(CLI::App* app, Context* context) {
   auto flags = std::make_shared<ResetFlags>();
   auto yes = std::make_shared<bool>(false);
   AddHead(reset, &flags->head);
-  AddWord(reset, "--scope", &flags->scope, ResetScopes(),
+  AddWord(reset, "--scope", &flags->scope, Words<v1::ResetScope>(),
           "optimizer: moments and count of updates alone; all: besides, values and step")
       ->required();
   AddYes(reset, yes.get());

@@ -407,27 +407,23 @@ namespace {
 constexpr double kIdleSeconds = 60;     // of a client that is left out
 constexpr double kLongWaitSeconds = 5;  // of a client that should send or take something
 
-const char* NameOfWait(v1::StreamWait wait) {
-  switch (wait) {
-    case v1::STREAM_WAIT_OPEN:
-      return "opening";
-    case v1::STREAM_WAIT_CLIENT:
-      return "client";
-    case v1::STREAM_WAIT_SERVER:
-      return "server";
-    case v1::STREAM_WAIT_SEND:
-      return "sending";
-    case v1::STREAM_WAIT_END:
-      return "end";
-    default:
-      return "unknown";
-  }
-}
-
 std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_second), "/s"); }
 
 // Since a number that begins again is less than before.
 double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_cast<double>(now - before); }
+
+std::string NameOfWait(v1::StreamWait wait) {
+  switch (wait) {
+    case v1::STREAM_WAIT_OPEN:
+      return "opening";
+    case v1::STREAM_WAIT_SEND:
+      return "sending";
+    case v1::STREAM_WAIT_UNSPECIFIED:
+      return "unknown";
+    default:
+      return NameOf(wait);
+  }
+}
 
 std::string Line(absl::string_view text, const Frame& frame) {
   return absl::StrCat(Truncated(text, frame.columns), "\n");
@@ -445,24 +441,6 @@ std::string Counted(uint64_t count, absl::string_view what) {
 
 std::string NameOfPeer(const std::string& peer, const Frame& frame) {
   return TruncatedName(peer.empty() ? "(this process)" : Printable(peer), frame.columns < 60 ? 16 : 40);
-}
-
-Json StreamJson(const v1::StreamDescription& stream) {
-  return {{"number", stream.number()},
-          {"peer", stream.peer()},
-          {"head", stream.head()},
-          {"microbatch_id", stream.microbatch_id()},
-          {"backward", stream.backward()},
-          {"shared_memory", stream.shared_memory()},
-          {"rows", stream.rows()},
-          {"queued_rows", stream.queued_rows()},
-          {"sent_rows", stream.sent_rows()},
-          {"received_bytes", stream.received_bytes()},
-          {"sent_bytes", stream.sent_bytes()},
-          {"staging_bytes", stream.staging_bytes()},
-          {"waits_for", NameOfWait(stream.waits_for())},
-          {"wait_seconds", stream.wait_seconds()},
-          {"age_seconds", stream.age_seconds()}};
 }
 
 }  // namespace
@@ -654,21 +632,15 @@ nlohmann::ordered_json TopHistory::Json() const {
                                  {"streams_left_out", now_->streams_left_out()}};
   for (const v1::PeerDescription& peer : Peers(/*all=*/true)) {
     const PeerRates rates = RatesOf(peer);
-    json["peers"].push_back({{"peer", peer.peer()},
-                             {"rows_per_second", rates.rows_per_second},
-                             {"received_bytes_per_second", rates.received_per_second},
-                             {"sent_bytes_per_second", rates.sent_per_second},
-                             {"waiting_slices", rates.waiting_slices},
-                             {"staging_bytes", peer.staging_bytes()},
-                             {"open_streams", peer.open_streams()},
-                             {"streams", peer.streams()},
-                             {"rows", peer.rows()},
-                             {"received_bytes", peer.received_bytes()},
-                             {"sent_bytes", peer.sent_bytes()},
-                             {"device_wait_seconds", peer.device_wait_seconds()},
-                             {"idle_seconds", peer.idle_seconds()}});
+    nlohmann::ordered_json& entry = json["peers"].emplace_back(FieldsJson(peer));
+    entry["rows_per_second"] = rates.rows_per_second;
+    entry["received_bytes_per_second"] = rates.received_per_second;
+    entry["sent_bytes_per_second"] = rates.sent_per_second;
+    entry["waiting_slices"] = rates.waiting_slices;
   }
-  for (const v1::StreamDescription& stream : Streams()) json["streams"].push_back(StreamJson(stream));
+  for (const v1::StreamDescription& stream : Streams()) {
+    json["streams"].emplace_back(FieldsJson(stream))["waits_for"] = NameOfWait(stream.waits_for());
+  }
   return json;
 }
 

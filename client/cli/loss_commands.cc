@@ -361,7 +361,8 @@ void AddLossCommand(CLI::App* app, Context* context) {
   loss->add_option("--row-weights", flags->row_weights, "Weights, one per row")
       ->type_name(files)
       ->group(rows);
-  AddWord(loss, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [the file's; random: bf16]")
+  AddWord(loss, "--dtype", &flags->dtype, Words<v1::DType>(),
+          "Element type to transfer [the file's; random: bf16]")
       ->group(rows);
 
   AddLossOptions(loss, &flags->loss);
@@ -588,7 +589,7 @@ BenchSetup SetupOf(const BenchFlags& flags, const HiddenRows& rows,
   return {flags.head,
           NameOf(DataKinds(), flags.data),
           NameOf(Whats(), flags.what),
-          NameOf(DTypes(), rows.dtype),
+          NameOf(rows.dtype),
           rows.hidden_size,
           rows.rows,
           flags.in_flight,
@@ -669,7 +670,7 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   bench->add_flag("--overwrite-weight", flags->overwrite_weight,
                   "Replace the head's weight by the one that real rows need");
   bench->add_option("--rows", flags->rows, "Rows per microbatch [4096]")->check(WholeNumber(1));
-  AddWord(bench, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [bf16]");
+  AddWord(bench, "--dtype", &flags->dtype, Words<v1::DType>(), "Element type to transfer [bf16]");
   bench
       ->add_option("--in-flight", flags->in_flight,
                    "Microbatches under way at once, 1 to 1024; 1: closed loop [1]")

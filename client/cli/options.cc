@@ -14,6 +14,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/cli/http.h"
@@ -228,7 +229,7 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
       ->group(kLossGroup);
   AddWordFunction(
       command, "--gradients", [loss](v1::Gradients gradients) { loss->set_gradients(gradients); },
-      GradientsWords(), "How gradients are computed [as the head says]")
+      Words<v1::Gradients>(), "How gradients are computed [as the head says]")
       ->group(kLossGroup);
   AddField(command, loss, "--filter-epsilon", &Loss::set_filter_epsilon,
            "filtered: smaller probabilities add nothing to the gradients [2^-12]");
@@ -327,7 +328,7 @@ absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::
 
 void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
   AddLossFields(command, &options->loss);
-  AddWord(command, "--reduction", &options->reduction, Reductions(), "[mean]")->group(kLossGroup);
+  AddWord(command, "--reduction", &options->reduction, Words<v1::Reduction>(), "[mean]")->group(kLossGroup);
   command
       ->add_option("--normalizer", options->normalizer, "Divides the sum for the mean [number of valid rows]")
       ->group(kLossGroup);
@@ -447,66 +448,17 @@ std::optional<uint64_t> ParseBytes(absl::string_view text) {
 
 // ---- Words of enumerations ----
 
-const std::map<std::string, v1::DType>& DTypes() {
-  static const auto* words = new std::map<std::string, v1::DType>{
-      {"fp32", v1::DTYPE_FP32}, {"fp16", v1::DTYPE_FP16}, {"bf16", v1::DTYPE_BF16}};
-  return *words;
-}
-
-const std::map<std::string, v1::Norm>& Norms() {
-  static const auto* words = new std::map<std::string, v1::Norm>{
-      {"none", v1::NORM_NONE}, {"layernorm", v1::NORM_LAYERNORM}, {"rmsnorm", v1::NORM_RMSNORM}};
-  return *words;
-}
-
-const std::map<std::string, v1::OptimizerState>& OptimizerStates() {
-  static const auto* words =
-      new std::map<std::string, v1::OptimizerState>{{"none", v1::OPTIMIZER_STATE_NONE},
-                                                    {"momentum", v1::OPTIMIZER_STATE_MOMENTUM},
-                                                    {"adam", v1::OPTIMIZER_STATE_ADAM}};
-  return *words;
-}
-
-const std::map<std::string, v1::Param>& Params() {
-  static const auto* words = new std::map<std::string, v1::Param>{{"weight", v1::PARAM_WEIGHT},
-                                                                  {"bias", v1::PARAM_BIAS},
-                                                                  {"norm-gain", v1::PARAM_NORM_GAIN},
-                                                                  {"norm-shift", v1::PARAM_NORM_SHIFT},
-                                                                  {"class-weights", v1::PARAM_CLASS_WEIGHTS}};
-  return *words;
-}
-
-const std::map<std::string, v1::Role>& Roles() {
-  static const auto* words = new std::map<std::string, v1::Role>{{"value", v1::ROLE_VALUE},
-                                                                 {"gradient", v1::ROLE_GRADIENT},
-                                                                 {"moment1", v1::ROLE_MOMENT1},
-                                                                 {"moment2", v1::ROLE_MOMENT2}};
-  return *words;
-}
-
-const std::map<std::string, v1::Logits>& LogitsWords() {
-  static const auto* words = new std::map<std::string, v1::Logits>{{"stored", v1::LOGITS_STORED},
-                                                                   {"recomputed", v1::LOGITS_RECOMPUTED}};
-  return *words;
+std::string WordOf(const google::protobuf::EnumValueDescriptor& value) {
+  const absl::string_view prefix = absl::StripSuffix(value.type()->value(0)->name(), "UNSPECIFIED");
+  return absl::StrReplaceAll(absl::AsciiStrToLower(absl::StripPrefix(value.name(), prefix)), {{"_", "-"}});
 }
 
 const std::map<std::string, v1::Split>& Splits() {
-  static const auto* words = new std::map<std::string, v1::Split>{
-      {"any", v1::SPLIT_UNSPECIFIED}, {"rows", v1::SPLIT_ROWS}, {"vocabulary", v1::SPLIT_VOCABULARY}};
-  return *words;
-}
-
-const std::map<std::string, v1::Gradients>& GradientsWords() {
-  static const auto* words = new std::map<std::string, v1::Gradients>{{"exact", v1::GRADIENTS_EXACT},
-                                                                      {"filtered", v1::GRADIENTS_FILTERED},
-                                                                      {"sampled", v1::GRADIENTS_SAMPLED},
-                                                                      {"auto", v1::GRADIENTS_AUTO}};
-  return *words;
-}
-
-const std::map<std::string, v1::Reduction>& Reductions() {
-  static const auto* words = new std::map<std::string, v1::Reduction>{
-      {"sum", v1::REDUCTION_SUM}, {"none", v1::REDUCTION_NONE}, {"mean", v1::REDUCTION_MEAN}};
+  static const auto* const words = [] {
+    auto* const all = new auto(Words<v1::Split>());
+    all->emplace("any", v1::SPLIT_UNSPECIFIED);
+    return all;
+  }();
   return *words;
 }
 

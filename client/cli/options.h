@@ -7,6 +7,9 @@
 #ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
 #define LOSSD_CLIENT_CLI_OPTIONS_H_
 
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/generated_enum_reflection.h>
+
 #include <CLI/App.hpp>
 #include <CLI/Validators.hpp>
 #include <cstdint>
@@ -179,16 +182,23 @@ ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
 // but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
 std::optional<uint64_t> ParseBytes(absl::string_view text);
 
-// The words for the protocol's enumerations, as printed, as in JSON and as taken by flags.
-const std::map<std::string, v1::DType>& DTypes();                    // fp32, fp16, bf16
-const std::map<std::string, v1::Norm>& Norms();                      // none, layernorm, rmsnorm
-const std::map<std::string, v1::OptimizerState>& OptimizerStates();  // none, momentum, adam
-const std::map<std::string, v1::Param>& Params();                    // weight, bias, norm-gain, ...
-const std::map<std::string, v1::Role>& Roles();                      // value, gradient, moment1, moment2
-const std::map<std::string, v1::Logits>& LogitsWords();              // stored, recomputed
-const std::map<std::string, v1::Split>& Splits();                    // any, rows, vocabulary
-const std::map<std::string, v1::Gradients>& GradientsWords();        // exact, filtered, sampled, auto
-const std::map<std::string, v1::Reduction>& Reductions();            // sum, mean, none
+// The words for the protocol's enumerations, as printed, as in JSON and as taken by flags: the name of a
+// value without what all names of the enumeration begin with, such as "fp32" for DTYPE_FP32 and "norm-gain"
+// for PARAM_NORM_GAIN. Words has all but the one for UNSPECIFIED.
+std::string WordOf(const google::protobuf::EnumValueDescriptor& value);
+template <typename E>
+const std::map<std::string, E>& Words() {
+  static const auto* const words = [] {
+    auto* const all = new std::map<std::string, E>();
+    const google::protobuf::EnumDescriptor* const type = google::protobuf::GetEnumDescriptor<E>();
+    for (int i = 1; i < type->value_count(); ++i) {
+      all->emplace(WordOf(*type->value(i)), static_cast<E>(type->value(i)->number()));
+    }
+    return all;
+  }();
+  return *words;
+}
+const std::map<std::string, v1::Split>& Splits();  // with "any", for UNSPECIFIED
 
 // The word for a value; "unspecified" for one without.
 template <typename E>
@@ -197,6 +207,10 @@ std::string NameOf(const std::map<std::string, E>& words, E value) {
     if (meaning == value) return word;
   }
   return "unspecified";
+}
+template <typename E>
+std::string NameOf(E value) {
+  return NameOf(Words<E>(), value);
 }
 
 // The commands of lossctl, by group, which the sources *_command.cc and *_commands.cc define. Each function

@@ -29,7 +29,7 @@ absl::Status RunGradNorm(Context* context, const std::string& head, std::optiona
                          client::Client& client) {
   LOSSD_TRY(const v1::GradNormResponse response, client.GradNorm(head, step, context->timeout()));
   if (context->json) {
-    Json json = ToJson(response.state());
+    Json json = FieldsJson(response.state());
     json["grad_norm"] = response.grad_norm();
     context->PrintJson(json);
   } else {
@@ -116,7 +116,7 @@ absl::Status RunZeroGrad(Context* context, const std::string& head, std::optiona
   LOSSD_TRY(const uint64_t step, StepOf(context, head, given, client));
   LOSSD_TRY(const v1::HeadState state, client.ZeroGradients(head, step, context->timeout()));
   if (context->json) {
-    context->PrintJson(ToJson(state));
+    context->PrintJson(FieldsJson(state));
   } else {
     context->Print(absl::StrCat("discarded the gradients of step ", HumanCount(state.step()), "\n"));
   }
@@ -481,8 +481,8 @@ void PrintRead(const Context& context, const TensorFlags& flags, const Extent& e
   const std::vector<int64_t> shape = extent.Shape(flags.param);
   if (context.json) {
     nlohmann::ordered_json json = {{"head", flags.head},
-                                   {"param", NameOf(Params(), flags.param)},
-                                   {"role", NameOf(Roles(), flags.role)},
+                                   {"param", NameOf(flags.param)},
+                                   {"role", NameOf(flags.role)},
                                    {"rows", {{"begin", extent.begin}, {"end", extent.end}}},
                                    {"shape", shape},
                                    {"min", statistics.smallest},
@@ -495,8 +495,7 @@ void PrintRead(const Context& context, const TensorFlags& flags, const Extent& e
     return;
   }
   FieldList fields;
-  fields.Add("tensor",
-             absl::StrCat(flags.head, " ", NameOf(Params(), flags.param), " ", NameOf(Roles(), flags.role)));
+  fields.Add("tensor", absl::StrCat(flags.head, " ", NameOf(flags.param), " ", NameOf(flags.role)));
   fields.Add("shape", absl::StrJoin(shape, " x "));
   fields.Add("smallest", absl::StrFormat("%.6g", statistics.smallest));
   fields.Add("largest", absl::StrFormat("%.6g", statistics.largest));
@@ -525,8 +524,8 @@ absl::Status RunRead(Context* context, const TensorFlags& flags, client::Client&
   const Statistics statistics = StatisticsOf(
       absl::MakeConstSpan(reinterpret_cast<const float*>(values.data()), values.size() / sizeof(float)));
   if (!flags.out.empty()) {
-    const std::string name = absl::StrCat(
-        NameOf(Params(), flags.param), flags.role == v1::ROLE_VALUE ? "" : "." + NameOf(Roles(), flags.role));
+    const std::string name =
+        absl::StrCat(NameOf(flags.param), flags.role == v1::ROLE_VALUE ? "" : "." + NameOf(flags.role));
     LOSSD_RETURN_IF_ERROR(SaveTensors(flags.out, {{name, std::move(tensor)}}));
   }
   PrintRead(*context, flags, extent, statistics);
@@ -572,14 +571,13 @@ absl::Status RunWrite(Context* context, const TensorFlags& flags, client::Client
   LOSSD_TRY(const v1::WriteTensorResponse written,
             client.WriteTensor(open, payload.span(), context->timeout()));
   if (context->json) {
-    nlohmann::ordered_json json = ToJson(written.state());
+    nlohmann::ordered_json json = FieldsJson(written.state());
     json["rows"] = {{"begin", written.rows().begin()}, {"end", written.rows().end()}};
     context->PrintJson(json);
     return absl::OkStatus();
   }
   context->Print(absl::StrCat("wrote rows [", written.rows().begin(), ", ", written.rows().end(), ") of ",
-                              flags.head, " ", NameOf(Params(), flags.param), " ",
-                              NameOf(Roles(), flags.role), "\n"));
+                              flags.head, " ", NameOf(flags.param), " ", NameOf(flags.role), "\n"));
   return absl::OkStatus();
 }
 
@@ -599,7 +597,7 @@ absl::Status RunAddGradient(Context* context, const TensorFlags& flags, client::
   LOSSD_TRY(const v1::AddGradientResponse added,
             client.AddGradient(open, payload.span(), context->timeout()));
   if (context->json) {
-    nlohmann::ordered_json json = ToJson(added.state());
+    nlohmann::ordered_json json = FieldsJson(added.state());
     json["rows"] = {{"begin", added.rows().begin()}, {"end", added.rows().end()}};
     json["added_rows"] = added.added_rows();
     json["repeated_rows"] = added.repeated_rows();
@@ -607,7 +605,7 @@ absl::Status RunAddGradient(Context* context, const TensorFlags& flags, client::
     return absl::OkStatus();
   }
   context->Print(absl::StrCat("added ", HumanCount(added.added_rows()), " rows to the gradient of ",
-                              flags.head, " ", NameOf(Params(), flags.param), " in step ",
+                              flags.head, " ", NameOf(flags.param), " in step ",
                               HumanCount(added.state().step()), ", ", HumanCount(added.repeated_rows()),
                               " were there before\n"));
   return absl::OkStatus();
@@ -615,12 +613,12 @@ absl::Status RunAddGradient(Context* context, const TensorFlags& flags, client::
 
 void AddCommonOptions(CLI::App* command, TensorFlags* flags) {
   AddHead(command, &flags->head);
-  AddWord(command, "PARAM", &flags->param, Params(), "Which parameter")->required();
+  AddWord(command, "PARAM", &flags->param, Words<v1::Param>(), "Which parameter")->required();
   AddRows(command, &flags->rows);
 }
 
 void AddRole(CLI::App* command, TensorFlags* flags) {
-  AddWord(command, "--role", &flags->role, Roles(), "What is stored of it [value]");
+  AddWord(command, "--role", &flags->role, Words<v1::Role>(), "What is stored of it [value]");
 }
 
 void AddFile(CLI::App* command, TensorFlags* flags) {
@@ -636,7 +634,7 @@ void AddTensorCommands(CLI::App* app, Context* context) {
   CLI::App* read = app->add_subcommand("read", "Sum up a tensor, or write it to a file");
   AddCommonOptions(read, flags.get());
   AddRole(read, flags.get());
-  AddWord(read, "--dtype", &flags->dtype, DTypes(), "Element type to transfer [fp32]");
+  AddWord(read, "--dtype", &flags->dtype, Words<v1::DType>(), "Element type to transfer [fp32]");
   read->add_option("--out", flags->out, "File to write: .npy or .safetensors")->type_name("FILE");
   SetClientAction(read, context, [=](client::Client& client) { return RunRead(context, *flags, client); });
 
