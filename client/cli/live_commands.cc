@@ -413,16 +413,9 @@ std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_sec
 double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_cast<double>(now - before); }
 
 std::string NameOfWait(v1::StreamWait wait) {
-  switch (wait) {
-    case v1::STREAM_WAIT_OPEN:
-      return "opening";
-    case v1::STREAM_WAIT_SEND:
-      return "sending";
-    case v1::STREAM_WAIT_UNSPECIFIED:
-      return "unknown";
-    default:
-      return NameOf(wait);
-  }
+  if (wait == v1::STREAM_WAIT_OPEN) return "opening";
+  if (wait == v1::STREAM_WAIT_SEND) return "sending";
+  return v1::StreamWait_IsValid(wait) && wait != v1::STREAM_WAIT_UNSPECIFIED ? NameOf(wait) : "unknown";
 }
 
 std::string Line(absl::string_view text, const Frame& frame) {

@@ -18,17 +18,20 @@
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::client {
-
-// ---- CheckpointCalls ----
-
 namespace {
 
 using internal::Call;
+using internal::Core;
 using internal::DeadlineAfter;
+using internal::GradientsId;
 using internal::kNever;
 using internal::Repeat;
+using internal::Repeated;
+using internal::TrainerStep;
 
 }  // namespace
+
+// ---- CheckpointCalls ----
 
 absl::StatusOr<v1::SaveCheckpointResponse> CheckpointCalls::SaveCheckpoint(absl::string_view head,
                                                                            absl::string_view name,
@@ -90,10 +93,6 @@ absl::StatusOr<v1::DeleteCheckpointResponse> CheckpointCalls::DeleteCheckpoint(a
 
 // ---- MonitoringCalls ----
 
-using internal::Call;
-using internal::DeadlineAfter;
-using internal::Repeat;
-
 absl::StatusOr<v1::ListStreamsResponse> MonitoringCalls::ListStreams(uint32_t max_streams,
                                                                      absl::Duration timeout) const {
   v1::ListStreamsRequest request;
@@ -106,7 +105,7 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(std::string(service));
   auto result = Call(*core_, core_->connections().health(), &grpc::health::v1::Health::Stub::Check, request,
-                     DeadlineAfter(timeout, core_->options().call_timeout), internal::kNever);
+                     DeadlineAfter(timeout, core_->options().call_timeout), kNever);
   if (absl::IsNotFound(result.status())) return Health::kUnknownService;
   if (!result.ok()) return result.status();
   return result->status() == grpc::health::v1::HealthCheckResponse::SERVING ? Health::kServing
@@ -116,15 +115,6 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
 // ---- Client ----
 
 namespace {
-
-using internal::Call;
-using internal::Core;
-using internal::DeadlineAfter;
-using internal::GradientsId;
-using internal::kNever;
-using internal::Repeat;
-using internal::Repeated;
-using internal::TrainerStep;
 
 template <typename T>
 absl::Span<char> AsBytes(std::vector<T>* values) {
@@ -484,9 +474,9 @@ v1::ResetHeadRequest ResetTo(const v1::CreateHeadRequest& wanted) {
 
 absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadRequest& request,
                                                        absl::Duration timeout, IfExists if_exists) {
-  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
-  auto result = internal::Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead,
-                               request, deadline, internal::kNever);
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
+  auto result = Call(*core_, core_->connections().heads(), &v1::HeadService::Stub::CreateHead, request,
+                     deadline, kNever);
   if (result.ok()) {
     core_->head_cache().Learn(*result);
     core_->head_cache().ForgetAccumulation(request.spec().name());
@@ -498,7 +488,7 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
   v1::ResetHeadRequest reset = ResetTo(request);
   reset.set_incarnation(found.state().incarnation());
   LOSSD_TRY(v1::ResetHeadResponse done, ResetHead(reset, deadline - clocks::SteadyNow()));
-  return std::move(done->mutable_head());
+  return std::move(*done.mutable_head());
 }
 
 namespace {
@@ -527,8 +517,7 @@ absl::StatusOr<Response> Change(Client& client, internal::Core& core,
               client.DescribeHead(request.head(), deadline - clocks::SteadyNow()));
     request.set_incarnation(head.state().incarnation());
   }
-  auto result = internal::Call(core, core.connections().heads(), method, request, deadline,
-                               internal::Repeat::kIfTransient);
+  auto result = Call(core, core.connections().heads(), method, request, deadline, Repeat::kIfTransient);
   if (result.ok()) core.head_cache().Learn(result->head());
   return OrRestarted(std::move(result), request.head(), request.incarnation());
 }
@@ -537,7 +526,7 @@ absl::StatusOr<Response> Change(Client& client, internal::Core& core,
 
 absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadRequest& request,
                                                         absl::Duration timeout) {
-  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   v1::ResetHeadRequest meant = request;
   if (meant.reset_id().empty()) meant.set_reset_id(internal::RandomDigits(32));
   auto result = Change(*this, *core_, &v1::HeadService::Stub::ResetHead, std::move(meant), deadline);
@@ -547,7 +536,7 @@ absl::StatusOr<v1::ResetHeadResponse> Client::ResetHead(const v1::ResetHeadReque
 
 absl::StatusOr<v1::SetSharesResponse> Client::SetShares(const v1::SetSharesRequest& request,
                                                         absl::Duration timeout) {
-  const absl::Time deadline = internal::DeadlineAfter(timeout, options().transfer_timeout);
+  const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   v1::SetSharesRequest meant = request;
   if (meant.change_id().empty()) meant.set_change_id(internal::RandomDigits(32));
   return Change(*this, *core_, &v1::HeadService::Stub::SetShares, std::move(meant), deadline);

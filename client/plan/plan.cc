@@ -17,6 +17,9 @@ namespace lossd::plan {
 
 namespace {
 
+using kernels::Gradients;
+using kernels::Logits;
+
 using kernels::MemoryKind;
 
 kernels::cuda::PlanDevice DeviceOf(const Card& card, kernels::Replica replica) {
@@ -65,9 +68,6 @@ absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& 
 // ---- Pipelines ----
 
 namespace {
-
-using kernels::Gradients;
-using kernels::Logits;
 
 // Dividing layers takes stages x layers^2 steps.
 constexpr int kMostStages = 256;
@@ -369,8 +369,6 @@ absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured
 
 namespace {
 
-using kernels::Gradients;
-using kernels::Logits;
 using kernels::Split;
 
 constexpr int64_t kMostTrainers = 1 << 20;

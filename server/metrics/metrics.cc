@@ -23,6 +23,9 @@
 namespace lossd::metrics {
 namespace {
 
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
 // Fields of /proc/self/stat counted from the one after the command name (proc(5), where it is field 3).
 constexpr size_t kUserTicks = 14 - 3;
 constexpr size_t kSystemTicks = 15 - 3;
@@ -162,9 +165,6 @@ absl::Status Nvml::ToStatus(int result, absl::string_view call) const {
 // ---- The monitor ----
 
 namespace {
-
-using prometheus::MetricFamily;
-using prometheus::MetricType;
 
 constexpr uint64_t kFellOffTheBus = 79;                    // an Xid
 constexpr absl::Duration kLook = absl::Milliseconds(100);  // between questions for events
@@ -354,9 +354,6 @@ std::vector<MetricFamily> GpuMonitor::Collect() const {
   return families;
 }
 
-using prometheus::MetricFamily;
-using prometheus::MetricType;
-
 HeadMetrics::Head& HeadMetrics::At(absl::string_view head) {
   const auto it = heads_.find(head);
   return it != heads_.end() ? it->second : heads_.emplace(std::string(head), Head()).first->second;
@@ -500,9 +497,6 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
 
 namespace {
 
-using prometheus::MetricFamily;
-using prometheus::MetricType;
-
 prometheus::Histogram::BucketBoundaries SaveBuckets() {
   return {0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0};
 }
@@ -588,8 +582,6 @@ void SaveMetrics::Collect(std::vector<MetricFamily>* families) const {
 namespace {
 
 using kernels::RankState;
-using prometheus::MetricFamily;
-using prometheus::MetricType;
 
 // A counter of the ranks of which `value` says something.
 void AddCounter(const std::vector<RankReading>& ranks, const char* name, const char* help,
@@ -675,9 +667,6 @@ void AddRankFamilies(std::vector<RankReading> ranks, std::vector<MetricFamily>* 
   }
 }
 
-using prometheus::MetricFamily;
-using prometheus::MetricType;
-
 std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus) {
   std::vector<MetricFamily> families = RankTimeFamilies(times);
@@ -717,8 +706,6 @@ std::vector<MetricFamily> FromPlain(const std::vector<PlainFamily>& families) {
 namespace {
 
 using kernels::Gradients;
-using prometheus::MetricFamily;
-using prometheus::MetricType;
 
 prometheus::Histogram::BucketBoundaries LatencyBuckets() {
   return {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0};
