@@ -134,22 +134,15 @@ std::string UsedMemoryText(const v1::MemoryUsage& memory) {
   return parts.empty() ? total : absl::StrCat(total, " (", parts, ")");
 }
 
-// Absent means the protocol's default.
-v1::OptimizerState OptimizerStateOf(const v1::HeadSpec& spec) {
-  return spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED ? v1::OPTIMIZER_STATE_ADAM
-                                                                   : spec.optimizer_state();
-}
-
-v1::Norm NormOf(const v1::HeadSpec& spec) {
-  return spec.norm() == v1::NORM_UNSPECIFIED ? v1::NORM_NONE : spec.norm();
-}
-
-v1::Logits LogitsOf(const v1::HeadSpec& spec) {
-  return spec.logits() == v1::LOGITS_UNSPECIFIED ? v1::LOGITS_STORED : spec.logits();
-}
-
-v1::Gradients GradientsOf(const v1::HeadSpec& spec) {
-  return spec.gradients() == v1::GRADIENTS_UNSPECIFIED ? v1::GRADIENTS_EXACT : spec.gradients();
+// What is absent stands for the protocol's default.
+v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
+  if (spec.norm() == v1::NORM_UNSPECIFIED) spec.set_norm(v1::NORM_NONE);
+  if (!spec.has_norm_epsilon()) spec.set_norm_epsilon(1e-5f);
+  if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED)
+    spec.set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+  if (spec.logits() == v1::LOGITS_UNSPECIFIED) spec.set_logits(v1::LOGITS_STORED);
+  if (spec.gradients() == v1::GRADIENTS_UNSPECIFIED) spec.set_gradients(v1::GRADIENTS_EXACT);
+  return spec;
 }
 
 // 1e-5 rather than 9.999999747378752e-06.
@@ -244,86 +237,39 @@ Json FieldsJson(const google::protobuf::Message& message) {
 }
 
 Json ToJson(const v1::HeadDescription& head) {
-  const v1::HeadSpec& spec = head.spec();
-  Json json;
-  json["name"] = spec.name();
-  json["hidden_size"] = spec.hidden_size();
-  json["vocab_size"] = spec.vocab_size();
-  json["bias"] = spec.bias();
-  json["class_weights"] = spec.class_weights();
-  json["norm"] = NameOf(NormOf(spec));
-  json["norm_epsilon"] = AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f);
-  json["compute_dtype"] = NameOf(head.compute_dtype());
-  json["optimizer_state"] = NameOf(OptimizerStateOf(spec));
-  json["frozen"] = spec.frozen();
-  json["logits"] = NameOf(LogitsOf(spec));
-  json["gradients"] = NameOf(GradientsOf(spec));
-  json["workspace_bytes"] = spec.workspace_bytes();
-  json["split"] = NameOf(Splits(), spec.split());
-  json["shares"] = std::vector<uint32_t>(spec.shares().begin(), spec.shares().end());
-  json["replicas"] = spec.replicas();
+  Json json = FieldsJson(WithDefaults(head.spec()));
+  json["split"] = NameOf(Splits(), head.spec().split());
   json.update(FieldsJson(head.state()));
-  json["step_microbatches"] = head.step_microbatches();
-  json["step_rows"] = head.step_rows();
-  json["step_contributions"] = head.step_contributions();
-  json["updates"] = head.updates();
-  json["retained_microbatches"] = head.retained_microbatches();
-  json["total_rows"] = head.total_rows();
-  json["open_streams"] = head.open_streams();
-  json["queued_slices"] = head.queued_slices();
-  json["waiting_slices"] = head.waiting_slices();
-  json["waits_for"] = head.waits_for();
-  json["chunk_rows"] = head.chunk_rows();
-  json["slice_limits"] = FieldsJson(head.slice_limits());
-  json["memory"] = FieldsJson(head.memory());
-  json["devices"] = Json::array();
-  for (const v1::HeadDevice& device : head.devices()) json["devices"].push_back(FieldsJson(device));
-  for (const auto& [name, choices] :
-       {std::pair("choices", &head.choices()), std::pair("last_chunk_choices", &head.last_chunk_choices())}) {
-    json[name] = Json::array();
-    for (const v1::Choice& choice : *choices) json[name].push_back(FieldsJson(choice));
-  }
-  json["gradient_error"] = head.gradient_error();
-  json["history"] = FieldsJson(head.history());
+  Json rest = FieldsJson(head);
+  rest.erase("spec");
+  rest.erase("state");
+  json.update(rest);
   return json;
 }
 
 Json ToJson(const v1::ServerDescription& server) {
-  Json json;
-  json["version"] = server.version();
-  json["incarnation"] = HumanIncarnation(server.incarnation());
-  json["backend"] = server.backend();
-  json["device"] = server.device();
-  json["uptime_seconds"] = server.uptime_seconds();
-  json["draining"] = server.draining();
-  json["heads"] = server.heads();
-  json["open_streams"] = server.open_streams();
-  json["max_streams"] = server.max_streams();
-  json["max_message_bytes"] = server.max_message_bytes();
-  json["memory"] = FieldsJson(server.memory());
-  json["memory_peak"] = FieldsJson(server.memory_peak());
-  json["memory_limit"] = server.memory_limit();
-  if (server.has_http()) json["http"] = server.http();
-  if (!server.collectives().empty()) json["collectives"] = server.collectives();
-  if (!server.gpu_sharing().empty()) json["gpu_sharing"] = server.gpu_sharing();
-  for (const v1::RankDescription& rank : server.ranks()) json["ranks"].push_back(FieldsJson(rank));
+  Json json = FieldsJson(server);
+  if (!server.has_http()) json.erase("http");
+  if (server.collectives().empty()) json.erase("collectives");
+  if (server.gpu_sharing().empty()) json.erase("gpu_sharing");
+  if (server.ranks().empty()) json.erase("ranks");
   return json;
 }
 
 std::string Shape(const v1::HeadSpec& spec) {
   std::string text = absl::StrCat(HumanCount(spec.hidden_size()), " x ", HumanCount(spec.vocab_size()));
   if (spec.bias()) absl::StrAppend(&text, " + bias");
-  if (NormOf(spec) != v1::NORM_NONE) absl::StrAppend(&text, ", ", NameOf(NormOf(spec)));
+  if (spec.norm() > v1::NORM_NONE) absl::StrAppend(&text, ", ", NameOf(spec.norm()));
   if (spec.frozen()) absl::StrAppend(&text, ", frozen");
   return text;
 }
 
 // The columns of all heads that `wide` adds: what they are made of.
 std::vector<std::string> WideCells(const v1::HeadDescription& head) {
-  const v1::HeadSpec& spec = head.spec();
-  return {NameOf(OptimizerStateOf(spec)),
-          NameOf(LogitsOf(spec)),
-          NameOf(GradientsOf(spec)),
+  const v1::HeadSpec spec = WithDefaults(head.spec());
+  return {NameOf(spec.optimizer_state()),
+          NameOf(spec.logits()),
+          NameOf(spec.gradients()),
           HumanCount(head.updates()),
           HumanCount(head.retained_microbatches()),
           HumanCount(head.chunk_rows()),
@@ -370,19 +316,19 @@ std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style&
 }
 
 std::string HeadText(const v1::HeadDescription& head, const Style& style) {
-  const v1::HeadSpec& spec = head.spec();
+  const v1::HeadSpec spec = WithDefaults(head.spec());
   FieldList fields;
   fields.Add("name", spec.name());
   fields.Add("hidden size", HumanCount(spec.hidden_size()));
   fields.Add("vocabulary", HumanCount(spec.vocab_size()));
   fields.Add("bias", YesNo(spec.bias()));
   fields.Add("class weights", YesNo(spec.class_weights()));
-  fields.Add("norm", NameOf(NormOf(spec)));
+  fields.Add("norm", NameOf(spec.norm()));
   fields.Add("compute dtype", NameOf(head.compute_dtype()));
-  fields.Add("optimizer state", NameOf(OptimizerStateOf(spec)));
+  fields.Add("optimizer state", NameOf(spec.optimizer_state()));
   fields.Add("frozen", YesNo(spec.frozen()));
-  fields.Add("logits", NameOf(LogitsOf(spec)));
-  fields.Add("gradients", NameOf(GradientsOf(spec)));
+  fields.Add("logits", NameOf(spec.logits()));
+  fields.Add("gradients", NameOf(spec.gradients()));
   fields.Add("split", NameOf(Splits(), spec.split()));
   if (spec.shares_size() > 0) fields.Add("shares", absl::StrJoin(spec.shares(), ", "));
   if (spec.replicas() > 0) fields.Add("replicas", absl::StrCat(spec.replicas()));
@@ -421,8 +367,7 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   if (style.wide) {
     fields.Add("generation", absl::StrCat(head.state().generation()));
     fields.Add("weights version", absl::StrCat(head.state().weights_version()));
-    fields.Add("norm epsilon",
-               absl::StrCat(AsWritten(spec.has_norm_epsilon() ? spec.norm_epsilon() : 1e-5f)));
+    fields.Add("norm epsilon", absl::StrCat(AsWritten(spec.norm_epsilon())));
   }
   const std::string devices = DevicesTable(head, style);
   return absl::StrCat(fields.ToString(), devices.empty() ? "" : absl::StrCat("\n", devices),
