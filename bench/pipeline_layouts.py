@@ -108,7 +108,7 @@ def local_splits(layers: int, stages: int, layer_seconds: float, head_seconds: f
 
 def seconds_without_gaps(configuration: Configuration, microbatches: int, layer_seconds: float, head_seconds: float,
                          server_seconds: float) -> float:
-    """The least that a step takes, as client/plan/pipeline.h has it: a microbatch passes through all stages, and the
+    """The least that a step takes, as client/plan/plan.h has it: a microbatch passes through all stages, and the
     slowest stage, or the server that all replicas share, works on one after the other. Without the optimizer and
     transfers.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of pipelines that bench/pipeline_bench.py measured, and the factors with which `lossctl plan` predicts them.
 
-The model is that of client/plan/pipeline.h, whose tests compare it with every step here. Pure functions but for `read`.
+The model is that of client/plan/plan.h, whose tests compare it with every step here. Pure functions but for `read`.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def head_seconds(entry, loss, last_stage):
 
 
 def predict(entry, head, layer, local_head=1.0, colocated=1.0):
-    """Seconds of a step: client/plan/pipeline.h."""
+    """Seconds of a step: client/plan/plan.h."""
     busy = [count * entry["layer_seconds"] * layer for count in entry["layers"]]
     more = entry["microbatches"] - 1
     if entry["kind"] == "local":

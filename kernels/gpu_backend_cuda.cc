@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/gloo_link.h"
 #include "kernels/create_backend.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/device_choice.h"

@@ -1,32 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command plan.
-#include "client/cli/plan_command.h"
-
+// The command plan prints a plan (client/plan/plan.h) as text for people or as JSON for scripts: the whole
+// plan, its pipelines, and the memory of a trainer (client/plan/model.h).
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <fstream>
 #include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "client/cli/format.h"
 #include "client/cli/options.h"
+#include "client/plan/measured.h"
+#include "client/plan/model.h"
+#include "client/plan/plan.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
 
-// ---- Memory of a trainer ----
-
 namespace {
+
+// ---- Memory of a trainer ----
 
 using plan::HeadMemory;
 using plan::TrainerMemory;
@@ -45,8 +52,7 @@ std::string RemarkText(const TrainerMemory& memory, const HeadMemory& head) {
   return text;
 }
 
-}  // namespace
-
+// A section of the plan: a title, a table, and what its columns hold.
 std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& model) {
   const plan::TrainerShape& shape = memory.shape;
   const bool several = shape.gpus > 1;
@@ -82,6 +88,7 @@ std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& mo
   return text;
 }
 
+// In bytes and rows.
 Json TrainerMemoryJson(const TrainerMemory& memory) {
   const plan::TrainerShape& shape = memory.shape;
   Json json = {{"gpus", shape.gpus},
@@ -105,8 +112,6 @@ Json TrainerMemoryJson(const TrainerMemory& memory) {
 }
 
 // ---- Pipelines ----
-
-namespace {
 
 using plan::Pipeline;
 using plan::PipelineKind;
@@ -151,8 +156,7 @@ std::string RemarkText(const Pipeline& pipeline) {
   return absl::StrJoin(remarks, "; ");
 }
 
-}  // namespace
-
+// The indices of Measured::sources that the predictions are calibrated with, ascending.
 std::vector<size_t> StepSources(const plan::Measured& measured) {
   std::vector<size_t> sources;
   for (const plan::PipelineStep& step : measured.steps) sources.push_back(step.source);
@@ -161,6 +165,7 @@ std::vector<size_t> StepSources(const plan::Measured& measured) {
   return sources;
 }
 
+// A paragraph with a table; `basis` names StepSources().
 std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured, const std::string& basis) {
   Table table({{"HEAD"},
                {"LAYERS OF STAGES"},
@@ -225,8 +230,6 @@ Json PipelinesJson(const plan::Plan& plan) {
 }
 
 // ---- The whole plan ----
-
-namespace {
 
 using kernels::MemoryKind;
 using plan::Estimate;
@@ -449,8 +452,7 @@ Json SpeedJson(const plan::ServerSpeed& speed) {
   return json;
 }
 
-}  // namespace
-
+// Every number with its basis, and the sources of those that were measured.
 std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   Footnotes notes(measured);
   std::string text = absl::StrCat(Heading(plan, measured), "\n");
@@ -467,6 +469,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   return absl::StrCat(text, "Measured\n", notes.ToString());
 }
 
+// In bytes, seconds and rows per second; docs/plan.md describes the document.
 Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
   const plan::Request& r = plan.request;
   Json json = {{"model",
@@ -518,8 +521,6 @@ Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
   }
   return json;
 }
-
-namespace {
 
 // As the caller gave them: 0 and "" are not given.
 struct PlanFlags {

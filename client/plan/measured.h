@@ -120,7 +120,7 @@ struct PipelineStep {
   size_t source = 0;
 };
 
-// What stages take in measured steps over what their parts take alone (pipeline.h), and how far steps are
+// What stages take in measured steps over what their parts take alone (plan.h), and how far steps are
 // from what this predicts.
 struct StepFactors {
   double layer = 1.0;

@@ -8,7 +8,6 @@
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/gloo_transfers.h"
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loss.h"
 #include "kernels/errors/field_error.h"

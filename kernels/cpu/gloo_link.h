@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes the RankLink of a CPU backend: it connects the replicas of heads in several processes, with sums and
-// copies over TCP, by Gloo.
+// Exchanges between processes over TCP, by Gloo: CreateGlooLink makes the RankLink of a CPU backend, which
+// connects the replicas of heads with sums and copies, and CreateGlooTransfers the HostTransfers that carry
+// memory of the host for any backend.
 #ifndef LOSSD_KERNELS_CPU_GLOO_LINK_H_
 #define LOSSD_KERNELS_CPU_GLOO_LINK_H_
 
@@ -23,7 +24,13 @@ namespace lossd::kernels {
 absl::StatusOr<std::unique_ptr<RankLink>> CreateGlooLink(Replica replica, const std::string& host,
                                                          absl::Duration timeout);
 
-// What such a link takes of the host's memory once it is connected, for all heads together.
+// Whether this build has Gloo.
+bool HaveGloo();
+// `host` and `timeout` as above, and the same of connections. UNAVAILABLE in a build without Gloo.
+absl::StatusOr<std::unique_ptr<HostTransfers>> CreateGlooTransfers(Replica replica, const std::string& host,
+                                                                   absl::Duration timeout);
+
+// What a link of CreateGlooLink takes of the host's memory once it is connected, for all heads together.
 int64_t GlooLinkBytes(Replica replica);
 
 }  // namespace lossd::kernels

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A build without Gloo. The file is shorter than 60 lines because it stands in for gloo_transfers.cc and only
 // refuses.
-#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/gloo_link.h"
 
 namespace lossd::kernels {
 

@@ -38,7 +38,6 @@
 #include "server/ranks/leader.h"
 #include "server/ranks/worker.h"
 #include "server/regions/regions.h"
-#include "server/regions/session_server.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport.h"
 

@@ -2,7 +2,7 @@
 // The part of other processes in saves and loads. A server may consist of several processes; each has a part
 // of a head, and writes its files of a checkpoint, or reads what it needs of one, by itself. SaveSite,
 // LoadSite and FileSites are the interface to such processes; server/ranks implements it (in
-// remote_backend.h for the leader, in files.h for a worker). SiteWriting and SiteLoading decide who takes
+// remote_backend.h for the leader, in worker.h for a worker). SiteWriting and SiteLoading decide who takes
 // part in a save and in a load, and wait for it.
 //
 // The objects are thread-compatible unless a class or function says more.

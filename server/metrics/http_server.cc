@@ -25,7 +25,6 @@
 #include "server/connections/closer.h"
 #include "server/connections/connection_acceptor.h"
 #include "server/log/log.h"
-#include "server/metrics/page_assets.h"
 
 namespace lossd::metrics {
 namespace {

@@ -48,6 +48,12 @@
 
 namespace lossd::metrics {
 
+// The script, the style sheet and the icon of the pages: the files in page/, which are built into the program
+// (page_assets.cc.in).
+absl::string_view PageScript();
+absl::string_view PageStyle();
+absl::string_view PageIcon();
+
 // ListenForHttp opens the listening sockets of the HTTP server.
 //
 // All functions are stateless and thread-safe.

@@ -129,7 +129,7 @@ absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 
-// The leader's end of the work of its workers on files of checkpoints (files.h).
+// The leader's end of the work of its workers on files of checkpoints (worker.h).
 //
 // Thread-safe. The objects that it makes outlive neither it nor the leader.
 class RankFiles final : public head::FileSites {

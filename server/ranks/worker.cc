@@ -3,19 +3,644 @@
 
 #include <grpcpp/grpcpp.h>
 
-#include <utility>
+#include <random>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "kernels/errors/status_macros.h"
+#include "absl/types/span.h"
+#include "kernels/host_memory.h"
+#include "kernels/validation.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
+#include "proto/tensorfile/file.h"
 #include "server/log/log.h"
 #include "server/ranks/messages.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {
+
+// ---- WorkerFiles ----
+
+WorkerFiles::WorkerFiles(const WorkerFilesOptions& options, Parts parts)
+    : options_(options), parts_(std::move(parts)) {}
+
+WorkerFiles::~WorkerFiles() { End(); }
+
+bool WorkerFiles::IsFor(const v1::Request& request) {
+  return request.has_save_files() || request.has_load_files() || request.has_go_on() ||
+         request.has_cancel_files();
+}
+
+void WorkerFiles::Handle(const v1::Request& request) {
+  JoinEnded();
+  const absl::Status status = Do(request);
+  if (status.ok() && (request.has_save_files() || request.has_load_files())) return;  // when it has ended
+  v1::FromWorker message;
+  message.mutable_answer()->set_request(request.id());
+  *message.mutable_answer()->mutable_status() = ToProto(status);
+  parts_.send(std::move(message));
+}
+
+absl::Status WorkerFiles::Do(const v1::Request& request) {
+  if (request.has_save_files() || request.has_load_files()) return Begin(request);
+  absl::MutexLock lock(&mutex_);
+  FileJob* const job = Find(request.has_go_on() ? request.go_on().request() : request.cancel_files());
+  if (request.has_go_on()) {
+    return job == nullptr ? absl::NotFoundError("that work on files is over") : job->GoOn(request.go_on());
+  }
+  if (job != nullptr) job->Cancel();
+  return absl::OkStatus();
+}
+
+absl::Status WorkerFiles::Begin(const v1::Request& request) {
+  absl::MutexLock lock(&mutex_);
+  if (ended_) return absl::UnavailableError("the worker ends");
+  if (jobs_.size() >= kMostJobs) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("there are ", kMostJobs, " saves and loads under way already"));
+  }
+  auto& job = jobs_[request.id()];
+  if (job != nullptr) return absl::InternalError("a request comes twice");
+  job = std::make_unique<FileJob>(options_, parts_, request);
+  return absl::OkStatus();
+}
+
+FileJob* WorkerFiles::Find(uint64_t request) {
+  const auto found = jobs_.find(request);
+  return found == jobs_.end() ? nullptr : found->second.get();
+}
+
+void WorkerFiles::JoinEnded() {
+  absl::MutexLock lock(&mutex_);
+  for (auto job = jobs_.begin(); job != jobs_.end();) {
+    job = job->second->ended() ? jobs_.erase(job) : std::next(job);
+  }
+}
+
+void WorkerFiles::End() {
+  std::map<uint64_t, std::unique_ptr<FileJob>> jobs;
+  {
+    absl::MutexLock lock(&mutex_);
+    ended_ = true;
+    jobs.swap(jobs_);
+  }
+  for (const auto& [request, job] : jobs) job->EndDriver();
+}
+
+// ---- FileJob ----
+
+namespace {
+
+constexpr int64_t kMostThreads = 64;
+
+std::string RandomToken() {
+  std::random_device random;
+  std::string token;
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&token, absl::Hex(random(), absl::kZeroPad8));
+  return token;
+}
+
+// The folder as the leader calls it instead of where this process has it open.
+absl::Status Named(const absl::Status& status, const head::FolderBelow& folder) {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrReplaceAll(status.message(), {{folder.path(), folder.name()}}));
+}
+
+}  // namespace
+
+FileJob::FileJob(const WorkerFilesOptions& options, const WorkerFiles::Parts& parts,
+                 const v1::Request& request)
+    : options_(options), parts_(parts), request_(request), thread_([this] { Run(); }) {}
+
+FileJob::~FileJob() {
+  Cancel();
+  thread_.join();
+}
+
+// ---- FileJob: other threads ----
+
+absl::Status FileJob::GoOn(const v1::GoOn& go_on) {
+  absl::MutexLock lock(&mutex_);
+  if (!waits_ || go_on_.has_value()) return absl::InternalError("the work on files does not wait for that");
+  go_on_ = go_on;
+  return absl::OkStatus();
+}
+
+void FileJob::Cancel() {
+  absl::MutexLock lock(&mutex_);
+  cancelled_ = true;
+}
+
+void FileJob::EndDriver() {
+  absl::MutexLock lock(&mutex_);
+  cancelled_ = true;
+  driver_ended_ = true;
+}
+
+bool FileJob::ended() const {
+  absl::MutexLock lock(&mutex_);
+  return ended_;
+}
+
+bool FileJob::cancelled() const {
+  absl::MutexLock lock(&mutex_);
+  return cancelled_;
+}
+
+// ---- FileJob: the job's thread ----
+
+void FileJob::Run() {
+  progress_.set_request(request_.id());
+  v1::FromWorker message;
+  v1::Answer& answer = *message.mutable_answer();
+  *answer.mutable_status() = ToProto(request_.has_save_files() ? Save(answer) : Load());
+  answer.set_request(request_.id());
+  parts_.send(std::move(message));
+  absl::MutexLock lock(&mutex_);
+  ended_ = true;
+}
+
+void FileJob::SendProgress() {
+  v1::FromWorker message;
+  *message.mutable_files() = progress_;
+  parts_.send(std::move(message));
+}
+
+absl::StatusOr<v1::GoOn> FileJob::AwaitGoOn() {
+  {
+    absl::MutexLock lock(&mutex_);
+    waits_ = true;
+  }
+  progress_.set_ready(true);
+  SendProgress();
+  absl::MutexLock lock(&mutex_);
+  const auto over = [this] {
+    mutex_.AssertHeld();
+    return cancelled_ || go_on_.has_value();
+  };
+  mutex_.Await(absl::Condition(&over));
+  if (cancelled_) return absl::CancelledError("the work on files was cancelled");
+  return *go_on_;
+}
+
+absl::Status FileJob::OnDriver(absl::FunctionRef<absl::Status(kernels::HeadKernels& head)> fn) {
+  bool done = false;
+  absl::Status status;
+  parts_.on_driver([&] {
+    kernels::HeadKernels* const head = parts_.find(request_.head());
+    absl::Status result = head == nullptr ? absl::NotFoundError("the head was deleted meanwhile") : fn(*head);
+    absl::MutexLock lock(&mutex_);
+    status = std::move(result);
+    done = true;
+  });
+  absl::MutexLock lock(&mutex_);
+  const auto over = [&] {
+    mutex_.AssertHeld();
+    return done || driver_ended_;
+  };
+  mutex_.Await(absl::Condition(&over));
+  return done ? status : absl::CancelledError("the worker ends");
+}
+
+absl::StatusOr<kernels::HeadConfig> FileJob::Config() {
+  kernels::HeadConfig config;
+  absl::Status status = OnDriver([&](kernels::HeadKernels& head) {
+    config = head.config();
+    return absl::OkStatus();
+  });
+  if (!status.ok()) return status;
+  return config;
+}
+
+int64_t FileJob::BufferBytes(int threads) const {
+  const auto host = kernels::HostMemory().Available();
+  if (!host.has_value()) return options_.buffer_bytes;
+  const int64_t writing = threads * formats::kDirectBufferBytes;
+  return std::clamp<int64_t>(host->bytes - options_.reserve_bytes - writing, 0, options_.buffer_bytes);
+}
+
+// ---- FileJob: saving ----
+
+absl::Status FileJob::Save(v1::Answer& answer) {
+  const v1::SaveFiles& save = request_.save_files();
+  if (options_.directory.empty()) return absl::FailedPreconditionError("there is no checkpoint directory");
+  LOSSD_RETURN_IF_ERROR(head::ValidateName("head", save.head_name()));
+  LOSSD_RETURN_IF_ERROR(head::ValidateTemporaryName(save.folder()));
+  LOSSD_TRY(const auto folder,
+            head::FolderBelow::Open(options_.directory, {save.head_name(), save.folder()}));
+  // While it is locked no server that starts takes it for a leftover.
+  const auto lock = head::FolderLock::Try(folder.path(), head::FolderLock::Kind::kShared);
+  if (!lock.ok()) return Named(lock.status(), folder);
+  const std::string proof = absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank));
+  const auto remove = absl::MakeCleanup([&] { options_.disk->RemoveFile(proof).IgnoreError(); });
+  if (absl::Status status = Prove(folder); !status.ok()) return Named(status, folder);
+  LOSSD_TRY(const v1::GoOn go_on, AwaitGoOn());
+  LOSSD_TRY(const kernels::HeadConfig config, Config());
+  LOSSD_TRY(const auto files, FilesOf(go_on, config));
+  const int threads = static_cast<int>(std::clamp<int64_t>(go_on.threads(), 1, kMostThreads));
+  const auto lines = Write(folder, config, files, threads);
+  if (!lines.ok()) return Named(lines.status(), folder);
+  for (const head::ManifestShard& line : *lines) *answer.add_lines() = ToProto(line);
+  return absl::OkStatus();
+}
+
+absl::Status FileJob::Prove(const head::FolderBelow& folder) {
+  LOSSD_TRY(const auto nonce, head::ReadSmallFile(folder.path(), head::kNonceFile, head::kNonceBytes));
+  progress_.set_nonce(nonce);
+  progress_.set_token(RandomToken());
+  return head::WriteSmallFile(options_.disk, absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank)),
+                              progress_.token());
+}
+
+absl::StatusOr<std::vector<head::PlannedFile>> FileJob::FilesOf(const v1::GoOn& go_on,
+                                                                const kernels::HeadConfig& config) const {
+  const auto count = static_cast<size_t>(go_on.files_size());
+  if (count == 0 || go_on.all() > head::kMostShards || count > go_on.all() ||
+      go_on.first() > go_on.all() - count) {
+    return absl::InternalError(absl::StrCat("the leader wants ", count, " files from number ", go_on.first(),
+                                            " on, of ", go_on.all()));
+  }
+  std::vector<head::PlannedFile> files;
+  for (const v1::FileClasses& classes : go_on.files()) {
+    if (classes.begin() < 0 || classes.begin() >= classes.end() || classes.end() > config.vocab_size) {
+      return absl::InternalError(absl::StrCat("the leader wants classes [", classes.begin(), ", ",
+                                              classes.end(), ") of ", config.vocab_size));
+    }
+    files.push_back(
+        {head::ShardFile(go_on.first() + files.size(), go_on.all()), {classes.begin(), classes.end()}});
+  }
+  return files;
+}
+
+absl::StatusOr<std::vector<head::ManifestShard>> FileJob::Write(const head::FolderBelow& folder,
+                                                                const kernels::HeadConfig& config,
+                                                                const std::vector<head::PlannedFile>& files,
+                                                                int threads) {
+  const auto report = [this](const head::SaveProgress& progress) {
+    progress_.set_read_bytes(progress.read_bytes);
+    progress_.set_written_bytes(progress.written_bytes);
+    SendProgress();
+  };
+  head::ShardFiles shards(config, files,
+                          {.slice_bytes = options_.slice_bytes,
+                           .buffer_bytes = BufferBytes(threads),
+                           .threads = threads,
+                           .disk = options_.disk,
+                           .on_progress = report,
+                           .cancelled = [this] { return cancelled(); }});
+  absl::StatusOr<std::vector<head::ManifestShard>> lines;
+  std::thread disk([&] {
+    lines = shards.Write(folder.path());
+    absl::Status status = lines.status();
+    if (status.ok()) status = options_.disk->SyncFolder(folder.path());
+    shards.End(status);
+  });
+  absl::Status status =
+      shards.Read([this](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<uint8_t> out) {
+        return OnDriver([&](kernels::HeadKernels& head) {
+          return head.ReadTensor(id, row_begin, rows, kernels::DType::kFloat32, out);
+        });
+      });
+  if (status.ok()) {
+    progress_.set_all_read(true);
+    SendProgress();
+  }
+  shards.Close(status);
+  status.Update(shards.AwaitEnd());
+  disk.join();
+  if (!status.ok()) return status;
+  return lines;
+}
+
+// ---- FileJob: loading ----
+
+absl::Status FileJob::Load() {
+  const v1::LoadFiles& load = request_.load_files();
+  if (options_.directory.empty()) return absl::FailedPreconditionError("there is no checkpoint directory");
+  LOSSD_TRY(const auto reader, head::CheckpointReader::Open(options_.directory, load.checkpoint()));
+  if (reader->content_digest() != load.checksum()) {
+    return absl::FailedPreconditionError("there is another checkpoint of that name");
+  }
+  if (load.replica() >= load.replicas()) return absl::InternalError("the leader names no part of a head");
+  LOSSD_TRY(const v1::GoOn go_on, AwaitGoOn());
+  LOSSD_TRY(const kernels::HeadConfig config, Config());
+  LOSSD_RETURN_IF_ERROR(head::CheckLoadable(reader->subject().config, config));
+  const kernels::Replica replica = {static_cast<int>(load.replica()), static_cast<int>(load.replicas())};
+  const int threads = static_cast<int>(std::clamp<int64_t>(options_.threads, 1, kMostThreads));
+  head::LoadOptions options;
+  options.buffer_bytes = BufferBytes(0);
+  options.threads = threads;
+  options.verify_first = false;
+  options.wanted = [&](const head::TensorPart& part) {
+    return head::RowsOfReplica(config, part, replica).rows > 0;
+  };
+  return reader->Load(
+      [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
+        if (cancelled()) return absl::CancelledError("the load was cancelled");
+        const head::TensorPart own = head::RowsOfReplica(config, {id, row_begin, rows}, replica);
+        if (own.rows <= 0) return absl::OkStatus();
+        const size_t row_bytes = in.size() / static_cast<size_t>(rows);
+        return WriteRows(id, own.row_begin, own.rows,
+                         in.subspan(static_cast<size_t>(own.row_begin - row_begin) * row_bytes,
+                                    static_cast<size_t>(own.rows) * row_bytes));
+      },
+      options);
+}
+
+absl::Status FileJob::WriteRows(kernels::TensorId id, int64_t row_begin, int64_t rows,
+                                absl::Span<const uint8_t> in) {
+  return OnDriver([&](kernels::HeadKernels& head) {
+    return head.WriteTensor(id, row_begin, rows, kernels::DType::kFloat32, in);
+  });
+}
+
+namespace {
+
+// Slices begin at multiples of this in their buffer, as staging memory does.
+constexpr size_t kAlignment = 64;
+// The most bytes of a read, but for a single row that has more.
+constexpr int64_t kMostPayload = int64_t{64} << 20;
+
+size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// A chunk while the backend computes it: the messages that its inputs lie in, and those of its results.
+struct WorkerChunk {
+  kernels::Chunk chunk;
+  std::vector<v1::ChunkSlice> messages;
+  std::vector<v1::SliceResults> results;
+  std::vector<kernels::Slice> slices;
+  size_t row_bytes = 0;
+  bool is_part = false;                    // of a head that is split by vocabulary
+  WorkerBuffers::Buffer buffer;            // null: no slice needs it
+  std::vector<MappedRows::Rows> in_place;  // that the slices name
+};
+
+// Room for `rows` rows in so many slices that are not empty.
+int64_t BufferBytes(int64_t rows, size_t row_bytes, int64_t slices) {
+  return rows * static_cast<int64_t>(row_bytes) + slices * static_cast<int64_t>(kAlignment);
+}
+
+bool IsPart(const kernels::HeadKernels& head) { return head.config().split == kernels::Split::kVocabulary; }
+
+// Memory at a place that a slice names.
+absl::StatusOr<void*> FindRows(const MappedRows* rows, const v1::RowsPlace& place, size_t bytes,
+                               WorkerChunk& chunk) {
+  if (rows == nullptr) return absl::InternalError("the leader named memory, and shares none");
+  LOSSD_TRY(MappedRows::Rows found, rows->Find(place, bytes));
+  chunk.in_place.push_back(std::move(found));
+  return chunk.in_place.back().data;
+}
+
+absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, size_t bytes, const MappedRows* rows,
+                                     WorkerChunk& chunk) {
+  SliceMemory memory;
+  if (message.has_hidden_at()) {
+    LOSSD_TRY(memory.hidden, FindRows(rows, message.hidden_at(), bytes, chunk));
+  }
+  if (message.has_grad_hidden_at()) {
+    LOSSD_TRY(memory.grad_hidden, FindRows(rows, message.grad_hidden_at(), bytes, chunk));
+  }
+  return memory;
+}
+
+// The slices have no more rows than a chunk may.
+absl::Status CheckRows(const std::vector<v1::ChunkSlice>& slices, int64_t most) {
+  for (const v1::ChunkSlice& slice : slices) {
+    if (slice.rows() < 0 || slice.rows() > most) return absl::InternalError("a chunk has too many rows");
+    most -= slice.rows();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FillSlices(const MappedRows* rows, WorkerChunk& chunk) {
+  chunk.results.resize(chunk.messages.size());
+  size_t offset = 0;
+  for (size_t i = 0; i < chunk.messages.size(); ++i) {
+    v1::ChunkSlice& message = chunk.messages[i];
+    const size_t bytes = static_cast<size_t>(message.rows()) * chunk.row_bytes;
+    LOSSD_TRY(SliceMemory memory, MemoryOf(message, bytes, rows, chunk));
+    if (NeedsOwnMemory(message)) {
+      if (offset + bytes > chunk.buffer->bytes().size()) {
+        return absl::InternalError("a chunk has too many rows");
+      }
+      memory.own = chunk.buffer->bytes().data() + offset;
+      offset += Aligned(bytes);
+    }
+    LOSSD_TRY(auto slice, SliceOf(message, chunk.row_bytes, memory, chunk.results[i]));
+    chunk.slices.push_back(slice);
+  }
+  chunk.chunk.slices = absl::MakeSpan(chunk.slices);
+  return absl::OkStatus();
+}
+
+void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, const WorkerHeads::Send& send) {
+  for (size_t i = 0; status.ok() && i < chunk.slices.size(); ++i) {
+    if (chunk.is_part) {
+      SetPartResults(chunk.slices[i], chunk.results[i]);
+    } else {
+      SetResults(chunk.slices[i], chunk.row_bytes, chunk.messages[i].has_grad_hidden_at(), chunk.results[i]);
+    }
+    chunk.results[i].set_chunk(id);
+    chunk.results[i].set_slice(static_cast<uint32_t>(i));
+    v1::FromWorker message;
+    message.mutable_slice()->Swap(&chunk.results[i]);
+    send(std::move(message));
+  }
+  v1::FromWorker message;
+  v1::ChunkResults* const results = message.mutable_results();
+  results->set_chunk(id);
+  *results->mutable_status() = ToProto(status);
+  SetChoices(chunk.chunk.choices, results->mutable_choices());
+  results->set_gradients(static_cast<uint32_t>(chunk.chunk.gradients));
+  results->set_sample_threshold(chunk.chunk.sample_threshold);
+  send(std::move(message));
+}
+
+void SendDone(uint64_t id, const absl::Status& status, const kernels::Backend& backend,
+              const WorkerHeads::Send& send) {
+  v1::FromWorker message;
+  *message.mutable_done()->mutable_memory() = ToProto(backend.memory());
+  message.mutable_done()->set_chunk(id);
+  *message.mutable_done()->mutable_status() = ToProto(status);
+  send(std::move(message));
+}
+
+}  // namespace
+
+WorkerHeads::WorkerHeads(kernels::Backend* backend, kernels::RankLink* link, Send send)
+    : backend_(backend),
+      link_(link),
+      send_(std::move(send)),
+      buffers_(std::make_shared<WorkerBuffers>(backend)) {}
+
+absl::Status WorkerHeads::UseRowsOf(const v1::Prepare& prepare) {
+  if (prepare.rows_socket().empty()) return absl::UnavailableError("messages: the leader shares no memory");
+  absl::StatusOr<std::unique_ptr<MappedRows>> rows =
+      MappedRows::Connect(prepare.rows_socket(), prepare.rows_token(), backend_);
+  if (!rows.ok()) return absl::UnavailableError(absl::StrCat("messages: ", rows.status().message()));
+  rows_ = *std::move(rows);
+  return absl::OkStatus();
+}
+
+// ---- Requests ----
+
+v1::Answer WorkerHeads::Execute(const v1::Request& request) {
+  v1::Answer answer;
+  *answer.mutable_status() = ToProto(Do(request, answer));
+  answer.set_request(request.id());
+  *answer.mutable_memory() = ToProto(backend_->memory());
+  return answer;
+}
+
+kernels::HeadKernels* WorkerHeads::Find(uint64_t head) const {
+  const auto found = heads_.find(head);
+  return found == heads_.end() ? nullptr : found->second.kernels.get();
+}
+
+absl::Status WorkerHeads::Do(const v1::Request& request, v1::Answer& answer) {
+  if (request.has_plan()) return Plan(request.plan(), answer);
+  if (request.has_create()) return Create(request.head(), request.create(), answer);
+  const auto head = heads_.find(request.head());
+  if (head == heads_.end()) return absl::InternalError(absl::StrCat("there is no head ", request.head()));
+  if (!request.has_destroy()) return DoWith(head->second, request, answer);
+  heads_.erase(head);
+  return absl::OkStatus();
+}
+
+absl::Status WorkerHeads::DoWith(Head& head, const v1::Request& request, v1::Answer& answer) {
+  switch (request.operation_case()) {
+    case v1::Request::kRead:
+      return Read(head, request.read(), answer);
+    case v1::Request::kWrite:
+      return Write(head, request.write(), /*add=*/false);
+    case v1::Request::kAdd:
+      return Write(head, request.add(), /*add=*/true);
+    case v1::Request::kGradNorm: {
+      const absl::StatusOr<double> norm = head.kernels->GradNorm();
+      if (norm.ok()) answer.set_grad_norm(*norm);
+      return norm.status();
+    }
+    case v1::Request::kStep: {
+      LOSSD_TRY(const kernels::OptimizerOptions options, FromProto(request.step()));
+      return head.kernels->ApplyStep(options, request.step().update());
+    }
+    case v1::Request::kZeroGradients:
+      return head.kernels->ZeroGradients();
+    case v1::Request::kZeroMoments:
+      return head.kernels->ZeroMoments();
+    case v1::Request::kSumGradients:
+    case v1::Request::kSpreadValues:
+      if (head.replicas == nullptr) return absl::InternalError("the head has no replicas");
+      return request.has_sum_gradients() ? head.replicas->SumGradients() : head.replicas->SpreadValues();
+    default:
+      return absl::InternalError(absl::StrCat("operation ", request.operation_case(), " is not known"));
+  }
+}
+
+absl::Status WorkerHeads::Plan(const v1::HeadConfig& config, v1::Answer& answer) {
+  LOSSD_TRY(const kernels::HeadConfig head, FromProto(config));
+  const absl::StatusOr<kernels::MemoryBytes> plan = backend_->PlanHead(head);
+  if (plan.ok()) SetBytes(*plan, answer.mutable_plan());
+  return plan.status();
+}
+
+absl::Status WorkerHeads::Create(uint64_t id, const v1::HeadConfig& config, v1::Answer& answer) {
+  LOSSD_TRY(const kernels::HeadConfig wanted, FromProto(config));
+  LOSSD_TRY(std::unique_ptr<kernels::HeadKernels> made, backend_->CreateHead(wanted));
+  const kernels::HeadKernels& head = *made;
+  std::unique_ptr<kernels::Replicas> replicas;
+  LOSSD_RETURN_IF_ERROR(Join(made.get(), replicas));
+  v1::HeadDescription* const description = answer.mutable_head();
+  description->set_compute_dtype(static_cast<uint32_t>(head.compute_dtype()));
+  description->set_chunk_rows(head.chunk_rows());
+  description->set_slice_rows(head.slice_rows());
+  SetBytes(head.memory(), description->mutable_memory());
+  SetChoices(head.Describe(), description->mutable_choices());
+  heads_[id] = {std::move(made), std::move(replicas)};
+  return absl::OkStatus();
+}
+
+// Chunks of a part cannot fail here alone, since the other parts wait for it: there is memory for them from
+// now on.
+absl::Status WorkerHeads::Join(kernels::HeadKernels* head, std::unique_ptr<kernels::Replicas>& replicas) {
+  if (IsPart(*head)) {
+    const int64_t rows = head->chunk_rows();
+    const size_t row_bytes = static_cast<size_t>(head->config().hidden_size) * sizeof(float);
+    absl::Status status = buffers_->Reserve(BufferBytes(rows, row_bytes, rows));
+    return status.ok() ? link_->JoinClasses(head) : status;
+  }
+  absl::StatusOr<std::unique_ptr<kernels::Replicas>> made = link_->Join(head);
+  if (made.ok()) replicas = *std::move(made);
+  return made.status();
+}
+
+absl::Status WorkerHeads::Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer) {
+  LOSSD_TRY(const auto id, TensorOf(access));
+  LOSSD_TRY(const auto dtype, DTypeOf(access.dtype()));
+  const int64_t row_bytes =
+      ShapeOf(head.kernels->config(), id.param).cols * static_cast<int64_t>(SizeOf(dtype));
+  if (access.rows() < 0 || access.rows() > std::max<int64_t>(1, kMostPayload / row_bytes)) {
+    return absl::InternalError("a read of too many rows");
+  }
+  std::string* const payload = answer.mutable_payload();
+  payload->resize(static_cast<size_t>(access.rows() * row_bytes));
+  return head.kernels->ReadTensor(id, access.row_begin(), access.rows(), dtype,
+                                  {reinterpret_cast<uint8_t*>(payload->data()), payload->size()});
+}
+
+absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool add) {
+  LOSSD_TRY(const auto id, TensorOf(access));
+  LOSSD_TRY(const auto dtype, DTypeOf(access.dtype()));
+  const absl::Span<const uint8_t> bytes = {reinterpret_cast<const uint8_t*>(access.payload().data()),
+                                           access.payload().size()};
+  if (!add) return head.kernels->WriteTensor(id, access.row_begin(), access.rows(), dtype, bytes);
+  return head.kernels->AddGradient(id.param, access.row_begin(), access.rows(), dtype, access.scale(), bytes);
+}
+
+// ---- Chunks ----
+
+absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::ChunkSlice> slices) {
+  const auto head = heads_.find(start.head());
+  if (head == heads_.end()) return absl::InternalError(absl::StrCat("there is no head ", start.head()));
+  kernels::HeadKernels& kernels = *head->second.kernels;
+  LOSSD_TRY(kernels::Chunk made, ChunkOf(start));
+  if (start.rows() < 0 || start.rows() > kernels.chunk_rows()) {
+    return absl::InternalError(absl::StrCat("a chunk of ", start.rows(), " rows"));
+  }
+  const auto chunk = std::make_shared<WorkerChunk>();
+  chunk->chunk = made;
+  chunk->messages = std::move(slices);
+  chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made.hidden_dtype);
+  chunk->is_part = IsPart(kernels);
+  LOSSD_RETURN_IF_ERROR(CheckRows(chunk->messages, start.rows()));
+  const auto need_memory = std::count_if(chunk->messages.begin(), chunk->messages.end(), NeedsOwnMemory);
+  if (need_memory > 0) {
+    absl::StatusOr<WorkerBuffers::Buffer> buffer =
+        buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, need_memory));
+    if (!buffer.ok()) {
+      SendResults(*chunk, start.chunk(), buffer.status(), send_);
+      SendDone(start.chunk(), buffer.status(), *backend_, send_);
+      return absl::OkStatus();
+    }
+    chunk->buffer = *std::move(buffer);
+  }
+  LOSSD_RETURN_IF_ERROR(FillSlices(rows_.get(), *chunk));
+  const uint64_t id = start.chunk();
+  kernels.Submit(&chunk->chunk,
+                 {.on_results =
+                      [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+                        chunk->in_place.clear();
+                        SendResults(*chunk, id, status, send);
+                        if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
+                      },
+                  .on_done = [chunk, id, backend = backend_, send = send_](
+                                 const absl::Status& status) { SendDone(id, status, *backend, send); }});
+  return absl::OkStatus();
+}
+
 namespace {
 
 // Between attempts to join.

@@ -4,19 +4,24 @@
 // RegionMemory is the memory of one region, and RegionBudget bounds what all regions of one kind of memory
 // take.
 //
-// A region is in the table as long as its session (session_server.h) is open. Code that uses a region holds a
+// A region is in the table as long as its session (SessionServer) is open. Code that uses a region holds a
 // share of it, so the memory stays until the last use has ended; it counts as used until then.
 //
 // All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_REGIONS_REGIONS_H_
 #define LOSSD_SERVER_REGIONS_REGIONS_H_
 
+#include <sys/types.h>
+
+#include <atomic>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -25,8 +30,12 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/exchange_times.h"
+#include "proto/wire/region_packets.h"
+#include "server/connections/entrance.h"
 #include "server/engine/staging.h"
 
 namespace lossd::regions {
@@ -153,6 +162,58 @@ class Regions {
   absl::Mutex mutex_;
   std::set<std::string> refusals_logged_ ABSL_GUARDED_BY(mutex_);  // devices
   absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+};
+
+// SessionServer is the side of region.proto that clients connect to. It makes a region for each connection
+// that asks for one. It forgets the region when the connection closes, or when the process that made the
+// connection has ended, even if a child of that process holds the connection.
+//
+// SessionServer has one thread, and no client can make it wait: what a client has sent is closed on another
+// thread (server/connections/closer.h). Thread-safe, but for its end.
+
+struct SessionLimits {
+  int64_t in_all = 256;
+  int64_t per_user = 128;
+  absl::Duration request_timeout = absl::Seconds(10);  // for the request, after connecting
+};
+
+class SessionServer {
+ public:
+  // `listener`: SOCK_SEQPACKET. `regions` outlives this.
+  SessionServer(connections::ListeningSocket listener, Regions* regions, const SessionLimits& limits);
+  // Closes all sessions.
+  ~SessionServer();
+  SessionServer(const SessionServer&) = delete;
+  SessionServer& operator=(const SessionServer&) = delete;
+
+  int64_t sessions() const { return sessions_open_; }
+  // How long ago the thread last looked for something to do.
+  absl::Duration Silence() const { return beat_.Silence(); }
+
+ private:
+  struct Session {
+    wire::OwnedDescriptor socket;
+    wire::OwnedDescriptor process;  // readable once it has ended; none: the kernel does not tell
+    std::string holder;             // for its share of memory
+    std::string region;             // its id; empty: none yet
+    absl::Time deadline;
+  };
+
+  void Run();
+  void Accept(int listener);
+  // Whether the session goes on.
+  bool Serve(Session* session);
+  void Close(std::list<Session>::iterator session);
+  int Patience() const;  // for poll
+
+  connections::Entrance entrance_;
+  Regions* const regions_;
+  const SessionLimits limits_;
+  const wire::OwnedDescriptor wake_;
+  std::list<Session> sessions_;  // of the thread
+  std::atomic<int64_t> sessions_open_{0};
+  kernels::Heartbeat beat_;
+  std::thread thread_;
 };
 
 }  // namespace lossd::regions

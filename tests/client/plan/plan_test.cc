@@ -17,7 +17,6 @@
 
 #include "client/plan/measured.h"
 #include "client/plan/model.h"
-#include "client/plan/pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temp_folder.h"

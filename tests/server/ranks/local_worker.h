@@ -15,7 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/rank_link.h"
-#include "server/ranks/worker_heads.h"
+#include "server/ranks/worker.h"
 #include "server/ranks/worker_stream.h"
 
 namespace lossd::ranks {

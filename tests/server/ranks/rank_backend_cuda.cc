@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "absl/strings/match.h"
-#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/gloo_link.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "tests/server/ranks/rank_backend.h"
 

@@ -12,7 +12,7 @@
 #include "server/head/checkpoint.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/ranks/files.h"
+#include "server/ranks/worker.h"
 #include "tests/server/head/memory_kernels.h"
 #include "tests/support/temp_folder.h"
 

@@ -12,7 +12,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "server/ranks/worker_heads.h"
+#include "server/ranks/worker.h"
 #include "tests/server/ranks/worker_stream_fixture.h"
 
 // ---- Buffers of a worker ----

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The region socket: clients that come, go, die, fork and lie.
-#include "server/regions/session_server.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -22,6 +20,7 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/connections/listening_socket.h"
+#include "server/regions/regions.h"
 #include "tests/server/connections/await_closing.h"
 
 namespace lossd::regions::session_server_test {

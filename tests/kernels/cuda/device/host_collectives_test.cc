@@ -20,7 +20,7 @@
 #include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/gloo_link.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace {

@@ -17,7 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/cpu/gloo_transfers.h"
+#include "kernels/cpu/gloo_link.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
