@@ -192,7 +192,7 @@ struct Pipeline {
 // makes it.
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
 
-// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps (plan.h) and the memory
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps and the memory
 // of every GPU.
 struct Pipelines {
   std::vector<Pipeline> known;
