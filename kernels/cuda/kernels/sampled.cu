@@ -114,7 +114,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kResident = 5;  // blocks of a multiprocessor
 
-// ---- shared memory ----
+// ---- the list: shared memory ----
 
 // Groups of a thread lie side by side in the scan and apart in memory.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
@@ -161,7 +161,7 @@ __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& t
   return first + (upto - own);
 }
 
-// ---- hot classes ----
+// ---- the list: hot classes of a row ----
 
 static_assert(kGroup == kHotGroup, "a word of bits is a group");
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int 
   }
 }
 
-// ---- selection ----
+// ---- the list: selection ----
 
 template <typename T>
 __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale& s, int masked) {
@@ -499,7 +499,7 @@ __global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels
   counters->highest = max(counters->highest, largest);
 }
 
-// ---- decision ----
+// ---- the level: decision ----
 
 // One block.
 __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams p) {
@@ -698,7 +698,7 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
   return WithDivision<Division>(params.ld, params.dtype, launch);
 }
 
-// ---- hot classes ----
+// ---- the choice of hot classes ----
 //
 // Which classes are hot: those whose popularity falls into the highest bins of a histogram, as many bins as
 // hold at most kHotClasses classes. Counts are integers, so the same chunks in the same order give the same
