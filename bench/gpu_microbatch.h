@@ -18,7 +18,7 @@
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/backend.h"
-#include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 
 namespace lossd::bench {
 

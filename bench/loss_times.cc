@@ -18,7 +18,7 @@
 #include "bench/gpu_group.h"
 #include "bench/gpu_microbatch.h"
 #include "bench/gpu_timer.h"
-#include "kernels/cuda/kernels/norm/norm.h"
+#include "kernels/cuda/kernels/norm.h"
 #include "kernels/head_config.h"
 
 namespace lossd::bench {
