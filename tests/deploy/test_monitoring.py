@@ -32,7 +32,7 @@ from prometheus_process import PATIENCE, RULES, Prometheus
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 16

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from page_commands import ROOT, Command, all_commands, commands_of, pages, shape, without_comment  # noqa: E402
 from plan import PLAN, Known, Run, RunBy, Serve, Step, how  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 COMMANDS = all_commands()
 PROGRAMS = Path(os.environ["LOSSD_BINARY"]).resolve().parent

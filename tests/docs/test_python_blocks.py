@@ -18,7 +18,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from page_commands import ROOT, pages  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 # What a page takes for granted, before the blocks whose text has the key.
 GRANTED: dict[str, dict[str, str]] = {

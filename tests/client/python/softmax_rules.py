@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax of sampled gradients and its random numbers ("Sampled gradients" in docs/math.md), written anew from
-kernels/decision.h and server/engine/work_queue.h: what they say may not change from one version to the next."""
+"""The softmax of filtered and of sampled gradients, as docs/math.md states them, in NumPy and double precision."""
 
 from __future__ import annotations
 
@@ -8,6 +7,30 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+# The softmax of filtered gradients, in double precision ("Filtered gradients" in docs/math.md).
+
+
+def filtered(p: NDArray[Any], targets: NDArray[Any], epsilon: float) -> NDArray[Any]:
+    """q of [N, V] probabilities: those below epsilon are 0, save the target's. Targets outside [0, V) save none."""
+    return np.where((p >= epsilon) | (np.arange(p.shape[1]) == targets[:, None]), p, 0)
+
+
+def epsilon_among(p: NDArray[Any]) -> float:
+    """A value that about a fifth of the probabilities reach, in the widest gap there is.
+
+    So rounding to fp32 moves none over it, and a GPU has room for what is kept.
+    """
+    ordered = np.sort(p, axis=None)
+    part = ordered[len(ordered) * 3 // 4:len(ordered) * 17 // 20]
+    gap = int(np.argmax(part[1:] / part[:-1]))
+    assert part[gap + 1] / part[gap] > 1 + 2e-5, "no gap is wide enough for fp32"
+    return float(np.sqrt(part[gap] * part[gap + 1]))
+
+
+# The softmax of sampled gradients and its random numbers ("Sampled gradients" in docs/math.md), written anew from
+# kernels/decision.h and server/engine/work_queue.h: what they say may not change from one version to the next.
 
 _MASK = 2**64 - 1
 _PRIMES = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
