@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dashboard
+import prometheus_process
 from prometheus_process import get
 
 DIGEST = "lossd-dashboard"  # keyword of the picture's text chunk
@@ -43,15 +43,15 @@ def collect(address: str, seconds: float) -> list[Panel]:
     """All panels with what Prometheus has of the last `seconds`."""
     now = time.time()
     found = []
-    for each in dashboard.panels():
+    for each in prometheus_process.panels():
         defaults = each["fieldConfig"]["defaults"]
         panel = Panel(each["title"], each["row"], each["type"], defaults.get("unit", "short"), each["gridPos"], defaults.get("min"))
         for target in each["targets"]:
-            answer = get(address, "query_range", query=dashboard.expression(target), start=str(now - seconds), end=str(now),
+            answer = get(address, "query_range", query=prometheus_process.expression(target), start=str(now - seconds), end=str(now),
                          step=str(max(1.0, seconds / POINTS)))
             for series in answer["result"]:
                 times, values = zip(*((float(at), float(value)) for at, value in series["values"]))
-                panel.series.append((dashboard.legend(target, series["metric"]), list(times), list(values)))
+                panel.series.append((prometheus_process.legend(target, series["metric"]), list(times), list(values)))
         found.append(panel)
     return found
 
@@ -116,7 +116,7 @@ def draw(panels: list[Panel], heading: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=100, facecolor=figure.get_facecolor())
     text = PngImagePlugin.PngInfo()
-    text.add_text(DIGEST, dashboard.digest())
+    text.add_text(DIGEST, prometheus_process.digest())
     small = io.BytesIO()
     Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, "PNG", optimize=True, pnginfo=text)
     return small.getvalue()

@@ -3,7 +3,7 @@
 
   check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
-Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
+Every overlay of deploy/kubernetes is rendered (by the functions below; by kubectl too, and compared, where that is at hand). Objects are compared
 with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet, a JobSet and the
 objects of the Prometheus operator with the schemas beside this file, and Jobs and pods in them with those of Kubernetes. The flags of a
 JobSet have to name as many ranks as it has pods, and the pod of the first. Compose files are compared with the schema of
@@ -14,20 +14,118 @@ has to have the files that an overlay asks of it, and no others. The rules and t
 deploy/grafana. Exit status 1 if something is wrong.
 """
 
+from __future__ import annotations
+
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grafana_foundation_sdk.cog.encoder
 import grafana_foundation_sdk.cog.plugins
 import grafana_foundation_sdk.models.dashboard
+import jsonpatch
 import jsonschema
 import kubernetes_validate
-import kustomize
 import yaml
+
+
+# Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
+#
+# Only what deploy/kubernetes uses is known, and anything else refused: resources, components, images, configMapGenerator with files and
+# labels and without suffixes, patches of JSON (RFC 6902) with a target. Both are compared where kubectl is there.
+
+Object = dict[str, Any]
+
+
+def known(what: str, found: dict[str, Any], *allowed: str) -> None:
+    if unknown := sorted(found.keys() - set(allowed)):
+        raise ValueError(f"{what} has {', '.join(unknown)}, which tests/deploy/check_manifests.py does not know")
+
+
+def documents(path: Path) -> list[Object]:
+    with open(path, encoding="utf-8") as file:
+        # By way of JSON, so that what an alias repeats is a copy, which a patch changes alone.
+        return [json.loads(json.dumps(document)) for document in yaml.safe_load_all(file) if document is not None]
+
+
+def render(folder: Path) -> list[Object]:
+    path = folder / "kustomization.yaml"
+    (kustomization,) = documents(path)
+    if kustomization["kind"] == "Component" and kustomization.keys() & {"images", "patches", "components"}:
+        raise ValueError(f"{path}: a component that changes what others have made")
+    known(str(path), kustomization, "apiVersion", "kind", "resources", "components", "images", "configMapGenerator", "generatorOptions",
+          "patches")
+    objects: list[Object] = []
+    for resource in kustomization["resources"]:
+        target = folder / resource
+        objects += render(target) if target.is_dir() else documents(target)
+    for component in kustomization.get("components", []):
+        objects += render(folder / component)  # as a resource, as long as it changes no object of others
+    for generator in kustomization.get("configMapGenerator", []):
+        generate(folder, kustomization, generator, objects)
+    for patch in kustomization.get("patches", []):
+        known("a patch", patch, "target", "patch")
+        known("the target of a patch", patch["target"], "kind", "name")
+        chosen = [each for each in objects if each["kind"] == patch["target"]["kind"] and each["metadata"]["name"] == patch["target"]["name"]]
+        if len(chosen) != 1:
+            raise ValueError(f"{path}: a patch is for {len(chosen)} objects")
+        jsonpatch.apply_patch(chosen[0], yaml.safe_load(patch["patch"]), in_place=True)
+    for image in kustomization.get("images", []):
+        known("an image", image, "name", "newName", "newTag")
+        for each in objects:
+            set_image(each, image)
+    return objects
+
+
+def generate(folder: Path, kustomization: Object, generator: Object, objects: list[Object]) -> None:
+    known("a generator", generator, "name", "behavior", "files", "options")
+    if kustomization.get("generatorOptions") != {"disableNameSuffixHash": True}:
+        raise ValueError(f"{folder}: generated names have suffixes")
+    made: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]},
+            "data": {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}}
+    if "options" in generator:
+        known("the options of a generator", generator["options"], "labels")
+        made["metadata"]["labels"] = generator["options"]["labels"]
+    before = [each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] == generator["name"]]
+    if (generator.get("behavior", "create"), len(before)) not in (("create", 0), ("replace", 1)):
+        raise ValueError(f"{folder}: {generator['name']} is there {len(before)} times")
+    for each in before:
+        objects.remove(each)
+    objects.append(made)
+
+
+def set_image(value: Any, image: Object) -> None:
+    if isinstance(value, list):
+        for each in value:
+            set_image(each, image)
+    elif isinstance(value, dict):
+        for container in [*value.get("containers", []), *value.get("initContainers", [])]:
+            name, _, tag = container["image"].rpartition(":")
+            if name == image["name"]:
+                container["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
+        for each in value.values():
+            set_image(each, image)
+
+
+def render_by_kubectl(folder: Path) -> list[Object] | None:
+    """None without kubectl. One that is older than `patches` does not count."""
+    program = shutil.which("kubectl")
+    if program is None:
+        return None
+    done = subprocess.run([program, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode != 0 and 'unknown field "patches"' in done.stderr:
+        return None
+    if done.returncode != 0:
+        raise ValueError(f"kubectl kustomize: {done.stderr.strip()}")
+    return [document for document in yaml.safe_load_all(done.stdout) if document is not None]
+
+
+# Checks of what was rendered.
 
 KUBERNETES = "1.30"
 SCHEMAS = {"JobSet": "jobset.schema.json", "LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
@@ -224,10 +322,10 @@ def by_name(manifests):
 
 
 def check_kustomization(folder, ask_kubectl=True):
-    manifests = kustomize.render(folder)
-    theirs = kustomize.render_by_kubectl(folder) if ask_kubectl else None
+    manifests = render(folder)
+    theirs = render_by_kubectl(folder) if ask_kubectl else None
     if theirs is not None and by_name(theirs) != by_name(manifests):
-        raise ValueError("kustomize.py and kubectl differ")
+        raise ValueError("py and kubectl differ")
     for manifest in manifests:
         try:
             check_object(manifest)
@@ -243,9 +341,9 @@ def check_kustomization(folder, ask_kubectl=True):
 def check_monitoring(folder):
     """What scripts/monitoring-manifests makes is made of the present files."""
     deploy = folder.parents[2]
-    made, = kustomize.documents(folder / "prometheusrule.yaml")
+    made, = documents(folder / "prometheusrule.yaml")
     groups = [group for name in ("lossd-recording.yml", "lossd-alerts.yml")
-              for group in kustomize.documents(deploy / "prometheus" / name)[0]["groups"]]
+              for group in documents(deploy / "prometheus" / name)[0]["groups"]]
     if made["spec"] != {"groups": groups}:
         raise ValueError("the rules are not those of deploy/prometheus: run scripts/monitoring-manifests")
     if (folder / "lossd.json").read_bytes() != (deploy / "grafana" / "lossd.json").read_bytes():

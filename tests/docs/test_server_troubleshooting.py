@@ -26,7 +26,7 @@ from lossd.v1 import loss_pb2, types_pb2
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "client" / "python"))
 
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Errors of the server\n")[2]
 MESSAGES = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in PAGE.splitlines() if line.startswith("| `")]

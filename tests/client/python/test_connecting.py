@@ -21,8 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
-from server_process import ServerProcess
-from sockets import listener
+from servers import ServerProcess, listener
 
 import lossd
 from lossd import _target

@@ -8,9 +8,8 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from on_cpu import deepspeed as on_cpu
-from ranks import run_ranks
-from tiny_trainers import assert_same_weights, both, train_both, trainer_of
+from ranks import deepspeed as on_cpu, run_ranks
+from tiny_models import assert_same_weights, both, train_both, trainer_of
 
 import lossd
 import lossd.transformers
