@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-mkdir -p "$tree/server" "$tree/scripts" "$tree/proto" "$tree/tests/fuzz/corpus/manifest"
+mkdir -p "$tree/server" "$tree/scripts" "$tree/proto" "$tree/client/python/build"
 printf '// A class.\n' >"$tree/server/none.h"
 printf '// SPDX-License-Identifier: MIT\n' >"$tree/server/other.cc"
 printf '// A class.\n// SPDX-License-Identifier: Apache-2.0\n' >"$tree/server/late.cc"
@@ -17,7 +17,7 @@ printf 'no code\n' >"$tree/server/data.json"
 printf '#!/bin/sh\n# SPDX-License-Identifier: Apache-2.0\n' >"$tree/scripts/right"
 printf '#!/bin/sh\n# What it does.\n' >"$tree/scripts/wrong"
 printf '// Messages.\nsyntax = "proto3";\n' >"$tree/proto/some.proto"
-printf 'x = 1\n' >"$tree/tests/fuzz/corpus/manifest/input.py"
+printf 'x = 1\n' >"$tree/client/python/build/copy.py"
 
 check() { "$here/../../scripts/check-license" "$@"; }
 expect_found check "$tree" \
