@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
 
-Only what deploy/kubernetes uses is known, and anything else refused: resources, components, images, configMapGenerator with files and
+Only what deploy/ uses is known, and anything else refused: resources, images, configMapGenerator with files and
 labels and without suffixes, patches of JSON (RFC 6902) with a target. check_manifests.py compares both where kubectl is there.
 """
 
@@ -33,16 +33,11 @@ def documents(path: Path) -> list[Object]:
 def render(folder: Path) -> list[Object]:
     path = folder / "kustomization.yaml"
     (kustomization,) = documents(path)
-    if kustomization["kind"] == "Component" and kustomization.keys() & {"images", "patches", "components"}:
-        raise ValueError(f"{path}: a component that changes what others have made")
-    known(str(path), kustomization, "apiVersion", "kind", "resources", "components", "images", "configMapGenerator", "generatorOptions",
-          "patches")
+    known(str(path), kustomization, "apiVersion", "kind", "resources", "images", "configMapGenerator", "generatorOptions", "patches")
     objects: list[Object] = []
-    for resource in kustomization["resources"]:
+    for resource in kustomization.get("resources", []):
         target = folder / resource
         objects += render(target) if target.is_dir() else documents(target)
-    for component in kustomization.get("components", []):
-        objects += render(folder / component)  # as a resource, as long as it changes no object of others
     for generator in kustomization.get("configMapGenerator", []):
         generate(folder, kustomization, generator, objects)
     for patch in kustomization.get("patches", []):
