@@ -20,7 +20,7 @@ from fake_cuda import FakeArray, FakeDriver, uuid_of
 from servers import ServerProcess
 
 import lossd
-from lossd import _cuda, _regions, _slice_places
+from lossd import _cuda, _regions, _wire
 from lossd.v1 import region_pb2
 
 
@@ -432,7 +432,7 @@ def test_a_slice_that_finds_no_room_goes_in_messages_that_are_small_enough(gpus:
 
 def test_a_call_waits_a_moment_for_the_room_of_others(gpu_server: ServerProcess, gpus: FakeDriver,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_slice_places, "_PATIENCE", 60.0)
+    monkeypatch.setattr(_wire, "_PATIENCE", 60.0)
     wanted = expected(gpu_server)
     with connect(gpu_server, 256 << 10) as client:
         region = client._connections.device_regions.get(uuid_of(0))

@@ -18,8 +18,7 @@ from servers import ServerProcess, listener, pump
 
 import lossd
 from lossd import _contexts
-from lossd._credentials import Credentials
-from lossd._target import is_local
+from lossd._target import Credentials, is_local
 
 
 # Servers by name: the file that lossctl keeps, and what a client takes from it.

@@ -25,7 +25,7 @@ import pytest
 from servers import ServerProcess
 
 import lossd
-from lossd import _plan, _regions, _slice_places
+from lossd import _plan, _regions, _wire
 from lossd._arrays import HostRows
 from lossd.v1 import region_pb2
 
@@ -391,7 +391,7 @@ def test_a_call_that_fails_retires_its_region(server: ServerProcess) -> None:
     for error, put, retired in ((None, False, False), (lossd.InvalidArgument("x"), False, False),
                                 (lossd.InvalidArgument("x"), True, True), (lossd.Unavailable("x"), False, True)):
         region = _regions.SharedRegion(name, 4096)
-        places = _slice_places.SlicePlaces(region, may_wait=True)
+        places = _wire.SlicePlaces(region, may_wait=True)
         if put:
             assert places.put(0, rows_of(b"x" * 100), 0, 100) == 0
         places.close(error)
@@ -530,9 +530,9 @@ def test_a_call_that_finds_its_region_given_back_does_without(server: ServerProc
     assert region is not None
     larger = source.get(2 * MIB)
     assert larger is not None and larger is not region
-    with _slice_places.SlicePlaces(region, may_wait=True) as places:
+    with _wire.SlicePlaces(region, may_wait=True) as places:
         assert places.region is None
-    with _slice_places.SlicePlaces(larger, may_wait=True) as places:
+    with _wire.SlicePlaces(larger, may_wait=True) as places:
         assert places.region is larger
     source.close()
 

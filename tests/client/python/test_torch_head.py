@@ -16,7 +16,7 @@ from softmax_rules import epsilon_among, filtered  # noqa: E402
 
 import lossd  # noqa: E402
 from lossd.torch import LossHead  # noqa: E402
-from lossd.torch._memory import DTYPES  # noqa: E402
+from lossd.torch._input import DTYPES  # noqa: E402
 
 
 # The loss of docs/math.md in torch, double precision, with autograd: what LossHead is compared with.

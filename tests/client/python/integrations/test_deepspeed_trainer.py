@@ -14,7 +14,7 @@ from tiny_models import assert_same_weights, both, train_both, trainer_of
 import lossd
 import lossd.transformers
 from lossd.transformers._trainer import FILE
-from lossd.transformers._zero import ZeroSteps, check
+from lossd.transformers._remote import ZeroSteps, check
 
 CONFIG = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
           "train_batch_size": "auto", "zero_allow_untested_optimizer": True}

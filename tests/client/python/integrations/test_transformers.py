@@ -17,8 +17,8 @@ import lossd.transformers
 from lossd.torch import HeadOptimizer, LossHead
 from lossd.transformers import RemoteHeadCausalLM
 from lossd.transformers._logits import HeadPath, HeadPlace, measure
-from lossd.transformers._model_head import ModelHead, head_options
-from lossd.transformers._probe_batch import ProbeBatch
+from lossd.transformers._head_module import ModelHead, head_options
+from lossd.transformers._trainer import ProbeBatch
 
 
 # RemoteHeadCausalLM with tiny random models, against transformers' own loss; in fp32, on a GPU too.

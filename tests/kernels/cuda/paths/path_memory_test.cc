@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of the plans of the paths, which need no GPU: filtered, recomputed and staged chunks, and the memory
 // that they claim.
+#include "kernels/cuda/paths/path_memory.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -12,7 +14,6 @@
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/launch_plan.h"
 #include "kernels/cuda/paths/chunk_plan.h"
-#include "kernels/cuda/paths/path_memory.h"
 
 // ---- Filter plan ----
 
