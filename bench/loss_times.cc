@@ -20,7 +20,7 @@
 #include "absl/types/span.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/kernels/norm/norm.h"
+#include "kernels/cuda/kernels/norm.h"
 #include "kernels/head_config.h"
 
 namespace lossd::bench {

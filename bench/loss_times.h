@@ -25,7 +25,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/cuda_options.h"
 #include "kernels/cuda/device/gemm.h"
-#include "kernels/cuda/kernels/hopper/tiles.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/exchange_times.h"
 #include "kernels/group/group_backend.h"

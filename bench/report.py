@@ -63,10 +63,11 @@ def read_results(paths):
     for path in paths:
         with open(path) as file:
             content = json.load(file)
-        sources.append(f"{path}: {content['card']}, {content['date']}, commit {content.get('commit') or 'unknown'}")
-        for result in content["loss"]:
-            key = result["shape"]["name"], result["data"]
-            found.setdefault(key, {})[way_of(result)] = result
+        for run in [content] if "loss" in content else content.values():  # one, or several by name
+            sources.append(f"{path}: {run['card']}, {run['date']}, commit {run.get('commit') or 'unknown'}")
+            for result in run["loss"]:
+                key = result["shape"]["name"], result["data"]
+                found.setdefault(key, {})[way_of(result)] = result
     return found, sources
 
 

@@ -4,7 +4,6 @@
 import json
 import pathlib
 import sys
-import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,14 +37,13 @@ class PlanData(unittest.TestCase):
                "mps": True, "memory": [{"role": "trainer", "peak_bytes": 5}, {"role": "server", "peak_bytes": 7}]}
         content = {"card": "a card", "commit": "abc", "measured_seconds": {"layer": 0.007},
                    "settings": {"shape": "gemma2-2b", "sequences": 4, "context": None}}
-        with tempfile.TemporaryDirectory() as name:
-            folder = pathlib.Path(name)
-            for date, runs in (("2026-11-26", [run, run | {"mps": False}]), ("2026-11-27", [run | {"step_seconds": 1.0}, run | {"slack": 1, "step_seconds": 1.5}])):
-                (folder / f"{date}.json").write_text(json.dumps(content | {"date": date, "configurations": runs}))
-            (folder / "failed.json").write_text(json.dumps(content | {"date": "2026-11-28", "configurations": [
-                {"kind": "colocated", "error": "out of memory"}, run | {"replicas": 2}, run | {"schedule": "1F1B"},
-                run | {"kind": "local", "head": "liger"}]}))
-            steps = step_factors.read(folder, plan_data.Sources(), folder)
+        runs = {date: content | {"date": date, "configurations": configurations} for date, configurations in (
+            ("2026-11-26", [run, run | {"mps": False}]),
+            ("2026-11-27", [run | {"step_seconds": 1.0}, run | {"slack": 1, "step_seconds": 1.5}]))}
+        runs["failed"] = content | {"date": "2026-11-28", "configurations": [
+            {"kind": "colocated", "error": "out of memory"}, run | {"replicas": 2}, run | {"schedule": "1F1B"},
+            run | {"kind": "local", "head": "liger"}]}
+        steps = step_factors.read("pipelines.json", runs, plan_data.Sources())
         self.assertEqual(sorted((each["mps"], each["step_seconds"]) for each in steps), [(False, 2.0), (True, 1.0)])
         self.assertEqual([each["microbatches"] for each in steps], [12, 24])
         self.assertEqual(steps[0]["shares"], [3, 1, 1, 3])

@@ -5,13 +5,12 @@
 
 Every overlay of deploy/kubernetes is rendered (by the functions below; by kubectl too, and compared, where that is at hand). Objects are compared
 with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet, a JobSet and the
-objects of the Prometheus operator with the schemas beside this file, and Jobs and pods in them with those of Kubernetes. The flags of a
+objects of the Prometheus operator with those of schemas.json, and Jobs and pods in them with those of Kubernetes. The flags of a
 JobSet have to name as many ranks as it has pods, and the pod of the first. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
 names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
-has to have the files that an overlay asks of it, and no others. The rules and the dashboard for operators are those of deploy/prometheus and
-deploy/grafana. Exit status 1 if something is wrong.
+has to have the files that an overlay asks of it, and no others. The rules for the Prometheus operator are those of deploy/prometheus. Exit status 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import yaml
 
 # Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
 #
-# Only what deploy/kubernetes uses is known, and anything else refused: resources, components, images, configMapGenerator with files and
+# Only what deploy/ uses is known, and anything else refused: resources, images, configMapGenerator with files and
 # labels and without suffixes, patches of JSON (RFC 6902) with a target. Both are compared where kubectl is there.
 
 Object = dict[str, Any]
@@ -56,16 +55,11 @@ def documents(path: Path) -> list[Object]:
 def render(folder: Path) -> list[Object]:
     path = folder / "kustomization.yaml"
     (kustomization,) = documents(path)
-    if kustomization["kind"] == "Component" and kustomization.keys() & {"images", "patches", "components"}:
-        raise ValueError(f"{path}: a component that changes what others have made")
-    known(str(path), kustomization, "apiVersion", "kind", "resources", "components", "images", "configMapGenerator", "generatorOptions",
-          "patches")
+    known(str(path), kustomization, "apiVersion", "kind", "resources", "images", "configMapGenerator", "generatorOptions", "patches")
     objects: list[Object] = []
-    for resource in kustomization["resources"]:
+    for resource in kustomization.get("resources", []):
         target = folder / resource
         objects += render(target) if target.is_dir() else documents(target)
-    for component in kustomization.get("components", []):
-        objects += render(folder / component)  # as a resource, as long as it changes no object of others
     for generator in kustomization.get("configMapGenerator", []):
         generate(folder, kustomization, generator, objects)
     for patch in kustomization.get("patches", []):
@@ -128,8 +122,7 @@ def render_by_kubectl(folder: Path) -> list[Object] | None:
 # Checks of what was rendered.
 
 KUBERNETES = "1.30"
-SCHEMAS = {"JobSet": "jobset.schema.json", "LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
-           "ServiceMonitor": "servicemonitor.schema.json"}
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))  # of kinds that Kubernetes does not know itself
 # Overlays of several processes; what the secret has is that of mtls and one file more.
 OF_RANKS = ("ranks", "leaderworkerset", "leaderworkerset-gpus", "jobset")
 DRAIN_SECONDS = 30  # --drain_timeout's default
@@ -141,8 +134,7 @@ FOREIGN_FLAGS = {
 }
 
 
-def check_schema(document, path):
-    schema = json.loads(path.read_text(encoding="utf-8"))
+def check_schema(document, schema):
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
     errors = [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in kind(schema).iter_errors(document)]
@@ -154,7 +146,7 @@ def check_object(manifest):
     if manifest["kind"] not in SCHEMAS:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         return
-    check_schema(manifest, Path(__file__).with_name(SCHEMAS[manifest["kind"]]))
+    check_schema(manifest, SCHEMAS[manifest["kind"]])
     for job in jobs_of(manifest):
         described = {"name": "job", **job["template"].get("metadata", {})}
         kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": described, "spec": job["template"]["spec"]}, KUBERNETES, strict=True)
@@ -340,14 +332,11 @@ def check_kustomization(folder, ask_kubectl=True):
 
 def check_monitoring(folder):
     """What scripts/monitoring-manifests makes is made of the present files."""
-    deploy = folder.parents[2]
     made, = documents(folder / "prometheusrule.yaml")
     groups = [group for name in ("lossd-recording.yml", "lossd-alerts.yml")
-              for group in documents(deploy / "prometheus" / name)[0]["groups"]]
+              for group in documents(folder / name)[0]["groups"]]
     if made["spec"] != {"groups": groups}:
-        raise ValueError("the rules are not those of deploy/prometheus: run scripts/monitoring-manifests")
-    if (folder / "lossd.json").read_bytes() != (deploy / "grafana" / "lossd.json").read_bytes():
-        raise ValueError("the dashboard is not that of deploy/grafana: run scripts/monitoring-manifests")
+        raise ValueError("prometheusrule.yaml does not have the rules of the other files: run scripts/monitoring-manifests")
     return f"{sum(len(group['rules']) for group in groups)} rules"
 
 
@@ -380,7 +369,7 @@ def check_dashboard(path):
 def check_compose(path):
     folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    check_schema(document, Path(folder, "compose-spec.json"))
+    check_schema(document, json.loads(Path(folder, "compose-spec.json").read_text(encoding="utf-8")))
     for name, service in document["services"].items():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
@@ -424,7 +413,7 @@ def main():
     else:
         for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
             check(path, check_kustomization)
-    check(deploy / "kubernetes/components/monitoring", check_monitoring)
+    check(deploy / "prometheus", check_monitoring)
     check(deploy / "grafana/lossd.json", check_dashboard)
     for path in sorted(deploy.glob("compose/docker-compose*.yml")):
         check(path, check_compose)

@@ -105,7 +105,7 @@ test_clocks() {
 }
 
 test_license() {
-  mkdir -p "$tree/server" "$tree/scripts" "$tree/proto" "$tree/tests/fuzz/corpus/manifest"
+  mkdir -p "$tree/server" "$tree/scripts" "$tree/proto" "$tree/client/python/build"
   printf '// A class.\n' >"$tree/server/none.h"
   printf '// SPDX-License-Identifier: MIT\n' >"$tree/server/other.cc"
   printf '// A class.\n// SPDX-License-Identifier: Apache-2.0\n' >"$tree/server/late.cc"
@@ -115,7 +115,7 @@ test_license() {
   printf '#!/bin/sh\n# SPDX-License-Identifier: Apache-2.0\n' >"$tree/scripts/right"
   printf '#!/bin/sh\n# What it does.\n' >"$tree/scripts/wrong"
   printf '// Messages.\nsyntax = "proto3";\n' >"$tree/proto/some.proto"
-  printf 'x = 1\n' >"$tree/tests/fuzz/corpus/manifest/input.py"
+  printf 'x = 1\n' >"$tree/client/python/build/copy.py"
 
   expect_found \
     "proto/some.proto:1: the line is not '// SPDX-License-Identifier: Apache-2.0' (scripts/check-license --fix)" \

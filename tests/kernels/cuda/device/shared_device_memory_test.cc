@@ -37,11 +37,12 @@ std::unique_ptr<Backend> Open(int device) {
 
 DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
 
-// Memory of one GPU, by CUDA's runtime.
+// Memory of one GPU, by CUDA's runtime. Calls make this GPU the current one, which calls of the server's
+// memory change.
 class Buffer {
  public:
-  explicit Buffer(int device) {
-    EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+  explicit Buffer(int device) : device_(device) {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
     EXPECT_EQ(cudaMalloc(&data_, kBytes), cudaSuccess);
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
   }
@@ -53,8 +54,15 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
 
   uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+  // Waits until all of it has this value.
+  void Fill(uint8_t value) const {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, value, kBytes), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
   // A copy as a head makes it, by this GPU; in GB/s, of the fastest of several.
   double Copy(void* to, const void* from) const {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
     double fastest = 0;
     for (int i = 0; i < 8; ++i) {
       cudaEvent_t begin = nullptr, end = nullptr;
@@ -74,6 +82,7 @@ class Buffer {
   }
 
  private:
+  const int device_;
   void* data_ = nullptr;
   cudaStream_t stream_ = nullptr;
 };
@@ -129,14 +138,12 @@ TEST(SharedDeviceMemoryTest, OfEachGpuOfAGroupIsReachedByTheOthers) {
     for (int device = 0; device < Gpus(); ++device) {
       const Buffer buffer(device);
       const auto value = static_cast<uint8_t>(1 + owner * Gpus() + device);
-      ASSERT_EQ(cudaMemset(buffer.data(), value, kBytes), cudaSuccess);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      buffer.Fill(value);
       const double writes = buffer.Copy(shared, buffer.data());
       std::vector<uint8_t> got(1000);
       ASSERT_TRUE((*memory)->CopyToHost({shared + kBytes - 1000, 1000}, got.data()).ok());
       EXPECT_THAT(got, ::testing::Each(value));
-      ASSERT_EQ(cudaMemset(buffer.data(), 0, kBytes), cudaSuccess);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      buffer.Fill(0);
       const double reads = buffer.Copy(buffer.data(), shared);
       ASSERT_EQ(cudaMemcpy(got.data(), buffer.data() + kBytes - 1000, 1000, cudaMemcpyDeviceToHost),
                 cudaSuccess);
