@@ -178,7 +178,7 @@ def test_the_picture_is_drawn_from_every_query(monitored: tuple[ServerProcess, T
 
 def test_the_picture_in_the_manual_is_of_this_dashboard() -> None:
     """It is drawn anew, by scripts/screenshots, when panels or queries change."""
-    picture = (ROOT / "docs" / "figures" / "grafana-pictures.png").read_bytes()
+    picture = (ROOT / "docs" / "figures" / "grafana-board.png").read_bytes()
     texts, at = {}, 8  # the chunks of PNG: length, kind, data, checksum
     while at < len(picture):
         length, kind = struct.unpack(">I4s", picture[at:at + 8])
