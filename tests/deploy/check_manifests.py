@@ -317,7 +317,7 @@ def check_kustomization(folder, ask_kubectl=True):
     manifests = render(folder)
     theirs = render_by_kubectl(folder) if ask_kubectl else None
     if theirs is not None and by_name(theirs) != by_name(manifests):
-        raise ValueError("py and kubectl differ")
+        raise ValueError("what was rendered here and by kubectl differs")
     for manifest in manifests:
         try:
             check_object(manifest)

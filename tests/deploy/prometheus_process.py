@@ -78,7 +78,7 @@ class Prometheus:
     """Runs until stop(), on a loopback port that it chooses."""
 
     def __init__(self, folder: Path, scraped: str, seconds: float = 1) -> None:
-        import yaml  # here, because board.py runs where there is none
+        import yaml  # here, because pictures.py runs where there is none
 
         interval = f"{int(seconds * 1000)}ms"
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())

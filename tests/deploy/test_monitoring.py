@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import yaml
 
-import board
+import pictures
 import prometheus_process
 import lossd
 from prometheus_process import DASHBOARD, PATIENCE, RULES, Prometheus
@@ -159,7 +159,7 @@ def test_the_figures_are_those_of_the_trainer(monitored: tuple[ServerProcess, Tr
 def test_the_picture_is_drawn_from_every_query(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
     _, training, prometheus = monitored
     training.step()
-    panels = board.collect(prometheus.address, 60)
+    panels = pictures.collect(prometheus.address, 60)
     assert [panel.title for panel in panels] == [panel["title"] for panel in prometheus_process.panels()]
     without = {"GPUs"} if RANKED else {"GPUs", "Ranks"}
     empty = {panel.title for panel in panels if not panel.series and panel.row not in without}
@@ -186,14 +186,14 @@ def test_the_picture_in_the_manual_is_of_this_dashboard() -> None:
             keyword, _, text = picture[at + 8:at + 8 + length].partition(b"\0")
             texts[keyword.decode()] = text.decode()
         at += 12 + length
-    assert texts[board.DIGEST] == prometheus_process.digest()
+    assert texts[pictures.DIGEST] == prometheus_process.digest()
 
 
 @pytest.mark.parametrize(("value", "unit", "text"), [
     (0.5, "percentunit", "50%"), (0.0123, "s", "12.3 ms"), (4.2e-5, "s", "42 µs"), (90.0, "s", "90 s"), (1536.0, "bytes", "1.5 KiB"),
     (2e6, "Bps", "2 MB/s"), (12345.0, "short", "12.3 K"), (0.0, "bool_yes_no", "No"), (float("nan"), "short", "-")])
 def test_the_picture_has_units(value: float, unit: str, text: str) -> None:
-    assert board.shown(value, unit) == text
+    assert pictures.shown(value, unit) == text
 
 
 def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the board of deploy/grafana/lossd.json from what Prometheus answers to its queries, with matplotlib: a picture of the same figures
-at the same places, not a screenshot of Grafana. scripts/screenshots calls it while a server trains.
+"""The pictures of monitoring in the manual: the board of Grafana, and Prometheus's page of alerts. scripts/screenshots calls it.
 
-  board.py PROMETHEUS SECONDS FILE.png     PROMETHEUS: HOST:PORT; SECONDS: how far back the panels go
-
-Rows of the board without a single value, as those of GPUs where there is none, are left out. The picture says of which panels it was drawn
-(DIGEST); test_monitoring.py compares that with the dashboard.
+  pictures.py board PROMETHEUS SECONDS FILE.png     PROMETHEUS: HOST:PORT; SECONDS: how far back the panels go
+  pictures.py alerts PROMETHEUS ALERT FILE.png      waits up to ten minutes until ALERT fires
 """
 
 from __future__ import annotations
 
 import io
 import math
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import prometheus_process
-from prometheus_process import get
+sys.path.append(str(Path(__file__).resolve().parents[1] / "server" / "metrics" / "page"))
+
+import prometheus_process  # noqa: E402
+from browser import Browser  # noqa: E402
+from prometheus_process import get  # noqa: E402
+
+
+# The board of deploy/grafana/lossd.json, drawn from what Prometheus answers to its queries, with matplotlib while a server trains: the
+# same figures at the same places, not a screenshot of Grafana.
+#
+# Rows of the board without a single value, as those of GPUs where there is none, are left out. The picture says of which panels it was drawn
+# (DIGEST); test_monitoring.py compares that with the dashboard.
 
 DIGEST = "lossd-dashboard"  # keyword of the picture's text chunk
 POINTS = 240  # of a series
@@ -155,7 +165,7 @@ def _draw_lines(figure: Any, panel: Panel, box: tuple[float, float, float, float
                 frameon=False, fontsize=6.5, handlelength=1.2, columnspacing=1, borderaxespad=0.3)
 
 
-def main(address: str, seconds: float, file: Path) -> None:
+def board(address: str, seconds: float, file: Path) -> None:
     heading = ("lossd under load: the panels of deploy/grafana/lossd.json, drawn by matplotlib from Prometheus' answers to their queries "
                "(not a screenshot of Grafana)")
     picture = draw(collect(address, seconds), heading)
@@ -163,5 +173,52 @@ def main(address: str, seconds: float, file: Path) -> None:
     print(f"{file}: {len(picture) / 1024:.0f} KiB")
 
 
+# The page of Prometheus that lists alerts, photographed once one of them fires.
+
+WIDTH = 1200
+
+
+def await_alert(address: str, name: str, patience: float = 600) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        states = {alert["labels"]["alertname"]: alert["state"] for alert in get(address, "alerts")["alerts"]}
+        if states.get(name) == "firing":
+            return
+        time.sleep(1)
+    raise AssertionError(f"{name} does not fire")
+
+
+def page(address: str) -> str:
+    """Where this Prometheus lists alerts: Debian's 2.x has the classic page only, others have /alerts."""
+    for path in ("/classic/alerts", "/alerts"):
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=30):
+                return f"http://{address}{path}"
+        except urllib.error.HTTPError:
+            continue
+    raise AssertionError("this Prometheus has no page of alerts")
+
+
+def alerts(address: str, name: str, file: Path) -> None:
+    await_alert(address, name)
+    browser = Browser()
+    browser.look(WIDTH, 900)
+    browser.open(page(address))
+    browser.wait_for(name, lambda: browser.evaluate(f"document.body.innerText.includes('{name}')"))
+    # Opens what fires, as a click on its line does.
+    browser.run(f"for (const each of document.querySelectorAll('.alert_header')) if (each.innerText.includes('{name} ')) each.click();")
+    time.sleep(1)
+    browser.look(WIDTH, int(browser.evaluate("document.documentElement.scrollHeight")))
+    time.sleep(1)
+    small = subprocess.run(["pngquant", "--strip", "--speed=1", "128", "-"], input=browser.screenshot(), stdout=subprocess.PIPE,
+                           check=True).stdout
+    browser.close()
+    file.write_bytes(small)
+    print(f"{file}: {len(small) / 1024:.0f} KiB")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] == "board":
+        board(sys.argv[2], float(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        alerts(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
