@@ -95,10 +95,11 @@ def read(fuzzer):
 
 
 def write(fuzzer, folder):
+    seeds = read(fuzzer)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    for name, data in read(fuzzer).items():
+    for name, data in seeds.items():
         (folder / name).write_bytes(data)
 
 
