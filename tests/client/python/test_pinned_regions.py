@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the host that is registered with CUDA's driver for rows of CUDA arrays, on GPUs that are played (fake_cuda.py).
 
-The same as tests/client/cpp/shared_region_test.cc asks of the C++ client.
+The same as tests/client/cpp/cuda_ipc_test.cc asks of the C++ client.
 """
 
 from __future__ import annotations

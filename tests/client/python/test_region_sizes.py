@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much shared memory a client asks for, and when: as much as its calls need. What is asked for which calls is in the golden cases.
 
-The same as tests/server/service/region_source_test.cc asks of the C++ client.
+The same as tests/server/service/shared_memory_test.cc asks of the C++ client.
 """
 
 from __future__ import annotations
