@@ -449,7 +449,7 @@ def test_a_call_waits_a_moment_for_the_room_of_others(gpu_server: ServerProcess,
 
 # Memory of the host that is registered with CUDA's driver for rows of CUDA arrays, on GPUs that are played (fake_cuda.py).
 #
-# The same as tests/client/cpp/shared_region_test.cc asks of the C++ client.
+# The same as tests/client/cpp/cuda_ipc_test.cc asks of the C++ client.
 
 
 @pytest.fixture

@@ -401,7 +401,7 @@ def test_a_call_that_fails_retires_its_region(server: ServerProcess) -> None:
 
 # How much shared memory a client asks for, and when: as much as its calls need. What is asked for which calls is in the golden cases.
 #
-# The same as tests/server/service/region_source_test.cc asks of the C++ client.
+# The same as tests/server/service/shared_memory_test.cc asks of the C++ client.
 
 WIDTH, CLASSES = 16, 23
 MIB = 1 << 20

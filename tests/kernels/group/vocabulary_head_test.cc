@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads whose classes lie on several CPU backends: what each member keeps, what they have in common, and what
-// is refused. What they compute is compared with the reference in group_conformance_test.
+// is refused. What they compute is compared with the reference in conformance_test.
 #include "kernels/group/vocabulary_head.h"
 
 #include <gmock/gmock.h>
