@@ -16,7 +16,6 @@
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -78,7 +77,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySharer, public HeadPlanner {
+class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 

@@ -7,7 +7,6 @@
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
@@ -110,7 +109,7 @@ absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
     if (context_->loop.stopping()) return ShuttingDown();
     if (auto status = heads_.CheckFree(name); !status.ok()) return status;
   }
-  const absl::StatusOr<kernels::PlannedHead> planned = kernels::PlanWholeHead(*context_->backend, config);
+  const absl::StatusOr<kernels::PlannedHead> planned = context_->backend->PlanWholeHead(config, {});
   if (!planned.ok()) return planned.status();
   HeadSnapshot head;
   head.name = std::string(name);

@@ -50,7 +50,7 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       slice_rows_(head_->kernels().slice_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
-      divided_(dynamic_cast<kernels::DividedClasses*>(&head_->kernels()) != nullptr),
+      divided_(head_->kernels().divides_classes()),
       step_(std::make_shared<OpenStep>(
           context->incarnation, counter, context->options.max_ledger_rows,
           context->options.max_step_microbatches,
@@ -153,7 +153,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
     if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
     return status;
   };
-  if (absl::Status status = kernels::SetShares(kernels, shares, accept); !status.ok()) return status;
+  if (absl::Status status = kernels.SetShares(shares, accept); !status.ok()) return status;
   absl::MutexLock lock(&context_->mutex);
   config_.shares = kernels.config().shares;
   chunk_rows_ = kernels.chunk_rows();
@@ -271,9 +271,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
 namespace {
 
 std::vector<HeadDevice> DevicesOf(const kernels::Backend* backend, const kernels::HeadConfig& config) {
-  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(backend);
-  if (group == nullptr) return {};
-  const std::vector<kernels::MemberState> members = group->MemberStates();
+  const std::vector<kernels::MemberState> members = backend->MemberStates();
   const auto count = static_cast<int>(members.size());
   kernels::HeadConfig split = config;
   split.split = kernels::Split::kVocabulary;

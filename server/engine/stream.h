@@ -130,8 +130,9 @@ struct RowGradients {
 struct IncomingSlice {
   RowRange rows;
   int64_t bytes = 0;  // of the hidden states
-  // Where the hidden states lie, if that is staging memory of the backend already (kernels::StagingAdopter):
-  // the slice is then computed there, in place, if its schedule can do so. Empty: nowhere.
+  // Where the hidden states lie, if that is staging memory of the backend already
+  // (kernels::Backend::AdoptStaging): the slice is then computed there, in place, if its schedule can do so.
+  // Empty: nowhere.
   StagingBuffer in_place;
   // Writes the hidden states, [rows, D] in the stream's dtype, to `to`, which has `bytes` bytes, or does
   // nothing if `to` is where they lie. Called once, unless the stream ends first: by Receive, or by what

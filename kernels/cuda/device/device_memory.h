@@ -106,8 +106,8 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// Retained hidden states of the CUDA backend: device memory. Thread-compatible; HostBytes is thread-safe.
-class CudaRetained final : public RetainedMemory, public HostBytes {
+// Retained hidden states of the CUDA backend: device memory. Thread-compatible, as RetainedMemory says.
+class CudaRetained final : public RetainedMemory {
  public:
   // `bytes` of the buffer, which lies on GPU `device`, are used; it may be longer.
   CudaRetained(int device, DeviceBuffer buffer, int64_t bytes)
