@@ -68,7 +68,7 @@ Engine::~Engine() {
     absl::MutexLock lock(&context_->mutex);
     for (const SessionPtr& session : heads_.Sessions()) {
       session->streams().EndAll(ShuttingDown());
-      session->schedule().EndTurns();
+      if (session->order() != nullptr) session->order()->EndTurns();
     }
     // Heads end on the thread that owns the device, whatever still holds their sessions.
     context_->loop.Stop([this] {
@@ -166,7 +166,7 @@ absl::Status Engine::DeleteHead(absl::string_view name) {
             absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
       }
       if (!(*session)->BeginDelete()) busy = *session;
-      (*session)->schedule().EndTurns();
+      if ((*session)->order() != nullptr) (*session)->order()->EndTurns();
     }
     const absl::StatusOr<uint64_t> begun = heads_.BeginDelete(name);
     if (!begun.ok()) return begun.status();
@@ -323,10 +323,10 @@ absl::StatusOr<Contribution> Engine::OpenContribution(const ContributionSpec& sp
 uint64_t Engine::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
   absl::MutexLock lock(&context_->mutex);
   HeadSession& session = *contribution.session;
-  if (context_->loop.stopping() || session.deleting()) return 0;
+  if (session.order() == nullptr || context_->loop.stopping() || session.deleting()) return 0;
   if (!session.step().CheckBound(contribution.binding).ok()) return 0;
   const uint64_t ticket = ++context_->last_turn_ticket;
-  return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
+  return session.order()->AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
 }
 
 absl::StatusOr<AddedRows> Engine::AddRows(const Contribution& contribution, RowRange rows,
