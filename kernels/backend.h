@@ -14,7 +14,10 @@
 // device thread), except the members marked thread-safe.
 // Errors. INVALID_ARGUMENT for arguments outside the documented ranges, RESOURCE_EXHAUSTED if memory
 // cannot be had, INTERNAL or UNAVAILABLE for a device failure. After an error from a const or a
-// validating member nothing has changed.
+// validating member nothing has changed. The head that computes checks its arguments (validation.h), for
+// whoever uses this library; a head of several devices checks what its members cannot see, and leaves the
+// rest to them. A server checks options first where a request comes in (server/messages), with the request's
+// names.
 #ifndef LOSSD_KERNELS_BACKEND_H_
 #define LOSSD_KERNELS_BACKEND_H_
 
@@ -255,8 +258,9 @@ class HeadKernels {
   virtual absl::StatusOr<double> GradNorm() = 0;
   // One update of every trained parameter, then zeroes the gradients. `update` is the 1-based count
   // of updates including this one (bias correction; steps that were skipped do not count).
-  // FAILED_PRECONDITION if the head is not trainable or reserved less optimizer state than `options` needs.
-  // A replica updates its shard, zeroes the gradients of that, and has moments of that only.
+  // INVALID_ARGUMENT if an option or `update` is out of range; FAILED_PRECONDITION if the head is not
+  // trainable or reserved less optimizer state than `options` needs. A replica updates its shard, zeroes the
+  // gradients of that, and has moments of that only.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
   // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as

@@ -31,7 +31,12 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes);
 
-// For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
+// FAILED_PRECONDITION if the head is not trainable, or has reserved less optimizer state than `options`,
+// which are in their ranges, need.
+absl::Status CheckTrainedBy(const HeadConfig& config, const OptimizerOptions& options);
+
+// For HeadKernels::ApplyStep: INVALID_ARGUMENT if an option or `update` is out of range, or as
+// CheckTrainedBy.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);
 
 // Rows [first, first + rows) of a parameter: those that a replica keeps, updates or computes (replica.h).

@@ -2,12 +2,12 @@
 #include "server/engine/engine.h"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
 #include "server/engine/operations.h"
@@ -252,9 +252,7 @@ absl::StatusOr<GradNormResult> Engine::GradNorm(absl::string_view name, std::opt
 }
 
 absl::StatusOr<StepResult> Engine::ApplyStep(absl::string_view name, const StepRequest& request) {
-  if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
-    return errors::Within("optimizer.", std::move(status));
-  }
+  assert(kernels::Validate(request.optimizer).ok());
   StepRequest ordered = request;
   if (auto status = OrderExpected(context_->options, ordered); !status.ok()) return status;
   absl::StatusOr<StepResult> result;

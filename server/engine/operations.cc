@@ -206,7 +206,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
     if (!complete.ok()) return complete;
     update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
-  auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
+  auto valid = kernels::CheckTrainedBy(session.config(), request.optimizer);
   if (!valid.ok()) return valid;
   if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
   const absl::StatusOr<double> norm = NormOnDevice(session);
