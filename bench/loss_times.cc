@@ -52,13 +52,11 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateGpus(int devices,
                                       .exchanges = shared->exchanges()});
 }
 
-ExchangeWatch::ExchangeWatch(const kernels::Backend& backend)
-    : members_(dynamic_cast<const kernels::GroupMembers*>(&backend)), begin_(Read()) {}
+ExchangeWatch::ExchangeWatch(const kernels::Backend& backend) : backend_(backend), begin_(Read()) {}
 
 std::vector<kernels::ExchangeTimes> ExchangeWatch::Read() const {
   std::vector<kernels::ExchangeTimes> times;
-  if (members_ == nullptr) return times;
-  for (const kernels::MemberState& member : members_->MemberStates()) times.push_back(member.exchanges);
+  for (const kernels::MemberState& member : backend_.MemberStates()) times.push_back(member.exchanges);
   return times;
 }
 

@@ -51,7 +51,7 @@ class ExchangeWatch {
  private:
   std::vector<kernels::ExchangeTimes> Read() const;
 
-  const kernels::GroupMembers* const members_;  // null: one GPU
+  const kernels::Backend& backend_;
   const std::vector<kernels::ExchangeTimes> begin_;
 };
 

@@ -16,7 +16,6 @@
 #include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
 
 namespace lossd::kernels {
 namespace {
@@ -51,7 +50,7 @@ class AdoptedStaging final : public StagingMemory {
 // What is refused, in errors.
 constexpr absl::string_view kTheHead = "the head";
 
-class CpuBackend final : public Backend, public StagingAdopter, public HeadPlanner {
+class CpuBackend final : public Backend {
  public:
   // `accounting` may be shared with others.
   CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,

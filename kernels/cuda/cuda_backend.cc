@@ -18,7 +18,6 @@
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -80,7 +79,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySharer, public HeadPlanner {
+class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 

@@ -327,7 +327,7 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   if (data == MAP_FAILED) return Failed("mmap of the leader's memory");
   madvise(data, bytes, MADV_DONTFORK);
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
-  auto staging = kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false});
+  auto staging = backend_->AdoptStaging(mapped->bytes, {.counted = false});
   if (!staging.ok()) return staging.status();
   mapped->staging = *std::move(staging);
   absl::MutexLock lock(&mutex_);
@@ -441,7 +441,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShar
   absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Reserve(bytes);
   if (!memory.ok()) return memory.status();
   const absl::Span<uint8_t> pages = (*memory)->bytes();
-  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = kernels::AdoptStaging(first, pages);
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = first->AdoptStaging(pages, {});
   if (!staging.ok()) return staging.status();
   if (absl::Status status = (*memory)->Fill(); !status.ok()) {
     staging->reset();
@@ -456,8 +456,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShar
 
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
     kernels::Backend* first, absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) {
-  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging =
-      kernels::AdoptStaging(first, memory, options);
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = first->AdoptStaging(memory, options);
   if (!staging.ok() || options.descriptor < 0 || !regions_.AnyHere()) return staging;
   wire::OwnedDescriptor descriptor = CopyOf(options.descriptor);
   const uint64_t region = descriptor ? regions_.Add(memory, std::move(descriptor)) : 0;

@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/backend.h"
-#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "proto/wire/region_packets.h"
 #include "server/log/log.h"
@@ -67,23 +66,16 @@ class OfDevice final : public RegionMemory {
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes) {
   absl::StatusOr<std::unique_ptr<memory::SharedMemory>> memory = memory::SharedMemory::Create(bytes);
   if (!memory.ok()) return memory.status();
-  auto staging = kernels::AdoptStaging(backend, (*memory)->bytes(), {.descriptor = (*memory)->descriptor()});
+  auto staging = backend->AdoptStaging((*memory)->bytes(), {.descriptor = (*memory)->descriptor()});
   if (!staging.ok()) return staging.status();
   return std::make_unique<OfHost>(*std::move(memory), *std::move(staging));
 }
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
                                                                  const std::string& device, int64_t bytes) {
-  auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
-  if (sharer == nullptr) return absl::UnimplementedError("the server shares no memory of a GPU");
-  auto memory = sharer->ShareDeviceMemory(device, bytes);
+  auto memory = backend->ShareDeviceMemory(device, bytes);
   if (!memory.ok()) return memory.status();
   return std::make_unique<OfDevice>(*std::move(memory), device);
-}
-
-std::vector<std::string> SharingDevices(kernels::Backend* backend) {
-  const auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
-  return sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
 }
 
 namespace {
@@ -133,7 +125,7 @@ int64_t RegionBudget::used() const {
 }
 
 Regions::Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share)
-    : backend_(backend), devices_(SharingDevices(backend)) {
+    : backend_(backend), devices_(backend->SharingDevices()) {
   budgets_[""] = std::make_shared<RegionBudget>(limits.host_bytes, peer_share);
   for (const std::string& device : devices_) {
     budgets_[device] = std::make_shared<RegionBudget>(limits.device_bytes, peer_share);

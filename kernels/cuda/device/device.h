@@ -69,8 +69,8 @@ inline absl::Status Await(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
 }
 
-// Retained hidden states of the CUDA backend: device memory. Thread-compatible; HostBytes is thread-safe.
-class CudaRetained final : public RetainedMemory, public HostBytes {
+// Retained hidden states of the CUDA backend: device memory. Thread-compatible, as RetainedMemory says.
+class CudaRetained final : public RetainedMemory {
  public:
   // `bytes` of the buffer, which lies on GPU `device`, are used; it may be longer.
   CudaRetained(int device, DeviceBuffer buffer, int64_t bytes)

@@ -18,7 +18,7 @@
 #include "kernels/cpu/cpu_replicas.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/group/group_chunk.h"
-#include "kernels/head_planner.h"
+
 #include "kernels/validation.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/group/member_group.h"
@@ -338,7 +338,7 @@ class GridTest : public ::testing::Test {
 
   std::vector<int64_t> RowsOfMembers() {
     std::vector<int64_t> rows;
-    for (const MemberState& state : dynamic_cast<GroupMembers&>(*group_).MemberStates()) {
+    for (const MemberState& state : group_->MemberStates()) {
       rows.push_back(state.work.rows);
     }
     return rows;
@@ -347,7 +347,7 @@ class GridTest : public ::testing::Test {
   std::string Refusal(const HeadConfig& config) {
     const auto head = group_->CreateHead(config);
     EXPECT_EQ(head.status().code(), absl::StatusCode::kInvalidArgument) << head.status();
-    EXPECT_EQ(PlanWholeHead(*group_, config).status(), head.status())
+    EXPECT_EQ(group_->PlanWholeHead(config, {}).status(), head.status())
         << "a plan refuses what a creation does";
     return std::string(head.status().message());
   }
@@ -387,7 +387,7 @@ TEST_F(GridTest, EveryReplicaHasAllClassesAndEachMomentIsOnce) {
   }
   EXPECT_EQ((*head)->memory().by_kind, sum.by_kind);
   EXPECT_EQ(group_->PlanHead(spec_.config)->by_kind, sum.by_kind);
-  const auto planned = PlanWholeHead(*group_, spec_.config);
+  const auto planned = group_->PlanWholeHead(spec_.config, {});
   ASSERT_TRUE(planned.ok()) << planned.status();
   EXPECT_EQ(planned->chunk_rows, (*head)->chunk_rows());
   EXPECT_EQ(planned->slice_rows, (*head)->slice_rows());
@@ -539,8 +539,8 @@ TEST_F(GridTest, HeadsThatDoNotSayHaveTheReplicasOfTheGroup) {
   group_ = MakeGroup({.replicas = 3});
   const auto choice = [&] { return (*group_->CreateHead(spec_.config))->Describe()[1].choice; };
   EXPECT_EQ(choice(), "6, 3 replicas of 2 by vocabulary");
-  EXPECT_EQ(PlanWholeHead(*group_, spec_.config)->choices[1].choice, choice());
-  EXPECT_EQ(PlanWholeHead(*group_, spec_.config)->memory.by_kind, group_->PlanHead(spec_.config)->by_kind);
+  EXPECT_EQ(group_->PlanWholeHead(spec_.config, {})->choices[1].choice, choice());
+  EXPECT_EQ(group_->PlanWholeHead(spec_.config, {})->memory.by_kind, group_->PlanHead(spec_.config)->by_kind);
   spec_.config.replicas = 1;
   EXPECT_EQ(choice(), "6, by vocabulary");
   spec_.config.replicas = 0;

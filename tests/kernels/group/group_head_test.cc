@@ -24,7 +24,6 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/cpu_replicas.h"
-#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/validation.h"
@@ -355,7 +354,7 @@ class Memory final : public SharedDeviceMemory {
   mutable std::vector<uint8_t> bytes_;
 };
 
-class Sharer final : public ForwardingBackend, public DeviceMemorySharer {
+class Sharer final : public ForwardingBackend {
  public:
   Sharer(std::unique_ptr<Backend> backend, std::string device, Asked* asked, bool reaches)
       : ForwardingBackend(std::move(backend)), device_(std::move(device)), asked_(asked), reaches_(reaches) {}
@@ -399,19 +398,17 @@ std::unique_ptr<Backend> GroupOf(const std::vector<Member>& members, Asked* aske
   return *std::move(group);
 }
 
-DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
-
 TEST(GroupDeviceMemoryTest, IsTheMembersThatIsAskedForAndReachedByAll) {
   Asked asked;
   const auto group = GroupOf({{true, "a"}, {true, "b"}, {true, "c"}}, &asked);
-  EXPECT_EQ(SharerOf(*group).SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(group->SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
   const std::map<std::string, std::vector<std::string>> wanted = {
       {"a", {"a gives 4096", "b reaches 4096", "c reaches 4096"}},
       {"b", {"b gives 4096", "a reaches 4096", "c reaches 4096"}},
       {"c", {"c gives 4096", "a reaches 4096", "b reaches 4096"}}};
   for (const auto& [device, calls] : wanted) {
     asked.calls.clear();
-    auto memory = SharerOf(*group).ShareDeviceMemory(device, 4096);
+    auto memory = group->ShareDeviceMemory(device, 4096);
     ASSERT_TRUE(memory.ok()) << memory.status();
     EXPECT_EQ((*memory)->bytes().size(), 4096u);
     EXPECT_EQ(asked.calls, calls);
@@ -424,7 +421,7 @@ TEST(GroupDeviceMemoryTest, IsOfNoOtherDevice) {
   Asked asked;
   const auto group = GroupOf({{true, "a"}, {true, "b"}}, &asked);
   for (const std::string device : {"", "c", "A", "a, b"}) {
-    const absl::Status refused = SharerOf(*group).ShareDeviceMemory(device, 4096).status();
+    const absl::Status refused = group->ShareDeviceMemory(device, 4096).status();
     EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
     const auto violation = errors::GetFieldViolation(refused);
     ASSERT_TRUE(violation.has_value());
@@ -441,7 +438,7 @@ TEST(GroupDeviceMemoryTest, IsNotGivenIfAMemberDoesNotReachIt) {
     const auto group =
         GroupOf({{true, "a", apart != "a"}, {true, "b", apart != "b"}, {true, "c", apart != "c"}}, &asked);
     for (const std::string owner : {"a", "b", "c"}) {
-      const auto memory = SharerOf(*group).ShareDeviceMemory(owner, 4096);
+      const auto memory = group->ShareDeviceMemory(owner, 4096);
       // Its own memory it always has.
       EXPECT_EQ(memory.status(),
                 owner == apart ? absl::OkStatus()
@@ -459,14 +456,12 @@ TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
       Asked asked;
       const Member sharer{true, "a"};
       const auto group = GroupOf({first ? other : sharer, first ? sharer : other}, &asked);
-      EXPECT_TRUE(SharerOf(*group).SharingDevices().empty());
-      EXPECT_EQ(SharerOf(*group).ShareDeviceMemory("a", 4096).status().code(),
-                absl::StatusCode::kUnimplemented);
+      EXPECT_TRUE(group->SharingDevices().empty());
+      EXPECT_EQ(group->ShareDeviceMemory("a", 4096).status().code(), absl::StatusCode::kUnimplemented);
       EXPECT_TRUE(asked.calls.empty());
     }
   }
-  EXPECT_TRUE(SharerOf(*testing::MakeCpuGroup(2, 8)).SharingDevices().empty())
-      << "memory of the host is no device's";
+  EXPECT_TRUE(testing::MakeCpuGroup(2, 8)->SharingDevices().empty()) << "memory of the host is no device's";
 }
 
 // ---- What the engine hears ----
@@ -577,9 +572,8 @@ TEST_F(GroupHeadTest, ResultsComeOnceFromAllMembers) {
 }
 
 TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
-  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
-  ASSERT_NE(work, nullptr);
-  EXPECT_EQ(work->MemberStates()[0].work.chunks, 0);
+  ASSERT_EQ(group_->MemberStates().size(), 2u);
+  EXPECT_EQ(group_->MemberStates()[0].work.chunks, 0);
   Submit({3, 5, 2}, 1);  // 5 go to each
   Submit({1}, 2);        // few rows: by one, the second, which fails
   member(0).GiveResults();
@@ -589,25 +583,24 @@ TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
   member(1).Finish();
   member(1).Finish(absl::InternalError("no"));
   for (const size_t i : {size_t{0}, size_t{1}}) {
-    EXPECT_EQ(work->MemberStates()[i].work.chunks, 1) << i;
-    EXPECT_EQ(work->MemberStates()[i].work.rows, 5) << i;
-    EXPECT_GT(work->MemberStates()[i].work.busy, absl::ZeroDuration()) << i;
+    EXPECT_EQ(group_->MemberStates()[i].work.chunks, 1) << i;
+    EXPECT_EQ(group_->MemberStates()[i].work.rows, 5) << i;
+    EXPECT_GT(group_->MemberStates()[i].work.busy, absl::ZeroDuration()) << i;
   }
 }
 
 // Its chunk is under way until it is done, however soon it was handed over.
 TEST_F(GroupHeadTest, AMemberIsBusyWithAChunkUntilItIsDone) {
-  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
   Submit({2}, 1);
   member(0).GiveResults();
-  const absl::Duration before = work->MemberStates()[0].work.busy;
+  const absl::Duration before = group_->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_GE(work->MemberStates()[0].work.busy, before + absl::Milliseconds(20));
+  EXPECT_GE(group_->MemberStates()[0].work.busy, before + absl::Milliseconds(20));
   member(0).Finish();
   head_->ZeroGradients().IgnoreError();  // the thread is done with everything
-  const absl::Duration idle = work->MemberStates()[0].work.busy;
+  const absl::Duration idle = group_->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_LT(work->MemberStates()[0].work.busy - idle, absl::Milliseconds(20));
+  EXPECT_LT(group_->MemberStates()[0].work.busy - idle, absl::Milliseconds(20));
 }
 
 // A member that is lost may still write where the rows of its last chunk were, and other rows may lie there

@@ -517,8 +517,6 @@ TEST_F(RefusalsTest, BadSpecsAreRefusedAndChangeNothing) {
   expect("open.rows", kInvalidArgument, [](StreamSpec& s) { s.rows = {3, 2}; });
   expect("open.microbatch_rows", kInvalidArgument, [](StreamSpec& s) { s.microbatch_rows = -1; });
   expect("open.grad_output", kInvalidArgument, [](StreamSpec& s) { s.grad_output = INFINITY; });
-  expect("open.options.label_smoothing", kInvalidArgument,
-         [](StreamSpec& s) { s.options.label_smoothing = 1.5f; });
   expect("open.options.use_class_weights", kInvalidArgument,
          [](StreamSpec& s) { s.options.use_class_weights = true; });
   expect("open.normalizer", kInvalidArgument, [](StreamSpec& s) { s.normalizer = 3.0; });

@@ -384,9 +384,7 @@ TEST_F(SchedulesTest, ByArrivalAChunkThatIsNotFullWaitsForResults) {
 TEST_F(SchedulesTest, ByArrivalAContributionHasNoTurnToWaitFor) {
   Start(/*deterministic=*/false);
   absl::MutexLock lock(&context_->mutex);
-  EXPECT_TRUE(session_->schedule().HasTurn(7));
-  EXPECT_FALSE(session_->schedule().AwaitTurn(7, 1, [] { FAIL() << "it has its turn"; }));
-  EXPECT_FALSE(session_->schedule().ForgetTurn(1));
+  EXPECT_EQ(session_->order(), nullptr);
 }
 
 TEST_F(SchedulesTest, InOrderAGroupIsAChunkAndItsGapsAreZeros) {
@@ -461,7 +459,7 @@ TEST_F(SchedulesTest, InOrderContributionsAreCalledWhenItIsTheirTurn) {
   absl::Mutex called_mutex;
   const auto await = [&](uint64_t id) {
     absl::MutexLock lock(&context_->mutex);
-    return session_->schedule().AwaitTurn(id, /*ticket=*/id, [&, id] {
+    return session_->order()->AwaitTurn(id, /*ticket=*/id, [&, id] {
       absl::MutexLock note(&called_mutex);
       called.push_back(id);
     });
@@ -478,8 +476,8 @@ TEST_F(SchedulesTest, InOrderContributionsAreCalledWhenItIsTheirTurn) {
   EXPECT_TRUE(await(3));
   {
     absl::MutexLock lock(&context_->mutex);
-    EXPECT_TRUE(session_->schedule().ForgetTurn(2));
-    EXPECT_FALSE(session_->schedule().ForgetTurn(2));
+    EXPECT_TRUE(session_->order()->ForgetTurn(2));
+    EXPECT_FALSE(session_->order()->ForgetTurn(2));
   }
   Call call = Open(Spec(0, 4, {0, 4}));
   ASSERT_TRUE(Send(call, {0, 4}).queued());
@@ -487,7 +485,7 @@ TEST_F(SchedulesTest, InOrderContributionsAreCalledWhenItIsTheirTurn) {
   expect_called({1});
   {
     absl::MutexLock lock(&context_->mutex);
-    session_->schedule().EndTurns();
+    session_->order()->EndTurns();
   }
   expect_called({1, 3});
 }

@@ -448,12 +448,12 @@ TEST_F(WorkerStreamTest, RowsToBeRetainedAreKeptBeforeTheWorkerHearsOfThem) {
   hidden_[1][0] = 7;
   float kept = 3;
   const auto bytes = absl::Span<uint8_t>(reinterpret_cast<uint8_t*>(&kept), sizeof(kept));
-  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  ASSERT_TRUE(retained->WriteBytes(0, bytes).ok());
   worker_.set_on_write([&](int message) {
     if (message != 3) return;  // the second slice
-    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), kSliceBytes, bytes).ok());
+    EXPECT_TRUE(retained->ReadBytes(kSliceBytes, bytes).ok());
     EXPECT_EQ(kept, 7);
-    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), 0, bytes).ok());
+    EXPECT_TRUE(retained->ReadBytes(0, bytes).ok());
     EXPECT_EQ(kept, 3) << "nothing was to be kept there";
   });
   Submit();
@@ -466,7 +466,7 @@ TEST_F(WorkerStreamTest, RetainedRowsLieWhereTheirGradientsGoIfThatIsShared) {
   const auto retained = backend->AllocateRetained(kSliceBytes).value();
   const float value = 7;
   const auto bytes = absl::Span<const uint8_t>(reinterpret_cast<const uint8_t*>(&value), sizeof(value));
-  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  ASSERT_TRUE(retained->WriteBytes(0, bytes).ok());
   chunk_.retained = retained.get();
   slices_[1].hidden = nullptr;
   slices_[1].retained_offset = 0;

@@ -16,7 +16,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/device_choice.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels::cuda::shared_device_memory_test {
@@ -35,7 +34,6 @@ std::unique_ptr<Backend> Open(int device) {
   return backend.ok() ? *std::move(backend) : nullptr;
 }
 
-DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
 
 // Memory of one GPU, by CUDA's runtime. Calls make this GPU the current one, which calls of the server's
 // memory change.
@@ -91,11 +89,10 @@ TEST(SharedDeviceMemoryTest, IsOfTheGpuThatIsAskedForAndBeginsWithZeros) {
   if (Gpus() == 0) GTEST_SKIP() << "no GPU";
   const auto backend = Open(Gpus() - 1);
   ASSERT_NE(backend, nullptr);
-  DeviceMemorySharer& sharer = SharerOf(*backend);
-  ASSERT_EQ(sharer.SharingDevices(), backend->info().uuids);
-  const std::string device = sharer.SharingDevices().front();
+  ASSERT_EQ(backend->SharingDevices(), backend->info().uuids);
+  const std::string device = backend->SharingDevices().front();
   const int64_t before = backend->memory().current[MemoryKind::kSlots];
-  auto memory = sharer.ShareDeviceMemory(device, 1000);
+  auto memory = backend->ShareDeviceMemory(device, 1000);
   ASSERT_TRUE(memory.ok()) << memory.status();
   EXPECT_GE((*memory)->bytes().size(), 1000u);
   EXPECT_GE((*memory)->descriptor(), 0);
@@ -109,7 +106,7 @@ TEST(SharedDeviceMemoryTest, IsOfTheGpuThatIsAskedForAndBeginsWithZeros) {
   memory->reset();
   EXPECT_EQ(backend->memory().current[MemoryKind::kSlots], before);
   for (const std::string other : {"", "GPU-00000000-0000-0000-0000-000000000001"}) {
-    EXPECT_EQ(sharer.ShareDeviceMemory(other, 1000).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(backend->ShareDeviceMemory(other, 1000).status().code(), absl::StatusCode::kInvalidArgument);
   }
 }
 
@@ -128,11 +125,10 @@ TEST(SharedDeviceMemoryTest, OfEachGpuOfAGroupIsReachedByTheOthers) {
                          },
                          {});
   ASSERT_TRUE(group.ok()) << group.status();
-  DeviceMemorySharer& sharer = SharerOf(**group);
-  const std::vector<std::string> devices = sharer.SharingDevices();
+  const std::vector<std::string> devices = (*group)->SharingDevices();
   ASSERT_EQ(static_cast<int>(devices.size()), Gpus());
   for (int owner = 0; owner < Gpus(); ++owner) {
-    auto memory = sharer.ShareDeviceMemory(devices[static_cast<size_t>(owner)], kBytes);
+    auto memory = (*group)->ShareDeviceMemory(devices[static_cast<size_t>(owner)], kBytes);
     ASSERT_TRUE(memory.ok()) << memory.status();
     uint8_t* const shared = (*memory)->bytes().data();
     for (int device = 0; device < Gpus(); ++device) {
