@@ -78,7 +78,9 @@ soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON
 	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd
-	@scripts/soak build/$(PRESET) $(ARGS)
+	@ctest --preset $(PRESET) -R '^python_package_test$$' --output-on-failure
+	@LOSSD_BINARY=$(CURDIR)/build/$(PRESET)/bin/lossd build/$(PRESET)/tests/client/python/venv/bin/python tests/soak/soak.py \
+	  --report=build/$(PRESET)/soak.json $(ARGS)
 
 test-integrations: ## test the Python client with current torch, transformers, trl, ... from PyPI (700 MB), on the CPU
 	@scripts/install-deps build test
@@ -104,10 +106,12 @@ test-sanitizers: ## run the tests under address, undefined-behaviour and thread 
 	done
 
 bench: build ## build, then run the benchmarks
-	@scripts/bench build/$(PRESET) $(ARGS)
+	@for program in build/$(PRESET)/bin/*_bench; do echo "== $${program##*/}"; $$program $(ARGS) || exit; done
 
 figures: ## draw the figures of docs/ from bench/results, with matplotlib from PyPI in a virtual environment
-	@scripts/figures
+	@python3 -m venv build/figures-venv
+	@build/figures-venv/bin/pip install --quiet --disable-pip-version-check --requirement bench/figures-requirements.txt
+	@build/figures-venv/bin/python -B bench/figures.py $(ARGS)
 
 docs: ## build the documentation as a site that needs no network, in build/docs/site
 	@scripts/install-deps build test

@@ -28,8 +28,6 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "bench/gpu_data.h"
-#include "bench/gpu_group.h"
-#include "bench/gpu_microbatch.h"
 #include "bench/gpu_timer.h"
 #include "bench/loss_times.h"
 #include "nlohmann/json.hpp"

@@ -5,7 +5,7 @@
     python3 bench/figures.py         # with the matplotlib that this Python has
 
 The same files give the same bytes with the same versions, so `git diff` shows what changed. Each figure carries a
-digest of the files that it was drawn from; tests/bench/figures_test.py compares it, without matplotlib.
+digest of the files that it was drawn from; tests/bench/results_test.py compares it, without matplotlib.
 """
 
 import argparse

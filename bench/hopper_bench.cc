@@ -21,7 +21,7 @@
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/device/gemm.h"
-#include "kernels/cuda/kernels/hopper/cluster_order.h"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/row_loss.h"

@@ -1,21 +1,366 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuda_loss_bench measures of a loss on GPUs: its deferred form, its errors, the bare products that it
-// is compared with, its norm kernels, and the end of a step. Not thread-safe; aborts on a CUDA error.
+// What cuda_loss_bench measures of a loss on GPUs: its backend, a microbatch that it computes again and
+// again, the deferred form, the errors, the bare products that it is compared with, the norm kernels, and the
+// end of a step. Not thread-safe; aborts on a CUDA error.
 #ifndef LOSSD_BENCH_LOSS_TIMES_H_
 #define LOSSD_BENCH_LOSS_TIMES_H_
 
-#include <cstdint>
-#include <functional>
-#include <string>
+#include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "bench/gpu_data.h"
-#include "bench/gpu_microbatch.h"
 #include "bench/gpu_timer.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/cuda_options.h"
+#include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
+#include "kernels/cuda/kernels/row_loss.h"
+#include "kernels/exchange_times.h"
+#include "kernels/group/group_backend.h"
 #include "kernels/head_config.h"
 #include "nlohmann/json.hpp"
 
 namespace lossd::bench {
+
+// ---- The backend, on one GPU or several ----
+
+// GPUs [0, devices), which share every head; `options` are those of each.
+absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateGpus(int devices,
+                                                             const kernels::CudaBackendOptions& options);
+
+// What the GPUs of such a backend spent in exchanges with each other, the wait for the slower one included.
+class ExchangeWatch {
+ public:
+  // Counts from now on. `backend` outlives the object.
+  explicit ExchangeWatch(const kernels::Backend& backend);
+  // By operation {"least", "most"}: milliseconds, over the GPUs, divided by `count`. Null of one GPU.
+  nlohmann::json PerOne(int count) const;
+
+ private:
+  std::vector<kernels::ExchangeTimes> Read() const;
+
+  const kernels::Backend& backend_;
+  const std::vector<kernels::ExchangeTimes> begin_;
+};
+
+// ---- A microbatch in pinned memory, computed again and again, in chunks of about the same size ----
+
+// What is asked of a microbatch. A deferred one is retained first, which also returns entropies; its backward
+// brings upstream gradients of each row and takes the hidden states from where they were retained.
+enum class Call { kLoss, kLossAndGradients, kRetain, kBackward };
+
+// What the two calls of a deferred microbatch share.
+struct Deferral {
+  RowGradients gradients;
+  std::unique_ptr<kernels::RetainedMemory> memory;
+};
+
+// Hidden states of `dtype`: fp32 or bf16. `head`, `data` and `deferral` (of a deferred microbatch) outlive
+// it.
+class Microbatch {
+ public:
+  Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
+             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, Call call,
+             const Deferral* deferral = nullptr)
+      : head_(head),
+        shape_(shape),
+        data_(data),
+        dtype_(dtype),
+        options_(options),
+        call_(call),
+        deferral_(deferral),
+        lse_(shape.rows),
+        loss_(shape.rows),
+        entropy_(shape.rows) {
+    const int64_t elements = shape.rows * shape.hidden;
+    hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
+    uint8_t* hidden = hidden_->bytes().data();
+    Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
+          "cudaMemcpy");
+    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {  // widen in place, from the end
+      const uint16_t low = 0;
+      const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
+      std::memcpy(hidden + 4 * i, &low, 2);
+      std::memcpy(hidden + 4 * i + 2, &high, 2);
+    }
+    const int64_t chunks = kernels::cuda::CeilDiv(shape.rows, head.chunk_rows());
+    const int64_t panels = kernels::cuda::hopper::Panels(kernels::cuda::CeilDiv(shape.rows, chunks));
+    chunk_rows_ = std::min(panels * kernels::cuda::hopper::kPanelRows, head.chunk_rows());
+  }
+
+  int64_t chunk_rows() const { return chunk_rows_; }
+  const std::vector<float>& lse() const { return lse_; }
+  const std::vector<float>& loss() const { return loss_; }
+  const uint8_t* gradient() const { return gradient_->bytes().data(); }
+  // How the last microbatch was computed.
+  const std::vector<kernels::Choice>& choices() const { return choices_; }
+  // Of the last microbatch, per row.
+  double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
+  // The predicted relative error of the last microbatch; 0 unless it was sampled.
+  double predicted_error() const {
+    return sums_.squared_gradient > 0.0 ? std::sqrt(sums_.sampling_variance / sums_.squared_gradient) : 0.0;
+  }
+  float sample_threshold() const { return sample_threshold_; }
+  // Of the microbatches from now on.
+  void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
+
+  void WarmUp(int in_flight) {
+    const Clock::time_point begin = Clock::now();
+    while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
+  }
+
+  // Runs `count` microbatches back to back; the times between their ends, the first left out.
+  std::vector<double> Run(int count, int in_flight) {
+    std::vector<Clock::time_point> ends;
+    for (int i = 0; i < count; ++i) {
+      for (int64_t begin = 0; begin < shape_.rows; begin += chunk_rows_) {
+        {
+          absl::MutexLock lock(&mutex_);
+          AwaitUnfinished(in_flight - 1);
+          ++unfinished_;
+        }
+        Submit(begin, begin + chunk_rows_ >= shape_.rows ? &ends : nullptr);
+      }
+    }
+    absl::MutexLock lock(&mutex_);
+    AwaitUnfinished(0);
+    std::vector<double> times;
+    for (size_t i = 1; i < ends.size(); ++i) {
+      times.push_back(std::chrono::duration<double, std::milli>(ends[i] - ends[i - 1]).count());
+    }
+    return times;
+  }
+
+ private:
+  struct Work {
+    std::vector<kernels::Slice> slices;
+    kernels::Chunk chunk;
+  };
+
+  // Waits until no more than `chunks` of them are unfinished.
+  void AwaitUnfinished(int chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto few = [this, chunks]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ <= chunks; };
+    mutex_.Await(absl::Condition(&few));
+  }
+
+  void Submit(int64_t begin, std::vector<Clock::time_point>* ends) {
+    auto work = std::make_shared<Work>();
+    const bool gradients = call_ == Call::kLossAndGradients || call_ == Call::kBackward;
+    const int64_t end = std::min(begin + chunk_rows_, shape_.rows);
+    // As many slices as there are devices that divide a chunk's rows.
+    const int64_t parts = head_.chunk_rows() / head_.slice_rows();
+    const int64_t most = std::min(head_.slice_rows(), kernels::cuda::CeilDiv(end - begin, parts));
+    for (int64_t first = begin; first < end; first += most) {
+      kernels::Slice slice;
+      slice.rows = std::min(most, end - first);
+      slice.hidden = hidden_->bytes().data() + first * shape_.hidden * element_;
+      slice.targets = data_.targets.data() + first;
+      slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
+      slice.sample_seed = sample_seed_;
+      slice.first_row = first;
+      if (gradients) slice.grad_hidden = gradient_->bytes().data() + first * shape_.hidden * element_;
+      slice.out.lse = lse_.data() + first;
+      slice.out.loss = loss_.data() + first;
+      if (deferral_ != nullptr) Defer(first, slice, work->chunk);
+      work->slices.push_back(slice);
+    }
+    work->chunk.options = options_;
+    work->chunk.hidden_dtype = dtype_;
+    work->chunk.accumulate_gradients = gradients;
+    work->chunk.slices = absl::MakeSpan(work->slices);
+    kernels::ChunkCallbacks callbacks;
+    callbacks.on_results = [](absl::Status status) { Check(status, "on_results"); };
+    callbacks.on_done = [this, work, ends, begin](absl::Status status) {
+      Check(status, "on_done");
+      absl::MutexLock lock(&mutex_);
+      if (begin == 0) sums_ = {};
+      for (const kernels::Slice& slice : work->slices) {
+        sums_.dropped_mass += slice.sums.dropped_mass;
+        sums_.sampling_variance += slice.sums.sampling_variance;
+        sums_.squared_gradient += slice.sums.squared_gradient;
+      }
+      sample_threshold_ = work->chunk.sample_threshold;
+      choices_ = work->chunk.choices;
+      if (ends != nullptr) ends->push_back(Clock::now());
+      --unfinished_;
+    };
+    head_.Submit(&work->chunk, std::move(callbacks));
+  }
+
+  // What a deferred microbatch has more than others.
+  void Defer(int64_t begin, kernels::Slice& slice, kernels::Chunk& chunk) {
+    chunk.retained = deferral_->memory.get();
+    slice.retained_offset = begin * shape_.hidden * element_;
+    if (call_ == Call::kRetain) slice.out.entropy = entropy_.data() + begin;
+    if (call_ != Call::kBackward) return;
+    slice.hidden = nullptr;
+    slice.grad_loss = deferral_->gradients.loss.data() + begin;
+    slice.grad_lse = deferral_->gradients.lse.data() + begin;
+    slice.grad_entropy = deferral_->gradients.entropy.data() + begin;
+  }
+
+  kernels::HeadKernels& head_;
+  const DataShape shape_;
+  const LossData& data_;
+  const kernels::DType dtype_;
+  const kernels::LossOptions options_;
+  const Call call_;
+  const Deferral* const deferral_;
+  const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
+  std::vector<float> lse_, loss_, entropy_;
+  std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
+  int64_t chunk_rows_ = 0;
+  absl::Mutex mutex_;
+  int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Of the last microbatch; written by the backend's thread, read when no chunk is under way.
+  kernels::SliceSums sums_;
+  float sample_threshold_ = 0.0f;
+  std::vector<kernels::Choice> choices_;
+  uint64_t sample_seed_ = 1;
+};
+
+// ---- The three bare products of a loss with gradients, and the row loss between them, each on its own ----
+
+inline kernels::cuda::GemmShape LogitsGemm(const DataShape& s, int64_t rows) {
+  return {.transpose_a = true,
+          .m = s.vocab,
+          .n = rows,
+          .k = s.hidden,
+          .lda = s.hidden,
+          .ldb = s.hidden,
+          .ldc = s.vocab};
+}
+inline kernels::cuda::GemmShape HiddenGemm(const DataShape& s, int64_t rows) {
+  return {.m = s.hidden, .n = rows, .k = s.vocab, .lda = s.hidden, .ldb = s.vocab, .ldc = s.hidden};
+}
+inline kernels::cuda::GemmShape WeightGemm(const DataShape& s, int64_t rows, kernels::DType output) {
+  return {.transpose_b = true,
+          .m = s.hidden,
+          .n = s.vocab,
+          .k = rows,
+          .lda = s.hidden,
+          .ldb = s.vocab,
+          .ldc = s.hidden,
+          .input = kernels::DType::kBFloat16,
+          .output = output};
+}
+
+// Buffers for the products of `rows` rows at once, and what times them. `data` and `timer` outlive it.
+class BareProducts {
+ public:
+  BareProducts(const DataShape& shape, const LossData& data, int64_t rows, int iterations, bool autotune,
+               Timer& timer)
+      : shape_(shape),
+        data_(data),
+        rows_(rows),
+        iterations_(iterations),
+        autotune_(autotune),
+        timer_(timer),
+        gemms_(Take(kernels::cuda::Gemms::Create(), "Gemms")) {
+    scratch_ = DeviceAlloc<uint8_t>(kernels::cuda::kGemmWorkspaceBytes);
+    logits_ = DeviceAlloc<float>(rows * shape.vocab);
+    dx_ = DeviceAlloc<uint16_t>(rows * shape.hidden);
+    dw_ = DeviceAlloc<float>(shape.vocab * shape.hidden);
+    targets_ = DeviceAlloc<int32_t>(rows);
+    Check(cudaMemcpy(targets_, data.targets.data(), static_cast<size_t>(rows) * 4, cudaMemcpyDefault),
+          "cudaMemcpy");
+    floats_ = DeviceAlloc<float>(10 * rows);
+    const std::vector<float> ones(static_cast<size_t>(2 * rows), 1.0f);
+    Check(cudaMemset(floats_, 0, static_cast<size_t>(40 * rows)), "cudaMemset");
+    Check(cudaMemcpy(floats_, ones.data(), ones.size() * 4, cudaMemcpyDefault), "cudaMemcpy");
+    int device = 0;
+    cudaDeviceProp properties = {};
+    Check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    limits_ = {properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin) - 2048,
+               static_cast<int>(properties.sharedMemPerMultiprocessor), properties.major >= 9};
+  }
+  ~BareProducts() {
+    for (void* p : {static_cast<void*>(scratch_), static_cast<void*>(logits_), static_cast<void*>(dx_),
+                    static_cast<void*>(dw_), static_cast<void*>(targets_), static_cast<void*>(floats_)}) {
+      cudaFree(p);
+    }
+  }
+
+  Times Product(const kernels::cuda::GemmShape& shape, const kernels::cuda::GemmOperands& operands) {
+    if (autotune_) Check(gemms_->Tune(shape, operands, scratch_, timer_.stream()), "Tune");
+    return timer_.Measure(
+        iterations_, [&](int) { Check(gemms_->Run(shape, operands, scratch_, timer_.stream()), "Run"); });
+  }
+
+  Times Logits() {
+    return Product(LogitsGemm(shape_, rows_), {.a = data_.weight, .b = data_.hidden, .c = logits_});
+  }
+  Times HiddenGradient() {
+    return Product(HiddenGemm(shape_, rows_), {.a = data_.weight, .b = logits_, .c = dx_});
+  }
+  Times WeightGradient(kernels::DType output, float beta) {
+    return Product(WeightGemm(shape_, rows_, output),
+                   {.a = data_.hidden, .b = logits_, .c = dw_, .beta = beta});
+  }
+  // From fp32 logits. They are made anew before each run, because the kernel works in place.
+  Times RowLoss(bool gradient) {
+    const kernels::cuda::RowLossParams p = RowParams(gradient);
+    kernels::cuda::GemmShape logits = LogitsGemm(shape_, rows_);
+    logits.output = kernels::DType::kFloat32;
+    std::vector<double> times;
+    for (int i = 0; i < kWarmUps + iterations_; ++i) {
+      Check(gemms_->Run(logits, {.a = data_.weight, .b = data_.hidden, .c = logits_}, scratch_,
+                        timer_.stream()),
+            "Run");
+      times.push_back(timer_.MeasureOnce(
+          [&] { Check(kernels::cuda::LaunchRowLoss(p, limits_, timer_.stream()), "LaunchRowLoss"); }));
+    }
+    return Summarise({times.begin() + kWarmUps, times.end()});
+  }
+
+ private:
+  kernels::cuda::RowLossParams RowParams(bool gradient) const {
+    kernels::cuda::RowLossParams p;
+    p.logits = {logits_, kernels::DType::kFloat32, shape_.vocab, shape_.vocab};
+    p.gradient = kernels::cuda::InPlaceOf(p.logits, kernels::DType::kBFloat16);
+    if (!gradient) p.gradient.data = nullptr;
+    p.terms.vocab = shape_.vocab;
+    p.terms.class_weight_sum = static_cast<float>(shape_.vocab);
+    p.in = {.rows = rows_,
+            .padded_rows = rows_,
+            .targets = targets_,
+            .weights = floats_,
+            .coef_loss = floats_ + rows_,
+            .coef_lse = floats_ + 2 * rows_,
+            .coef_entropy = floats_ + 3 * rows_};
+    p.out = {floats_ + 4 * rows_, floats_ + 5 * rows_, floats_ + 6 * rows_,
+             floats_ + 7 * rows_, floats_ + 8 * rows_, reinterpret_cast<int32_t*>(floats_ + 9 * rows_)};
+    return p;
+  }
+
+  const DataShape shape_;
+  const LossData& data_;
+  const int64_t rows_;
+  const int iterations_;
+  const bool autotune_;
+  Timer& timer_;
+  std::unique_ptr<kernels::cuda::Gemms> gemms_;
+  kernels::cuda::DeviceLimits limits_;
+  uint8_t* scratch_ = nullptr;
+  float* logits_ = nullptr;  // of which the products of 16 bits use half
+  uint16_t* dx_ = nullptr;
+  float* dw_ = nullptr;
+  int32_t* targets_ = nullptr;
+  float* floats_ = nullptr;
+};
 
 // Times the two calls of a deferred microbatch: the one that returns the losses and entropies of its rows and
 // retains their hidden states, and the backward with upstream gradients of each row's loss, log-sum-exp and

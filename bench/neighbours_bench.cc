@@ -29,7 +29,7 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "tests/server/service/service_client.h"
-#include "tests/support/raw_http2.h"
+#include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
 ABSL_FLAG(std::string, server, "", "The server to measure; empty: the one beside this program");

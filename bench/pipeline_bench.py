@@ -20,7 +20,7 @@ of exact configurations, and gradient norms of the first step, have to agree wit
 server as lossd.Client chooses, or as --transport says; the file has how they went, how long the last stage waits for a
 microbatch of the head (median, from when its rows are there until the gradient is), and the server's cores. The file is
 written after each configuration. Exit status 1 if exact configurations disagree or one fails for another reason than memory.
-Needs torch 2.11 or later; local heads are those of peer_losses.py.
+Needs torch 2.11 or later; local heads are those of peers.py.
 
 Of several runs on one machine, those after the first take its measured times by --parts.
 """
@@ -40,15 +40,228 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from pipeline_arguments import SHAPES, parse_arguments
-from pipeline_layouts import Configuration, Wanted, configurations, evenly_divided_seconds, seconds_without_gaps
-from pipeline_model import Shape
-from pipeline_mps import Mps, of_trainer
-from pipeline_ranks import Settings, measure_parts, measure_server, reported, train
-from pipeline_results import compare, fastest, last_over_middle, server_line, summary, table
-from pipeline_server import Server
+from pipeline_layouts import (
+    BALANCED, EVEN, KINDS, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds, read_shares,
+    read_splits, seconds_without_gaps)
+from pipeline_ranks import Settings, Shape, measure_parts, measure_server, reported, train
+from pipeline_server import CONTROL, Mps, Server, of_trainer
 
+
+# The command line.
+
+SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
+    "gemma2-2b": {"vocab_size": 256000, "hidden_size": 2304, "heads": 18, "context": 2048},
+    "llama3-8b": {"vocab_size": 128256, "hidden_size": 4096, "heads": 32, "context": 2048},
+}
+
+
+def parse_arguments(given: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lossd", default="build/release/bin/lossd", help="the server's program")
+    parser.add_argument("--lossctl", help="for its plan [the program beside lossd]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=0, help="as many processes on the CPU [all]")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="gemma2-2b")
+    for name in ("vocab_size", "hidden_size", "heads", "context"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--sequences", type=int, default=4, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=24, help="of a step, all replicas together")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of configurations, with commas between them")
+    parser.add_argument("--local_heads", default="torch.compile,liger,cce,torch.linear_cross_entropy",
+                        help="local ones, of peers.py")
+    parser.add_argument("--splits", default="", help="layers of each stage, for local heads: 4-4-3-1,4-4-4-0")
+    parser.add_argument("--neighbours", type=int, default=1, help="splits on each side of the predicted one")
+    parser.add_argument("--most_splits", type=int, default=1000, help="of a local head, the fastest as predicted first")
+    parser.add_argument("--fastest_local", action="store_true", help="train with that local head alone")
+    parser.add_argument("--shares", default=BALANCED,
+                        help=f"of a colocated head: {BALANCED}, {EVEN} or 3-1-1-3, with commas between them")
+    parser.add_argument("--colocated_splits", default="", help="like --splits, for a colocated head [as --shares needs them]")
+    parser.add_argument("--mps", default="off", help="for a colocated head: on, off or on,off")
+    parser.add_argument("--mps_control", default=CONTROL, help="the program that starts MPS")
+    parser.add_argument("--trainer_priority", type=int, default=1, choices=(0, 1),
+                        help="CUDA_MPS_CLIENT_PRIORITY of the trainers: 0 is the server's, 1 below it")
+    parser.add_argument("--server_flags", default="", help="further ones, with blanks between them")
+    parser.add_argument("--gradients", default="exact,sampled", help="of the server")
+    parser.add_argument("--schedules", default=f"{ONE_F_ONE_B},{OVERLAPPED}", help="with the server")
+    parser.add_argument("--slack", default="1", help=f"of the {OVERLAPPED} schedule: 1 or 1,2")
+    parser.add_argument("--warm_up", type=int, default=3, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are")
+    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", help="of lossd.Client [its own choice]")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
+    parser.add_argument("--tolerance", type=float,
+                        help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
+    parser.add_argument("--parts", type=Path,
+                        help="an earlier file of this shape, whose measured times of layer and heads count")
+    parser.add_argument("--commit", help="of the tree, for the file [what git says]")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    arguments = parser.parse_args(given)
+    for name, known in (("kinds", KINDS), ("gradients", ("exact", "sampled")), ("schedules", (ONE_F_ONE_B, OVERLAPPED)),
+                        ("mps", ("on", "off"))):
+        setattr(arguments, name, list(filter(None, getattr(arguments, name).split(","))))
+        for each in getattr(arguments, name):
+            if each not in known:
+                parser.error(f"{name} has {each!r}; there are {', '.join(known)}")
+    for name in ("layers", "sequences", "microbatches", "warm_up", "steps", "threads", "most_splits"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"{name} is {getattr(arguments, name)}; it must be positive")
+    available = torch.cuda.device_count() if arguments.device == "cuda" else 4
+    arguments.gpus = arguments.gpus or available
+    if not 1 <= arguments.gpus <= (available if arguments.device == "cuda" else 64):
+        parser.error(f"gpus is {arguments.gpus}; there are {available}")
+    if arguments.layers < arguments.gpus - 1:
+        parser.error(f"layers is {arguments.layers}; {arguments.gpus} GPUs need {arguments.gpus - 1} at least")
+    try:
+        arguments.splits = read_splits(arguments.splits, arguments.layers)
+        arguments.colocated_splits = read_splits(arguments.colocated_splits, arguments.layers)
+        arguments.slack = read_slacks(arguments.slack)
+        arguments.shares = list(filter(None, arguments.shares.split(",")))
+        for each in arguments.shares:
+            if each not in (BALANCED, EVEN):
+                read_shares(each, arguments.gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    if any(len(split) != arguments.gpus for split in (*arguments.splits, *arguments.colocated_splits)):
+        parser.error(f"splits must have {arguments.gpus} stages, one a GPU")
+    if "colocated" in arguments.kinds and arguments.layers < arguments.gpus and not arguments.colocated_splits:
+        parser.error(f"layers is {arguments.layers}; a colocated head on {arguments.gpus} GPUs needs as many, or "
+                     "--colocated_splits, or other --kinds")
+    return arguments
+
+
+def read_slacks(text: str) -> list[int]:
+    """Of "1,2". ValueError if one is no positive number."""
+    try:
+        slacks = [int(part) for part in text.split(",")]
+    except ValueError:
+        slacks = [0]
+    if min(slacks) < 1:
+        raise ValueError(f"slack is {text!r}; it must be positive numbers with commas between them")
+    return slacks
+
+
+# What the configurations that pipeline_bench.py ran say together. Pure functions of their entries in its file; an entry
+# with an error has neither times nor losses.
+
+
+def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
+            resident_bytes: int) -> dict[str, Any]:
+    """`resident_bytes`: of the server's process on the host, at most."""
+    timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
+    seconds = float(np.median(timed))
+    tokens = settings.microbatches * settings.rows / seconds
+    keys = ("replica", "stage", "peak_bytes", "reserved_bytes", "device_used_bytes")
+    found: dict[str, Any] = {
+        "step_seconds": seconds, "all_step_seconds": timed.tolist(), "tokens_per_second": tokens,
+        "tokens_per_second_and_gpu": tokens / configuration.gpus,
+        "memory": [{"role": "trainer", **{key: rank[key] for key in keys if key in rank}} for rank in ranks],
+        "losses": np.mean([rank["losses"] for rank in ranks if rank["losses"]], axis=0).tolist(),
+        "gradient_norms": {key: sum(rank["squared_norms"].get(key, 0.0) for rank in ranks if rank["replica"] == 0)**0.5
+                           for key in ("layers", "head")}}
+    if configuration.on_server:
+        watched = next(rank for rank in ranks if rank["after"])
+        after = watched["after"]
+        rose = {name: value - watched["before"].get(name, 0.0) for name, value in after.items()}
+        found["memory"].append({"role": "server", "peak_bytes": after["lossd_memory_peak_bytes"],
+                                "device_used_bytes": after.get("lossd_gpu_memory_used_bytes"),
+                                "resident_bytes": resident_bytes})
+        microbatches = rose["lossd_rows_total"] / settings.rows
+        found["server"] = {"transport": watched["transport"], "latency_seconds": watched["latency_seconds"],
+                           "devices": [{"classes": now["classes"],
+                                        **{key.replace("seconds", "share"): (now[key] - then[key]) / float(timed.sum())
+                                           for key in ("busy_seconds", "exchange_seconds")}}
+                                       for then, now in zip(watched["devices_before"], watched["devices_after"])],
+                           "slice_seconds": {name.removeprefix("count of "): rose[name.replace("count", "sum")] / slices
+                                             for name, slices in rose.items() if name.startswith("count of ") and slices},
+                           "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
+                           "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
+                           "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
+    return found
+
+
+def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
+    """How far configurations are from the first exact one: in losses, in nats, at most over all steps; and in gradient
+    norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
+    ran = [entry for entry in entries if "losses" in entry]
+    reference = next((entry for entry in ran if entry["exact"]), None)
+    if reference is None:
+        return {"tolerance": tolerance, "reference": None, "apart": {}, "agree": True}
+    norms = reference["gradient_norms"]
+    apart = {entry["name"]: {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
+                             **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}} for entry in ran}
+    agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
+    return {"tolerance": tolerance, "reference": reference["name"], "apart": apart, "agree": agree}  # NaN: disagree
+
+
+def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest configuration of each kind and way to compute gradients, with and without MPS, and its tokens a second and
+    GPU over those of the fastest with local heads, whatever its kind; None if none ran."""
+    ran = [entry for entry in entries if "step_seconds" in entry]
+    speed = "tokens_per_second_and_gpu"
+    local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
+    best: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    for entry in ran:
+        key = (entry["kind"], entry["gradients"], entry.get("mps", False))
+        if key not in best or entry[speed] > best[key][speed]:
+            best[key] = entry
+    return [{"kind": kind, "gradients": gradients, "mps": mps, "name": entry["name"], speed: entry[speed],
+             "over_local": entry[speed] / local if local else None} for (kind, gradients, mps), entry in best.items()]
+
+
+def last_over_middle(entry: dict[str, Any]) -> float | None:
+    """Peak memory of the last stage over the mean of the stages between it and the first, in the replica with most; None
+    if there are fewer than three stages."""
+    stages = len(entry["layers"])
+    if stages < 3:
+        return None
+    found = []
+    for replica in range(entry["replicas"]):
+        peaks = {each["stage"]: each["peak_bytes"] for each in entry["memory"] if each.get("replica") == replica}
+        found.append(peaks[stages - 1] / np.mean([peaks[stage] for stage in range(1, stages - 1)]))
+    return float(max(found))
+
+
+def server_line(entry: dict[str, Any]) -> str:
+    """What a configuration's server did."""
+    server, transport = entry["server"], entry["server"]["transport"]
+    latency = "not measured" if server["latency_seconds"] is None else f"{server['latency_seconds'] * 1e3:.1f} ms"
+    took = ", ".join(f"{name} {calls}" for name, calls in transport["took"].items())
+    devices = ", ".join(f"{each['classes']} classes {each['busy_share']:.2f}" for each in server["devices"])
+    return (f"  a microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on "
+            f"the device; {server['cores']:.2f} cores; busy {server['busy_share']:.2f} of the time"
+            f"{f' (devices: {devices})' if devices else ''}; a slice "
+            f"{', '.join(f'{phase} {seconds * 1e3:.1f}' for phase, seconds in server['slice_seconds'].items())} ms; "
+            f"computations by {took} "
+            f"(rows on the host: {': '.join(transport['host'])}; on a GPU: {': '.join(transport['gpu'])})")
+
+
+def table(entries: list[dict[str, Any]]) -> list[str]:
+    """Of all configurations that ran: milliseconds of a step; tokens a second over those of the fastest with a local head; the
+    step over one of evenly divided work, and over what `lossctl plan` predicts."""
+    ran = [entry for entry in entries if "step_seconds" in entry]
+    local = max((entry["tokens_per_second"] for entry in ran if entry["head"] != "lossd"), default=None)
+
+    def text(value: float | None, width: int, digits: int) -> str:
+        return " " * width if value is None else f"{value:{width}.{digits}f}"
+
+    lines = ["step ms  over local  over bound  over plan  cores  latency ms  configuration"] if ran else []
+    for entry in ran:
+        server = entry.get("server", {})
+        latency = server.get("latency_seconds")
+        lines.append("  ".join((
+            text(entry["step_seconds"] * 1e3, 7, 1), text(entry["tokens_per_second"] / local if local else None, 10, 3),
+            text(entry.get("over_evenly_divided"), 10, 3), text(entry.get("plan", {}).get("measured_over_predicted"), 9, 3),
+            text(server.get("cores"), 5, 2), text(latency * 1e3 if latency is not None else None, 10, 1), entry["name"])))
+    return lines
+
+
+# What is run.
 
 
 def run_processes(context: Any, count: int, limit: float, work: Any, *arguments: Any) -> list[dict[str, Any]]:

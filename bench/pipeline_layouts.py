@@ -25,7 +25,7 @@ class Configuration:
     its own, or (colocated) on one server whose devices are the GPUs of the stages."""
 
     kind: str  # of KINDS
-    head: str  # a function of peer_losses.methods, or "lossd": on a server
+    head: str  # a function of peers.methods, or "lossd": on a server
     layers: tuple[int, ...]  # of each stage
     replicas: int = 1
     schedule: str = ONE_F_ONE_B

@@ -7,7 +7,7 @@ the table of docs/plan.md that compares steps of pipelines with their prediction
 
 Every entry names its source: file, date and commit. Of runs of the same kind the newest file counts. Nothing is derived
 here but rows and bytes per second of what the files have, and the factors of step_factors.py. New steps of pipelines are
-files of pipeline_bench.py in bench/results/h200/pipelines: put them there and run this.
+files of pipeline_bench.py: put their contents into bench/results/h200/pipelines.json, under a name each, and run this.
 """
 
 import argparse
@@ -25,10 +25,9 @@ PAGE = ROOT / "docs" / "plan.md"  # has a table of the steps of pipelines
 # The card of these files. The memory is what its data sheet says; the others are in the results.
 CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors": 132, "clusters": 66}
 
-# Loss and gradients; the later of two files counts. What is not named here was measured before a change that made it slower
+# Loss and gradients; the later of two runs counts. What is not named here was measured before a change that made it slower
 # or faster (bench/results/README.md says which).
-LOSS_FILES = ("loss_flat.json", "loss_flat_phi3.5-mini.json", "loss_flat_recomputed.json", "loss_peaked.json",
-              "loss_by_data.json", "loss_sampled.json", "loss_sampled_recomputed.json")
+LOSS_FILES = ("loss_flat.json", "loss_peaked.json", "loss_by_data.json", "loss_sampled.json")
 # "auto" takes one of the other ways. Filtered gradients of stored logits are those of loss_sampled.json alone: they cost 7 to
 # 10 % more since logits are fp32.
 EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filtered"), "auto": ("stored", "auto"),
@@ -36,8 +35,8 @@ EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filte
 DEFAULT_THRESHOLD = 2.0 ** -10
 # Names of peers.py, and those of the plan.
 LAST_STAGE = {"torch": "torch", "torch.compile": "compiled", "liger": "liger", "cce": "cce"}
-# The folder with the files of pipeline_bench.py.
-STEPS = "pipelines"
+# The results of pipeline_bench.py.
+STEPS = "pipelines.json"
 PEER_FILES = ("peers.json", "peers_real.json")
 
 
@@ -48,14 +47,21 @@ class Sources:
         self.list = []
 
     def add(self, name, content, commit=""):
-        self.list.append({"file": f"bench/results/h200/{name}", "date": content["date"],
-                          "commit": commit or content.get("commit", "")})
-        return len(self.list) - 1
+        source = {"file": f"bench/results/h200/{name}", "date": content["date"], "commit": commit or content.get("commit", "")}
+        if source not in self.list:
+            self.list.append(source)
+        return self.list.index(source)
 
 
 def read(name):
     with open(RESULTS / name, encoding="utf-8") as file:
         return json.load(file)
+
+
+def runs_of(name):
+    """The runs of a file, which has one, or several by name."""
+    content = read(name)
+    return [content] if "date" in content else list(content.values())
 
 
 def way_of(result):
@@ -66,8 +72,7 @@ def way_of(result):
 
 def loss_entries(sources):
     found = {}
-    for name in LOSS_FILES:
-        content = read(name)
+    for name, content in ((name, run) for name in LOSS_FILES for run in runs_of(name)):
         source = sources.add(name, content)
         for result in content["loss"]:
             logits, gradients = way_of(result)
@@ -164,7 +169,7 @@ def device_entries(sources):
         if isinstance(runs, dict):
             entries.append({"split": "rows", "devices": 2, "shape": shape, "gradients": "exact",
                             "speedup": round(runs["2"]["kernels"] / runs["1"]["kernels"], 3), "source": source})
-    by_vocabulary = read("by_vocabulary.json")
+    by_vocabulary = read("by_vocabulary.json")["exact"]
     for run in by_vocabulary["runs"]:
         source = sources.add("by_vocabulary.json", by_vocabulary, commit=run["commit"])
         for split in ("vocabulary", "rows"):
@@ -197,7 +202,7 @@ def collect():
     content = {"card": CARD, "loss": loss, "last_stage": last_stage,
                "optimizer": optimizer_entries(sources), "transports": transport_entries(sources),
                "devices": device_entries(sources), "pipelines": pipeline_entries(sources)}
-    steps = step_factors.read(RESULTS / STEPS, sources, RESULTS)
+    steps = step_factors.read(STEPS, read(STEPS), sources)
     return {"sources": sources.list, **content, "steps": steps, "step_factors": step_factors.fit(steps, loss, last_stage)}
 
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
 
-    cuda_loss_bench --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \\
+    cuda_loss_bench --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \
         --norm=false --parts=false --out=loss.json
     python3 peers.py --out peers.json
     python3 report.py loss.json --peers peers.json > report.md
+    python3 report.py sweep_bf16.json sweep_fp32.json --sweeps sweeps.csv --csv merged.csv
 
 The first table has a line for each shape and data and a column for the floor, each way to compute gradients, the loss alone
 and each peer. Several results may be given; of those for the same shape, data and way the last one counts. Ratios
 are to the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count
-all three products, whether a way computes them or not.
+all three products, whether a way computes them or not. The last form merges sweeps into one file, which figures.py draws.
 """
 
 import argparse
+import csv
 import json
+
 
 # The order of columns, of those that were run; what is not named here comes last.
 WAYS = ("exact", "filtered", "auto", "recomputed exact", "recomputed filtered", "recomputed auto")
@@ -60,10 +63,11 @@ def read_results(paths):
     for path in paths:
         with open(path) as file:
             content = json.load(file)
-        sources.append(f"{path}: {content['card']}, {content['date']}, commit {content.get('commit') or 'unknown'}")
-        for result in content["loss"]:
-            key = result["shape"]["name"], result["data"]
-            found.setdefault(key, {})[way_of(result)] = result
+        for run in [content] if "loss" in content else content.values():  # one, or several by name
+            sources.append(f"{path}: {run['card']}, {run['date']}, commit {run.get('commit') or 'unknown'}")
+            for result in run["loss"]:
+                key = result["shape"]["name"], result["data"]
+                found.setdefault(key, {})[way_of(result)] = result
     return found, sources
 
 
@@ -153,12 +157,62 @@ def report(paths, peers_path=None):
     return "\n\n".join(parts) + "\n"
 
 
+# Merges the sweeps of peers.py with those of cuda_loss_bench into one CSV file, which figures.py draws.
+#
+# The JSON files come from: cuda_loss_bench --compute=bf16 (or fp32) --data=flat --errors=false --parts=false
+# --norm=false --shapes=8192x2048x2048,... with the points of peers.sweep_points(). Our memory is the head's
+# workspace plus its weight gradient; a peer's is the peak above its inputs, gradients included.
+
+COLUMNS = ["axis", "dtype", "N", "D", "V", "method", "forward_ms", "full_ms", "peak_mib"]
+
+
+def axes_of(n, d, v):
+    """The sweeps a point belongs to."""
+    found = []
+    if (n, d) == (8192, 2048):
+        found.append("V")
+    if (d, v) == (2048, 32768):
+        found.append("N")
+    if (n, v) == (8192, 32768):
+        found.append("D")
+    return found
+
+
+def read_ours(path):
+    with open(path) as file:
+        results = json.load(file)["loss"]
+    rows = {}
+    for result in results:
+        shape = result["shape"]
+        n, d, v = shape["rows"], shape["hidden"], shape["vocab"]
+        for axis in axes_of(n, d, v):
+            rows[axis, n, d, v] = [axis, result["compute"], n, d, v, "lossd",
+                                   f"{result['loss_only']['median_ms']:.4f}",
+                                   f"{result['loss_and_gradients']['median_ms']:.4f}",
+                                   f"{result['workspace_mib'] + result['gradients_mib']:.1f}"]
+    return list(rows.values())
+
+
+def merge_sweeps(results, sweeps, csv_file):
+    with open(sweeps, newline="") as file:
+        rows = [[row[name] for name in COLUMNS] for row in csv.DictReader(file)]
+    for path in results:
+        rows += read_ours(path)
+    with open(csv_file, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS] + rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", help="JSON files of cuda_loss_bench")
     parser.add_argument("--peers", help="JSON file of peers.py")
+    parser.add_argument("--sweeps", metavar="CSV", help="sweeps of peers.py: merged with those in the JSON files, instead of a table")
+    parser.add_argument("--csv", help="where the merged sweeps go")
     args = parser.parse_args()
-    print(report(args.results, args.peers), end="")
+    if args.sweeps:
+        merge_sweeps(args.results, args.sweeps, args.csv)
+    else:
+        print(report(args.results, args.peers), end="")
 
 
 if __name__ == "__main__":

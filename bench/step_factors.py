@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of pipelines that bench/pipeline_bench.py measured, and the factors with which `lossctl plan` predicts them.
 
-The model is that of client/plan/plan.h, whose tests compare it with every step here. Pure functions but for `read`.
+The model is that of client/plan/plan.h, whose tests compare it with every step here. Pure functions.
 """
 
 import itertools
-import json
 
 HIDDEN_AND_VOCABULARY = {"gemma2-2b": (2304, 256000), "llama3-8b": (4096, 128256)}  # of pipeline_bench.py
 KINDS = ("local", "server", "colocated")
 
 
-def read(folder, sources, root):
-    """Of every file in `folder`. Of configurations of one kind and size those of the latest day count, and of several of them
+def read(file, runs, sources):
+    """Of all `runs` of a file, by name, each a result of pipeline_bench.py. Of configurations of one kind and size those of the latest day count, and of several of them
     with the same layers and shares (schedules, transports) the fastest."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        source = sources.add(str(path.relative_to(root)), content)
+    for name, content in sorted(runs.items()):
+        source = sources.add(file, content)
         for run in content["configurations"]:
             if "step_seconds" not in run or run["kind"] not in KINDS or run["replicas"] != 1:
                 continue
@@ -25,7 +23,7 @@ def read(folder, sources, root):
                 continue  # the plan compares with the fastest
             if run["kind"] != "local" and run["schedule"] == "1F1B":
                 continue
-            entry = entry_of(path.stem, content, run, source)
+            entry = entry_of(name, content, run, source)
             key = (entry["kind"], entry["gradients"], entry["mps"], entry["hidden"], entry["vocab"], sum(entry["layers"]), run["gpus"])
             found.setdefault(key, {}).setdefault(content["date"], []).append(entry)
     return [entry for days in found.values() for entry in fastest(days[max(days)])]

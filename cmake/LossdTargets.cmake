@@ -93,7 +93,7 @@ add_custom_target(threads_tests)
 # The programs that a CUDA compiler makes different: `make test-cuda`.
 add_custom_target(cuda_programs)
 
-# lossd_tests(NAME rpc_tests PREFIX rpc_ SOURCES peer_test.cc status_test.cc fixture.cc DEPS lossd_rpc
+# lossd_tests(NAME rpc_tests PREFIX rpc_ SOURCES peer_test.cc workers_test.cc fixture.cc DEPS lossd_rpc
 #             [PROGRAMS lossd ...] [DEFINITIONS ...] [SANITIZED ALL|peer_test.cc ...] [THREADS ALL|...] [LABELS gpu]
 #             [TIMEOUT 300])
 #

@@ -5,14 +5,19 @@
 // (kernels/reference) says what the numbers have to be.
 //
 // The file begins with what the contract is stated in: choices for people, memory by kind, slices of rows and
-// chunks of slices. Backend and HeadKernels follow. The end of the file has the interfaces that only some
-// backends offer: memory that the host can read (HostBytes), and memory of somebody else (StagingAdopter).
+// chunks of slices. HeadKernels and Backend follow.
+//
+// Some members have a default: what a backend or a head cannot do, it does not override. The default answers
+// UNIMPLEMENTED, or says that there is nothing of the kind; its comment names which.
 //
 // Threads. A Backend and all its HeadKernels are driven by one thread at a time (the engine's
 // device thread), except the members marked thread-safe.
 // Errors. INVALID_ARGUMENT for arguments outside the documented ranges, RESOURCE_EXHAUSTED if memory
 // cannot be had, INTERNAL or UNAVAILABLE for a device failure. After an error from a const or a
-// validating member nothing has changed.
+// validating member nothing has changed. The head that computes checks its arguments (validation.h), for
+// whoever uses this library; a head of several devices checks what its members cannot see, and leaves the
+// rest to them. A server checks options first where a request comes in (server/messages), with the request's
+// names.
 #ifndef LOSSD_KERNELS_BACKEND_H_
 #define LOSSD_KERNELS_BACKEND_H_
 
@@ -24,11 +29,14 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/head_config.h"
+#include "kernels/replica.h"
 
 namespace lossd::kernels {
 
@@ -152,10 +160,23 @@ struct Slice {
 
 // Device memory where hidden states of deferred microbatches wait for their backward pass. Made by
 // Backend::AllocateRetained; used through Chunk::retained.
+//
+// The host reads and writes it where another process computes its rows (docs/scaling.md). ReadBytes and
+// WriteBytes are thread-safe, except that a caller must not read or write bytes that another thread is
+// writing. By default they answer UNIMPLEMENTED: the host cannot reach the memory.
 class RetainedMemory {
  public:
   virtual ~RetainedMemory() = default;
   virtual int64_t size() const = 0;  // bytes
+  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are
+  // out.
+  virtual absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const {
+    return absl::UnimplementedError("the host cannot read retained memory");
+  }
+  // Copies `in` to `offset`. Chunks that are submitted afterwards find it there.
+  virtual absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) {
+    return absl::UnimplementedError("the host cannot write retained memory");
+  }
 };
 
 // Rows computed together. Owned by the caller, untouched by it until on_done has run.
@@ -237,13 +258,39 @@ class HeadKernels {
   virtual absl::StatusOr<double> GradNorm() = 0;
   // One update of every trained parameter, then zeroes the gradients. `update` is the 1-based count
   // of updates including this one (bias correction; steps that were skipped do not count).
-  // FAILED_PRECONDITION if the head is not trainable or reserved less optimizer state than `options` needs.
-  // A replica updates its shard, zeroes the gradients of that, and has moments of that only.
+  // INVALID_ARGUMENT if an option or `update` is out of range; FAILED_PRECONDITION if the head is not
+  // trainable or reserved less optimizer state than `options` needs. A replica updates its shard, zeroes the
+  // gradients of that, and has moments of that only.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
   // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as
   // it is. The next update counts from 1. An error of the device may leave moments half-written.
   virtual absl::Status ZeroMoments() = 0;
+
+  // ---- Of heads whose classes are divided among devices ----
+  // By default a head is not divided so, and no part of it lies in another process.
+
+  // Whether SetShares can divide the classes in another way. Thread-safe; fixed for the life of the head.
+  virtual bool divides_classes() const { return false; }
+  // Says whether the head may become so: `divided` has the config, the rows and the memory that it would
+  // have.
+  using Accept = absl::FunctionRef<absl::Status(const HeadKernels& divided)>;
+  // HeadConfig::shares become these. Values and optimizer state keep every bit; gradients are zero before and
+  // after, and the caller sees to it that nothing has accumulated. The head's config(), chunk_rows(),
+  // slice_rows(), memory() and Describe() may change. The devices have both divisions while tensors are
+  // copied, a few MiB at a time through memory of the host. After an error the head is as it was:
+  // INVALID_ARGUMENT (shares), RESOURCE_EXHAUSTED (no room for both divisions), what `accept` returns,
+  // UNAVAILABLE; FAILED_PRECONDITION, the default, unless divides_classes().
+  virtual absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) {
+    return absl::FailedPreconditionError(
+        "the head is not split by vocabulary over several devices, or has replicas (nothing changed)");
+  }
+
+  // The parts of the head that lie in other processes, which can save and load their parts by themselves.
+  virtual std::vector<RemotePart> remote_parts() const { return {}; }
+  // From now on WriteTensor passes by the parts on these ranks, which get their rows in another way. Empty:
+  // it writes all parts again.
+  virtual void PassBy(absl::Span<const int> ranks) {}
 };
 
 // The replicas of one head on several devices of one kind (replica.h). Driven by the backends' driving
@@ -275,68 +322,7 @@ class StagingMemory {
   virtual absl::Span<uint8_t> bytes() = 0;  // aligned to 64
 };
 
-class Backend {
- public:
-  virtual ~Backend() = default;
-
-  virtual BackendInfo info() const = 0;          // thread-safe
-  virtual MemoryStats memory() const = 0;        // thread-safe
-  virtual int max_chunks_in_flight() const = 0;  // thread-safe; >= 1
-
-  // What a head with this config would hold on the device, by kind. Thread-safe.
-  virtual absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const = 0;
-  // Allocates a head; its tensors are zero (norm gain and class weights: one). RESOURCE_EXHAUSTED
-  // with the plan's numbers if it does not fit; then nothing is held.
-  virtual absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) = 0;
-  // Thread-safe. Counted as MemoryKind::kStaging; freed when the result is destroyed, which must be
-  // before the backend.
-  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) = 0;
-  // Thread-safe. Counted as MemoryKind::kRetained; freed when the result is destroyed, which must be
-  // before the backend.
-  virtual absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) = 0;
-  // Thread-safe. Counts memory of the host that the caller will allocate by and by, until the backend ends.
-  // RESOURCE_EXHAUSTED as CreateHead, if the plan includes memory of the host.
-  virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
-};
-
-// Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient. An
-// absent row adds nothing to any sum, whatever its hidden state holds (docs/math.md, "Rows of weight 0").
-inline bool IsAbsent(const Slice& slice, int64_t row) {
-  return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
-         (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
-         (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
-}
-
-// Retained memory that the host can read and write. A server of several processes needs it: another process
-// computes rows whose hidden states are there, or are to be (docs/scaling.md). The RetainedMemory of the CPU
-// and CUDA backends implements HostBytes too.
-//
-// Thread-safe, except that a caller must not read or write bytes that another thread is writing.
-class HostBytes {
- public:
-  virtual ~HostBytes() = default;
-  // Copies what lies at `offset`, to fill `out`. What a chunk keeps there may be read once its results are
-  // out.
-  virtual absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const = 0;
-  // Copies `in` to `offset`. Chunks that are submitted afterwards find it there.
-  virtual absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) = 0;
-};
-
-// UNIMPLEMENTED if the host cannot read the memory.
-inline absl::Status ReadBytesOf(const RetainedMemory* memory, int64_t offset, absl::Span<uint8_t> out) {
-  auto* const bytes = dynamic_cast<const HostBytes*>(memory);
-  if (bytes == nullptr) return absl::UnimplementedError("the host cannot read retained memory");
-  return bytes->ReadBytes(offset, out);
-}
-
-// UNIMPLEMENTED if the host cannot write it.
-inline absl::Status WriteBytesOf(RetainedMemory* memory, int64_t offset, absl::Span<const uint8_t> in) {
-  auto* const bytes = dynamic_cast<HostBytes*>(memory);
-  if (bytes == nullptr) return absl::UnimplementedError("the host cannot write retained memory");
-  return bytes->WriteBytes(offset, in);
-}
-
-// How StagingAdopter::AdoptStaging treats the memory.
+// How Backend::AdoptStaging treats the memory.
 struct AdoptOptions {
   // A descriptor by which other processes can map the same memory from its begin, the caller's: it is copied
   // if it is needed for longer. -1: there is none.
@@ -345,29 +331,143 @@ struct AdoptOptions {
   bool counted = true;
 };
 
-// A backend that can use memory of somebody else as staging memory, for example memory that a server shares
-// with another process. Backends that can do so implement StagingAdopter too. Thread-safe.
-class StagingAdopter {
+// Memory of a device that programs of the host can map too, so that rows need no copy through memory of the
+// host. It is zero at first. Destroying the object, which must happen before the backend ends, takes the
+// memory from this process; a program that has mapped it keeps the device's memory until it unmaps it or
+// ends. Thread-safe.
+class SharedDeviceMemory {
  public:
-  virtual ~StagingAdopter() = default;
-  // Makes `memory`, whole pages, staging memory as fast as what AllocateStaging gives. Counted as
-  // MemoryKind::kStaging, unless the options say otherwise, until the result is destroyed, which must be
-  // before the memory goes and before the backend. RESOURCE_EXHAUSTED if it would pass a limit, or the
-  // backend's error.
+  virtual ~SharedDeviceMemory() = default;
+  // Addresses of the device, in whole pages of it: code of the host must not follow them. The backend takes
+  // hidden states from there and writes gradients and tensors there, as with staging memory. Other processes
+  // may write to it at any time (Backend::AdoptStaging).
+  virtual absl::Span<uint8_t> bytes() const = 0;
+  // What another process imports it from, e.g. cuMemImportFromShareableHandle. Stays this object's.
+  virtual int descriptor() const = 0;
+  // Copies `from`, a part of bytes(), to memory of the host, or the other way, and waits for it. UNAVAILABLE:
+  // the device is lost.
+  virtual absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const = 0;
+  virtual absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const = 0;
+};
+
+// A head as it would be: what its HeadKernels would say.
+struct PlannedHead {
+  MemoryBytes memory;
+  DType compute_dtype = DType::kFloat32;
+  int64_t chunk_rows = 0;
+  int64_t slice_rows = 0;
+  // As HeadKernels::Describe, without what is known of a head on its device alone.
+  std::vector<Choice> choices;
+};
+
+// What a device exchanges with others, ranks or devices of its process.
+enum class ExchangeKind {
+  kSumGradients,     // of a step, by rows
+  kSpreadValues,     // of a step, by rows
+  kRowStatistics,    // of a chunk by vocabulary: what the parts of a head say of its rows
+  kHiddenGradients,  // of a chunk by vocabulary: the sums that go through the norm, and its gradients
+};
+inline constexpr size_t kExchangeKinds = 4;
+
+constexpr absl::string_view Name(ExchangeKind kind) {
+  constexpr std::array<absl::string_view, kExchangeKinds> kNames = {"sum_gradients", "spread_values",
+                                                                    "row_statistics", "hidden_gradients"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+// Since the start, with the wait for the others; by kind.
+using ExchangeTimes = std::array<absl::Duration, kExchangeKinds>;
+
+// What a member of a group has done, since its thread started.
+struct MemberWork {
+  int64_t chunks = 0;   // or parts of them, computed without an error
+  int64_t rows = 0;     // of these, those without a target included
+  absl::Duration busy;  // there was a chunk to compute, or something else to do
+};
+
+// What is known of one member of a group (kernels/group).
+struct MemberState {
+  std::string device;
+  MemoryStats memory;  // members that count their memory together: all of it, of member 0
+  MemberWork work;
+  ExchangeTimes exchanges;  // of the time that it was busy; none without GroupOptions::exchanges
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual BackendInfo info() const = 0;          // thread-safe
+  virtual MemoryStats memory() const = 0;        // thread-safe
+  virtual int max_chunks_in_flight() const = 0;  // thread-safe; >= 1
+  // What each member of a group has done, in order. Empty, the default: the backend is one device.
+  // Thread-safe.
+  virtual std::vector<MemberState> MemberStates() const { return {}; }
+
+  // What a head with this config would hold on the device, by kind. Thread-safe.
+  virtual absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const = 0;
+  // What CreateHead would make now, if `beside` were in use too; or the error that it would end with. Nothing
+  // is held or counted. That a library or another device then fails is not foreseen. By default the plan is
+  // PlanHead's memory and the config's compute_dtype alone. Thread-safe.
+  virtual absl::StatusOr<PlannedHead> PlanWholeHead(const HeadConfig& config,
+                                                    const MemoryBytes& beside) const {
+    absl::StatusOr<MemoryBytes> memory = PlanHead(config);
+    if (!memory.ok()) return memory.status();
+    PlannedHead planned;
+    planned.memory = *memory;
+    planned.compute_dtype = config.compute_dtype;
+    return planned;
+  }
+  // Allocates a head; its tensors are zero (norm gain and class weights: one). RESOURCE_EXHAUSTED
+  // with the plan's numbers if it does not fit; then nothing is held.
+  virtual absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) = 0;
+
+  // ---- Memory for rows; thread-safe ----
+  // Counted as MemoryKind::kStaging; freed when the result is destroyed, which must be before the backend.
+  virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) = 0;
+  // Makes `memory` of somebody else, whole pages, staging memory as fast as what AllocateStaging gives; for
+  // example memory that a server shares with another process. Counted as MemoryKind::kStaging, unless the
+  // options say otherwise, until the result is destroyed, which must be before the memory goes and before the
+  // backend. RESOURCE_EXHAUSTED if it would pass a limit, or the backend's error. UNIMPLEMENTED, the default:
+  // the backend takes no memory of others.
   //
   // Other processes may write to the memory at any time. So a backend reads the hidden states of a slice
   // once, and takes every decision by what it has read.
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
-                                                                      const AdoptOptions& options) = 0;
+                                                                      const AdoptOptions& options) {
+    return absl::UnimplementedError("the backend takes no memory of others");
+  }
+  // Counted as MemoryKind::kRetained; freed when the result is destroyed, which must be before the backend.
+  virtual absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) = 0;
+  // Counts memory of the host that the caller will allocate by and by, until the backend ends.
+  // RESOURCE_EXHAUSTED as CreateHead, if the plan includes memory of the host.
+  virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
+
+  // ---- Memory of the device that programs of the host can map; thread-safe ----
+  // The UUIDs of the devices whose memory ShareDeviceMemory gives, in the order of the devices. Empty, the
+  // default: it gives none.
+  virtual std::vector<std::string> SharingDevices() const { return {}; }
+  // `bytes` > 0, rounded up to whole pages, of `device`, one of SharingDevices(), that all devices of this
+  // backend reach. Counted as MemoryKind::kSlots. RESOURCE_EXHAUSTED if it would pass a limit; UNIMPLEMENTED,
+  // the default, if the device or its driver cannot share memory, or if nothing connects it with another
+  // device.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(absl::string_view device,
+                                                                                int64_t bytes) {
+    return absl::UnimplementedError("the server shares no memory of a GPU");
+  }
+  // Lets this device read and write memory that another backend of this process shares, SharedDeviceMemory's
+  // bytes(), as long as it is there. UNIMPLEMENTED, the default, if nothing connects the two devices.
+  virtual absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) {
+    return absl::UnimplementedError("these devices share no memory");
+  }
 };
 
-// UNIMPLEMENTED if the backend is no StagingAdopter.
-inline absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(Backend* backend,
-                                                                   absl::Span<uint8_t> memory,
-                                                                   const AdoptOptions& options = {}) {
-  auto* const adopter = dynamic_cast<StagingAdopter*>(backend);
-  if (adopter == nullptr) return absl::UnimplementedError("the backend takes no memory of others");
-  return adopter->AdoptStaging(memory, options);
+// Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient. An
+// absent row adds nothing to any sum, whatever its hidden state holds (docs/math.md, "Rows of weight 0").
+inline bool IsAbsent(const Slice& slice, int64_t row) {
+  return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
+         (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
+         (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
 }
 
 }  // namespace lossd::kernels

@@ -20,7 +20,6 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
@@ -59,24 +58,7 @@ class BusyClock {
   Clock::duration total_ ABSL_GUARDED_BY(mutex_) = Clock::duration::zero();
 };
 
-// What is exchanged.
-enum class ExchangeKind {
-  kSumGradients,     // of a step, by rows
-  kSpreadValues,     // of a step, by rows
-  kRowStatistics,    // of a chunk by vocabulary: what the parts of a head say of its rows
-  kHiddenGradients,  // of a chunk by vocabulary: the sums that go through the norm, and its gradients
-};
-inline constexpr size_t kExchangeKinds = 4;
-
-constexpr absl::string_view Name(ExchangeKind kind) {
-  constexpr std::array<absl::string_view, kExchangeKinds> kNames = {"sum_gradients", "spread_values",
-                                                                    "row_statistics", "hidden_gradients"};
-  return kNames[static_cast<size_t>(kind)];
-}
-
-// Since the start, with the wait for the others; by kind.
-using ExchangeTimes = std::array<absl::Duration, kExchangeKinds>;
-
+// The clocks of one device, one for each kind of exchange.
 class ExchangeClocks {
  public:
   BusyClock& of(ExchangeKind kind) { return clocks_[static_cast<size_t>(kind)]; }

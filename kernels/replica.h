@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which part of a head each of several devices has (Replica, Shard), how memory goes between the processes of
-// one server (HostTransfers), and which parts of a head lie in other processes (RemoteParts).
+// one server (HostTransfers), and a part of a head that lies in another process (RemotePart).
 //
 // By rows, every device computes other rows: it has all values and accumulates gradients of all classes, but
 // each parameter is updated by one of the devices, which alone keeps its optimizer state. By vocabulary, a
 // device has all that belongs to its classes, and nothing of the other classes. A head by vocabulary may have
 // several copies; each copy computes other rows, and each class is updated in one of the copies.
 //
-// Structs are plain data. Functions that take no head are stateless and thread-safe.
+// Structs are plain data. Functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_REPLICA_H_
 #define LOSSD_KERNELS_REPLICA_H_
 
@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "kernels/backend.h"
+#include "kernels/head_config.h"
 
 namespace lossd::kernels {
 
@@ -133,27 +133,6 @@ struct RemotePart {
   Replica replica;             // which part of the head it is,
   Split split = Split::kRows;  // and by what the head is divided: never kAny
 };
-
-// What a head offers besides HeadKernels if parts of it lie in other processes: those processes can save and
-// load their parts by themselves. Driven as HeadKernels.
-class RemoteParts {
- public:
-  virtual ~RemoteParts() = default;
-  virtual std::vector<RemotePart> remote_parts() const = 0;
-  // From now on WriteTensor passes by the parts on these ranks, which get their rows in another way. Empty:
-  // it writes all parts again.
-  virtual void PassBy(absl::Span<const int> ranks) = 0;
-};
-
-// The remote parts of any head; empty if it has none.
-inline std::vector<RemotePart> RemotePartsOf(HeadKernels& head) {
-  const auto* const parts = dynamic_cast<const RemoteParts*>(&head);
-  return parts == nullptr ? std::vector<RemotePart>() : parts->remote_parts();
-}
-
-inline void PassBy(HeadKernels& head, absl::Span<const int> ranks) {
-  if (auto* const parts = dynamic_cast<RemoteParts*>(&head)) parts->PassBy(ranks);
-}
 
 }  // namespace lossd::kernels
 

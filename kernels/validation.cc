@@ -132,9 +132,7 @@ absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, Te
       absl::StrCat("[", row_begin, ", ", row_begin, " + ", rows, ")"));
 }
 
-absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {
-  if (absl::Status status = Validate(options); !status.ok()) return status;
-  if (update < 1) return errors::FieldError("update", "be >= 1", update);
+absl::Status CheckTrainedBy(const HeadConfig& config, const OptimizerOptions& options) {
   if (!config.trainable) return absl::FailedPreconditionError("the head is not trainable");
   if (RequiredState(options) > config.optimizer_state) {
     return absl::FailedPreconditionError(absl::StrCat("the step needs optimizer state ",
@@ -142,6 +140,12 @@ absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& opti
                                                       Name(config.optimizer_state)));
   }
   return absl::OkStatus();
+}
+
+absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {
+  if (absl::Status status = Validate(options); !status.ok()) return status;
+  if (update < 1) return errors::FieldError("update", "be >= 1", update);
+  return CheckTrainedBy(config, options);
 }
 
 }  // namespace lossd::kernels

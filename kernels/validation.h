@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of arguments that every backend makes alike, before anything is computed or changed. The file also
-// has what the checks of a divided head need: which rows of a tensor a replica keeps and updates (ShardRows),
-// and how the shares of a living head change (DividedClasses).
+// has what the checks of a divided head need: which rows of a tensor a replica keeps and updates (ShardRows).
 //
-// Functions but SetShares are stateless and thread-safe. Messages name the field and the value.
+// Functions are stateless and thread-safe. Messages name the field and the value.
 #ifndef LOSSD_KERNELS_VALIDATION_H_
 #define LOSSD_KERNELS_VALIDATION_H_
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kernels/backend.h"
 #include "kernels/head_config.h"
@@ -34,36 +31,13 @@ absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes);
 
-// For HeadKernels::ApplyStep: INVALID_ARGUMENT, or FAILED_PRECONDITION if the head cannot be trained so.
+// FAILED_PRECONDITION if the head is not trainable, or has reserved less optimizer state than `options`,
+// which are in their ranges, need.
+absl::Status CheckTrainedBy(const HeadConfig& config, const OptimizerOptions& options);
+
+// For HeadKernels::ApplyStep: INVALID_ARGUMENT if an option or `update` is out of range, or as
+// CheckTrainedBy.
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update);
-
-// What a head by vocabulary offers besides HeadKernels: its classes can be divided among its devices by other
-// shares while the head lives. Driven as HeadKernels.
-class DividedClasses {
- public:
-  // Says whether the head may become so: `divided` has the config, the rows and the memory that it would
-  // have.
-  using Accept = absl::FunctionRef<absl::Status(const HeadKernels& divided)>;
-
-  virtual ~DividedClasses() = default;
-  // HeadConfig::shares become these. Values and optimizer state keep every bit; gradients are zero before and
-  // after, and the caller sees to it that nothing has accumulated. The head's config(), chunk_rows(),
-  // slice_rows(), memory() and Describe() may change. The devices have both divisions while tensors are
-  // copied, a few MiB at a time through memory of the host. After an error the head is as it was:
-  // INVALID_ARGUMENT (shares), RESOURCE_EXHAUSTED (no room for both divisions), what `accept` returns,
-  // UNAVAILABLE.
-  virtual absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) = 0;
-};
-
-// SetShares of any head; driven as HeadKernels. FAILED_PRECONDITION if its classes are not divided among
-// devices, or if it has replicas.
-inline absl::Status SetShares(HeadKernels& head, const std::vector<int32_t>& shares,
-                              DividedClasses::Accept accept) {
-  auto* const divided = dynamic_cast<DividedClasses*>(&head);
-  if (divided != nullptr) return divided->SetShares(shares, accept);
-  return absl::FailedPreconditionError(
-      "the head is not split by vocabulary over several devices, or has replicas (nothing changed)");
-}
 
 // Rows [first, first + rows) of a parameter: those that a replica keeps, updates or computes (replica.h).
 struct ShardRows {

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small GPT without its head: tokens in, hidden states out; whole, or in stages of a pipeline."""
+"""A small GPT, whole or in stages of a pipeline, and its head: a layer of its own, or on a lossd server."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+import lossd
+from lossd.torch import LossHead
+
+
+# A small GPT without its head: tokens in, hidden states out; whole, or in stages of a pipeline.
 
 
 @dataclass(frozen=True)
@@ -94,3 +101,35 @@ class LocalHead(nn.Module):
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = functional.linear(hidden, self.weight.to(hidden.dtype)).float()
         return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+# The head of the examples on a lossd server.
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = lossd.LossOptions()
+    parser.add_argument("--gradients", choices=tuple(lossd.types.GRADIENTS), default="exact",
+                        help="how lossd computes gradients")
+    parser.add_argument("--filter_epsilon", type=float, default=defaults.filter_epsilon,
+                        help="filtered: probabilities below it add nothing to gradients")
+    parser.add_argument("--sample_threshold", type=float, default=defaults.sample_threshold,
+                        help="sampled, auto: probabilities below it add to gradients by chance")
+    parser.add_argument("--max_gradient_error", type=float, default=defaults.max_gradient_error,
+                        help="auto: the largest predicted relative error of sampled gradients")
+
+
+def loss_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments above as LossHead takes them."""
+    names = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def remote_head(client: lossd.Client, name: str, weight: torch.Tensor, compute_dtype: lossd.types.DType,
+                **options: Any) -> LossHead:
+    """A new head of that name, in place of an older one, with `weight` [V, D]; `options` are LossHead's."""
+    if name in [head.spec.name for head in client.list_heads()]:
+        client.delete_head(name)
+    client.create_head(name, hidden_size=weight.shape[1], vocab_size=weight.shape[0], compute_dtype=compute_dtype,
+                       zeros=True)
+    client.write_tensor(name, "weight", weight.numpy())
+    return LossHead(client, name, **options)

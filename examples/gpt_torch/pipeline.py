@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from model import LocalHead, Shape, head_weight, stages
+from model import LocalHead, Shape, add_loss_arguments, head_weight, loss_options, remote_head, stages
 from numpy.typing import NDArray
 from plots import pipeline_stages
-from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 from torch import nn
 from torch.nn import functional

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from remote import add_loss_arguments, loss_options
+from model import add_loss_arguments, loss_options
 from torch import nn
 
 import lossd

@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from model import LocalHead, Shape, head_weight, trunk
+from model import LocalHead, Shape, add_loss_arguments, head_weight, loss_options, remote_head, trunk
 from numpy.typing import NDArray
 from plots import loss_curves
-from remote import add_loss_arguments, loss_options, remote_head
 from text import load_tokens
 
 import lossd

@@ -2,85 +2,106 @@
 #include "examples/ngram_lm/model.h"
 
 #include <cblas.h>
+#include <glob.h>
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <fstream>
+#include <iterator>
 #include <random>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 
 namespace lossd::ngram_lm {
 
+// ---- Text ----
+
+std::vector<absl::string_view> SplitWords(absl::string_view text) {
+  const auto in_word = [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || static_cast<unsigned char>(c) >= 0x80;
+  };
+  std::vector<absl::string_view> words;
+  for (size_t begin = 0, end = 0; begin < text.size(); begin = end) {
+    if (text[end] == ' ' && end + 1 < text.size()) ++end;
+    const bool word = in_word(text[end++]);
+    while (word && end < text.size() && in_word(text[end])) ++end;
+    words.push_back(text.substr(begin, end - begin));
+  }
+  return words;
+}
+
+absl::StatusOr<Text> Tokenize(absl::string_view text, int32_t vocab_size) {
+  constexpr size_t kFewestWords = 1000, kBlocks = 200, kLargestBlock = 8192, kHoldOutEvery = 20;
+  const std::vector<absl::string_view> words = SplitWords(text);
+  if (words.size() < kFewestWords || vocab_size < 2) {
+    return absl::InvalidArgumentError(absl::StrCat("the text has ", words.size(), " words (", kFewestWords,
+                                                   " are needed), the vocabulary ", vocab_size, " (2)"));
+  }
+  const size_t block = std::min(words.size() / kBlocks, kLargestBlock);
+  const auto held_out = [&](size_t i) { return i / block % kHoldOutEvery == kHoldOutEvery - 1; };
+
+  absl::flat_hash_map<absl::string_view, int64_t> counts;
+  for (size_t i = 0; i < words.size(); ++i)
+    if (!held_out(i)) ++counts[words[i]];
+  std::vector<std::pair<int64_t, absl::string_view>> frequent;  // minus the count, and the word
+  for (const auto& [word, count] : counts) frequent.emplace_back(-count, word);
+  std::sort(frequent.begin(), frequent.end());
+  if (frequent.size() >= static_cast<size_t>(vocab_size)) frequent.resize(vocab_size - 1);
+
+  absl::flat_hash_map<absl::string_view, int32_t> tokens;
+  for (const auto& [count, word] : frequent) tokens.emplace(word, static_cast<int32_t>(tokens.size()) + 1);
+  Text result;
+  result.vocab_size = static_cast<int32_t>(tokens.size()) + 1;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const auto token = tokens.find(words[i]);
+    (held_out(i) ? result.held_out : result.train).push_back(token == tokens.end() ? 0 : token->second);
+  }
+  return result;
+}
+
+absl::StatusOr<Text> LoadText(const std::string& pattern, int32_t vocab_size) {
+  glob_t found{};
+  std::string text;
+  if (glob(pattern.c_str(), 0, nullptr, &found) == 0) {
+    for (size_t i = 0; i < found.gl_pathc; ++i) {
+      std::ifstream file(found.gl_pathv[i], std::ios::binary);
+      text.append(std::istreambuf_iterator<char>(file), {});
+    }
+  }
+  globfree(&found);
+  if (text.empty()) {
+    return absl::NotFoundError(
+        absl::StrCat("--text: no file at ", pattern, ": install the package perl-doc, or name another text"));
+  }
+  return Tokenize(text, vocab_size);
+}
+
+double UnigramEntropy(const Text& text) {
+  std::vector<double> counts(text.vocab_size, 1.0);
+  for (int32_t token : text.train) ++counts[token];
+  const double total = std::log(static_cast<double>(text.train.size()) + text.vocab_size);
+  double sum = 0;
+  for (int32_t token : text.held_out) sum += total - std::log(counts[token]);
+  return sum / static_cast<double>(text.held_out.size());
+}
+
 // ---- Adam ----
 
-Adam::Adam(size_t size, const Options& options)
-    : options_(options), state_{0, std::vector<float>(size), std::vector<float>(size)} {}
-
 void Adam::Step(float learning_rate, absl::Span<const float> gradients, absl::Span<float> parameters) {
-  ++state_.steps;
-  const auto correction1 = static_cast<float>(1 - std::pow(options_.beta1, state_.steps));
-  const auto correction2 = static_cast<float>(1 - std::pow(options_.beta2, state_.steps));
-  const float rate = learning_rate / correction1;
-  const float root_correction2 = std::sqrt(correction2);
+  constexpr float kBeta1 = 0.9f, kBeta2 = 0.99f, kEpsilon = 1e-8f;
+  ++steps;
+  const float rate = learning_rate / static_cast<float>(1 - std::pow(kBeta1, steps));
+  const float root_correction2 = std::sqrt(static_cast<float>(1 - std::pow(kBeta2, steps)));
   for (size_t i = 0; i < parameters.size(); ++i) {
     const float g = gradients[i];
-    float& moment1 = state_.moment1[i];
-    float& moment2 = state_.moment2[i];
-    moment1 += (1 - options_.beta1) * (g - moment1);
-    moment2 += (1 - options_.beta2) * (g * g - moment2);
-    parameters[i] -= rate * moment1 / (std::sqrt(moment2) / root_correction2 + options_.epsilon);
+    moment1[i] += (1 - kBeta1) * (g - moment1[i]);
+    moment2[i] += (1 - kBeta2) * (g * g - moment2[i]);
+    parameters[i] -= rate * moment1[i] / (std::sqrt(moment2[i]) / root_correction2 + kEpsilon);
   }
-}
-
-// ---- Rows ----
-
-void GatherRows(absl::Span<const int32_t> tokens, absl::Span<const int64_t> positions, int64_t context,
-                int32_t padding, std::vector<int32_t>* contexts, std::vector<int32_t>* targets) {
-  contexts->clear();
-  targets->clear();
-  for (int64_t t : positions) {
-    for (int64_t i = t - context; i < t; ++i) contexts->push_back(i < 0 ? padding : tokens[i]);
-    targets->push_back(tokens[t]);
-  }
-}
-
-Shuffler::Shuffler(int64_t size, uint64_t seed) : random_(seed), order_(size) {
-  std::iota(order_.begin(), order_.end(), 0);
-}
-
-std::vector<int64_t> Shuffler::Next(int64_t count) {
-  std::vector<int64_t> positions;
-  const auto size = static_cast<int64_t>(order_.size());
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t index = taken_ % size;
-    Skip(1);
-    positions.push_back(order_[index]);
-  }
-  return positions;
-}
-
-void Shuffler::Skip(int64_t count) {
-  const auto size = static_cast<int64_t>(order_.size());
-  for (int64_t i = 0; i < count; ++i, ++taken_) {
-    if (taken_ % size == 0) std::shuffle(order_.begin(), order_.end(), random_);
-  }
-}
-
-double Shuffler::epochs() const { return static_cast<double>(taken_) / static_cast<double>(order_.size()); }
-
-std::vector<int64_t> EvenlySpaced(int64_t size, int64_t count) {
-  count = std::min(count, size);
-  std::vector<int64_t> positions(count);
-  for (int64_t i = 0; i < count; ++i) positions[i] = i * size / count;
-  return positions;
-}
-
-double UnigramEntropy(absl::Span<const int32_t> train, absl::Span<const int32_t> text, int64_t vocab_size) {
-  std::vector<double> counts(vocab_size, 1.0);
-  for (int32_t token : train) ++counts[token];
-  const double total = std::log(static_cast<double>(train.size()) + static_cast<double>(vocab_size));
-  double sum = 0;
-  for (int32_t token : text) sum += total - std::log(counts[token]);
-  return sum / static_cast<double>(text.size());
 }
 
 // ---- StageOne ----
@@ -127,13 +148,9 @@ StageOne::Layout StageOne::LayoutOf(const StageOneShape& shape) {
   return layout;
 }
 
+// Unit-variance embeddings; He initialization before the GELU, and an output of about unit variance.
 StageOne::StageOne(const StageOneShape& shape, uint64_t seed)
     : shape_(shape), layout_(LayoutOf(shape)), parameters_(layout_.size), gradients_(layout_.size) {
-  Initialize(seed);
-}
-
-// Unit-variance embeddings; He initialization before the GELU, and an output of about unit variance.
-void StageOne::Initialize(uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
   const auto fill = [&](int64_t begin, int64_t end, double fan_in_per_gain) {
@@ -146,43 +163,44 @@ void StageOne::Initialize(uint64_t seed) {
   fill(layout_.output_weight, layout_.output_bias, 0.8 * static_cast<double>(shape_.hidden));
 }
 
-void StageOne::Forward(Activations* activations) const {
+Activations StageOne::Forward(absl::Span<const int32_t> tokens, absl::Span<const int64_t> positions) const {
+  const auto n = static_cast<int64_t>(positions.size());
   const int64_t width = shape_.context * shape_.embedding;
-  const int64_t n = static_cast<int64_t>(activations->contexts.size()) / shape_.context;
-  activations->joined.resize(n * width);
-  activations->inner.resize(n * shape_.hidden);
-  activations->active.resize(n * shape_.hidden);
-  activations->output.resize(n * shape_.output);
   const float* p = parameters_.data();
-  for (int64_t i = 0; i < n * shape_.context; ++i) {
-    const float* embedding = p + layout_.embeddings + activations->contexts[i] * shape_.embedding;
-    std::copy(embedding, embedding + shape_.embedding, activations->joined.data() + i * shape_.embedding);
+  Activations a;
+  for (const int64_t t : positions) {
+    a.contexts.insert(a.contexts.end(), tokens.begin() + (t - shape_.context), tokens.begin() + t);
+    a.targets.push_back(tokens[t]);
   }
-  Linear(activations->joined.data(), p + layout_.hidden_weight, p + layout_.hidden_bias, n, width,
-         shape_.hidden, activations->inner.data());
-  std::transform(activations->inner.begin(), activations->inner.end(), activations->active.begin(), Gelu);
-  Linear(activations->active.data(), p + layout_.output_weight, p + layout_.output_bias, n, shape_.hidden,
-         shape_.output, activations->output.data());
+  for (const int32_t token : a.contexts) {
+    const float* embedding = p + layout_.embeddings + token * shape_.embedding;
+    a.joined.insert(a.joined.end(), embedding, embedding + shape_.embedding);
+  }
+  a.inner.resize(n * shape_.hidden);
+  Linear(a.joined.data(), p + layout_.hidden_weight, p + layout_.hidden_bias, n, width, shape_.hidden,
+         a.inner.data());
+  a.active.resize(n * shape_.hidden);
+  std::transform(a.inner.begin(), a.inner.end(), a.active.begin(), Gelu);
+  a.output.resize(n * shape_.output);
+  Linear(a.active.data(), p + layout_.output_weight, p + layout_.output_bias, n, shape_.hidden, shape_.output,
+         a.output.data());
+  return a;
 }
 
-void StageOne::Backward(const Activations& activations, absl::Span<const float> grad_output) {
+void StageOne::Backward(const Activations& a, absl::Span<const float> grad_output) {
+  const auto n = static_cast<int64_t>(a.targets.size());
   const int64_t width = shape_.context * shape_.embedding;
-  const int64_t n = static_cast<int64_t>(activations.contexts.size()) / shape_.context;
   const float* p = parameters_.data();
   float* g = gradients_.data();
   std::vector<float> grad_inner(n * shape_.hidden);
-  LinearBackward(activations.active.data(), p + layout_.output_weight, grad_output.data(), n, shape_.hidden,
+  LinearBackward(a.active.data(), p + layout_.output_weight, grad_output.data(), n, shape_.hidden,
                  shape_.output, g + layout_.output_weight, g + layout_.output_bias, grad_inner.data());
-  for (int64_t i = 0; i < n * shape_.hidden; ++i) grad_inner[i] *= GeluDerivative(activations.inner[i]);
+  for (size_t i = 0; i < grad_inner.size(); ++i) grad_inner[i] *= GeluDerivative(a.inner[i]);
   std::vector<float> grad_joined(n * width);
-  LinearBackward(activations.joined.data(), p + layout_.hidden_weight, grad_inner.data(), n, width,
-                 shape_.hidden, g + layout_.hidden_weight, g + layout_.hidden_bias, grad_joined.data());
-  ScatterEmbeddings(activations.contexts, grad_joined);
-}
-
-void StageOne::ScatterEmbeddings(absl::Span<const int32_t> contexts, absl::Span<const float> grad_joined) {
-  for (size_t i = 0; i < contexts.size(); ++i) {
-    float* grad = gradients_.data() + layout_.embeddings + contexts[i] * shape_.embedding;
+  LinearBackward(a.joined.data(), p + layout_.hidden_weight, grad_inner.data(), n, width, shape_.hidden,
+                 g + layout_.hidden_weight, g + layout_.hidden_bias, grad_joined.data());
+  for (size_t i = 0; i < a.contexts.size(); ++i) {
+    float* grad = g + layout_.embeddings + a.contexts[i] * shape_.embedding;
     const float* from = grad_joined.data() + static_cast<int64_t>(i) * shape_.embedding;
     for (int64_t e = 0; e < shape_.embedding; ++e) grad[e] += from[e];
   }

@@ -2,240 +2,251 @@
 #include "examples/ngram_lm/trainer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <map>
-#include <memory>
+#include <numbers>
+#include <random>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
+#include "absl/time/clock.h"
+#include "kernels/clocks/clock.h"
 #include "proto/tensorfile/safetensors.h"
 
 namespace lossd::ngram_lm {
 
-// ---- TrainerState ----
-
-namespace {
-
-constexpr char kParameters[] = "parameters";
-constexpr char kMoment1[] = "adam.moment1";
-constexpr char kMoment2[] = "adam.moment2";
-
-absl::Span<const uint8_t> Bytes(const std::vector<float>& values) {
-  return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
+double RateMultiplier(double done) {
+  constexpr double kWarmUp = 0.03, kLast = 0.05;
+  if (done < kWarmUp) return (done + 0.003) / (kWarmUp + 0.003);
+  const double cosine = 0.5 + 0.5 * std::cos(std::numbers::pi * (done - kWarmUp) / (1 - kWarmUp));
+  return kLast + (1 - kLast) * cosine;
 }
 
-absl::Status WriteFile(const TrainerState& state, const std::string& path) {
-  const std::pair<const char*, const std::vector<float>*> tensors[] = {
-      {kParameters, &state.parameters}, {kMoment1, &state.adam.moment1}, {kMoment2, &state.adam.moment2}};
-  std::vector<formats::SafetensorsSpec> specs;
-  for (const auto& [name, values] : tensors) {
-    specs.push_back({name, formats::DType::kFloat32, {static_cast<int64_t>(values->size())}});
-  }
-  auto file = formats::CreateSafetensors(path, specs,
-                                         {{"seed", absl::StrCat(state.seed)},
-                                          {"tokens_per_step", absl::StrCat(state.tokens_per_step)},
-                                          {"train_tokens", absl::StrCat(state.train_tokens)},
-                                          {"steps", absl::StrCat(state.adam.steps)},
-                                          {"checkpoint", state.checkpoint}});
-  if (!file.ok()) return file.status();
-  for (const auto& [name, values] : tensors) {
-    if (absl::Status status = (*file)->Append(Bytes(*values)); !status.ok()) return status;
-  }
-  return (*file)->Finish();
+bool ServerWasLost(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsAborted(status) || absl::IsNotFound(status);
 }
 
-absl::StatusOr<std::vector<float>> ReadTensor(const formats::SafetensorsReader& file, const char* name) {
-  const auto tensor = file.Find(name);
-  if (!tensor.ok()) return tensor.status();
-  std::vector<float> values(static_cast<size_t>((*tensor)->rows()));
-  const absl::Status read =
-      file.ReadBytes(**tensor, 0, {reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float)});
-  if (!read.ok()) return read;
-  return values;
-}
+// ---- The head ----
 
-template <typename T>
-absl::Status ReadNumber(const formats::SafetensorsReader& file, const char* name, T* out) {
-  const auto entry = file.metadata().find(name);
-  if (entry != file.metadata().end() && absl::SimpleAtoi(entry->second, out)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(file.name(), ": no number \"", name, "\" in the metadata"));
-}
-
-}  // namespace
-
-absl::Status SaveState(const TrainerState& state, const std::string& path) {
-  const std::string temporary = path + ".tmp";
-  std::error_code error;
-  std::filesystem::remove(temporary, error);  // a leftover
-  if (absl::Status status = WriteFile(state, temporary); !status.ok()) return status;
-  std::filesystem::rename(temporary, path, error);
-  if (error) return formats::FileError(path, "rename to", error.value());
-  const std::string folder = std::filesystem::path(path).parent_path();
-  return formats::SyncFolder(folder.empty() ? "." : folder);
-}
-
-absl::StatusOr<TrainerState> LoadState(const std::string& path) {
-  const auto file = formats::SafetensorsReader::Open(path);
-  if (!file.ok()) return file.status();
-  TrainerState state;
-  absl::Status numbers = ReadNumber(**file, "seed", &state.seed);
-  numbers.Update(ReadNumber(**file, "tokens_per_step", &state.tokens_per_step));
-  numbers.Update(ReadNumber(**file, "train_tokens", &state.train_tokens));
-  numbers.Update(ReadNumber(**file, "steps", &state.adam.steps));
-  if (!numbers.ok()) return numbers;
-  for (const auto& [name, values] :
-       {std::pair(kParameters, &state.parameters), std::pair(kMoment1, &state.adam.moment1),
-        std::pair(kMoment2, &state.adam.moment2)}) {
-    absl::StatusOr<std::vector<float>> read = ReadTensor(**file, name);
-    if (!read.ok()) return read.status();
-    *values = *std::move(read);
-  }
-  const auto checkpoint = (*file)->metadata().find("checkpoint");
-  if (checkpoint != (*file)->metadata().end()) state.checkpoint = checkpoint->second;
-  return state;
-}
-
-// ---- Trainer ----
-
-namespace {
-
-constexpr int64_t kEvaluationRows = 1024;  // a microbatch
-
-template <typename T>
-absl::Status CheckSame(const char* what, T saved, T own) {
-  if (saved == own) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("the saved training has ", saved, " ", what, ", this one ", own));
-}
-
-}  // namespace
-
-Trainer::Trainer(const TrainerOptions& options, std::vector<int32_t> train, int32_t padding, StageOne* model,
-                 LossHead* head)
+Trainer::Trainer(const TrainerOptions& options, const Text* text, std::unique_ptr<client::Client> client)
     : options_(options),
-      train_(std::move(train)),
-      padding_(padding),
-      model_(model),
-      head_(head),
-      adam_(model->parameters().size(), Adam::Options{}),
-      order_(static_cast<int64_t>(train_.size()), options.seed),
-      slots_(options.microbatches) {}
+      text_(text),
+      client_(std::move(client)),
+      stage_one_(options.shape, /*seed=*/1),
+      adam_(stage_one_.parameters().size()) {}
 
-Trainer::~Trainer() {
-  for (Slot& slot : slots_) slot.ticket = nullptr;  // before the buffers the request uses
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Open(const TrainerOptions& options, const Text* text) {
+  absl::StatusOr<std::unique_ptr<client::Client>> client =
+      client::Client::Connect({.target = options.server});
+  if (!client.ok()) return client.status();
+  std::unique_ptr<Trainer> trainer(new Trainer(options, text, *std::move(client)));
+  const bool resumes = !options.state_file.empty() && std::filesystem::exists(options.state_file);
+  absl::Status status = resumes ? trainer->GoBack() : trainer->CreateHead();
+  if (!status.ok()) return status;
+  return trainer;
 }
 
-void Trainer::Send(int64_t index) {
-  Slot& slot = slots_[index];
-  GatherRows(train_, order_.Next(options_.microbatch_rows), model_->shape().context, padding_,
-             &slot.activations.contexts, &slot.targets);
-  model_->Forward(&slot.activations);
-  slot.grad_hidden.resize(slot.activations.output.size());
-  LossRequest request;
-  request.step = head_->step();
-  request.microbatch = index;
-  request.hidden = slot.activations.output;
-  request.targets = slot.targets;
-  request.normalizer = static_cast<double>(tokens_per_step());
-  request.grad_hidden = absl::MakeSpan(slot.grad_hidden);
-  slot.ticket = head_->Start(request);
+absl::Status Trainer::CreateHead() {
+  v1::CreateHeadRequest request;
+  v1::HeadSpec* spec = request.mutable_spec();
+  spec->set_name(options_.head);
+  spec->set_hidden_size(options_.shape.output);
+  spec->set_vocab_size(text_->vocab_size);
+  spec->set_bias(true);
+  spec->set_optimizer_state(v1::OPTIMIZER_STATE_ADAM);
+  request.mutable_kaiming_uniform()->set_seed(1);
+  if (absl::Status status = client_->CreateHead(request).status(); !status.ok()) return status;
+  return options_.state_file.empty() ? absl::OkStatus() : Save();
 }
 
-absl::StatusOr<double> Trainer::Receive(int64_t index) {
-  Slot& slot = slots_[index];
-  const absl::StatusOr<LossSums> sums = slot.ticket();
-  slot.ticket = nullptr;
-  if (!sums.ok()) return sums.status();
-  model_->Backward(slot.activations, slot.grad_hidden);
-  return sums->loss;
+// ---- A step ----
+
+// The training's order is a function of the step and the microbatch, so that a resumed training draws the
+// same rows.
+void Trainer::Send(int64_t index, Slot* slot) {
+  std::mt19937_64 random(static_cast<uint64_t>(steps() * options_.microbatches + index));
+  std::uniform_int_distribution<int64_t> position(options_.shape.context,
+                                                  static_cast<int64_t>(text_->train.size()) - 1);
+  std::vector<int64_t> positions(options_.microbatch_rows);
+  for (int64_t& p : positions) p = position(random);
+  slot->activations = stage_one_.Forward(text_->train, positions);
+  slot->grad_hidden.resize(slot->activations.output.size());
+
+  client::Microbatch microbatch;
+  microbatch.head = options_.head;
+  microbatch.step = steps();
+  microbatch.id = index;
+  microbatch.hidden_size = options_.shape.output;
+  microbatch.hidden_dtype = v1::DTYPE_FP32;
+  microbatch.hidden = slot->activations.output.data();
+  microbatch.targets = slot->activations.targets;
+  client::LossOutputs outputs;
+  outputs.grad_hidden = slot->grad_hidden.data();
+  client::ComputeOptions compute;
+  compute.normalizer = static_cast<double>(tokens_per_step());
+  compute.accumulate_gradients = true;
+  compute.streams = 1;
+  slot->loss = client_->ComputeLossAsync(microbatch, outputs, compute);
 }
 
-absl::StatusOr<double> Trainer::Step(float learning_rate, double head_learning_rate) {
-  model_->ZeroGradients();
+// Waits for the gradients and runs stage one backward; the summed loss.
+absl::StatusOr<double> Trainer::Receive(Slot* slot) {
+  const absl::StatusOr<client::LossResult> result = slot->loss.Wait();
+  if (!result.ok()) return result.status();
+  stage_one_.Backward(slot->activations, slot->grad_hidden);
+  return result->loss_sum;
+}
+
+// The server has each row once, whatever broke on the way; with the expected microbatches it also refuses a
+// step that lacks one.
+absl::Status Trainer::ApplyStep(double learning_rate) {
+  v1::ApplyStepRequest request;
+  request.set_head(options_.head);
+  request.set_step(steps());
+  v1::AdamW* adamw = request.mutable_optimizer()->mutable_adamw();
+  adamw->set_learning_rate(learning_rate);
+  adamw->set_beta2(0.99);
+  adamw->set_weight_decay(0.01);
+  for (int64_t id = 0; id < options_.microbatches; ++id) request.add_expected_microbatches(id);
+  return client_->ApplyStep(request).status();
+}
+
+absl::StatusOr<double> Trainer::Step(double rate_multiplier) {
+  std::vector<Slot> slots(options_.microbatches);
+  stage_one_.ZeroGradients();
   double loss = 0;
-  for (int64_t i = 0; i < options_.microbatches + options_.in_flight; ++i) {
-    if (i < options_.microbatches) Send(i);
-    const int64_t oldest = i + 1 - options_.in_flight;
-    if (oldest < 0 || oldest >= options_.microbatches) continue;
-    const absl::StatusOr<double> sum = Receive(oldest);
+  // While the server computes a microbatch, stage one runs the next one forward and the one before backward.
+  for (int64_t i = 0; i <= options_.microbatches; ++i) {
+    if (i < options_.microbatches) Send(i, &slots[i]);
+    if (i == 0) continue;
+    const absl::StatusOr<double> sum = Receive(&slots[i - 1]);
     if (!sum.ok()) return sum.status();
     loss += *sum;
   }
-  const absl::Status applied = head_->ApplyStep(options_.microbatches, head_learning_rate);
+  absl::Status applied = ApplyStep(rate_multiplier * options_.head_learning_rate);
   if (!applied.ok()) return applied;
-  adam_.Step(learning_rate, model_->gradients(), model_->parameters());
+  adam_.Step(static_cast<float>(rate_multiplier) * options_.learning_rate, stage_one_.gradients(),
+             stage_one_.parameters());
   return loss / static_cast<double>(tokens_per_step());
 }
 
-TrainerState Trainer::State() const {
-  TrainerState state;
-  state.seed = options_.seed;
-  state.tokens_per_step = tokens_per_step();
-  state.train_tokens = static_cast<int64_t>(train_.size());
-  state.parameters.assign(model_->parameters().begin(), model_->parameters().end());
-  state.adam = adam_.state();
-  return state;
-}
-
-absl::Status Trainer::Restore(const TrainerState& state) {
-  absl::Status same = CheckSame("as seed", state.seed, options_.seed);
-  same.Update(CheckSame("tokens a step", state.tokens_per_step, tokens_per_step()));
-  same.Update(CheckSame("tokens", state.train_tokens, static_cast<int64_t>(train_.size())));
-  for (const auto* values : {&state.parameters, &state.adam.moment1, &state.adam.moment2}) {
-    same.Update(CheckSame("parameters", values->size(), model_->parameters().size()));
+absl::StatusOr<double> Trainer::Evaluate(int64_t rows) {
+  constexpr int64_t kMicrobatchRows = 1024;
+  const int64_t positions = static_cast<int64_t>(text_->held_out.size()) - options_.shape.context;
+  rows = std::min(rows, positions);
+  double loss = 0;
+  for (int64_t begin = 0; begin < rows; begin += kMicrobatchRows) {
+    std::vector<int64_t> chosen;
+    for (int64_t i = begin; i < std::min(begin + kMicrobatchRows, rows); ++i)
+      chosen.push_back(options_.shape.context + i * positions / rows);
+    const Activations activations = stage_one_.Forward(text_->held_out, chosen);
+    client::Microbatch microbatch;
+    microbatch.head = options_.head;
+    microbatch.hidden_size = options_.shape.output;
+    microbatch.hidden_dtype = v1::DTYPE_FP32;
+    microbatch.hidden = activations.output.data();
+    microbatch.targets = activations.targets;
+    const absl::StatusOr<client::LossResult> result = client_->ComputeLoss(microbatch, {});
+    if (!result.ok()) return result.status();
+    loss += result->loss_sum;
   }
-  if (!same.ok()) return same;
-  for (Slot& slot : slots_) slot.ticket = nullptr;
-  std::copy(state.parameters.begin(), state.parameters.end(), model_->parameters().begin());
-  adam_.Restore(state.adam);
-  order_ = Shuffler(state.train_tokens, options_.seed);
-  order_.Skip(steps() * tokens_per_step());
-  return absl::OkStatus();
+  return loss / static_cast<double>(rows);
 }
 
-absl::StatusOr<double> Trainer::Evaluate(absl::Span<const int32_t> tokens, int64_t max_tokens) {
-  const std::vector<int64_t> positions = EvenlySpaced(static_cast<int64_t>(tokens.size()), max_tokens);
-  LossSums total;
-  Slot slot;
-  for (size_t begin = 0; begin < positions.size(); begin += kEvaluationRows) {
-    const auto rows = absl::MakeConstSpan(positions).subspan(begin, kEvaluationRows);
-    GatherRows(tokens, rows, model_->shape().context, padding_, &slot.activations.contexts, &slot.targets);
-    model_->Forward(&slot.activations);
-    LossRequest request;
-    request.hidden = slot.activations.output;
-    request.targets = slot.targets;
-    const absl::StatusOr<LossSums> sums = head_->Start(request)();
-    if (!sums.ok()) return sums.status();
-    total.loss += sums->loss;
-    total.rows += sums->rows;
+// ---- Saving and going back ----
+
+namespace {
+
+struct NamedTensor {
+  const char* name;
+  absl::Span<float> values;
+};
+
+std::vector<NamedTensor> TensorsOf(StageOne& stage_one, Adam& adam) {
+  return {{"parameters", stage_one.parameters()},
+          {"adam.moment1", absl::MakeSpan(adam.moment1)},
+          {"adam.moment2", absl::MakeSpan(adam.moment2)}};
+}
+
+absl::Span<uint8_t> Bytes(absl::Span<float> values) {
+  return {reinterpret_cast<uint8_t*>(values.data()), values.size() * sizeof(float)};
+}
+
+}  // namespace
+
+std::string Trainer::Identity() const {
+  return absl::StrCat(text_->train.size(), " tokens, ", tokens_per_step(), " a step, ", adam_.moment1.size(),
+                      " parameters");
+}
+
+// The server's checkpoint first: once the state file names it, it is there.
+absl::Status Trainer::Save() {
+  absl::StatusOr<v1::SaveCheckpointResponse> saved = client_->SaveCheckpoint(options_.head);
+  // The name that the server gives, the step, is taken if a training that went back reached the step before.
+  for (int i = 2; absl::IsAlreadyExists(saved.status()) && i < 100; ++i)
+    saved = client_->SaveCheckpoint(options_.head, absl::StrCat("step-", steps(), "-", i));
+  if (!saved.ok()) return saved.status();
+  return WriteState(saved->checkpoint());
+}
+
+// Writes beside the file and renames: whatever happens, the file holds this state or the one before.
+absl::Status Trainer::WriteState(const std::string& checkpoint) {
+  const std::string temporary = options_.state_file + ".tmp";
+  std::error_code error;
+  std::filesystem::remove(temporary, error);  // a leftover
+  const std::vector<NamedTensor> tensors = TensorsOf(stage_one_, adam_);
+  std::vector<formats::SafetensorsSpec> specs;
+  for (const NamedTensor& tensor : tensors)
+    specs.push_back({tensor.name, formats::DType::kFloat32, {static_cast<int64_t>(tensor.values.size())}});
+  const std::map<std::string, std::string> metadata = {
+      {"training", Identity()}, {"steps", absl::StrCat(steps())}, {"checkpoint", checkpoint}};
+  const auto file = formats::CreateSafetensors(temporary, specs, metadata);
+  if (!file.ok()) return file.status();
+  for (const NamedTensor& tensor : tensors) {
+    if (absl::Status status = (*file)->Append(Bytes(tensor.values)); !status.ok()) return status;
   }
-  return total.loss / static_cast<double>(total.rows);
+  if (absl::Status status = (*file)->Finish(); !status.ok()) return status;
+  std::filesystem::rename(temporary, options_.state_file, error);
+  if (error) return formats::FileError(options_.state_file, "rename to", error.value());
+  const std::string folder = std::filesystem::path(options_.state_file).parent_path();
+  return formats::SyncFolder(folder.empty() ? "." : folder);
 }
 
-absl::Status Trainer::Continue(int64_t count, std::vector<std::vector<int32_t>>* sequences) {
-  std::vector<int32_t> next(sequences->size());
-  const std::vector<int32_t> targets(sequences->size(), 0);  // only the argmax is of interest
-  for (int64_t i = 0; i < count; ++i) {
-    Activations activations;
-    for (const std::vector<int32_t>& sequence : *sequences) {
-      const auto length = static_cast<int64_t>(sequence.size());
-      for (int64_t t = length - model_->shape().context; t < length; ++t) {
-        activations.contexts.push_back(t < 0 ? padding_ : sequence[t]);
-      }
+absl::StatusOr<std::string> Trainer::ReadState() {
+  const auto file = formats::SafetensorsReader::Open(options_.state_file);
+  if (!file.ok()) return file.status();
+  std::map<std::string, std::string> metadata = (*file)->metadata();
+  int64_t steps = 0;
+  if (metadata["training"] != Identity() || !absl::SimpleAtoi(metadata["steps"], &steps)) {
+    return absl::InvalidArgumentError(absl::StrCat(options_.state_file, " is the state of a training with ",
+                                                   metadata["training"], "; this one has ", Identity()));
+  }
+  for (const NamedTensor& tensor : TensorsOf(stage_one_, adam_)) {
+    const auto found = (*file)->Find(tensor.name);
+    if (!found.ok()) return found.status();
+    if (absl::Status read = (*file)->ReadBytes(**found, 0, Bytes(tensor.values)); !read.ok()) return read;
+  }
+  adam_.steps = steps;
+  return metadata["checkpoint"];
+}
+
+absl::Status Trainer::GoBack(absl::Duration patience) {
+  const absl::StatusOr<std::string> checkpoint = ReadState();
+  if (!checkpoint.ok()) return checkpoint.status();
+  const absl::Time deadline = clocks::SteadyNow() + patience;
+  while (true) {
+    const absl::StatusOr<v1::HeadDescription> head = client_->LoadCheckpoint(*checkpoint, options_.head);
+    if (head.ok() && head->state().step() != static_cast<uint64_t>(steps())) {
+      return absl::FailedPreconditionError(absl::StrCat("checkpoint ", *checkpoint, " is of step ",
+                                                        head->state().step(), ", the state of ", steps()));
     }
-    model_->Forward(&activations);
-    LossRequest request;
-    request.hidden = activations.output;
-    request.targets = targets;
-    request.argmax = absl::MakeSpan(next);
-    const absl::StatusOr<LossSums> sums = head_->Start(request)();
-    if (!sums.ok()) return sums.status();
-    for (size_t s = 0; s < sequences->size(); ++s) (*sequences)[s].push_back(next[s]);
+    if (!absl::IsUnavailable(head.status()) || clocks::SteadyNow() >= deadline) return head.status();
+    absl::SleepFor(absl::Milliseconds(200));
   }
-  return absl::OkStatus();
 }
 
 }  // namespace lossd::ngram_lm

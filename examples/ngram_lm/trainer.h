@@ -1,98 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trains stage one against a head, several microbatches a step, pipelined: while the head works on one
-// microbatch, stage one runs the next one forward or an earlier one backward. Also the file in which a
-// trainer keeps its state (TrainerState).
+// Trains a language model in two stages: stage one (model.h) in this process, its classifier, the loss head,
+// on a lossd server. trainer.cc has every call to the server that a training needs: it creates the head,
+// sends hidden states and gets their gradients, steps the head, saves it, and loads it again.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_
 #define LOSSD_EXAMPLES_NGRAM_LM_TRAINER_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "examples/ngram_lm/loss_head.h"
+#include "client/cpp/client.h"
 #include "examples/ngram_lm/model.h"
 
 namespace lossd::ngram_lm {
 
-// The trainer's checkpoint: what stage one needs to go on after a step, and which checkpoint of the server
-// goes with it. It is stored as a safetensors file.
-struct TrainerState {
-  // What must not change between the runs that a training consists of.
-  uint64_t seed = 0;  // of the order of the text
-  int64_t tokens_per_step = 0;
-  int64_t train_tokens = 0;  // in all
-  // Where it stands.
-  std::vector<float> parameters;  // of stage one
-  Adam::State adam;               // its steps are those of the training
-  std::string checkpoint;         // of the head after the same step, as the server named it
-};
-
-// Replaces the file at once: whatever happens, it holds this state or the one before.
-absl::Status SaveState(const TrainerState& state, const std::string& path);
-
-// NOT_FOUND if there is no file, DATA_LOSS or INVALID_ARGUMENT if it is not such a state.
-absl::StatusOr<TrainerState> LoadState(const std::string& path);
-
 struct TrainerOptions {
+  std::string server = "127.0.0.1:7070";
+  std::string head = "demo";
+  // Where Save writes the trainer's state, a safetensors file; empty: the training cannot be resumed.
+  std::string state_file;
+  StageOneShape shape;
   int64_t microbatches = 4;       // a step
   int64_t microbatch_rows = 256;  // tokens
-  int64_t in_flight = 2;          // microbatches the head has at a time, at most; >= 1
-  uint64_t seed = 1;              // of the order of the text
+  float learning_rate = 4e-3f;    // of stage one, at the peak of the schedule
+  double head_learning_rate = 8e-3;
 };
 
-// Not thread-safe. `model` and `head` must outlive the trainer.
+// Multiplies the learning rates when the part `done` in [0, 1] of the training is over: a short linear
+// warm-up, then half a cosine down to 0.05.
+double RateMultiplier(double done);
+
+// Whether an error says that the server is gone, or is another process, which has neither the head nor the
+// gradients of the open step. GoBack is what helps.
+bool ServerWasLost(const absl::Status& status);
+
+// Not thread-safe.
 class Trainer {
  public:
-  // `train` holds the tokens to learn, at least one, each in [0, padding); contexts that reach before the
-  // first one hold `padding`, a token of the model that is no class of the head.
-  Trainer(const TrainerOptions& options, std::vector<int32_t> train, int32_t padding, StageOne* model,
-          LossHead* head);
-  ~Trainer();
+  // Connects to the server. If there is a state file, both stages go on from there (GoBack); otherwise the
+  // head is created with random weights: ALREADY_EXISTS if the server has one of this name. `text` outlives
+  // the trainer; both of its parts are longer than the context.
+  static absl::StatusOr<std::unique_ptr<Trainer>> Open(const TrainerOptions& options, const Text* text);
 
-  // One step of both stages; the mean loss (nats a token) before the update. After an error the trainer must
-  // not be used again before Restore.
-  absl::StatusOr<double> Step(float learning_rate, double head_learning_rate);
+  // One step of both stages: all microbatches, then the updates. Returns the mean loss (nats a token) before
+  // the update. After an error the trainer has to go back, or end.
+  absl::StatusOr<double> Step(double rate_multiplier);
+  // The mean loss over at most `rows` tokens of the held-out text, evenly spaced.
+  absl::StatusOr<double> Evaluate(int64_t rows);
 
-  // Mean loss over at most max_tokens evenly spaced tokens of `tokens`, which must not be empty.
-  absl::StatusOr<double> Evaluate(absl::Span<const int32_t> tokens, int64_t max_tokens);
+  // Saves both stages as they stand between two steps.
+  absl::Status Save();
+  // Returns both stages to the last Save, on a server that may have been started again meanwhile: waits for
+  // it up to `patience`. INVALID_ARGUMENT if the file is of a training with other data or another model.
+  absl::Status GoBack(absl::Duration patience = absl::Minutes(1));
 
-  // Appends `count` tokens, each the most likely one, to every sequence.
-  absl::Status Continue(int64_t count, std::vector<std::vector<int32_t>>* sequences);
+  absl::Status DeleteHead() { return client_->DeleteHead(options_.head); }
 
-  // What SaveState takes; its checkpoint is the caller's to name.
-  TrainerState State() const;
-  // Goes on from there. INVALID_ARGUMENT naming what differs if it is the state of another training; then
-  // nothing has changed. The head has to stand at the same step.
-  absl::Status Restore(const TrainerState& state);
-
-  int64_t steps() const { return adam_.state().steps; }
+  int64_t steps() const { return adam_.steps; }
   int64_t tokens_per_step() const { return options_.microbatches * options_.microbatch_rows; }
-  double epochs() const { return order_.epochs(); }
+  StageOne& stage_one() { return stage_one_; }
 
  private:
-  // A microbatch under way.
+  // A microbatch under way. The members go in the reverse order: the call ends before its buffers.
   struct Slot {
     Activations activations;
-    std::vector<int32_t> targets;
     std::vector<float> grad_hidden;  // [N, D]
-    LossHead::Ticket ticket;
+    client::PendingLoss loss;
   };
 
-  void Send(int64_t index);
-  // Waits for the gradient of microbatch `index` and runs stage one backward; its summed loss.
-  absl::StatusOr<double> Receive(int64_t index);
+  Trainer(const TrainerOptions& options, const Text* text, std::unique_ptr<client::Client> client);
+  absl::Status CreateHead();
+  void Send(int64_t index, Slot* slot);
+  absl::StatusOr<double> Receive(Slot* slot);
+  absl::Status ApplyStep(double learning_rate);
+
+  // Names what must be the same when a training is resumed.
+  std::string Identity() const;
+  absl::Status WriteState(const std::string& checkpoint);
+  // Reads the state into this trainer, and the name of the head's checkpoint that belongs to it.
+  absl::StatusOr<std::string> ReadState();
 
   const TrainerOptions options_;
-  const std::vector<int32_t> train_;
-  const int32_t padding_;
-  StageOne* const model_;
-  LossHead* const head_;
-  Adam adam_;
-  Shuffler order_;
-  std::vector<Slot> slots_;  // [microbatches]
+  const Text* const text_;
+  const std::unique_ptr<client::Client> client_;
+  StageOne stage_one_;
+  Adam adam_;  // its steps are those of the training
 };
 
 }  // namespace lossd::ngram_lm

@@ -15,7 +15,6 @@
 #include "kernels/cpu/row_loss.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "kernels/head_planner.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -51,7 +50,7 @@ class AdoptedStaging final : public StagingMemory {
 // What is refused, in errors.
 constexpr absl::string_view kTheHead = "the head";
 
-class CpuBackend final : public Backend, public StagingAdopter, public HeadPlanner {
+class CpuBackend final : public Backend {
  public:
   // `accounting` may be shared with others.
   CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,

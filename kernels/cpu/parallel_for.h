@@ -207,7 +207,7 @@ class MemoryAccounting {
 };
 
 // Retained hidden states of the CPU backend: plain host memory. Thread-compatible.
-class CpuRetained final : public RetainedMemory, public HostBytes {
+class CpuRetained final : public RetainedMemory {
  public:
   CpuRetained(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)
       : reservation_(std::move(reservation)), memory_(std::move(memory)), bytes_(bytes) {}

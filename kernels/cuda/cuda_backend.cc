@@ -14,9 +14,10 @@
 #include "kernels/cuda/device/shared_device_memory.h"
 #include "kernels/cuda/heads/cuda_head.h"
 #include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -78,7 +79,7 @@ int64_t DeviceTotal(const MemoryBytes& plan) {
   return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
 }
 
-class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySharer, public HeadPlanner {
+class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
@@ -206,6 +207,13 @@ class CudaBackend : public Backend, public StagingAdopter, public DeviceMemorySh
   std::unique_ptr<Device> device_;
 };
 
+// What the kernels of Hopper say of the current device.
+void FindKernelLimits(DeviceLimits& limits) {
+  if (!limits.is_hopper) return;
+  limits.fused_clusters = hopper::LogitPassClusters();
+  limits.cluster_order = hopper::FindClusterOrder();
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -221,7 +229,7 @@ int GpuOf(const void* memory) {
 }
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const CudaBackendOptions& options) {
-  absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options);
+  absl::StatusOr<std::unique_ptr<cuda::Device>> device = cuda::Device::Open(options, cuda::FindKernelLimits);
   if (!device.ok()) return device.status();
   return std::make_unique<cuda::CudaBackend>(*std::move(device));
 }

@@ -8,12 +8,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
-#include "kernels/head_planner.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -25,15 +23,10 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
 
-// Null: the member shares no memory.
-DeviceMemorySharer* SharerOf(const Members& members, int member) {
-  return dynamic_cast<DeviceMemorySharer*>(&members.backend(member));
-}
-
 // The member that has the device; -1: none.
 int MemberWith(const Members& members, absl::string_view device) {
   for (int i = 0; i < members.size(); ++i) {
-    const std::vector<std::string> own = SharerOf(members, i)->SharingDevices();
+    const std::vector<std::string> own = members.backend(i).SharingDevices();
     if (std::find(own.begin(), own.end(), device) != own.end()) return i;
   }
   return -1;
@@ -64,11 +57,7 @@ ReplicaLayout LayoutOf(const GroupOptions& options, const HeadConfig& config) {
           .member_of = options.member_of};
 }
 
-class GroupBackend final : public Backend,
-                           public StagingAdopter,
-                           public DeviceMemorySharer,
-                           public HeadPlanner,
-                           public GroupMembers {
+class GroupBackend final : public Backend {
  public:
   GroupBackend(std::vector<std::unique_ptr<Backend>> members, MakeReplicas make_replicas,
                const GroupOptions& options)
@@ -139,15 +128,13 @@ class GroupBackend final : public Backend,
   absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
                                                               const AdoptOptions& options) override {
     if (options_.staging != nullptr) return options_.staging->Adopt(&first(), memory, options);
-    return kernels::AdoptStaging(&first(), memory, options);
+    return first().AdoptStaging(memory, options);
   }
-  // Every member computes rows that lie in that memory, so all members have to be sharers.
+  // Every member computes rows that lie in that memory, so all members have to share.
   std::vector<std::string> SharingDevices() const override {
     std::vector<std::string> devices;
     for (int i = 0; i < members_.size(); ++i) {
-      const DeviceMemorySharer* const sharer = SharerOf(members_, i);
-      const std::vector<std::string> own =
-          sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
+      const std::vector<std::string> own = members_.backend(i).SharingDevices();
       if (own.empty()) return {};
       devices.insert(devices.end(), own.begin(), own.end());
     }
@@ -160,23 +147,22 @@ class GroupBackend final : public Backend,
     const int owner = MemberWith(members_, device);
     if (owner < 0)
       return errors::FieldError("device", absl::StrCat("be one of ", absl::StrJoin(devices, ", ")), device);
-    auto memory = SharerOf(members_, owner)->ShareDeviceMemory(device, bytes);
+    auto memory = members_.backend(owner).ShareDeviceMemory(device, bytes);
     if (!memory.ok()) return memory;
     for (int i = 0; i < members_.size(); ++i) {
       if (i == owner) continue;
-      const absl::Status reached = SharerOf(members_, i)->ReachDeviceMemory((*memory)->bytes());
+      const absl::Status reached = members_.backend(i).ReachDeviceMemory((*memory)->bytes());
       if (reached.ok()) continue;
       return absl::Status(reached.code(),
-                          absl::StrCat("the server's GPU ", SharerOf(members_, i)->SharingDevices().front(),
+                          absl::StrCat("the server's GPU ", members_.backend(i).SharingDevices().front(),
                                        " does not reach memory of ", device, ": ", reached.message()));
     }
     return memory;
   }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) override {
     for (int i = 0; i < members_.size(); ++i) {
-      DeviceMemorySharer* const sharer = SharerOf(members_, i);
-      if (sharer == nullptr) return absl::UnimplementedError("these devices share no memory");
-      if (absl::Status reached = sharer->ReachDeviceMemory(memory); !reached.ok()) return reached;
+      absl::Status reached = members_.backend(i).ReachDeviceMemory(memory);
+      if (!reached.ok()) return reached;
     }
     return absl::OkStatus();
   }
@@ -227,7 +213,7 @@ class GroupBackend final : public Backend,
     for (int i = 0; i < members_.size(); ++i) {
       MemoryBytes taken = beside;
       if (options_.members_share_memory) Add(all.memory, taken);
-      absl::StatusOr<PlannedHead> one = kernels::PlanWholeHead(members_.backend(i), config, taken);
+      absl::StatusOr<PlannedHead> one = members_.backend(i).PlanWholeHead(config, taken);
       if (!one.ok()) return one.status();
       Add(one->memory, all.memory);
       if (i == described) {

@@ -34,26 +34,10 @@ absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const> heads);
 class GroupStaging {
  public:
   virtual ~GroupStaging() = default;
-  // As Backend::AllocateStaging and StagingAdopter::AdoptStaging; `first` is member 0.
+  // As Backend::AllocateStaging and Backend::AdoptStaging; `first` is member 0.
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Allocate(Backend* first, int64_t bytes) = 0;
   virtual absl::StatusOr<std::unique_ptr<StagingMemory>> Adopt(Backend* first, absl::Span<uint8_t> memory,
                                                                const AdoptOptions& options) = 0;
-};
-
-// What is known of one member of a group.
-struct MemberState {
-  std::string device;
-  MemoryStats memory;  // members that count their memory together: all of it, of member 0
-  MemberWork work;
-  ExchangeTimes exchanges;  // of the time that it was busy; none without GroupOptions::exchanges
-};
-
-// A group's backend is one too.
-class GroupMembers {
- public:
-  virtual ~GroupMembers() = default;
-  // In order. Thread-safe.
-  virtual std::vector<MemberState> MemberStates() const = 0;
 };
 
 struct GroupOptions {

@@ -221,7 +221,6 @@ absl::StatusOr<double> GroupHead::GradNorm() {
 }
 
 absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
-  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
   heads_.WaitUntilIdle();
   if (absl::Status status = SumGradients(); !status.ok()) return status;
   if (absl::Status status = heads_.ApplyStep(options, update); !status.ok()) return status;

@@ -32,7 +32,7 @@ struct ReplicaLayout {
 };
 
 // Thread-safety as HeadKernels.
-class GroupHead final : public HeadKernels, public RemoteParts {
+class GroupHead final : public HeadKernels {
  public:
   // `config`: as it was asked for. `heads`: one of each member, whose config says how they divide the head
   // (PlacesOf); those that divide classes are joined. `replicas`: theirs. The members outlive the head.

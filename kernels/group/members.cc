@@ -156,7 +156,7 @@ MemoryBytes MemberHeads::memory() const {
 std::vector<RemotePart> MemberHeads::Remote(Split split) const {
   std::vector<RemotePart> parts;
   for (int member = 0; member < size(); ++member) {
-    for (RemotePart part : RemotePartsOf(head(member))) {
+    for (RemotePart part : head(member).remote_parts()) {
       part.replica = {member, size()};
       part.split = split;
       parts.push_back(part);
@@ -167,7 +167,7 @@ std::vector<RemotePart> MemberHeads::Remote(Split split) const {
 
 void MemberHeads::PassBy(absl::Span<const int> ranks) const {
   ForEach([&](int, HeadKernels& head) {
-    kernels::PassBy(head, ranks);
+    head.PassBy(ranks);
     return absl::OkStatus();
   }).IgnoreError();
 }

@@ -26,13 +26,6 @@
 
 namespace lossd::kernels {
 
-// What a member has done, since its thread started.
-struct MemberWork {
-  int64_t chunks = 0;   // or parts of them, computed without an error
-  int64_t rows = 0;     // of these, those without a target included
-  absl::Duration busy;  // there was a chunk to compute, or something else to do
-};
-
 // The driving thread of one member, which calls the member's backend and heads. So members that compute while
 // they are called, as CPUs do, work at the same time. Thread-safe.
 class MemberThread {

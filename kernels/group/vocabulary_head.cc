@@ -160,7 +160,6 @@ absl::StatusOr<double> VocabularyHead::GradNorm() {
 }
 
 absl::Status VocabularyHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
-  if (absl::Status status = ValidateStep(config_, options, update); !status.ok()) return status;
   heads_->WaitUntilIdle();
   return heads_->ApplyStep(options, update);
 }

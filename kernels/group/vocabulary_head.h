@@ -22,7 +22,7 @@
 namespace lossd::kernels {
 
 // Thread-safety as HeadKernels.
-class VocabularyHead final : public HeadKernels, public RemoteParts, public DividedClasses {
+class VocabularyHead final : public HeadKernels {
  public:
   // Makes a head of the same members, whose tensors are those of a new head.
   using Make = std::function<absl::StatusOr<std::unique_ptr<VocabularyHead>>(const HeadConfig& config)>;
@@ -59,6 +59,7 @@ class VocabularyHead final : public HeadKernels, public RemoteParts, public Divi
   absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) override;
   absl::Status ZeroGradients() override;
   absl::Status ZeroMoments() override;
+  bool divides_classes() const override { return true; }
   absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) override;
   std::vector<RemotePart> remote_parts() const override { return heads_->Remote(Split::kVocabulary); }
   void PassBy(absl::Span<const int> ranks) override { heads_->PassBy(ranks); }

@@ -312,7 +312,7 @@ std::vector<kernels::RemotePart> Checkpoints::RemotePartsOf(const std::string& h
   engine_
       ->OnDevice(head,
                  [&](head::Head& on_device) {
-                   parts = kernels::RemotePartsOf(on_device.kernels());
+                   parts = on_device.kernels().remote_parts();
                    return absl::OkStatus();
                  })
       .IgnoreError();

@@ -317,7 +317,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
   sites.Open(reader.name(), reader.content_digest());
   const auto pass_by = [&](const std::vector<int>& ranks) {
     return engine_->OnDevice(head, [&](head::Head& on_device) {
-      kernels::PassBy(on_device.kernels(), ranks);
+      on_device.kernels().PassBy(ranks);
       return absl::OkStatus();
     });
   };

@@ -232,7 +232,7 @@ std::string ChooseName(const std::vector<Address>& addresses) {
 // The GPUs whose memory clients may have; empty: clients get memory of the host only.
 std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::Backend* backend) {
   if (options.shared_device_memory_bytes == 0) return {};
-  return regions::SharingDevices(backend);
+  return backend->SharingDevices();
 }
 
 bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
@@ -247,9 +247,7 @@ absl::StatusOr<connections::ListeningSocket> Listen(const std::string& name, uin
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOptions& options,
                                                                   const std::vector<Address>& addresses,
                                                                   kernels::Backend* backend) {
-  const bool of_host =
-      dynamic_cast<kernels::StagingAdopter*>(backend) != nullptr && options.shared_memory_bytes > 0;
-  if (!of_host && SharingDevices(options, backend).empty()) return nullptr;
+  if (options.shared_memory_bytes <= 0 && SharingDevices(options, backend).empty()) return nullptr;
   const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
   absl::StatusOr<connections::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
   if (listener.ok())
@@ -365,9 +363,7 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader) {
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend) {
   if (leader != nullptr) return RanksOf(leader);
   std::vector<metrics::RankReading> readings;
-  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(&backend);
-  if (group == nullptr) return readings;
-  for (kernels::MemberState& member : group->MemberStates()) {
+  for (kernels::MemberState& member : backend.MemberStates()) {
     readings.push_back({.state = {.rank = static_cast<int>(readings.size()),
                                   .host = ranks::HostName(),
                                   .device = std::move(member.device),

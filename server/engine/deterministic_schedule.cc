@@ -655,8 +655,6 @@ bool DeterministicSchedule::ForgetTurn(uint64_t ticket) {
   return std::erase_if(turn_waiters_, [ticket](const TurnWaiter& w) { return w.ticket == ticket; }) > 0;
 }
 
-void DeterministicSchedule::EndTurns() { CallTurns(/*all=*/true); }
-
 void DeterministicSchedule::CallTurns(bool all) {
   std::erase_if(turn_waiters_, [&](TurnWaiter& waiter) {
     const bool call = all || HasTurn(waiter.contribution_id);

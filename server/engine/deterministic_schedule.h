@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "kernels/backend.h"
 #include "kernels/head_config.h"
 #include "server/engine/engine_context.h"
@@ -312,20 +313,31 @@ class DeterministicSchedule final : public Schedule,
   int64_t operations() const override { return arrival_.operations(); }
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
   Backlog backlog() const override;
-  bool IsWaiting(const StreamState& stream) const override { return sequencer_.IsWaiting(stream); }
 
-  void OnDeclared(uint64_t microbatch_id) override;
-  // Rows of groups that the turn has passed stay.
-  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const override {
+  // ---- News of the open step ----
+  // Rows of a microbatch were declared in the ledger, or withdrawn.
+  void OnDeclared(uint64_t microbatch_id);
+  // Returns which of the rows may be withdrawn from the ledger: rows of groups that the turn has passed stay.
+  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const {
     return sequencer_.Withdrawable(microbatch_id, rows);
   }
-  void OnContribution() override;
-  void OnRestart() override;
+  // A contribution was declared, or rows of it were added.
+  void OnContribution();
+  // The gradients begin at zero: all streams that accumulate have failed, and the ledgers are empty.
+  void OnRestart();
 
-  bool HasTurn(uint64_t contribution_id) const override;
-  bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready) override;
-  bool ForgetTurn(uint64_t ticket) override;
-  void EndTurns() override;
+  // ---- Turns ----
+  // True if the stream has a slice that waits for other slices.
+  bool IsWaiting(const StreamState& stream) const { return sequencer_.IsWaiting(stream); }
+  // True if rows of the contribution may be added: it is its turn, or that is over.
+  bool HasTurn(uint64_t contribution_id) const;
+  // False if it has its turn. Else `ready` is called without the lock, once, when it has, after OnRestart, or
+  // after EndTurns.
+  bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready);
+  // True if the `ready` of that ticket will not be called any more because of this.
+  bool ForgetTurn(uint64_t ticket);
+  // No turn will come any more.
+  void EndTurns() { CallTurns(/*all=*/true); }
 
   // ---- Of its chunks ----
   // Options for a chunk with only some rows of a group that may have been computed before (GroupDecisions).

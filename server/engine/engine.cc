@@ -2,13 +2,12 @@
 #include "server/engine/engine.h"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/head_planner.h"
-#include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
 #include "server/engine/operations.h"
@@ -69,7 +68,7 @@ Engine::~Engine() {
     absl::MutexLock lock(&context_->mutex);
     for (const SessionPtr& session : heads_.Sessions()) {
       session->streams().EndAll(ShuttingDown());
-      session->schedule().EndTurns();
+      if (session->order() != nullptr) session->order()->EndTurns();
     }
     // Heads end on the thread that owns the device, whatever still holds their sessions.
     context_->loop.Stop([this] {
@@ -110,7 +109,7 @@ absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
     if (context_->loop.stopping()) return ShuttingDown();
     if (auto status = heads_.CheckFree(name); !status.ok()) return status;
   }
-  const absl::StatusOr<kernels::PlannedHead> planned = kernels::PlanWholeHead(*context_->backend, config);
+  const absl::StatusOr<kernels::PlannedHead> planned = context_->backend->PlanWholeHead(config, {});
   if (!planned.ok()) return planned.status();
   HeadSnapshot head;
   head.name = std::string(name);
@@ -167,7 +166,7 @@ absl::Status Engine::DeleteHead(absl::string_view name) {
             absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
       }
       if (!(*session)->BeginDelete()) busy = *session;
-      (*session)->schedule().EndTurns();
+      if ((*session)->order() != nullptr) (*session)->order()->EndTurns();
     }
     const absl::StatusOr<uint64_t> begun = heads_.BeginDelete(name);
     if (!begun.ok()) return begun.status();
@@ -253,9 +252,7 @@ absl::StatusOr<GradNormResult> Engine::GradNorm(absl::string_view name, std::opt
 }
 
 absl::StatusOr<StepResult> Engine::ApplyStep(absl::string_view name, const StepRequest& request) {
-  if (auto status = kernels::Validate(request.optimizer); !status.ok()) {
-    return errors::Within("optimizer.", std::move(status));
-  }
+  assert(kernels::Validate(request.optimizer).ok());
   StepRequest ordered = request;
   if (auto status = OrderExpected(context_->options, ordered); !status.ok()) return status;
   absl::StatusOr<StepResult> result;
@@ -324,10 +321,10 @@ absl::StatusOr<Contribution> Engine::OpenContribution(const ContributionSpec& sp
 uint64_t Engine::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<void()> ready) {
   absl::MutexLock lock(&context_->mutex);
   HeadSession& session = *contribution.session;
-  if (context_->loop.stopping() || session.deleting()) return 0;
+  if (session.order() == nullptr || context_->loop.stopping() || session.deleting()) return 0;
   if (!session.step().CheckBound(contribution.binding).ok()) return 0;
   const uint64_t ticket = ++context_->last_turn_ticket;
-  return session.schedule().AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
+  return session.order()->AwaitTurn(contribution.id, ticket, std::move(ready)) ? ticket : 0;
 }
 
 absl::StatusOr<AddedRows> Engine::AddRows(const Contribution& contribution, RowRange rows,

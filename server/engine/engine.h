@@ -111,7 +111,7 @@ class Engine {
   // that accumulate, or contributions, are open on the head.
   absl::StatusOr<HeadState> Reset(absl::string_view name, ResetScope scope);
   // Divides the classes of a head that is split by vocabulary among the devices by other shares
-  // (kernels/validation.h); step, values and optimizer state stay. FAILED_PRECONDITION while streams or
+  // (HeadKernels::SetShares); step, values and optimizer state stay. FAILED_PRECONDITION while streams or
   // contributions are open on the head, while it retains microbatches, and when the open step has rows; also
   // where the head is not split so. UNAVAILABLE while a tensor is being written. After an error nothing
   // changed.

@@ -22,17 +22,16 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
     // Not make_shared: the constructor is private.
     session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
   }
-  absl::StatusOr<std::shared_ptr<Schedule>> schedule = session->MakeSchedule();
-  if (!schedule.ok()) return schedule.status();
-  session->schedule_ = *std::move(schedule);
-  session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), &session->deferred_,
-                                                  &context->notifier, context->runtime);
+  if (absl::Status made = session->MakeSchedule(); !made.ok()) return made;
+  session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), session->order_,
+                                                  &session->deferred_, &context->notifier, context->runtime);
   session->admission_ =
       std::make_unique<StreamAdmission>(StreamAdmission::Parts{.context = context,
                                                                .config = &session->config_,
                                                                .step = session->step_.get(),
                                                                .deferred = &session->deferred_,
                                                                .schedule = session->schedule_.get(),
+                                                               .order = session->order_,
                                                                .streams = session->streams_.get()});
   session->streams_->set_on_end(
       [admission = session->admission_.get()](StreamState& stream) { admission->OnEnd(stream); });
@@ -50,7 +49,7 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
       slice_rows_(head_->kernels().slice_rows()),
       memory_(head_->kernels().memory()),
       choices_(head_->kernels().Describe()),
-      divided_(dynamic_cast<kernels::DividedClasses*>(&head_->kernels()) != nullptr),
+      divided_(head_->kernels().divides_classes()),
       step_(std::make_shared<OpenStep>(
           context->incarnation, counter, context->options.max_ledger_rows,
           context->options.max_step_microbatches,
@@ -87,7 +86,7 @@ SliceLimits LimitsByArrival(const EngineOptions& options, const kernels::HeadCon
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
+absl::Status HeadSession::MakeSchedule() {
   const EngineOptions& options = context_->options;
   const SliceLimits limits = LimitsByArrival(options, config_, slice_rows_);
   MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
@@ -98,14 +97,18 @@ absl::StatusOr<std::shared_ptr<Schedule>> HeadSession::MakeSchedule() {
         [session, slice = std::move(slice)]() mutable { session->CopyAndQueue(std::move(slice)); });
   };
   if (!options.deterministic || !config_.trainable) {
-    return std::make_shared<ArrivalSchedule>(limits, chunk_rows_, context_->staging.get(), &step_->ledger(),
-                                             std::move(memory_ready));
+    schedule_ = std::make_shared<ArrivalSchedule>(limits, chunk_rows_, context_->staging.get(),
+                                                  &step_->ledger(), std::move(memory_ready));
+    return absl::OkStatus();
   }
   absl::StatusOr<GroupAreas> areas =
       GroupAreas::Allocate(context_->backend, config_.hidden_size, slice_rows_, options.staging_bytes);
   if (!areas.ok()) return areas.status();
-  return std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits, chunk_rows_, step_,
-                                                 std::move(memory_ready));
+  const auto ordered = std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits,
+                                                               chunk_rows_, step_, std::move(memory_ready));
+  schedule_ = ordered;
+  order_ = ordered.get();
+  return absl::OkStatus();
 }
 
 // ---- HeadSession: slices ----
@@ -153,7 +156,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
     if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
     return status;
   };
-  if (absl::Status status = kernels::SetShares(kernels, shares, accept); !status.ok()) return status;
+  if (absl::Status status = kernels.SetShares(shares, accept); !status.ok()) return status;
   absl::MutexLock lock(&context_->mutex);
   config_.shares = kernels.config().shares;
   chunk_rows_ = kernels.chunk_rows();
@@ -170,7 +173,7 @@ void HeadSession::EnterStep(absl::FunctionRef<void(OpenStep&)> enter) {
   enter(*step_);
   EndStale();
   step_->ForgetRows();
-  schedule_->OnRestart();
+  if (order_ != nullptr) order_->OnRestart();
 }
 
 void HeadSession::EndStale() {
@@ -271,9 +274,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
 namespace {
 
 std::vector<HeadDevice> DevicesOf(const kernels::Backend* backend, const kernels::HeadConfig& config) {
-  const auto* const group = dynamic_cast<const kernels::GroupMembers*>(backend);
-  if (group == nullptr) return {};
-  const std::vector<kernels::MemberState> members = group->MemberStates();
+  const std::vector<kernels::MemberState> members = backend->MemberStates();
   const auto count = static_cast<int>(members.size());
   kernels::HeadConfig split = config;
   split.split = kernels::Split::kVocabulary;

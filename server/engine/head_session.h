@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "server/engine/deterministic_schedule.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
 #include "server/engine/engine_options.h"
@@ -57,6 +58,9 @@ class HeadSession final : public DeviceLoop::Source,
   StreamAdmission& admission() { return *admission_; }
   DeferredMicrobatches& deferred() { return deferred_; }
   Schedule& schedule() { return *schedule_; }
+  // The order in which rows and contributions accumulate. Null: in whatever order they come, and nothing
+  // waits for a turn.
+  DeterministicSchedule* order() { return order_; }
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
   Magnitudes magnitudes;  // of what the head holds; also on the device thread only
@@ -112,7 +116,7 @@ class HeadSession final : public DeviceLoop::Source,
  private:
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
               VersionCounter* counter);
-  absl::StatusOr<std::shared_ptr<Schedule>> MakeSchedule();
+  absl::Status MakeSchedule();
 
   EngineContext* const context_;
   const std::string name_;
@@ -128,6 +132,7 @@ class HeadSession final : public DeviceLoop::Source,
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;
   std::shared_ptr<Schedule> schedule_;          // set once, by Create
+  DeterministicSchedule* order_ = nullptr;      // schedule_, if that is one
   std::unique_ptr<StreamSet> streams_;          // set once, by Create
   std::unique_ptr<StreamAdmission> admission_;  // set once, by Create
   std::vector<kernels::Choice> last_chunk_choices_;

@@ -206,7 +206,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
     if (!complete.ok()) return complete;
     update = request.begin_optimizer ? 1 : static_cast<int64_t>(step.updates()) + 1;
   }
-  auto valid = kernels::ValidateStep(session.config(), request.optimizer, update);
+  auto valid = kernels::CheckTrainedBy(session.config(), request.optimizer);
   if (!valid.ok()) return valid;
   if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
   const absl::StatusOr<double> norm = NormOnDevice(session);
@@ -353,7 +353,7 @@ absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& 
 absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
   const OpenStep& step = session.step();
   if (auto bound = step.CheckBound(contribution.binding); !bound.ok()) return bound;
-  if (!session.schedule().HasTurn(contribution.id)) {
+  if (session.order() != nullptr && !session.order()->HasTurn(contribution.id)) {
     return absl::UnavailableError(
         absl::StrCat("contribution ", contribution.id,
                      " lost its turn, because an earlier microbatch failed (send it "
@@ -428,13 +428,14 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
     return contribution;
   }
   if (auto status = Declare(step, contribution); !status.ok()) return status;
-  session.schedule().OnContribution();
+  if (session.order() != nullptr) session.order()->OnContribution();
   return contribution;
 }
 
 bool ForgetTurn(const Contribution& contribution, uint64_t ticket) {
   absl::MutexLock lock(&contribution.session->context().mutex);
-  return contribution.session->schedule().ForgetTurn(ticket);
+  DeterministicSchedule* const order = contribution.session->order();
+  return order != nullptr && order->ForgetTurn(ticket);
 }
 
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values) {
@@ -465,7 +466,7 @@ absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& cont
   OpenStep& step = session.step();
   step.contributions().Commit(contribution.id, rows.rows, rows.checksums);
   if (added.rows > 0) step.versions().NewAccumulation();
-  session.schedule().OnContribution();
+  if (session.order() != nullptr) session.order()->OnContribution();
   added.state = step.state();
   return added;
 }

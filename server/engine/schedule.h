@@ -2,7 +2,8 @@
 // A Schedule decides what comes next to the device on one head, and where slices are received until then. Two
 // schedules exist. ArrivalSchedule, in this file, computes rows in the order in which they arrive.
 // DeterministicSchedule (deterministic_schedule.h) accumulates rows in an order of its own and contains an
-// arrival schedule for everything else. The rest of the engine does not know which one a head has.
+// arrival schedule for everything else. Schedule is what both are: the work that waits for the device. What
+// only an order has, turns, are further members of DeterministicSchedule (HeadSession::order).
 //
 // A slice goes through a schedule in three steps: FindMemory (its rows may now be copied), Queue (they have
 // been), and TakeNext, which makes it part of a chunk. A stream stays with the schedule that For gave it.
@@ -19,7 +20,7 @@
 #include <variant>
 #include <vector>
 
-#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/ledger.h"
 #include "server/engine/staging.h"
@@ -72,29 +73,6 @@ class Schedule {
   // is on the device.
   virtual ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) = 0;
   virtual Backlog backlog() const = 0;
-  // True if the stream has a slice that waits for other slices.
-  virtual bool IsWaiting(const StreamState& stream) const = 0;
-
-  // ---- News of the open step ----
-  // Rows of a microbatch were declared in the ledger, or withdrawn.
-  virtual void OnDeclared(uint64_t microbatch_id) = 0;
-  // Returns which of the rows may be withdrawn from the ledger: the schedule does not need them.
-  virtual std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const = 0;
-  // A contribution was declared, or rows of it were added.
-  virtual void OnContribution() = 0;
-  // The gradients begin at zero: all streams that accumulate have failed, and the ledgers are empty.
-  virtual void OnRestart() = 0;
-
-  // ---- Turns of contributions ----
-  // True if rows of the contribution may be added: it is its turn, or that is over.
-  virtual bool HasTurn(uint64_t contribution_id) const = 0;
-  // False if it has its turn. Else `ready` is called without the lock, once, when it has, after OnRestart, or
-  // after EndTurns.
-  virtual bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready) = 0;
-  // True if the `ready` of that ticket will not be called any more because of this.
-  virtual bool ForgetTurn(uint64_t ticket) = 0;
-  // No turn will come any more.
-  virtual void EndTurns() = 0;
 };
 
 // The schedule that computes by arrival: slices wait in one queue, and a chunk takes as many with the same
@@ -125,21 +103,8 @@ class ArrivalSchedule final : public Schedule {
   Backlog backlog() const override {
     return {.queued_slices = queue_.slices(), .queued_rows = queue_.rows()};
   }
-  bool IsWaiting(const StreamState& stream) const override { return false; }
   // The operation that TakeNext would return before anything else; null if there is none.
   const Operation* FrontOperation() const { return queue_.FrontOperation(); }
-
-  // Nothing depends on the order of accumulation.
-  void OnDeclared(uint64_t microbatch_id) override {}
-  std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const override { return {rows}; }
-  void OnContribution() override {}
-  void OnRestart() override {}
-  bool HasTurn(uint64_t contribution_id) const override { return true; }
-  bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready) override {
-    return false;
-  }
-  bool ForgetTurn(uint64_t ticket) override { return false; }
-  void EndTurns() override {}
 
  private:
   SliceLimits limits_;

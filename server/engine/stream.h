@@ -72,7 +72,7 @@ struct StreamSpec {
   int64_t microbatch_rows = 0;  // N of the whole microbatch
   RowRange rows;                // carried by this stream
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
-  kernels::LossOptions options;
+  kernels::LossOptions options;    // kernels::Validate takes them: whoever makes the spec has asked it
   bool gradients_of_head = false;  // options.gradients is to be as the head's config says
   int32_t ignore_index = -100;
   Reduction reduction = Reduction::kSum;
@@ -130,8 +130,9 @@ struct RowGradients {
 struct IncomingSlice {
   RowRange rows;
   int64_t bytes = 0;  // of the hidden states
-  // Where the hidden states lie, if that is staging memory of the backend already (kernels::StagingAdopter):
-  // the slice is then computed there, in place, if its schedule can do so. Empty: nowhere.
+  // Where the hidden states lie, if that is staging memory of the backend already
+  // (kernels::Backend::AdoptStaging): the slice is then computed there, in place, if its schedule can do so.
+  // Empty: nowhere.
   StagingBuffer in_place;
   // Writes the hidden states, [rows, D] in the stream's dtype, to `to`, which has `bytes` bytes, or does
   // nothing if `to` is where they lie. Called once, unless the stream ends first: by Receive, or by what
@@ -283,7 +284,7 @@ struct EngineStats {
 // Which step to close and what must be in it; see lossd.v1.ApplyStepRequest.
 struct StepRequest {
   uint64_t step = 0;
-  kernels::OptimizerOptions optimizer;
+  kernels::OptimizerOptions optimizer;          // kernels::Validate takes them, as StreamSpec::options
   std::vector<uint64_t> expected_microbatches;  // or contributions; inside the engine ascending, each once
   std::optional<int64_t> expected_rows;
   bool skip_non_finite = false;

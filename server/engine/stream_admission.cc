@@ -20,7 +20,7 @@ namespace lossd::engine {
 void StreamSet::Fail(StreamState& stream, absl::Status why) {
   if (stream.failed() || stream.finished()) return;
   const bool gave_up = absl::IsDeadlineExceeded(why) || absl::IsCancelled(why);
-  if (gave_up && schedule_->IsWaiting(stream)) {
+  if (gave_up && order_ != nullptr && order_->IsWaiting(stream)) {
     why = errors::WithMessage(why, absl::StrCat(why.message(), " while it waited for ",
                                                 schedule_->backlog().waits_for, " (deterministic mode)"));
   }
@@ -224,7 +224,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Admit(std::shared_
       AccountOf(*stream).Give(host_bytes);
       return declared;
     }
-    parts_.schedule->OnDeclared(spec.microbatch_id);
+    if (parts_.order != nullptr) parts_.order->OnDeclared(spec.microbatch_id);
     parts_.context->loop.Wake();
   }
   stream->SetAdmitted(host_bytes);
@@ -263,14 +263,16 @@ void StreamAdmission::OnEnd(StreamState& stream) {
   bool shared = false;
   const std::vector<RowRange> own = parts_.streams->OwnRows(stream, &shared);
   for (const RowRange rows : own) {
-    for (const RowRange leaving : parts_.schedule->Withdrawable(spec.microbatch_id, rows)) {
+    const auto withdrawable = parts_.order == nullptr ? std::vector<RowRange>{rows}
+                                                      : parts_.order->Withdrawable(spec.microbatch_id, rows);
+    for (const RowRange leaving : withdrawable) {
       parts_.step->ledger().Withdraw(spec.microbatch_id, leaving, !shared);
     }
   }
   const bool is_empty =
       parts_.step->ledger().microbatches() == 0 && parts_.step->contributions().contributions() == 0;
   if (is_empty) parts_.step->history().OnDiscarded();
-  parts_.schedule->OnDeclared(spec.microbatch_id);
+  if (parts_.order != nullptr) parts_.order->OnDeclared(spec.microbatch_id);
   parts_.context->loop.Wake();
 }
 

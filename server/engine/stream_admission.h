@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kernels/backend.h"
+#include "server/engine/deterministic_schedule.h"
 #include "server/engine/device_loop.h"
 #include "server/engine/engine_context.h"
 #include "server/engine/ledger.h"
@@ -35,9 +36,10 @@ class StreamSet {
  public:
   using Predicate = absl::FunctionRef<bool(const StreamState&)>;
 
-  // All outlive the set.
-  StreamSet(Schedule* schedule, DeferredMicrobatches* deferred, Notifier* notifier, Runtime* runtime)
-      : schedule_(schedule), deferred_(deferred), notifier_(notifier), runtime_(runtime) {}
+  // All outlive the set. `order`: HeadSession::order.
+  StreamSet(Schedule* schedule, const DeterministicSchedule* order, DeferredMicrobatches* deferred,
+            Notifier* notifier, Runtime* runtime)
+      : schedule_(schedule), order_(order), deferred_(deferred), notifier_(notifier), runtime_(runtime) {}
 
   // Called at the end of every stream, when it is no longer in the set.
   using OnEnd = std::function<void(StreamState&)>;
@@ -70,6 +72,7 @@ class StreamSet {
   void DropFailed();
 
   Schedule* const schedule_;
+  const DeterministicSchedule* const order_;
   DeferredMicrobatches* const deferred_;
   Notifier* const notifier_;
   Runtime* const runtime_;
@@ -90,6 +93,7 @@ class StreamAdmission {
     OpenStep* step;
     DeferredMicrobatches* deferred;
     Schedule* schedule;
+    DeterministicSchedule* order;  // HeadSession::order
     StreamSet* streams;
   };
 

@@ -293,7 +293,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::MakeGroup(std::unique_
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
   auto made = kernels::CreateGroupBackend(std::move(members), make_replicas, group);
-  if (made.ok()) group_ = dynamic_cast<const kernels::GroupMembers*>(made->get());
+  if (made.ok()) group_ = made->get();
   return made;
 }
 

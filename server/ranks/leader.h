@@ -139,7 +139,7 @@ class Leader final : private v1::RankService::Service {
   kernels::RankTraits traits_;
   kernels::BackendInfo own_info_;
   const kernels::Backend* own_ = nullptr;
-  const kernels::GroupMembers* group_ = nullptr;  // of the backend that Form has made
+  const kernels::Backend* group_ = nullptr;  // the backend that Form has made
   std::unique_ptr<kernels::RankLink> link_;
   const std::unique_ptr<LeaderRows> rows_;
   RankFiles files_;

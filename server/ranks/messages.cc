@@ -342,7 +342,7 @@ absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t
     message->mutable_hidden()->resize(length);
     bytes = reinterpret_cast<uint8_t*>(message->mutable_hidden()->data());
   }
-  return kernels::ReadBytesOf(chunk.retained, slice.retained_offset, {bytes, length});
+  return chunk.retained->ReadBytes(slice.retained_offset, {bytes, length});
 }
 
 // After PlaceGradients. Hidden states that are to be retained the leader keeps, by vocabulary the first part.
@@ -351,8 +351,8 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t l
   if (length == 0) return absl::OkStatus();
   if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
   if (slice.retained_offset >= 0 && !is_part)
-    LOSSD_RETURN_IF_ERROR(kernels::WriteBytesOf(chunk.retained, slice.retained_offset,
-                                                {static_cast<const uint8_t*>(slice.hidden), length}));
+    LOSSD_RETURN_IF_ERROR(chunk.retained->WriteBytes(slice.retained_offset,
+                                                     {static_cast<const uint8_t*>(slice.hidden), length}));
   if (std::optional<v1::RowsPlace> place = find(slice.hidden, length)) {
     *message->mutable_hidden_at() = *std::move(place);
   } else {

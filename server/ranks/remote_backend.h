@@ -30,7 +30,7 @@
 namespace lossd::ranks {
 
 // A head of a worker's backend.
-class RemoteHead final : public kernels::HeadKernels, public kernels::RemoteParts {
+class RemoteHead final : public kernels::HeadKernels {
  public:
   // `description`: what the worker has said of the head.
   RemoteHead(const kernels::HeadConfig& config, uint64_t id, const v1::HeadDescription& description,

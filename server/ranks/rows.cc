@@ -323,7 +323,7 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   if (data == MAP_FAILED) return Failed("mmap of the leader's memory");
   madvise(data, bytes, MADV_DONTFORK);
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
-  LOSSD_TRY(mapped->staging, kernels::AdoptStaging(backend_, mapped->bytes, {.counted = false}));
+  LOSSD_TRY(mapped->staging, backend_->AdoptStaging(mapped->bytes, {.counted = false}));
   absl::MutexLock lock(&mutex_);
   if (regions_.size() >= 2 * RowRegions::kMost) return absl::ResourceExhaustedError("too many regions");
   regions_[region] = mapped;
@@ -431,7 +431,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShar
                                                                                    int64_t bytes) {
   LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Reserve(bytes));
   const absl::Span<uint8_t> pages = memory->bytes();
-  LOSSD_TRY(std::unique_ptr<kernels::StagingMemory> staging, kernels::AdoptStaging(first, pages));
+  LOSSD_TRY(std::unique_ptr<kernels::StagingMemory> staging, first->AdoptStaging(pages, {}));
   if (absl::Status status = memory->Fill(); !status.ok()) {
     staging.reset();
     return status;
@@ -445,8 +445,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShar
 
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
     kernels::Backend* first, absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) {
-  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging =
-      kernels::AdoptStaging(first, memory, options);
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> staging = first->AdoptStaging(memory, options);
   if (!staging.ok() || options.descriptor < 0 || !regions_.AnyHere()) return staging;
   wire::OwnedDescriptor descriptor = CopyOf(options.descriptor);
   const uint64_t region = descriptor ? regions_.Add(memory, std::move(descriptor)) : 0;

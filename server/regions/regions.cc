@@ -15,8 +15,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "server/connections/closer.h"
@@ -73,22 +73,14 @@ class OfDevice final : public RegionMemory {
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes) {
   LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Create(bytes));
-  LOSSD_TRY(auto staging,
-            kernels::AdoptStaging(backend, memory->bytes(), {.descriptor = memory->descriptor()}));
+  LOSSD_TRY(auto staging, backend->AdoptStaging(memory->bytes(), {.descriptor = memory->descriptor()}));
   return std::make_unique<OfHost>(std::move(memory), std::move(staging));
 }
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
                                                                  const std::string& device, int64_t bytes) {
-  auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
-  if (sharer == nullptr) return absl::UnimplementedError("the server shares no memory of a GPU");
-  LOSSD_TRY(auto memory, sharer->ShareDeviceMemory(device, bytes));
+  LOSSD_TRY(auto memory, backend->ShareDeviceMemory(device, bytes));
   return std::make_unique<OfDevice>(std::move(memory), device);
-}
-
-std::vector<std::string> SharingDevices(kernels::Backend* backend) {
-  const auto* const sharer = dynamic_cast<kernels::DeviceMemorySharer*>(backend);
-  return sharer == nullptr ? std::vector<std::string>() : sharer->SharingDevices();
 }
 
 namespace {
@@ -138,7 +130,7 @@ int64_t RegionBudget::used() const {
 }
 
 Regions::Regions(kernels::Backend* backend, const RegionLimits& limits, double peer_share)
-    : backend_(backend), devices_(SharingDevices(backend)) {
+    : backend_(backend), devices_(backend->SharingDevices()) {
   budgets_[""] = std::make_shared<RegionBudget>(limits.host_bytes, peer_share);
   for (const std::string& device : devices_) {
     budgets_[device] = std::make_shared<RegionBudget>(limits.device_bytes, peer_share);

@@ -61,13 +61,9 @@ class RegionMemory {
 // Memory of the host: at least `bytes` > 0, in whole pages. RESOURCE_EXHAUSTED, or the backend's error. The
 // backend outlives the memory.
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes);
-// The same of the GPU `device`, one of SharingDevices; UNIMPLEMENTED if it cannot be shared.
+// The same of the GPU `device`, one of Backend::SharingDevices; UNIMPLEMENTED if it cannot be shared.
 absl::StatusOr<std::unique_ptr<RegionMemory>> DeviceRegionMemory(kernels::Backend* backend,
                                                                  const std::string& device, int64_t bytes);
-
-// The GPUs whose memory DeviceRegionMemory gives, in the order of the backend's devices; empty: there is
-// none.
-std::vector<std::string> SharingDevices(kernels::Backend* backend);
 
 // What the regions of one kind of memory (of the host, or of one device) may take, and what they have taken.
 // Thread-safe.

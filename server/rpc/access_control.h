@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // AccessControl says who makes a call and whether the caller may make it, and writes the call's audit line.
-// Every method of the services asks AccessControl::Admit first (services_access_test calls each method
+// Every method of the services asks AccessControl::Admit first (app_security_test calls each method
 // without an identity and with too low a role). MethodAccessTable says which role each method needs. PeerKey
 // names the peer that limits count a call for.
 //

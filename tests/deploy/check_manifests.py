@@ -3,35 +3,126 @@
 
   check_manifests.py LOSSD DEPLOY [FOLDER]     FOLDER: only this overlay is rendered, and not by kubectl
 
-Every overlay of deploy/kubernetes is rendered (kustomize.py; by kubectl too, and compared, where that is at hand). Objects are compared
+Every overlay of deploy/kubernetes is rendered (by the functions below; by kubectl too, and compared, where that is at hand). Objects are compared
 with the schemas of Kubernetes (package kubernetes-validate, strictly: unknown fields are errors), a LeaderWorkerSet, a JobSet and the
-objects of the Prometheus operator with the schemas beside this file, and Jobs and pods in them with those of Kubernetes. The flags of a
+objects of the Prometheus operator with those of schemas.json, and Jobs and pods in them with those of Kubernetes. The flags of a
 JobSet have to name as many ranks as it has pods, and the pod of the first. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
 names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
-has to have the files that an overlay asks of it, and no others. The rules and the dashboard for operators are those of deploy/prometheus and
-deploy/grafana. Exit status 1 if something is wrong.
+has to have the files that an overlay asks of it, and no others. The rules for the Prometheus operator are those of deploy/prometheus. Exit status 1 if something is wrong.
 """
+
+from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grafana_foundation_sdk.cog.encoder
 import grafana_foundation_sdk.cog.plugins
 import grafana_foundation_sdk.models.dashboard
+import jsonpatch
 import jsonschema
 import kubernetes_validate
-import kustomize
 import yaml
 
+
+# Renders a kustomization: what `kubectl kustomize` prints, where kubectl is not at hand.
+#
+# Only what deploy/ uses is known, and anything else refused: resources, images, configMapGenerator with files and
+# labels and without suffixes, patches of JSON (RFC 6902) with a target. Both are compared where kubectl is there.
+
+Object = dict[str, Any]
+
+
+def known(what: str, found: dict[str, Any], *allowed: str) -> None:
+    if unknown := sorted(found.keys() - set(allowed)):
+        raise ValueError(f"{what} has {', '.join(unknown)}, which tests/deploy/check_manifests.py does not know")
+
+
+def documents(path: Path) -> list[Object]:
+    with open(path, encoding="utf-8") as file:
+        # By way of JSON, so that what an alias repeats is a copy, which a patch changes alone.
+        return [json.loads(json.dumps(document)) for document in yaml.safe_load_all(file) if document is not None]
+
+
+def render(folder: Path) -> list[Object]:
+    path = folder / "kustomization.yaml"
+    (kustomization,) = documents(path)
+    known(str(path), kustomization, "apiVersion", "kind", "resources", "images", "configMapGenerator", "generatorOptions", "patches")
+    objects: list[Object] = []
+    for resource in kustomization.get("resources", []):
+        target = folder / resource
+        objects += render(target) if target.is_dir() else documents(target)
+    for generator in kustomization.get("configMapGenerator", []):
+        generate(folder, kustomization, generator, objects)
+    for patch in kustomization.get("patches", []):
+        known("a patch", patch, "target", "patch")
+        known("the target of a patch", patch["target"], "kind", "name")
+        chosen = [each for each in objects if each["kind"] == patch["target"]["kind"] and each["metadata"]["name"] == patch["target"]["name"]]
+        if len(chosen) != 1:
+            raise ValueError(f"{path}: a patch is for {len(chosen)} objects")
+        jsonpatch.apply_patch(chosen[0], yaml.safe_load(patch["patch"]), in_place=True)
+    for image in kustomization.get("images", []):
+        known("an image", image, "name", "newName", "newTag")
+        for each in objects:
+            set_image(each, image)
+    return objects
+
+
+def generate(folder: Path, kustomization: Object, generator: Object, objects: list[Object]) -> None:
+    known("a generator", generator, "name", "behavior", "files", "options")
+    if kustomization.get("generatorOptions") != {"disableNameSuffixHash": True}:
+        raise ValueError(f"{folder}: generated names have suffixes")
+    made: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]},
+            "data": {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}}
+    if "options" in generator:
+        known("the options of a generator", generator["options"], "labels")
+        made["metadata"]["labels"] = generator["options"]["labels"]
+    before = [each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] == generator["name"]]
+    if (generator.get("behavior", "create"), len(before)) not in (("create", 0), ("replace", 1)):
+        raise ValueError(f"{folder}: {generator['name']} is there {len(before)} times")
+    for each in before:
+        objects.remove(each)
+    objects.append(made)
+
+
+def set_image(value: Any, image: Object) -> None:
+    if isinstance(value, list):
+        for each in value:
+            set_image(each, image)
+    elif isinstance(value, dict):
+        for container in [*value.get("containers", []), *value.get("initContainers", [])]:
+            name, _, tag = container["image"].rpartition(":")
+            if name == image["name"]:
+                container["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
+        for each in value.values():
+            set_image(each, image)
+
+
+def render_by_kubectl(folder: Path) -> list[Object] | None:
+    """None without kubectl. One that is older than `patches` does not count."""
+    program = shutil.which("kubectl")
+    if program is None:
+        return None
+    done = subprocess.run([program, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode != 0 and 'unknown field "patches"' in done.stderr:
+        return None
+    if done.returncode != 0:
+        raise ValueError(f"kubectl kustomize: {done.stderr.strip()}")
+    return [document for document in yaml.safe_load_all(done.stdout) if document is not None]
+
+
+# Checks of what was rendered.
+
 KUBERNETES = "1.30"
-SCHEMAS = {"JobSet": "jobset.schema.json", "LeaderWorkerSet": "leaderworkerset.schema.json", "PrometheusRule": "prometheusrule.schema.json",
-           "ServiceMonitor": "servicemonitor.schema.json"}
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))  # of kinds that Kubernetes does not know itself
 # Overlays of several processes; what the secret has is that of mtls and one file more.
 OF_RANKS = ("ranks", "leaderworkerset", "leaderworkerset-gpus", "jobset")
 DRAIN_SECONDS = 30  # --drain_timeout's default
@@ -43,8 +134,7 @@ FOREIGN_FLAGS = {
 }
 
 
-def check_schema(document, path):
-    schema = json.loads(path.read_text(encoding="utf-8"))
+def check_schema(document, schema):
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
     errors = [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:300]}" for error in kind(schema).iter_errors(document)]
@@ -56,7 +146,7 @@ def check_object(manifest):
     if manifest["kind"] not in SCHEMAS:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         return
-    check_schema(manifest, Path(__file__).with_name(SCHEMAS[manifest["kind"]]))
+    check_schema(manifest, SCHEMAS[manifest["kind"]])
     for job in jobs_of(manifest):
         described = {"name": "job", **job["template"].get("metadata", {})}
         kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": described, "spec": job["template"]["spec"]}, KUBERNETES, strict=True)
@@ -224,10 +314,10 @@ def by_name(manifests):
 
 
 def check_kustomization(folder, ask_kubectl=True):
-    manifests = kustomize.render(folder)
-    theirs = kustomize.render_by_kubectl(folder) if ask_kubectl else None
+    manifests = render(folder)
+    theirs = render_by_kubectl(folder) if ask_kubectl else None
     if theirs is not None and by_name(theirs) != by_name(manifests):
-        raise ValueError("kustomize.py and kubectl differ")
+        raise ValueError("what was rendered here and by kubectl differs")
     for manifest in manifests:
         try:
             check_object(manifest)
@@ -242,14 +332,11 @@ def check_kustomization(folder, ask_kubectl=True):
 
 def check_monitoring(folder):
     """What scripts/monitoring-manifests makes is made of the present files."""
-    deploy = folder.parents[2]
-    made, = kustomize.documents(folder / "prometheusrule.yaml")
+    made, = documents(folder / "prometheusrule.yaml")
     groups = [group for name in ("lossd-recording.yml", "lossd-alerts.yml")
-              for group in kustomize.documents(deploy / "prometheus" / name)[0]["groups"]]
+              for group in documents(folder / name)[0]["groups"]]
     if made["spec"] != {"groups": groups}:
-        raise ValueError("the rules are not those of deploy/prometheus: run scripts/monitoring-manifests")
-    if (folder / "lossd.json").read_bytes() != (deploy / "grafana" / "lossd.json").read_bytes():
-        raise ValueError("the dashboard is not that of deploy/grafana: run scripts/monitoring-manifests")
+        raise ValueError("prometheusrule.yaml does not have the rules of the other files: run scripts/monitoring-manifests")
     return f"{sum(len(group['rules']) for group in groups)} rules"
 
 
@@ -282,7 +369,7 @@ def check_dashboard(path):
 def check_compose(path):
     folder = metadata.distribution("check-jsonschema").locate_file("check_jsonschema/builtin_schemas/vendor")
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    check_schema(document, Path(folder, "compose-spec.json"))
+    check_schema(document, json.loads(Path(folder, "compose-spec.json").read_text(encoding="utf-8")))
     for name, service in document["services"].items():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
@@ -326,7 +413,7 @@ def main():
     else:
         for path in sorted(deploy.glob("kubernetes/overlays/*")) + [deploy / "kubernetes/base"]:
             check(path, check_kustomization)
-    check(deploy / "kubernetes/components/monitoring", check_monitoring)
+    check(deploy / "prometheus", check_monitoring)
     check(deploy / "grafana/lossd.json", check_dashboard)
     for path in sorted(deploy.glob("compose/docker-compose*.yml")):
         check(path, check_compose)

@@ -25,23 +25,23 @@ plant() {
   fi
   grep -q "^${3:-$1}" "$folder/errors" || { cat "$folder/errors" >&2; echo "'$2' in $1 is not reported of ${3:-$1}" >&2; exit 1; }
 }
-plant $base/statefulset.yaml 's/containerPort: 7071/containerPort: http/' $overlays/one-gpu
-plant $base/statefulset.yaml 's/terminationGracePeriodSeconds: 150/terminationGracePeriodSeconds: 60/' $overlays/mtls
-plant $base/statefulset.yaml 's/name: access, mountPath/name: acces, mountPath/' $overlays/one-gpu
-plant $base/statefulset.yaml 's/scheme: HTTPS/scheme: HTTP/' $overlays/one-gpu
+plant $base/lossd.yaml 's/containerPort: 7071/containerPort: http/' $overlays/one-gpu
+plant $base/lossd.yaml 's/terminationGracePeriodSeconds: 150/terminationGracePeriodSeconds: 60/' $overlays/mtls
+plant $base/lossd.yaml 's/name: access, mountPath/name: acces, mountPath/' $overlays/one-gpu
+plant $base/lossd.yaml 's/scheme: HTTPS/scheme: HTTP/' $overlays/one-gpu
 plant $base/lossd.flags 's/--listen=0.0.0.0:7070/--listen=0.0.0.0:7000/' $overlays/one-gpu
 plant $base/lossd.flags 's/access\/server.key/secret\/server.key/' $overlays/one-gpu
 plant $base/lossd.flags 's/access\/tokens/access\/token/' $overlays/one-gpu
-plant $base/servicemonitor.yaml 's/key: prometheus-token/key: prometheus/' $overlays/one-gpu
+plant $base/lossd.yaml 's/key: prometheus-token/key: prometheus/' $overlays/one-gpu
 plant $overlays/leaderworkerset/lossd.yaml 's/lossd\/ranks/lossd\/rank/' $overlays/leaderworkerset
 # A page that forgets a file of the secret.
 mkdir "$folder/docs"
 sed 's/ --from-file=roles / /' docs/operations.md >"$folder/docs/operations.md"
 plant $overlays/mtls/lossd.flags 's/--keep_checkpoints=3/--keep_checkpoints=4/' $overlays/mtls
 rm -r "$folder/docs"
-plant $base/networkpolicy.yaml 's/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
-plant $base/poddisruptionbudget.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
-plant $base/servicemonitor.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
+plant $base/lossd.yaml '/kind: NetworkPolicy/,/^---/s/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
+plant $base/lossd.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
+plant $base/lossd.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
 plant $overlays/cpu-trial/kustomization.yaml 's/volumes\/1/volumes\/7/' $overlays/cpu-trial
 plant $overlays/cpu-trial/lossd.flags 's/--insecure/--unsecure/'
 plant $overlays/ranks/lossd.yaml 's/podManagementPolicy/podManagmentPolicy/' $overlays/ranks
@@ -60,11 +60,11 @@ plant $overlays/jobset/lossd.yaml 's/\[PodFailurePolicy\]/[PodFailure]/' $overla
 plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/gpu: 8/gpu: [8]/' $overlays/leaderworkerset-gpus
 plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/workerTemplate/workTemplate/' $overlays/leaderworkerset-gpus
 plant $overlays/leaderworkerset-gpus/kustomization.yaml 's/--devices/--device_list/'
-plant kubernetes/components/monitoring/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored
-plant kubernetes/components/monitoring/prometheusrule.yaml 's/for: 15m/for: 15 minutes/' $overlays/monitored
-plant kubernetes/components/monitoring/kustomization.yaml 's/grafana_dashboard: "1"/grafana_dashboard: [1]/' $overlays/monitored
-plant prometheus/lossd-alerts.yml 's/> 0.95/> 0.96/' kubernetes/components/monitoring
-plant grafana/lossd.json 's/Rows per second/Rows a second/' kubernetes/components/monitoring
+plant prometheus/prometheusrule.yaml 's/^      expr: /      exp: /' $overlays/monitored
+plant prometheus/prometheusrule.yaml 's/for: 15m/for: 15 minutes/' $overlays/monitored
+plant grafana/kustomization.yaml 's/grafana_dashboard: "1"/grafana_dashboard: [1]/' $overlays/monitored
+plant grafana/kustomization.yaml 's/lossd.json/losd.json/' $overlays/monitored
+plant prometheus/lossd-alerts.yml 's/> 0.95/> 0.96/' prometheus
 plant grafana/lossd.json 's/"legendFormat"/"legend_format"/' grafana/lossd.json
 plant grafana/lossd.json 's/"overrides"/"override"/' grafana/lossd.json
 plant compose/docker-compose.yml 's/restart: unless-stopped/restrat: unless-stopped/'

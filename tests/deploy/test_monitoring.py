@@ -24,15 +24,14 @@ import numpy as np
 import pytest
 import yaml
 
-import board
-import dashboard
+import pictures
+import prometheus_process
 import lossd
-from dashboard import DASHBOARD
-from prometheus_process import PATIENCE, RULES, Prometheus
+from prometheus_process import DASHBOARD, PATIENCE, RULES, Prometheus
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 16
@@ -123,7 +122,7 @@ def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Pro
     # A limit is reached. Not closed before it is counted: the server accepts them when it comes to it.
     idle = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]
     recorded = [rule["record"] for group in groups() for rule in group["rules"] if "record" in rule]
-    wanted = {query for query in [*dashboard.queries(), *recorded] if is_asked(query)}
+    wanted = {query for query in [*prometheus_process.queries(), *recorded] if is_asked(query)}
     assert len(wanted) > 40
     deadline = time.monotonic() + PATIENCE
     while wanted and time.monotonic() < deadline:
@@ -132,7 +131,7 @@ def test_every_query_has_an_answer(monitored: tuple[ServerProcess, Training, Pro
     for connection in idle:
         connection.close()
     assert not wanted, "no answer to " + "\n".join(sorted(wanted))
-    for query in dashboard.queries():  # also those of a GPU can be read
+    for query in prometheus_process.queries():  # also those of a GPU can be read
         prometheus.query(query)
 
 
@@ -160,8 +159,8 @@ def test_the_figures_are_those_of_the_trainer(monitored: tuple[ServerProcess, Tr
 def test_the_picture_is_drawn_from_every_query(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
     _, training, prometheus = monitored
     training.step()
-    panels = board.collect(prometheus.address, 60)
-    assert [panel.title for panel in panels] == [panel["title"] for panel in dashboard.panels()]
+    panels = pictures.collect(prometheus.address, 60)
+    assert [panel.title for panel in panels] == [panel["title"] for panel in prometheus_process.panels()]
     without = {"GPUs"} if RANKED else {"GPUs", "Ranks"}
     empty = {panel.title for panel in panels if not panel.series and panel.row not in without}
     assert not empty
@@ -187,14 +186,14 @@ def test_the_picture_in_the_manual_is_of_this_dashboard() -> None:
             keyword, _, text = picture[at + 8:at + 8 + length].partition(b"\0")
             texts[keyword.decode()] = text.decode()
         at += 12 + length
-    assert texts[board.DIGEST] == dashboard.digest()
+    assert texts[pictures.DIGEST] == prometheus_process.digest()
 
 
 @pytest.mark.parametrize(("value", "unit", "text"), [
     (0.5, "percentunit", "50%"), (0.0123, "s", "12.3 ms"), (4.2e-5, "s", "42 µs"), (90.0, "s", "90 s"), (1536.0, "bytes", "1.5 KiB"),
     (2e6, "Bps", "2 MB/s"), (12345.0, "short", "12.3 K"), (0.0, "bool_yes_no", "No"), (float("nan"), "short", "-")])
 def test_the_picture_has_units(value: float, unit: str, text: str) -> None:
-    assert board.shown(value, unit) == text
+    assert pictures.shown(value, unit) == text
 
 
 def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProcess, Training, Prometheus]) -> None:
@@ -209,7 +208,7 @@ def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProc
 def test_every_family_that_is_asked_for_is_documented() -> None:
     """A misspelt family of a rule or a panel would be silent on a GPU, where no test looks."""
     documented = set(re.findall(r"`((?:lossd|process)_\w+)`", (ROOT / "docs" / "operations.md").read_text()))
-    texts = [rule["expr"] for group in groups() for rule in group["rules"]] + dashboard.queries()
+    texts = [rule["expr"] for group in groups() for rule in group["rules"]] + prometheus_process.queries()
     asked = {re.sub(r"_(bucket|sum|count)$", "", name) for text in texts for name in re.findall(r"\b(?:lossd|process)_\w+\b", text)}
     assert asked - documented - {"lossd_rows", "lossd_chunk_rows"} == set()
 

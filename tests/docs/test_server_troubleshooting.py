@@ -26,7 +26,7 @@ from lossd.v1 import loss_pb2, types_pb2
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "client" / "python"))
 
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Errors of the server\n")[2]
 MESSAGES = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in PAGE.splitlines() if line.startswith("| `")]
@@ -39,7 +39,7 @@ BY_OTHERS = {
     **({NO_BACKEND: ("kernels/gpu_backend_none.cc", NO_BACKEND)} if HAVE_CUDA else {NO_DRIVER: ("kernels/cuda/device/device.cc", NO_DRIVER)}),
     "other programs use the GPU, and it runs them in turns without MPS": ("server/app/server_parts.cc", "without MPS"),
     "cuBLASLt cannot be loaded": ("kernels/cuda/device/gemm.cc", "cuBLASLt cannot be loaded"),  # a machine with a GPU and without cuBLAS
-    "device lost": ("tests/server/app/device_loss_test.cc", 'HttpGet(server_->http(), "/livez"), HasSubstr("device lost")'),
+    "device lost": ("tests/server/app/liveness_test.cc", 'HttpGet(server_->http(), "/livez"), HasSubstr("device lost")'),
     "no progress on the device for …": ("tests/server/app/process_test.cc", "no progress on the device for "),
     "no answer of gRPC's threads for …": ("server/app/server.cc", '{"gRPC\'s threads", pulse_->Silence()}'),
     "the drain does not end: leaving at once": ("server/app/main.cc", 'status, "the drain")'),

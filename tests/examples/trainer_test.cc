@@ -1,150 +1,158 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of the demo's trainer with a server process: it learns, and goes on exactly where it was saved.
 #include "examples/ngram_lm/trainer.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
+#include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
-#include "examples/ngram_lm/training_run.h"
-#include "tests/examples/local_head.h"
-#include "tests/examples/random_seed.h"
+#include "tests/support/server_process.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::ngram_lm::trainer_test {
 namespace {
 
 constexpr int32_t kVocab = 17;
-constexpr StageOneShape kShape{.tokens = kVocab + 1, .context = 2, .embedding = 6, .hidden = 20, .output = 9};
 
 // A sequence in which a token determines the next one most of the time.
-std::vector<int32_t> Sequence(std::mt19937_64* random, size_t size) {
+std::vector<int32_t> Sequence(uint64_t seed, size_t size) {
+  std::mt19937_64 random(seed);
   std::vector<int32_t> tokens = {1};
   while (tokens.size() < size) {
     const int32_t rule = (5 * tokens.back() + 1) % kVocab;
-    const bool noise = (*random)() % 10 == 0;
-    tokens.push_back(noise ? static_cast<int32_t>((*random)() % kVocab) : rule);
+    tokens.push_back(random() % 10 == 0 ? static_cast<int32_t>(random() % kVocab) : rule);
   }
   return tokens;
 }
 
 class TrainerTest : public testing::Test {
  protected:
-  TrainerTest()
-      : random_(FreshSeed()),
-        train_(Sequence(&random_, 5000)),
-        held_out_(Sequence(&random_, 400)),
-        model_(kShape, random_()),
-        head_(kVocab, kShape.output, random_()) {}
+  TrainerTest() : text_{Sequence(1, 5000), Sequence(2, 400), kVocab} {}
 
-  Trainer MakeTrainer(const TrainerOptions& options) { return {options, train_, kVocab, &model_, &head_}; }
+  TrainerOptions Options(int64_t microbatches, int64_t rows) const {
+    TrainerOptions options;
+    options.server = server_.target();
+    options.shape = {.tokens = kVocab, .context = 2, .embedding = 6, .hidden = 20, .output = 9};
+    options.microbatches = microbatches;
+    options.microbatch_rows = rows;
+    return options;
+  }
 
-  std::mt19937_64 random_;
-  const std::vector<int32_t> train_;
-  const std::vector<int32_t> held_out_;
-  StageOne model_;
-  LocalHead head_;
+  std::unique_ptr<Trainer> Open(const TrainerOptions& options) {
+    absl::StatusOr<std::unique_ptr<Trainer>> trainer = Trainer::Open(options, &text_);
+    EXPECT_TRUE(trainer.ok()) << trainer.status();
+    return trainer.ok() ? *std::move(trainer) : nullptr;
+  }
+
+  // The losses of so many steps.
+  static std::vector<double> Train(Trainer* trainer, int steps) {
+    std::vector<double> losses;
+    for (int i = 0; i < steps; ++i) {
+      const absl::StatusOr<double> loss = trainer->Step(1);
+      EXPECT_TRUE(loss.ok()) << loss.status();
+      losses.push_back(loss.value_or(0));
+    }
+    return losses;
+  }
+
+  static std::vector<float> Parameters(Trainer* trainer) {
+    return {trainer->stage_one().parameters().begin(), trainer->stage_one().parameters().end()};
+  }
+
+  const Text text_;
+  test::ServerProcess server_{LOSSD_BINARY, {"--deterministic"}};
+  test::TempFolder folder_;
 };
 
 TEST_F(TrainerTest, LearnsARuleFarBelowTheUnigramEntropy) {
-  Trainer trainer = MakeTrainer({.microbatches = 3, .microbatch_rows = 32});
-  FILE* out = std::tmpfile();
-  RunOptions options;
-  options.steps = 250;
-  options.learning_rate = 5e-3f;
-  options.head_learning_rate = 1e-2;
-  options.evaluations = 4;
-  const auto run = RunTraining(options, held_out_, &trainer, out);
-  std::fclose(out);
-  ASSERT_TRUE(run.ok()) << run.status();
-  EXPECT_EQ(run->steps, 250);
-  EXPECT_EQ(run->tokens, 250 * 3 * 32);
-  EXPECT_EQ(run->train.size(), 250);
-  EXPECT_GE(run->held_out.size(), 4);
-  EXPECT_NEAR(trainer.epochs(), 250 * 96 / 5000.0, 1e-9);
-  const auto loss = trainer.Evaluate(held_out_, 400);
-  ASSERT_TRUE(loss.ok());
-  EXPECT_LT(*loss, UnigramEntropy(train_, held_out_, kVocab) - 1);
+  const std::unique_ptr<Trainer> trainer = Open(Options(3, 32));
+  const absl::StatusOr<double> before = trainer->Evaluate(100);
+  ASSERT_TRUE(before.ok()) << before.status();
+  EXPECT_NEAR(*before, std::log(kVocab), 1.5);
+  EXPECT_EQ(trainer->steps(), 0);
+  Train(trainer.get(), 250);
+  EXPECT_EQ(trainer->steps(), 250);
+  const absl::StatusOr<double> after = trainer->Evaluate(400);
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_LT(*after, UnigramEntropy(text_) - 1);
 }
 
-TEST_F(TrainerTest, MicrobatchesOfAStepAddUpToOneLargeMicrobatch) {
-  // Without an update, the gradients of a step do not depend on how its rows are cut.
-  LocalHead other_head = head_;
-  StageOne other_model = model_;
-  Trainer one({.microbatches = 1, .microbatch_rows = 60, .seed = 5}, train_, kVocab, &model_, &head_);
-  Trainer many({.microbatches = 5, .microbatch_rows = 12, .seed = 5}, train_, kVocab, &other_model,
-               &other_head);
-  const auto loss_of_one = one.Step(0, 0);
-  const auto loss_of_many = many.Step(0, 0);
-  ASSERT_TRUE(loss_of_one.ok() && loss_of_many.ok());
-  EXPECT_NEAR(*loss_of_one, *loss_of_many, 1e-6);
-  for (size_t i = 0; i < model_.gradients().size(); ++i) {
-    EXPECT_NEAR(model_.gradients()[i], other_model.gradients()[i], 1e-5) << i;
+TEST_F(TrainerTest, MicrobatchesOfAStepAddUp) {
+  // Between two steps of rate 0 nothing changes, so the gradients of a step are those of its rows.
+  TrainerOptions options = Options(5, 12);
+  const std::unique_ptr<Trainer> many = Open(options);
+  ASSERT_TRUE(many->Step(0).ok());
+  std::vector<double> sum(many->stage_one().gradients().size());
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] = many->stage_one().gradients()[i];
+  // Steps of one microbatch draw the rows that a step of five draws.
+  options.head = "one";
+  options.microbatches = 1;
+  const std::unique_ptr<Trainer> one = Open(options);
+  for (int step = 0; step < 5; ++step) {
+    ASSERT_TRUE(one->Step(0).ok());
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] -= one->stage_one().gradients()[i] / 5;
   }
+  for (size_t i = 0; i < sum.size(); ++i) EXPECT_NEAR(sum[i], 0, 1e-5) << i;
 }
 
-TEST_F(TrainerTest, KeepsAsManyMicrobatchesInFlightAsAllowed) {
-  for (int64_t in_flight : {1, 2, 3}) {
-    LocalHead head(kVocab, kShape.output, 1);
-    Trainer trainer({.microbatches = 5, .microbatch_rows = 4, .in_flight = in_flight}, train_, kVocab,
-                    &model_, &head);
-    ASSERT_TRUE(trainer.Step(1e-3f, 1e-3).ok());
-    EXPECT_EQ(head.most_under_way(), in_flight);
-    EXPECT_EQ(head.step(), 1);
-  }
+TEST_F(TrainerTest, ResumesExactly) {
+  TrainerOptions options = Options(2, 16);
+  options.state_file = folder_.File("state");
+  test::WriteWholeFile(options.state_file + ".tmp", "half of a state");
+  std::unique_ptr<Trainer> trainer = Open(options);
+  Train(trainer.get(), 3);
+  ASSERT_TRUE(trainer->Save().ok());
+  const std::vector<double> losses = Train(trainer.get(), 5);
+  const std::vector<float> parameters = Parameters(trainer.get());
+
+  // Another trainer, while the head stands at a later step.
+  trainer = Open(options);
+  EXPECT_EQ(trainer->steps(), 3);
+  EXPECT_EQ(Train(trainer.get(), 2), std::vector<double>(losses.begin(), losses.begin() + 2));
+
+  // Another server process, in the middle of a training.
+  server_.Kill();
+  const absl::Status lost = trainer->Step(1).status();
+  EXPECT_TRUE(ServerWasLost(lost)) << lost;
+  server_.Start(server_.target());
+  ASSERT_TRUE(trainer->GoBack().ok());
+  EXPECT_EQ(trainer->steps(), 3);
+  EXPECT_EQ(Train(trainer.get(), 5), losses);
+  EXPECT_EQ(Parameters(trainer.get()), parameters);
+
+  // The server's name for a checkpoint of this step is taken, by a save of a training that went back.
+  ASSERT_TRUE(trainer->Save().ok());
+  ASSERT_TRUE(trainer->Save().ok());
+  EXPECT_EQ(Open(options)->steps(), 8);
 }
 
-TEST_F(TrainerTest, EvaluatesUntrainedModelNearUniform) {
-  Trainer trainer = MakeTrainer({});
-  const auto loss = trainer.Evaluate(held_out_, 100);
-  ASSERT_TRUE(loss.ok());
-  EXPECT_NEAR(*loss, std::log(kVocab), 1.5);
-  EXPECT_EQ(head_.step(), 0);
+TEST_F(TrainerTest, RefusesTheStateOfAnotherTrainingAndADamagedOne) {
+  TrainerOptions options = Options(2, 16);
+  options.state_file = folder_.File("state");
+  Train(Open(options).get(), 1);
+  TrainerOptions other = options;
+  other.microbatch_rows = 17;
+  const absl::Status refused = Trainer::Open(other, &text_).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()),
+              testing::EndsWith("a training with 5000 tokens, 32 a step, 551 parameters; "
+                                "this one has 5000 tokens, 34 a step, 551 parameters"));
+  const std::string good = test::ReadWholeFile(options.state_file);
+  test::WriteWholeFile(options.state_file, good.substr(0, good.size() - 1));
+  EXPECT_EQ(Trainer::Open(options, &text_).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
-TEST_F(TrainerTest, ContinuesEverySequence) {
-  Trainer trainer = MakeTrainer({});
-  std::vector<std::vector<int32_t>> sequences = {{}, {3, 4, 5}};
-  ASSERT_TRUE(trainer.Continue(4, &sequences).ok());
-  EXPECT_EQ(sequences[0].size(), 4);
-  EXPECT_EQ(sequences[1].size(), 7);
-  EXPECT_EQ(sequences[1][2], 5);
-  for (int32_t token : sequences[1]) EXPECT_LT(token, kVocab);
-}
-
-TEST_F(TrainerTest, GoesOnFromAStateAsIfNothingHadHappened) {
-  const TrainerOptions options{.microbatches = 2, .microbatch_rows = 16, .seed = 3};
-  Trainer trainer = MakeTrainer(options);
-  for (int i = 0; i < 5; ++i) ASSERT_TRUE(trainer.Step(1e-2f, 1e-2).ok());
-  const TrainerState state = trainer.State();
-  LocalHead other_head = head_;
-  StageOne other_model(kShape, 77);
-  Trainer other(options, train_, kVocab, &other_model, &other_head);
-  ASSERT_TRUE(other.Restore(state).ok());
-  EXPECT_EQ(other.steps(), 5);
-  for (int i = 0; i < 5; ++i) {
-    const auto loss = trainer.Step(1e-2f, 1e-2), other_loss = other.Step(1e-2f, 1e-2);
-    ASSERT_TRUE(loss.ok() && other_loss.ok());
-    EXPECT_EQ(*loss, *other_loss);
-  }
-  EXPECT_TRUE(
-      std::equal(model_.parameters().begin(), model_.parameters().end(), other_model.parameters().begin()));
-}
-
-TEST_F(TrainerTest, RefusesTheStateOfAnotherTraining) {
-  Trainer trainer = MakeTrainer({.microbatches = 2, .microbatch_rows = 16, .seed = 3});
-  Trainer other = MakeTrainer({.microbatches = 2, .microbatch_rows = 17, .seed = 3});
-  const absl::Status status = other.Restore(trainer.State());
-  EXPECT_EQ(status.message(), "the saved training has 32 tokens a step, this one 34");
-}
-
-TEST_F(TrainerTest, PassesTheHeadsErrorsOn) {
-  Trainer trainer = MakeTrainer({.microbatch_rows = 8});
-  head_.Break();
-  EXPECT_EQ(trainer.Step(1e-3f, 1e-3).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(trainer.Evaluate(held_out_, 10).status().code(), absl::StatusCode::kUnavailable);
+TEST_F(TrainerTest, TwoTrainingsDoNotShareAHead) {
+  const std::unique_ptr<Trainer> first = Open(Options(2, 16));
+  EXPECT_EQ(Trainer::Open(Options(2, 16), &text_).status().code(), absl::StatusCode::kAlreadyExists);
+  ASSERT_TRUE(first->DeleteHead().ok());
+  EXPECT_TRUE(Trainer::Open(Options(2, 16), &text_).ok());
 }
 
 TEST(RateMultiplierTest, RisesThenFalls) {

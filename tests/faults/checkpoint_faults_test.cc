@@ -14,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/faults/faults_test.h"
-#include "tests/support/head_folder.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::test::checkpoint_faults_test {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/faults/message_boundaries.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "tests/faults/fault_proxy.h"
 
 namespace lossd::test::message_boundaries_test {
 namespace {

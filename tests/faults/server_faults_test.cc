@@ -12,7 +12,7 @@
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
 #include "tests/support/effort.h"
-#include "tests/support/head_folder.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::test::server_faults_test {
 namespace {

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/faults/faults_test.h"
-#include "tests/support/child_process.h"
+#include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::test::trainer_faults_test {
@@ -134,7 +134,7 @@ TEST_F(TrainerFaultsTest, AnotherMicrobatchUnderTheSameNameIsRefused) {
   }
 }
 
-// A trainer as a process of its own; see trainer_process.cc.
+// A trainer as a process of its own; see fault_process.cc.
 class TrainerProcessTest : public FaultsTest {
  protected:
   // Runs the trainer up to `steps` steps: its exit status, or minus the signal that ended it.

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fuzzers share: a check that ends the program, and files in memory for code that opens files by
-// path.
+// Helpers of all fuzzers: a check that ends the program, files in memory for code that opens files by path, a
+// bound on the memory that reading takes, and JSON that nests deep.
 //
 // A fuzzer is a function LLVMFuzzerTestOneInput that libFuzzer calls with ever new bytes. It must not depend
 // on earlier inputs. CONTRIBUTING.md says how to add one, run it and reproduce a finding.
 #ifndef LOSSD_TESTS_FUZZ_FUZZ_H_
 #define LOSSD_TESTS_FUZZ_FUZZ_H_
 
+#include <sanitizer/allocator_interface.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -84,6 +86,94 @@ inline formats::OutputFileFactory Into(std::string* content) {
   return [content](const std::string&) -> absl::StatusOr<std::unique_ptr<formats::OutputFile>> {
     return std::make_unique<StringFile>(content);
   };
+}
+
+// Counts what this thread allocates from construction on, and the most that it holds at a time: a file of n
+// bytes must not take a large multiple of n to read. One watch at a time.
+class HeapWatch {
+ public:
+  HeapWatch() {
+    static const int installed = __sanitizer_install_malloc_and_free_hooks(&OnAllocate, &OnFree);
+    FUZZ_CHECK(installed != 0, "the allocator takes no hooks");
+    live_ = peak_ = 0;
+    counting_ = true;
+  }
+  ~HeapWatch() { counting_ = false; }
+  HeapWatch(const HeapWatch&) = delete;
+  HeapWatch& operator=(const HeapWatch&) = delete;
+
+  int64_t peak_bytes() const { return peak_; }
+
+  // `per_byte` bytes for each byte of the input, and some for what does not depend on it.
+  void Check(size_t input_bytes, int64_t per_byte) const {
+    constexpr int64_t kFixedBytes = int64_t{96} << 10;
+    FUZZ_CHECK(peak_ <= kFixedBytes + per_byte * static_cast<int64_t>(input_bytes),
+               absl::StrCat(input_bytes, " bytes of input took ", peak_, " bytes of memory"));
+  }
+
+ private:
+  static void OnAllocate(const volatile void*, size_t size) {
+    if (!counting_) return;
+    live_ += static_cast<int64_t>(size);
+    peak_ = std::max(peak_, live_);
+  }
+  static void OnFree(const volatile void* memory) {
+    if (!counting_ || memory == nullptr) return;
+    live_ -= static_cast<int64_t>(__sanitizer_get_allocated_size(const_cast<const void*>(memory)));
+  }
+
+  static inline thread_local bool counting_ = false;
+  static inline thread_local int64_t live_ = 0;
+  static inline thread_local int64_t peak_ = 0;
+};
+
+// Reader::Open of a file with these bytes; to open may take so much memory for each of them. The file is
+// there until the next call.
+template <typename Reader>
+auto OpenFile(const uint8_t* data, size_t size, int64_t memory_per_byte) {
+  static MemoryFile file;
+  file.Write(AsText(data, size));
+  const std::string path = file.path();
+  const HeapWatch heap;
+  auto reader = Reader::Open(path);
+  heap.Check(size, memory_per_byte);
+  return reader;
+}
+
+struct Nesting {
+  int depth = 0;
+  size_t at = 0;  // behind the bracket that opens the innermost array
+};
+
+// The array that nests deepest in arrays and objects of JSON. Brackets in strings nest nothing. A fuzzer
+// makes this array deeper, so that code which recurses without a limit runs out of stack: random changes
+// seldom get there.
+inline Nesting DeepestArray(absl::string_view text) {
+  Nesting deepest;
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (in_string && c == '\\') {
+      ++i;  // whatever it escapes
+      continue;
+    }
+    if (c == '"') in_string = !in_string;
+    if (in_string) continue;
+    if (c == '[' || c == '{') ++depth;
+    if (c == ']' || c == '}') --depth;
+    if (c == '[' && depth > deepest.depth) deepest = {.depth = depth, .at = i + 1};
+  }
+  return deepest;
+}
+
+// `text` with 100,000 arrays more in the array that nests deepest.
+inline std::string Deepened(absl::string_view text, const Nesting& deepest) {
+  constexpr size_t kLevels = 100'000;
+  const absl::string_view rest = text.substr(deepest.at);
+  const bool last = !rest.empty() && rest[0] == ']';
+  return absl::StrCat(text.substr(0, deepest.at), std::string(kLevels, '['), std::string(kLevels, ']'),
+                      last ? "" : ",", rest);
 }
 
 }  // namespace lossd::fuzz

@@ -6,8 +6,6 @@
 
 #include "server/head/manifest.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/heap_watch.h"
-#include "tests/fuzz/nesting.h"
 
 namespace lossd::fuzz {
 namespace {

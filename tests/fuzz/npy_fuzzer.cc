@@ -6,7 +6,6 @@
 
 #include "proto/tensorfile/npy.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/open_file.h"
 
 namespace lossd::fuzz {
 namespace {

@@ -7,7 +7,6 @@
 
 #include "proto/tensorfile/safetensors.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/open_file.h"
 
 namespace lossd::fuzz {
 namespace {

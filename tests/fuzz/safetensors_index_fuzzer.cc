@@ -8,8 +8,6 @@
 
 #include "proto/tensorfile/safetensors.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/heap_watch.h"
-#include "tests/fuzz/nesting.h"
 
 namespace lossd::fuzz {
 namespace {

@@ -2,21 +2,33 @@
 #include "tests/fuzz/service_in_memory.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/types/span.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/errors/field_error.h"
+#include "lossd/v1/loss.pb.h"
+#include "proto/wire/payload_codec.h"
 #include "proto/wire/status_details.h"
+#include "server/engine/stream.h"
 #include "server/head/manifest.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
+#include "server/regions/regions.h"
+#include "server/rpc/compute_loss_call.h"
 #include "tests/fuzz/fuzz.h"
-#include "tests/fuzz/loss_streams.h"
-#include "tests/fuzz/region_on_heap.h"
 
 namespace lossd::fuzz {
 namespace {
@@ -48,6 +60,126 @@ std::string Values(const Payload& payload, int64_t bytes, kernels::DType dtype) 
 
 absl::Span<const uint8_t> AsBytes(const std::string& values) {
   return {reinterpret_cast<const uint8_t*>(values.data()), values.size()};
+}
+
+// A region of shared memory for one call, between the sanitizer's fences, and what the call may write of it.
+// Thread-compatible.
+class RegionOnHeap {
+ public:
+  static constexpr size_t kBytes = 4 << 10;
+
+  // Full of `values`, again and again.
+  explicit RegionOnHeap(const std::string& values) {
+    auto memory = std::make_unique<Memory>();
+    for (size_t i = 0; i < kBytes; ++i) memory->bytes_[i] = static_cast<uint8_t>(values[i % values.size()]);
+    before_.assign(memory->bytes_.get(), memory->bytes_.get() + kBytes);
+    region_ = std::make_shared<regions::Region>("region", std::move(memory));
+  }
+
+  const std::shared_ptr<regions::Region>& region() const { return region_; }
+  // The call may write to this part, which is one of the region.
+  void Allow(const v1::RegionRange& part) { writable_.push_back(part); }
+  void CheckRest() const {
+    const absl::Span<const uint8_t> bytes = region_->bytes();
+    std::vector<uint8_t> rest(bytes.begin(), bytes.end());
+    for (const v1::RegionRange& part : writable_)
+      std::memcpy(&rest[part.offset()], &before_[part.offset()], part.bytes());
+    FUZZ_CHECK(rest == before_, "a part of the region was written that the call had not named");
+  }
+
+ private:
+  struct Memory final : regions::RegionMemory {
+    struct Free {
+      void operator()(uint8_t* bytes) const { operator delete (bytes, std::align_val_t{256}); }
+    };
+    absl::Span<uint8_t> bytes() const override { return {bytes_.get(), kBytes}; }
+    int descriptor() const override { return -1; }
+    const std::string& device() const override { return none_; }
+    absl::Status CopyToHost(absl::Span<const uint8_t> from, uint8_t* to) const override {
+      std::memcpy(to, from.data(), from.size());
+      return absl::OkStatus();
+    }
+    absl::Status CopyFromHost(const uint8_t* from, absl::Span<uint8_t> to) const override {
+      std::memcpy(to.data(), from, to.size());
+      return absl::OkStatus();
+    }
+
+    std::unique_ptr<uint8_t[], Free> bytes_{
+        static_cast<uint8_t*>(operator new (kBytes, std::align_val_t{256}))};
+    std::string none_;
+  };
+
+  std::shared_ptr<regions::Region> region_;
+  std::vector<uint8_t> before_;
+  std::vector<v1::RegionRange> writable_;
+};
+
+// ---- One stream of the engine, from its slices to its end, as a call of LossService drives it ----
+
+// Takes what a stream reports, and makes messages of it. Thread-safe.
+class StreamResults final : public engine::StreamObserver {
+ public:
+  // `places`: of the call's slices; outlives the stream.
+  explicit StreamResults(rpc::SlicePlaces* places) : places_(places) {}
+
+  void OnMemory(absl::AnyInvocable<void()> receive) override { receive(); }
+  void OnSlice(engine::SliceOutput output) override {
+    FUZZ_CHECK(!finished_.HasBeenNotified(), "a slice after the end");
+    const int64_t rows = output.rows.size(), bytes = output.grad_hidden ? output.grad_bytes : 0;
+    v1::ComputeLossResponse answer;
+    const auto payload = wire::Decode(places_->Answer(std::move(output)), &answer);
+    FUZZ_CHECK(payload.ok(), payload.status().ToString());
+    FUZZ_CHECK(static_cast<int64_t>(payload->size()) == (answer.slice().in_region() ? 0 : bytes),
+               absl::StrCat(payload->size(), " bytes of gradients in the message"));
+    absl::MutexLock lock(&mutex_);
+    rows_ += rows;
+  }
+  void OnFinished(absl::Status status, const engine::StreamSummary& summary) override {
+    status_ = std::move(status);
+    summary_ = summary;
+    finished_.Notify();  // aborts if called twice
+  }
+
+  const absl::Status& Wait() {
+    finished_.WaitForNotification();
+    return status_;
+  }
+  const engine::StreamSummary& summary() const { return summary_; }
+  int64_t rows() {
+    absl::MutexLock lock(&mutex_);
+    return rows_;
+  }
+
+ private:
+  rpc::SlicePlaces* const places_;
+  absl::Mutex mutex_;
+  int64_t rows_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_;
+  engine::StreamSummary summary_;
+  absl::Notification finished_;
+};
+
+// Hands a slice over and waits until it is queued or the stream has ended. Its hidden states may have any
+// size.
+void SendSlice(engine::Stream& stream, engine::IncomingSlice slice) {
+  struct Sent {
+    ~Sent() { over->Notify(); }
+    std::shared_ptr<absl::Notification> over;
+  };
+  auto over = std::make_shared<absl::Notification>();
+  auto sent = std::make_unique<Sent>();
+  sent->over = over;
+  slice.on_queued = [sent = std::move(sent)](int64_t) mutable { sent.reset(); };
+  stream.Receive(std::move(slice));
+  over->WaitForNotification();
+}
+
+engine::IncomingSlice SliceOf(engine::RowRange rows, std::string hidden) {
+  engine::IncomingSlice slice;
+  slice.rows = rows;
+  slice.bytes = static_cast<int64_t>(hidden.size());
+  slice.copy = [hidden = std::move(hidden)](uint8_t* to) { std::memcpy(to, hidden.data(), hidden.size()); };
+  return slice;
 }
 
 }  // namespace

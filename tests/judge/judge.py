@@ -17,15 +17,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import report
+import checker
 import workload
-from checker import Limits, Verdict, check
+from checker import Least, Limits, Verdict, check, minimise
 from history import History
-from minimise import Least, minimise
 from model import Model
-from rank_server import server_of
-from refusals import DEVIATIONS
-from stage import ServerProcess, Stage
+from stage import ServerProcess, Stage, server_of
+from moments import DEVIATIONS
 
 
 def kind_of(least: Least) -> str:
@@ -60,7 +58,7 @@ class Tally:
         least = minimise(history, self._model, seconds=4.0)
         kind = kind_of(least)
         self.kinds[kind] += 1
-        text = f"{name}: {report.counter_example(least)}"
+        text = f"{name}: {checker.counter_example(least)}"
         if kind not in self.examples or len(text) < len(self.examples[kind]):
             self.examples[kind] = text
 

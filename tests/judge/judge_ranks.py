@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import workload
-from rank_server import server_of
+from stage import server_of
 from test_judge import run_random_histories
 
 

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encoding import family
-from history import Event, History
-from raw_client import Pause, RawClient, halves, sleeper, whole
+from history import Event, History, family
+from clients import Pause, RawClient, halves, sleeper, whole
 from stage import Stage
 
 import lossd

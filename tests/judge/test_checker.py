@@ -1,21 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker and its model, with histories made by hand: of each rule of docs/consistency.md one that keeps it and one
-that breaks it. No server runs."""
+"""The checker and its model: with histories made by hand, and against a plain search. No server runs."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from checker import Limits, Verdict, check
-from encoding import family
-from history import History
-from made import ROWS, SERVER, Made, V
-from minimise import minimise
+import checker
+import history
+import pytest
+from checker import Limits, Verdict, check, minimise
+from history import Event, History, family
 from model import Model
-from verdicts import begun, impossible, possible
+from moments import Moment, State, expand
 
 
-# ---- Administration is linearizable ----
+# Histories made by hand: what is not said of a call is what a good server would answer.
+
+V, ROWS = 4, 2
+SERVER = 7
+
+
+class Made:
+    """A history in the making. Calls are at [start, end]; what is not given is what a good server would say."""
+
+    def __init__(self, incarnation: int = SERVER) -> None:
+        self.events: list[Event] = []
+        self.incarnation = incarnation
+        self.versions: dict[str, int] = {}  # added to every state
+
+    def call(self, call: str, at: tuple[float, float | None], client: str = "A", outcome: str = "OK",
+             args: dict[str, Any] | None = None, trainer: bool = False, **result: Any) -> Event:
+        event = Event(len(self.events), client, call, args or {}, at[0], at[1], outcome, result, trainer)
+        self.events.append(event)
+        return event
+
+    def state(self, step: int = 0) -> dict[str, int]:
+        return {"incarnation": self.incarnation, "step": step, **self.versions}
+
+    def create(self, at: tuple[float, float] = (0, 1), **more: Any) -> Made:
+        self.call("CreateHead", at, args={"vocab": V}, state=self.state(), **more)
+        return self
+
+    def write(self, c: int, at: tuple[float, float | None], client: str = "A", sent: tuple[float, ...] | None = None,
+              outcome: str = "OK") -> Event:
+        values = list(family(c, V))
+        messages = [[0, V, values]] if sent is None or len(sent) < 2 else [[0, 2, values[:2]], [2, V, values[2:]]]
+        return self.call("WriteTensor", at, client, outcome, {"messages": messages}, sent=list(sent or at[:1]),
+                         state=self.state())
+
+    def read(self, values: tuple[int, ...], at: tuple[float, float], client: str = "B", role: str = "value",
+             got: tuple[float, ...] = (), outcome: str = "OK") -> Event:
+        times = got or (at[1],)
+        size = V // len(times)
+        slices = [{"rows": [n * size, (n + 1) * size], "values": list(values[n * size:(n + 1) * size]),
+                   "state": self.state(), "got": time} for n, time in enumerate(times)]
+        return self.call("ReadTensor", at, client, outcome, {"role": role}, slices=slices)
+
+    def loss(self, cs: tuple[int, ...], at: tuple[float, float | None], client: str = "B", *, id: int = 1,
+             step: int | None = None, accumulate: bool = False, retain: bool = False, scale: float = 1.0,
+             accepted: float | None = None, slices: tuple[tuple[float, float], ...] = (), repeated: int = 0,
+             outcome: str = "OK", trainer: bool = False, told_step: int = 0, **more: Any) -> Event:
+        """A slice of ROWS rows for each c; `slices`: when each was sent and answered."""
+        times = slices or ((at[0], at[1]),) * len(cs)
+        total = max(len(cs), 2 if accumulate else 1) * ROWS
+        rows = len(cs) * ROWS
+        pieces = [{"rows": [n * ROWS, (n + 1) * ROWS], "sent": sent, "got": got,
+                   "lse": [history.lse(family(c, V), scale)] * ROWS} for n, (c, (sent, got)) in enumerate(
+                       zip(cs, times))]
+        args = {"id": id, "rows": (0, rows), "total": total, "step": step, "accumulate": accumulate,
+                "retain": retain, "scale": scale}
+        return self.call("ComputeLoss", at, client, outcome, args, trainer, slices=pieces, repeated=repeated,
+                         accumulated=rows - repeated if accumulate else 0,
+                         accepted={"time": accepted or at[1], "state": self.state(told_step)}, **more)
+
+    def backward(self, c: int, at: tuple[float, float], scale: float = 1.0, outcome: str = "OK") -> Event:
+        if outcome != "OK":
+            return self.call("Backward", at, "B", outcome, {"id": 1, "step": None, "rows": (0, ROWS)})
+        piece = {"rows": [0, ROWS], "sent": at[0], "got": at[1],
+                 "dx": [history.lse_gradient(family(c, V), scale)] * ROWS}
+        return self.call("Backward", at, "B", outcome, {"id": 1, "step": None, "rows": (0, ROWS)}, slices=[piece],
+                         accepted={"time": at[1], "state": self.state()})
+
+    def add(self, a: int, at: tuple[float, float | None], client: str = "A", *, step: int = 0, id: int = 100,
+            sent: tuple[float, ...] = (), repeated: int = 0, outcome: str = "OK",
+            trainer: bool = False, **more: Any) -> Event:
+        values = list(family(a, V))
+        messages = [[0, V, values]] if len(sent) < 2 else [[0, 2, values[:2]], [2, V, values[2:]]]
+        return self.call("AddGradient", at, client, outcome, {"id": id, "step": step, "messages": messages}, trainer,
+                         sent=list(sent or at[:1]), added=V - repeated, repeated=repeated, state=self.state(step), **more)
+
+    def apply(self, step: int, a: int, at: tuple[float, float | None], client: str = "A", *, momentum: int = 0,
+              repeated: bool = False, rows: int = 0, microbatches: int = 0, contributions: int = 1,
+              outcome: str = "OK", expected: list[int] | None = None, trainer: bool = False,
+              **more: Any) -> Event:
+        args = {"step": step, "momentum": momentum, "expected": expected}
+        result = {"norm": history.norm(family(a, V)), "microbatches": microbatches, "rows": rows,
+                  "contributions": contributions, "repeated": repeated, "state": self.state(step + 1)}
+        return self.call("ApplyStep", at, client, outcome, args, trainer, **(result if outcome == "OK" else {}), **more)
+
+    def zero(self, at: tuple[float, float | None], client: str = "C", step: int = 0, trainer: bool = False) -> Event:
+        return self.call("ZeroGradients", at, client, "OK", {"step": step}, trainer, state=self.state(step))
+
+    def save(self, at: tuple[float, float], name: str = "s", step: int = 0) -> Event:
+        return self.call("SaveCheckpoint", at, args={"name": name}, state=self.state(step))
+
+    def load(self, at: tuple[float, float], name: str = "s", step: int = 0, outcome: str = "OK") -> Event:
+        return self.call("LoadCheckpoint", at, "C", outcome, {"name": name}, state=self.state(step))
+
+    def describe(self, at: tuple[float, float], rows: int = 0, step: int = 0, outcome: str = "OK",
+                 call: str = "DescribeHead", exists: bool = True) -> Event:
+        return self.call(call, at, "C", outcome, exists=exists, step_rows=rows, state=self.state(step))
+
+    def history(self) -> History:
+        return History("h", V, SERVER, self.events)
+
+    def verdict(self, **options: Any) -> Verdict:
+        return check(self.history(), Model(**options)).verdict
+
+
+# What the checker should say of a history made by hand.
+
+
+def possible(made: Made) -> None:
+    result = check(made.history(), Model())
+    assert result.verdict is Verdict.POSSIBLE, result.stuck and result.stuck.refused
+
+
+def impossible(made: Made, why: str) -> None:
+    """The reason is among those that the counter-example gives."""
+    history = made.history()
+    assert check(history, Model()).verdict is Verdict.IMPOSSIBLE
+    text = checker.counter_example(minimise(history, Model()))
+    assert why in text, text
+
+
+def begun(c: int = 5) -> Made:
+    """A head of weights c, from 3 on."""
+    made = Made().create()
+    made.write(c, (2, 3))
+    return made
+
+
+# The checker and its model, with histories made by hand: of each rule of docs/consistency.md one that keeps it and one
+# that breaks it. No server runs.
 
 
 def test_a_call_takes_effect_between_call_and_answer() -> None:
@@ -385,3 +515,175 @@ def test_a_tolerated_answer() -> None:
     made.apply(0, 0, (7, 8), contributions=0, rows=2, microbatches=1)
     assert made.verdict() is Verdict.IMPOSSIBLE
     assert made.verdict(tolerated=frozenset({"closed-step-code"})) is Verdict.POSSIBLE
+
+
+# The checker on what outlives a call or a server: retained rows, checkpoints, refused and unanswered calls, restarts. As
+# in test_checker.py, each rule of docs/consistency.md has a history that keeps it and one that breaks it.
+
+
+def test_backward_computes_from_what_was_retained() -> None:
+    for c, scale, fine in ((5, 1.0, True), (9, 1.0, False), (5, 2.0, False)):
+        made = begun(5)
+        made.loss((5,), (4, 5), retain=True)
+        made.backward(c, (6, 7), scale)
+        possible(made) if fine else impossible(made, "dx of rows")
+
+
+def test_what_changes_the_weights_releases() -> None:
+    for outcome, fine in (("NOT_FOUND", True), ("OK", False)):
+        made = begun(5)
+        made.loss((5,), (4, 5), retain=True)
+        made.write(9, (6, 7))
+        made.backward(9, (8, 9), outcome=outcome)
+        possible(made) if fine else impossible(made, "Backward")
+
+
+def test_other_terms_for_retained_rows_are_refused() -> None:
+    for outcome, fine in (("FAILED_PRECONDITION", True), ("OK", False)):
+        made = begun(5)
+        made.loss((5,), (4, 6), "A", retain=True)
+        second = made.loss((5,), (5, 7), "B", retain=True, scale=2.0, outcome=outcome)
+        if outcome != "OK":
+            second.result.clear()
+        possible(made) if fine else impossible(made, "retained with logit_scale")
+
+
+# ---- Checkpoints ----
+
+
+def test_a_checkpoint_holds_one_version() -> None:
+    for seen, fine in ((family(5, V), True), (family(9, V), True), ((0, 9, 10, 15), False)):
+        made = begun(5)
+        made.write(9, (4, 8), sent=(5, 7))
+        made.save((6, 7.5))
+        made.load((9, 10))
+        made.read(seen, (11, 12))
+        possible(made) if fine else impossible(made, "were read")
+
+
+def test_load_restores_the_step() -> None:
+    for step, fine in ((0, True), (1, False)):
+        made = begun(5)
+        made.save((4, 5))
+        made.apply(0, 0, (6, 7), contributions=0)
+        made.load((8, 9), step=step)
+        possible(made) if fine else impossible(made, "the answer says step 1, and step 0 is open")
+
+
+# ---- Refused and unanswered calls, restarts ----
+
+
+def test_a_refusal_needs_its_reason() -> None:
+    for step, fine in ((1, True), (0, False)):
+        made = begun(5)
+        made.apply(step, 0, (4, 5), outcome="FAILED_PRECONDITION")
+        possible(made) if fine else impossible(made, "FAILED_PRECONDITION has no reason now")
+
+
+def test_an_unanswered_call_takes_effect_at_most_once() -> None:
+    for seen, fine in (((5, 9, 9), True), ((5, 5, 5), True), ((5, 9, 5), False)):
+        made = begun(5)
+        made.write(9, (4, 5), outcome="UNAVAILABLE")
+        for number, c in enumerate(seen):
+            made.read(family(c, V), (6 + 2 * number, 7 + 2 * number))
+        possible(made) if fine else impossible(made, "were read")
+
+
+def test_after_a_restart_nothing_of_before_takes_effect() -> None:
+    for seen, fine in ((5, True), (9, False)):
+        made = begun(5)
+        made.save((4, 5))
+        made.write(9, (6, 7), outcome="UNAVAILABLE")
+        made.incarnation = SERVER + 1
+        made.call("Restart", (8, 9), "admin", incarnation=SERVER + 1)
+        made.load((10, 11))
+        made.read(family(seen, V), (12, 13))
+        possible(made) if fine else impossible(made, "were read")
+
+
+def test_a_head_with_open_streams_is_not_deleted() -> None:
+    for outcome, fine in (("FAILED_PRECONDITION", True), ("OK", False)):
+        made = begun(5)
+        made.loss((5, 5), (4, 12), accepted=5, slices=((4, 6), (10, 11)))
+        made.call("DeleteHead", (7, 8), "A", outcome)
+        possible(made) if fine else impossible(made, "")
+
+
+# Whether answers tell versions apart.
+
+
+@pytest.mark.parametrize("vocab", [8, 16])
+def test_neighbouring_versions_can_be_told_apart(vocab: int) -> None:
+    for c in range(0, 400):
+        for other in (c - 1, c + 1):
+            assert not history.near(history.lse(family(c, vocab), 1.0), history.lse(family(other, vocab), 1.0))
+            assert not history.near(history.lse_gradient(family(c, vocab), 1.0),
+                                     history.lse_gradient(family(other, vocab), 1.0))
+        assert history.decode_lse(history.lse(family(c, vocab), 1.0), vocab) == f"c={c}"
+
+
+# The search's shortcuts change no verdict: small random histories, judged also by trying every order.
+
+
+def tried(moments: list[Moment], model: Model, done: frozenset[int], state: State) -> bool:
+    """Whether some order of the moments that are left is allowed, without any shortcut."""
+    left = [number for number in range(len(moments)) if number not in done]
+    if all(moments[number].optional for number in left):
+        return True
+    first_end = min(moments[number].end for number in left if not moments[number].optional)
+    latest = max((moments[number].start for number in done), default=0)
+    for number in left:
+        moment = moments[number]
+        if moment.start > first_end or moment.end < latest:
+            continue
+        if not done.issuperset(moment.needs) or done.intersection(moment.before):
+            continue
+        after = model.apply(state, moment)
+        if not isinstance(after, str) and any(tried(moments, model, done | {number}, each) for each in after):
+            return True
+    return False
+
+
+def drawn(chance: random.Random) -> History:
+    """Calls at random times with answers drawn from what was ever there: about half of the histories are possible."""
+    made = Made().create((0, 1))
+    made.write(1, (2, 3))
+    for number in range(chance.randrange(2, 5)):
+        start = chance.uniform(4, 10)
+        at = (start, start + chance.uniform(0.5, 5))
+        outcome = chance.choice(("OK", "OK", "OK", "CANCELLED"))
+        client, kind = f"C{number}", chance.randrange(8)
+        if kind == 0:
+            made.write(chance.choice((2, 3)), at, client, outcome=outcome, sent=chance.choice(
+                (at[:1], (at[0], (at[0] + at[1]) / 2))))
+        elif kind == 1:
+            made.add(1, at, client, outcome=outcome, id=100 + chance.randrange(2), repeated=chance.choice((0, 0, V)))
+        elif kind == 2:
+            made.zero(at, client)
+        elif kind == 3:
+            added = chance.randrange(2)
+            made.apply(0, added, at, client, contributions=added, outcome=outcome)
+        elif kind == 4:
+            made.loss((chance.choice((1, 2)),) * 2, at, client, step=0, accumulate=True, outcome=outcome,
+                      repeated=chance.choice((0, 0, 2, 4)))
+        elif kind == 5:
+            made.loss((chance.choice((1, 2, 3)),), at, client)
+        elif kind == 6:
+            made.read(family(chance.randrange(2), V), at, client, role="gradient")
+        else:
+            made.read(family(chance.choice((0, 1, 2, 3)), V), at, client)
+    return made.history()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_shortcuts_change_no_verdict(seed: int) -> None:
+    chance = random.Random(seed)
+    verdicts: Counter[Verdict] = Counter()
+    for _ in range(80):
+        history = drawn(chance)
+        hidden = frozenset(event.number for event in history.events if chance.random() < 0.1)
+        plain = tried(expand(history, hidden), Model(), frozenset(), State(history.incarnation))
+        verdict = check(history, Model(), hidden=hidden).verdict
+        assert verdict is (Verdict.POSSIBLE if plain else Verdict.IMPOSSIBLE), history.events
+        verdicts[verdict] += 1
+    assert min(verdicts[Verdict.POSSIBLE], verdicts[Verdict.IMPOSSIBLE]) > 10, verdicts

@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
+import checker
 import pytest
-from _pytest.mark import ParameterSet
-import report
 import workload
-from checker import Verdict, check
+from _pytest.mark import ParameterSet
+from checker import Verdict, check, minimise
 from history import History
-from minimise import minimise
 from model import Model
 from scenarios import FINDINGS, Finding
 from stage import ServerProcess, Stage
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    process = ServerProcess()
+    yield process
+    process.stop()
 
 
 class Violation(AssertionError):
@@ -26,7 +33,7 @@ def decided(history: History) -> bool:
     """False if the search was given up, which says nothing."""
     verdict = check(history, Model()).verdict
     if verdict is Verdict.IMPOSSIBLE:
-        raise Violation(report.counter_example(minimise(history, Model())))
+        raise Violation(checker.counter_example(minimise(history, Model())))
     return verdict is Verdict.POSSIBLE
 
 

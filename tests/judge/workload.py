@@ -11,11 +11,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from encoding import family
-from history import Event, History
-from raw_client import Message, Named, RawClient, halves, sleeper, whole
+from history import Event, History, family
+from clients import Message, Named, RawClient, TrainerClient, halves, sleeper, whole
 from stage import Stage
-from trainer_client import TrainerClient
 
 ROWS = 6  # of every microbatch
 

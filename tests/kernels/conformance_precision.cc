@@ -13,9 +13,7 @@
 #include "gmock/gmock.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/chunk_run.h"
-#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
-#include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
 

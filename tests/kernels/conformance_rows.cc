@@ -14,9 +14,8 @@
 #include "absl/status/status.h"
 #include "gmock/gmock.h"
 #include "tests/kernels/backend_conformance.h"
-#include "tests/kernels/clear_samples.h"
+#include "tests/kernels/chunk_run.h"
 #include "tests/kernels/comparison.h"
-#include "tests/kernels/deferred_rows.h"
 
 namespace lossd::kernels::testing {
 

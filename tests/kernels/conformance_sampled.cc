@@ -9,9 +9,7 @@
 #include "gmock/gmock.h"
 #include "kernels/decision.h"
 #include "tests/kernels/backend_conformance.h"
-#include "tests/kernels/clear_samples.h"
 #include "tests/kernels/comparison.h"
-#include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing {
 

@@ -97,7 +97,7 @@ TEST_P(BackendConformance, TakesMemoryOfOthersAsStaging) {
   ASSERT_NE(memory, MAP_FAILED);
   const int64_t before = backend().memory().current[MemoryKind::kStaging];
   for (int round = 0; round < 2; ++round) {
-    auto adopted = AdoptStaging(&backend(), {static_cast<uint8_t*>(memory), bytes});
+    auto adopted = backend().AdoptStaging({static_cast<uint8_t*>(memory), bytes}, {});
     ASSERT_TRUE(adopted.ok()) << adopted.status();
     EXPECT_EQ((*adopted)->bytes().data(), memory);
     EXPECT_EQ((*adopted)->bytes().size(), bytes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of device_choice.h and exchange_times.h: which device is chosen, how GPUs are shared, heartbeats, and
-// the clock of busy time.
+// Tests of device_choice.h, exchange_times.h and host_memory.h: which device is chosen, how GPUs are shared,
+// heartbeats, the clock of busy time, and what memory a process can have on systems of many kinds.
 #include "kernels/device_choice.h"
 
 #include <gmock/gmock.h>
@@ -14,13 +14,15 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/exchange_times.h"
-
-// ---- Device choice ----
+#include "kernels/host_memory.h"
+#include "tests/support/fake_host.h"
 
 namespace lossd::kernels::device_choice_test {
 namespace {
 
 using ::testing::HasSubstr;
+
+// ---- Device choice ----
 
 const std::vector<std::string>& Uuids() {
   static const auto* const uuids = new std::vector<std::string>{"GPU-01234567-89ab-cdef-0123-456789abcdef",
@@ -78,13 +80,7 @@ TEST(DeviceChoiceTest, UnlikeGpusAreRefused) {
             "devices must be alike, as cuda:0 NVIDIA H200, got cuda:1 NVIDIA A100-SXM4-80GB");
 }
 
-}  // namespace
-}  // namespace lossd::kernels::device_choice_test
-
 // ---- Sharing of GPUs ----
-
-namespace lossd::kernels::gpu_sharing_test {
-namespace {
 
 constexpr char kPriority[] = "CUDA_MPS_CLIENT_PRIORITY";
 constexpr char kShare[] = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
@@ -116,13 +112,7 @@ TEST_F(GpuSharingTest, UnderMpsItSaysPriorityAndShare) {
   }
 }
 
-}  // namespace
-}  // namespace lossd::kernels::gpu_sharing_test
-
 // ---- Heartbeat ----
-
-namespace lossd::kernels::heartbeat_test {
-namespace {
 
 TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
   Heartbeat beating;
@@ -134,13 +124,7 @@ TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
   EXPECT_GE(silent.Silence(), since_the_beat + absl::Milliseconds(50));
 }
 
-}  // namespace
-}  // namespace lossd::kernels::heartbeat_test
-
 // ---- Busy clock ----
-
-namespace lossd::kernels::busy_clock_test {
-namespace {
 
 BusyClock::Clock::time_point At(int seconds) {
   return BusyClock::Clock::time_point() + std::chrono::seconds(seconds);
@@ -163,5 +147,107 @@ TEST(BusyClockTest, TimesThatOverlapCountOnce) {
   EXPECT_EQ(clock.Total(At(200)), absl::Seconds(13));
 }
 
+// ---- Memory of the host ----
+// What a process can have on systems of many kinds, described by their files.
+
+constexpr int64_t kGib = int64_t{1} << 30;
+constexpr char kMountV2[] =
+    "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+constexpr char kMountV1[] =
+    "31 23 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+    "36 23 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
+
+class HostMemoryTest : public ::testing::Test {
+ protected:
+  HostMemoryTest() { host_.SetAvailable(20 * kGib); }
+
+  void ExpectAvailable(int64_t bytes, const std::string& what) {
+    const auto bound = HostMemory(host_.root()).Available();
+    ASSERT_TRUE(bound.has_value());
+    EXPECT_EQ(bound->bytes, bytes) << bound->what;
+    EXPECT_THAT(bound->what, HasSubstr(what));
+  }
+  // A group of the first version.
+  void SetGroupV1(const std::string& path, int64_t limit, int64_t usage, int64_t cache) {
+    const std::string folder = "/sys/fs/cgroup/memory" + path + "/memory.";
+    host_.Write(folder + "limit_in_bytes", absl::StrCat(limit, "\n"));
+    host_.Write(folder + "usage_in_bytes", absl::StrCat(usage, "\n"));
+    host_.Write(folder + "stat",
+                absl::StrCat("cache 7\ntotal_inactive_file ", cache, "\ntotal_active_file 0\n"));
+  }
+
+  const test::FakeHost host_;
+};
+
+TEST_F(HostMemoryTest, WithoutFilesNothingIsKnown) {
+  EXPECT_FALSE(HostMemory(host_.root() + "/none").Available().has_value());
+  EXPECT_EQ(HostMemory(host_.root() + "/none").ResidentBytes(), 0);
+}
+
+TEST_F(HostMemoryTest, ThisSystemTells) {
+  ASSERT_TRUE(HostMemory().Available().has_value());
+  EXPECT_GT(HostMemory().Available()->bytes, 0);
+  EXPECT_GT(HostMemory().ResidentBytes(), 0);
+}
+
+TEST_F(HostMemoryTest, Available) { ExpectAvailable(20 * kGib, "the system has 20.0 GiB available"); }
+
+TEST_F(HostMemoryTest, GroupsOfTheSecondVersion) {
+  host_.Write("/proc/self/mountinfo", kMountV2);
+  host_.Write("/proc/self/cgroup", "0::/a/b/c\n");
+  host_.SetGroup("/a/b/c", "max", kGib, 0);
+  ExpectAvailable(20 * kGib, "available");
+  host_.SetGroup("/a/b", "8589934592", 3 * kGib, kGib);
+  ExpectAvailable(6 * kGib, "the control group /a/b may have 8.00 GiB and uses 2.00 GiB");
+  host_.SetGroup("/a", "5368709120", 6 * kGib, kGib / 2);
+  ExpectAvailable(-kGib / 2, "group /a may");
+  host_.SetGroup("/a/b/c", "1073741824", kGib / 4, 2 * kGib);
+  host_.SetGroup("/a", "max", 6 * kGib, 0);
+  ExpectAvailable(kGib, "group /a/b/c");
+  host_.Write("/sys/fs/cgroup/a/b/c/memory.high", "536870912\n");
+  ExpectAvailable(kGib / 2, "group /a/b/c may have 512 MiB");
+}
+
+TEST_F(HostMemoryTest, GroupsOfTheFirstVersion) {
+  host_.Write("/proc/self/mountinfo", kMountV1);
+  host_.Write("/proc/self/cgroup", "12:cpu,cpuacct:/other\n9:hugetlb,memory:/docker/x\n0::/\n");
+  SetGroupV1("/docker/x", 9223372036854771712, kGib, 0);
+  ExpectAvailable(20 * kGib, "available");
+  SetGroupV1("/docker", 4 * kGib, 2 * kGib, kGib);
+  ExpectAvailable(3 * kGib, "group /docker may have 4.00 GiB and uses 1.00 GiB");
+}
+
+// The mount shows the container's group as its root, while the path is that of the host, or is "/".
+TEST_F(HostMemoryTest, InAContainer) {
+  host_.Write("/proc/self/mountinfo",
+              "36 23 0:32 /docker/x /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n");
+  SetGroupV1("", 2 * kGib, kGib, 0);
+  for (const char* path : {"/docker/x", "/", "/docker/x/../y", "/elsewhere"}) {
+    host_.Write("/proc/self/cgroup", absl::StrCat("9:memory:", path, "\n"));
+    ExpectAvailable(kGib, "may have 2.00 GiB");
+  }
+  SetGroupV1("/inner", kGib, kGib / 2, 0);
+  host_.Write("/proc/self/cgroup", "9:memory:/docker/x/inner\n");
+  ExpectAvailable(kGib / 2, "group /inner");
+}
+
+TEST_F(HostMemoryTest, LimitsOfTheProcess) {
+  host_.SetStatus("VmSize", 3 * kGib);
+  host_.Write("/proc/self/limits",
+              "Limit                     Soft Limit           Hard Limit           Units     \n"
+              "Max data size             unlimited            unlimited            bytes     \n"
+              "Max address space         5368709120           unlimited            bytes     \n");
+  ExpectAvailable(2 * kGib, "Max address space");
+}
+
+TEST_F(HostMemoryTest, FilesThatMakeNoSense) {
+  host_.Write("/proc/meminfo", std::string(100'000, 'x') + "\nMemAvailable:\nMemAvailable: -\n");
+  host_.Write("/proc/self/cgroup", ":::\n0::\n0::relative\n0::/\n9:memory\n");
+  host_.Write("/proc/self/mountinfo",
+              "a b\n- - -\n1 2 3 / /sys/fs/cgroup rw - cgroup2\n" + std::string(kMountV2));
+  host_.SetGroup("", "many", 1, 1);
+  EXPECT_FALSE(HostMemory(host_.root()).Available().has_value());
+}
+
 }  // namespace
-}  // namespace lossd::kernels::busy_clock_test
+}  // namespace lossd::kernels::device_choice_test

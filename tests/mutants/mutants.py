@@ -8,7 +8,7 @@
 The code is copied to build/mutants/tree (tree.py). The changes drawn there are compiled all at once, each with a switch
 (mutate.py and mutant.h; mutate_python.py and mutant.py). A first run without any change says which tests reach which change
 (runner.py). Then each change is switched on alone, and these tests run until one fails, or takes far longer than before. With
---suite=all, what the entries of `make test` (entries.py) do not notice is tried with the nightly ones. build/mutants/results.txt
+--suite=all, what the entries of `make test` (runner.py) do not notice is tried with the nightly ones. build/mutants/results.txt
 has a line for each change; one that is there, or in tests/mutants/equivalent.txt, is not tried again. The exit status is 1 if a
 change was neither noticed nor is named there.
 """
@@ -25,15 +25,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import entries
+import runner
 import tree
-from entries import NIGHTLY, TEST, Test
-from runner import Runner, environment
+from runner import NIGHTLY, TEST, Runner, Test, environment
 from tree import BUILD, HOME, WORK, Mutant
 
 RESULTS, EQUIVALENT = WORK / "results.txt", Path(__file__).with_name("equivalent.txt")
 
-# The folders, and the groups of tests (entries.py) that reach them: test programs, and folders of tests in Python. A test runs for
+# The folders, and the groups of tests (runner.py) that reach them: test programs, and folders of tests in Python. A test runs for
 # a change that it reaches.
 FOLDERS = {
     "server/engine": ("engine_tests", "simulation_tests", "service_tests", "faults_tests", "tests/judge"),
@@ -154,7 +153,7 @@ def described(mutant: Mutant, result: str) -> str:
 
 def prepare(tests: list[Test]) -> None:
     """The Python client's environment, out of the changed package."""
-    for fixture in entries.fixtures(BUILD, tests):
+    for fixture in runner.fixtures(BUILD, tests):
         done = subprocess.run(fixture.command, cwd=fixture.folder, env=environment(fixture), stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True)
         if done.returncode not in (0, fixture.skipped):
@@ -166,9 +165,9 @@ def told(mutants: list[Mutant], groups: set[str], suites: tuple[str, ...]) -> No
     build = HOME / "build" / "cpu-only"
     for mutant in mutants:
         print(described(mutant, f"change {mutant.number}"))
-    for test in entries.of(build, groups, suites):
+    for test in runner.of(build, groups, suites):
         print(f"{test.suite}: {test.name} [{test.group}]")
-    print("to build:", *entries.targets(build, groups))
+    print("to build:", *runner.targets(build, groups))
 
 
 def main() -> int:
@@ -176,14 +175,14 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", default=[], help=f"of {', '.join(FOLDERS)}; default: all")
     parser.add_argument("--count", type=int, default=30, help="changes of each folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--suite", choices=entries.SUITES, default="test",
+    parser.add_argument("--suite", choices=runner.SUITES, default="test",
                         help="tests of `make test`, the nightly ones, or the nightly ones for what `make test` does not notice")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--again", action="store_true", help="try those that survived before, and no others")
     parser.add_argument("--match", help="try those whose line of results.txt this regular expression finds, and no others")
     parser.add_argument("--dry-run", action="store_true", help="print the changes, tests and programs; build and run nothing")
     options = parser.parse_args()
-    folders, suites = options.folders or list(FOLDERS), entries.SUITES[options.suite]
+    folders, suites = options.folders or list(FOLDERS), runner.SUITES[options.suite]
     results, reasons = keys(RESULTS), keys(EQUIVALENT)
     if options.again:
         wanted = {key for key, result in results.items() if result.startswith("survived") and key not in reasons}
@@ -200,8 +199,8 @@ def main() -> int:
         WORK.mkdir(parents=True, exist_ok=True)
         tree.write(mutants)
         tree.configure()
-        mutants = tree.compiled(mutants, entries.targets(BUILD, groups), options.jobs)
-        tests = entries.of(BUILD, groups, suites)
+        mutants = tree.compiled(mutants, runner.targets(BUILD, groups), options.jobs)
+        tests = runner.of(BUILD, groups, suites)
         prepare(tests)
         tried(mutants, tests, suites, options.jobs)
     lines, count = summary(folders, keys(RESULTS), reasons)

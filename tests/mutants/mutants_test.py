@@ -12,7 +12,7 @@ import types
 import unittest
 from unittest import mock
 
-import entries
+import runner
 import mutants
 import mutate
 import mutate_python
@@ -172,32 +172,32 @@ class Entries(unittest.TestCase):
     GROUPS = ("engine_tests", "tests/client/python")
 
     def setUp(self):
-        for target, value in (("entries._told", lambda build: self.TOLD),
-                              ("entries.subprocess.run", lambda *_, **__: types.SimpleNamespace(stdout=self.NINJA))):
+        for target, value in (("runner._told", lambda build: self.TOLD),
+                              ("runner.subprocess.run", lambda *_, **__: types.SimpleNamespace(stdout=self.NINJA))):
             patch = mock.patch(target, value)
             patch.start()
             self.addCleanup(patch.stop)
 
     def test_suites_and_groups(self):
         build = pathlib.Path("/b")
-        found = entries.of(build, self.GROUPS, entries.SUITES["all"])
+        found = runner.of(build, self.GROUPS, runner.SUITES["all"])
         self.assertEqual([(test.name, test.suite) for test in found], [
-            ("ledger_test", entries.TEST), ("long_test", entries.NIGHTLY), ("python_test (test_a.py)", entries.TEST),
-            ("python_test (test_b.py)", entries.TEST)])
+            ("ledger_test", runner.TEST), ("long_test", runner.NIGHTLY), ("python_test (test_a.py)", runner.TEST),
+            ("python_test (test_b.py)", runner.TEST)])
         self.assertEqual((found[0].environment, found[0].group), ({"A": "b=c"}, "engine_tests"))
         self.assertEqual((found[3].command, found[3].skipped), (("run.sh", "/b/bin/lossd", "test_b.py"), 77))
-        self.assertEqual([test.name for test in entries.of(build, ("engine_tests",), entries.SUITES["nightly"])], ["long_test"])
-        self.assertEqual([test.name for test in entries.fixtures(build, found)], ["venv"])
+        self.assertEqual([test.name for test in runner.of(build, ("engine_tests",), runner.SUITES["nightly"])], ["long_test"])
+        self.assertEqual([test.name for test in runner.fixtures(build, found)], ["venv"])
 
     def test_targets(self):
-        self.assertEqual(entries.targets(pathlib.Path("/b"), self.GROUPS), ["bin/engine_tests", "bin/lossctl", "bin/lossd"])
-        self.assertEqual(entries.targets(pathlib.Path("/b"), ["engine_tests"]), ["bin/engine_tests"])
+        self.assertEqual(runner.targets(pathlib.Path("/b"), self.GROUPS), ["bin/engine_tests", "bin/lossctl", "bin/lossd"])
+        self.assertEqual(runner.targets(pathlib.Path("/b"), ["engine_tests"]), ["bin/engine_tests"])
 
 
 class Results(unittest.TestCase):
     def test_summary(self):
-        results = {"server/rpc/a.cc | a | b": f"noticed by {entries.TEST}: rpc_a_test", "server/rpc/a.cc | c | d": "survived: no test",
-                   "server/rpc/a.cc | e | f": f"noticed by {entries.NIGHTLY}: faults_test", "server/rpc/b.cc | a | b": "survived: x, y",
+        results = {"server/rpc/a.cc | a | b": f"noticed by {runner.TEST}: rpc_a_test", "server/rpc/a.cc | c | d": "survived: no test",
+                   "server/rpc/a.cc | e | f": f"noticed by {runner.NIGHTLY}: faults_test", "server/rpc/b.cc | a | b": "survived: x, y",
                    "client/cpp/b.cc | a | b": "survived: x"}
         lines, survived = mutants.summary(["server/rpc"], results, {"server/rpc/b.cc | a | b": "why"})
         self.assertEqual(lines, ["server/rpc: 1 noticed by make test, 1 more by the nightly suite, 1 survived, "

@@ -18,7 +18,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "docs"))
 
-from page_commands import all_commands, without_comment  # noqa: E402
+from plan import all_commands, without_comment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text().strip()

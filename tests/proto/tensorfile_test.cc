@@ -11,8 +11,10 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <random>
 #include <string>
@@ -26,14 +28,54 @@
 #include "proto/tensorfile/file.h"
 #include "proto/tensorfile/npy.h"
 #include "proto/tensorfile/safetensors.h"
-#include "tests/support/peak_memory.h"
 #include "tests/support/temp_folder.h"
+
+namespace lossd::formats::tensorfile_test {
+namespace {
+
+using test::ReadWholeFile;
+using test::WriteWholeFile;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Ne;
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kFreedMemoryIsKept = true;
+#elif defined(__has_feature)
+constexpr bool kFreedMemoryIsKept = __has_feature(address_sanitizer);
+#else
+constexpr bool kFreedMemoryIsKept = false;
+#endif
+
+// A field of /proc/self/status in bytes; -1 without it.
+int64_t StatusBytes(const std::string& field) {
+  std::ifstream file("/proc/self/status");
+  for (std::string name; file >> name; file.ignore(std::numeric_limits<std::streamsize>::max(), '\n')) {
+    int64_t kib = 0;
+    if (name == field + ":" && file >> kib) return kib << 10;
+  }
+  return -1;
+}
+
+// By how many bytes the process grows at most while `work` runs; -1 if the system does not tell, and under
+// the address sanitizer, which keeps what was freed.
+template <typename Work>
+int64_t PeakGrowth(const Work& work) {
+  if (kFreedMemoryIsKept) {
+    work();
+    return -1;
+  }
+  std::ofstream("/proc/self/clear_refs") << "5";  // the peak starts from now
+  const int64_t before = StatusBytes("VmRSS");
+  if (before < 0 || StatusBytes("VmHWM") > before + (int64_t{4} << 20)) return -1;
+  work();
+  return StatusBytes("VmHWM") - before;
+}
 
 // ---- Conversions ----
 // Conversions against the formats' definitions, computed here from sign, exponent and fraction.
-
-namespace lossd::formats::convert_test {
-namespace {
 
 template <typename To, typename From>
 std::vector<To> Converted(DType from, const std::vector<From>& in, DType to) {
@@ -142,17 +184,9 @@ TEST(ConvertTest, RefusesOtherTypesAndSizes) {
   EXPECT_EQ(code(DType::kFloat32, 0, DType::kFloat16, 0), absl::StatusCode::kOk);
 }
 
-}  // namespace
-}  // namespace lossd::formats::convert_test
-
 // ---- Direct file ----
 // Whatever pieces are appended, and wherever they lie in memory, the file has their bytes, on file systems
 // with direct writes and without.
-
-namespace lossd::formats::direct_file_test {
-namespace {
-
-using testing::HasSubstr;
 
 class DirectFileTest : public testing::Test {
  protected:
@@ -230,19 +264,8 @@ TEST_F(DirectFileTest, NoSuchFolder) {
   EXPECT_EQ(CreateDirectFile(folder_.File("missing/x")).status().code(), absl::StatusCode::kNotFound);
 }
 
-}  // namespace
-}  // namespace lossd::formats::direct_file_test
-
 // ---- .npy ----
 // Round trips, headers as NumPy writes them, and headers that must be refused.
-
-namespace lossd::formats::npy_test {
-namespace {
-
-using test::ReadWholeFile;
-using test::WriteWholeFile;
-using testing::ElementsAre;
-using testing::IsEmpty;
 
 std::string Version1(absl::string_view header, absl::string_view data) {
   const char length[] = {static_cast<char>(header.size()), static_cast<char>(header.size() >> 8)};
@@ -387,19 +410,8 @@ TEST_F(NpyTest, RangesOutsideAndBadRequests) {
   EXPECT_EQ(CreateNpy(path_, DType::kFloat32, {1}).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
-}  // namespace
-}  // namespace lossd::formats::npy_test
-
 // ---- Safetensors ----
 // Round trips, bytes written by hand after the format's description, and hostile headers.
-
-namespace lossd::formats::safetensors_test {
-namespace {
-
-using test::ReadWholeFile;
-using test::WriteWholeFile;
-using testing::ElementsAre;
-using testing::HasSubstr;
 
 absl::Span<const uint8_t> AsBytes(absl::string_view text) {
   return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
@@ -596,7 +608,7 @@ TEST_F(SafetensorsTest, LongHeadersTakeLittleMemory) {
     WriteWholeFile(path_, FileWith(text, ""));
     std::string().swap(text);
     absl::Status status;
-    EXPECT_LE(test::PeakGrowth([&] { status = SafetensorsReader::Open(path_).status(); }), int64_t{16} << 20);
+    EXPECT_LE(PeakGrowth([&] { status = SafetensorsReader::Open(path_).status(); }), int64_t{16} << 20);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   }
 }
@@ -723,18 +735,8 @@ TEST_F(SafetensorsTest, WriterChecksWhatItIsGiven) {
   EXPECT_FALSE(std::filesystem::exists(other));
 }
 
-}  // namespace
-}  // namespace lossd::formats::safetensors_test
-
 // ---- Safetensors index ----
 // Indexes of sharded models: what is written is found, and nothing malformed is taken.
-
-namespace lossd::formats::safetensors_index_test {
-namespace {
-
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::Ne;
 
 class SafetensorsIndexTest : public testing::Test {
  protected:
@@ -830,7 +832,7 @@ TEST_F(SafetensorsIndexTest, LongIndexesTakeLittleMemory) {
     test::WriteWholeFile(path_, texts[i]);
     std::string().swap(texts[i]);
     absl::Status status;
-    const int64_t growth = test::PeakGrowth([&] { status = Read({"a"}).status(); });
+    const int64_t growth = PeakGrowth([&] { status = Read({"a"}).status(); });
     EXPECT_EQ(status.ok(), i == 0) << i << status;
     EXPECT_LE(growth, kMost) << i;
   }
@@ -861,4 +863,4 @@ TEST_F(SafetensorsIndexTest, DamagedTexts) {
 }
 
 }  // namespace
-}  // namespace lossd::formats::safetensors_index_test
+}  // namespace lossd::formats::tensorfile_test

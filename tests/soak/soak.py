@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,17 +26,82 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 import neighbours  # noqa: E402
-import numpy as np  # noqa: E402
 import verdict  # noqa: E402
-from control import Control  # noqa: E402
-from cut_proxy import CutProxy  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
-from trainers import Trainer  # noqa: E402
+from servers import CutProxy, ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
+
+
+# What a fixed piece of work takes another process on this machine now: what latencies are compared with.
+#
+# The machine of a soak run may do other work too; then this takes as much longer as an answer of the server does.
+
+_WORK = """
+import sys
+import numpy as np
+a = np.ones((64, 256), np.float32)
+b = np.ones((256, 256), np.float32)
+for line in sys.stdin:
+    for _ in range(4):
+        a @ b
+    print("done", flush=True)
+"""
+
+
+class Control:
+    """A process that computes about as much as the server does for one measured call. For one thread."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", _WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         text=True, bufsize=1)
+        self.seconds()  # it has started
+
+    def seconds(self) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        begin = time.monotonic()
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        if not self._process.stdout.readline():
+            raise RuntimeError("the process that latencies are compared with has ended")
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+# The process of a trainer (trainer.py), killed and started again.
+
+
+class Trainer:
+    """One trainer at a time; its log goes on over restarts. For one thread at a time."""
+
+    def __init__(self, target: str, head: str, log: Path) -> None:
+        self._command = [sys.executable, str(Path(__file__).with_name("trainer.py")), target, head, str(log)]
+        self._log = log
+        self.ended_by_themselves = 0  # which none does unless something is wrong; it says what on its standard error
+        self._process = subprocess.Popen(self._command)
+
+    def restart(self) -> None:
+        """kill -9, at whatever moment this is, and a new one."""
+        self.kill()
+        self._process = subprocess.Popen(self._command)
+
+    def kill(self) -> None:
+        if self._process.poll() is not None:
+            self.ended_by_themselves += 1
+        self._process.kill()
+        self._process.wait()
+
+    def lines(self) -> list[str]:
+        """What all trainers so far have written; kill -9 leaves no half lines, they are written at once."""
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
 
 # Calls that wait for their client end after 1.5 s, so that a run has thousands of them.
 FLAGS = ("--http=127.0.0.1:0", "--slice_bytes=1MiB", "--staging_bytes=32MiB", "--workspace_bytes=32MiB",

@@ -12,7 +12,7 @@ once, for which it needs some minutes. Over the rest,
   sees. What is under way at the moment comes and goes, so a slope is that of the lowest samples of BINS pieces of its part, and a
   part shorter than LEAST_PART says nothing: its lowest samples are still those of a call or two. The other is the median of the slopes between the lowest samples of any two parts: memory that rises until the allocator gives it
   back, again and again, does not lift them;
-- latency, divided by what a fixed piece of work took another process at the same moment (control.py): the medians of the first
+- latency, divided by what a fixed piece of work took another process at the same moment (Control in soak.py): the medians of the first
   and the last third of that time. More than LATENCY_FACTOR times as long fails.
 
 Pure functions of samples.

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server holds for its clients, as the system and the server itself count it: a test compares it with
-// what it was before clients came.
+// What a server holds for its clients, as the system and the server itself count it, which a test compares
+// with what it was before clients came; and a region that a client holds (RawRegion).
 //
 // Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_PROCESS_HOLDINGS_H_
 #define LOSSD_TESTS_SUPPORT_PROCESS_HOLDINGS_H_
 
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -16,6 +18,7 @@
 #include <ostream>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -26,6 +29,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "proto/wire/region_packets.h"
 
 namespace lossd::test {
 
@@ -104,6 +108,57 @@ inline testing::AssertionResult BackTo(const Holdings& before, pid_t process, cl
     absl::SleepFor(absl::Milliseconds(5));
   }
 }
+
+// A region of a server as a client of the protocol alone has it (region.proto): a session, a descriptor and a
+// mapping, each of which a test may give up when it likes. Memory of a GPU that is played
+// (tests/server/app/shared_device.cc) is mapped like memory of the host.
+class RawRegion {
+ public:
+  RawRegion(const std::string& socket, uint64_t bytes, bool of_device) {
+    auto session = wire::ConnectRegionSocket(socket);
+    EXPECT_TRUE(session.ok()) << session.status();
+    if (!session.ok()) return;
+    session_ = *std::move(session);
+    v1::RegionRequest request;
+    request.set_bytes(bytes);
+    request.set_of_device(of_device);
+    EXPECT_TRUE(wire::SendRegionPacket(session_.get(), request.SerializeAsString(), -1).ok());
+    pollfd ready = {.fd = session_.get(), .events = POLLIN};
+    EXPECT_EQ(poll(&ready, 1, 60'000), 1) << "the server does not answer";
+    absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session_.get());
+    EXPECT_TRUE(packet.ok()) << packet.status();
+    if (!packet.ok()) return;
+    const auto answer = wire::ParseRegionAnswer(packet->bytes);
+    EXPECT_TRUE(answer.ok() && answer->has_opened()) << answer.status();
+    if (!answer.ok() || !answer->has_opened()) return;
+    id_ = answer->opened().id();
+    size_ = answer->opened().bytes();
+    memory_ = std::move(packet->descriptor);
+    void* const data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, memory_.get(), 0);
+    EXPECT_NE(data, MAP_FAILED);
+    if (data != MAP_FAILED) data_ = static_cast<uint8_t*>(data);
+  }
+  ~RawRegion() { Unmap(); }
+  RawRegion(const RawRegion&) = delete;
+  RawRegion& operator=(const RawRegion&) = delete;
+
+  const std::string& id() const { return id_; }
+  uint64_t size() const { return size_; }
+  uint8_t* data() const { return data_; }  // null once it is unmapped
+
+  void Unmap() {
+    if (data_ != nullptr) munmap(std::exchange(data_, nullptr), size_);
+  }
+  void CloseDescriptor() { memory_ = wire::OwnedDescriptor(); }
+  void CloseSession() { session_ = wire::OwnedDescriptor(); }
+
+ private:
+  wire::OwnedDescriptor session_;
+  wire::OwnedDescriptor memory_;
+  std::string id_;
+  uint64_t size_ = 0;
+  uint8_t* data_ = nullptr;
+};
 
 }  // namespace lossd::test
 

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// A folder of a test's own, removed with all its content when the test ends; and whole files as strings.
+// Folders and files of a test's own, removed when the test ends: whole files as strings, what lies in the
+// folder of a head's checkpoints, and certificates.
 #ifndef LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_
 #define LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 
 namespace lossd::test {
@@ -49,6 +55,68 @@ inline std::string ReadWholeFile(const std::string& path) {
   EXPECT_TRUE(file.good()) << path;
   return std::string(std::istreambuf_iterator<char>(file), {});
 }
+
+// ---- The folder of a head's checkpoints, apart from the empty file that counts its saves ----
+
+// Whether the entry is the file that counts saves. A folder of that name, or a file with content, is not.
+inline bool CountsSaves(const std::filesystem::directory_entry& entry) {
+  return absl::StartsWith(entry.path().filename().string(), ".save-number-") &&
+         std::filesystem::is_regular_file(entry.symlink_status()) && entry.file_size() == 0;
+}
+
+// The other names, sorted: checkpoints, and whatever else somebody left there.
+inline std::vector<std::string> NamesInHeadFolder(const std::string& path) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(path)) {
+    if (!CountsSaves(entry)) names.push_back(entry.path().filename());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// Certificate authorities and certificates of a test's own, made with the openssl program. Thread-compatible.
+class TestPki {
+ public:
+  // Has the authority "ca" and the server's certificate "server", for localhost and 127.0.0.1.
+  TestPki() {
+    MakeAuthority("ca");
+    Issue("server", "DNS:localhost,IP:127.0.0.1");
+  }
+
+  std::string File(absl::string_view name) const { return folder_.File(name); }
+  std::string Certificate(absl::string_view name) const { return File(absl::StrCat(name, ".pem")); }
+  std::string Key(absl::string_view name) const { return File(absl::StrCat(name, ".key")); }
+
+  void MakeAuthority(const std::string& name, int days = kDays) {
+    Request(name, absl::StrCat("-subj /CN=", name), days);
+  }
+  // `names` as openssl has alternative names: "DNS:trainer-1,URI:spiffe://a/b".
+  void Issue(const std::string& name, const std::string& names, const std::string& authority = "ca") {
+    Request(name,
+            absl::StrCat("-CA ", Certificate(authority), " -CAkey ", Key(authority), " -subj /CN=", name,
+                         " -addext subjectAltName=", names, " -addext basicConstraints=critical,CA:FALSE"));
+  }
+
+  // A file that only this user can read.
+  std::string Secret(absl::string_view name, absl::string_view content) const {
+    WriteWholeFile(File(name), content);
+    std::filesystem::permissions(File(name),
+                                 std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+    return File(name);
+  }
+
+ private:
+  static constexpr int kDays = 2;
+
+  void Request(const std::string& name, const std::string& options, int days = kDays) {
+    const std::string command = absl::StrCat(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days ", days, " ",
+        options, " -keyout ", Key(name), " -out ", Certificate(name), " 2>", File("openssl.log"));
+    EXPECT_EQ(std::system(command.c_str()), 0) << command << "\n" << ReadWholeFile(File("openssl.log"));
+  }
+
+  TempFolder folder_;
+};
 
 }  // namespace lossd::test
 

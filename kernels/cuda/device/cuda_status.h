@@ -68,12 +68,22 @@ cudaError_t FindDriverFunction(const char* name, Function& function) {
 class SharedLibrary {
  public:
   SharedLibrary() = default;
-  ~SharedLibrary();
+  ~SharedLibrary() {
+    if (file_ != nullptr) dlclose(file_);
+  }
   SharedLibrary(const SharedLibrary&) = delete;
   SharedLibrary& operator=(const SharedLibrary&) = delete;
 
   // The first of these files that can be loaded. UNAVAILABLE with `message` and what is wrong with each.
-  absl::Status Load(absl::Span<const char* const> names, absl::string_view message);
+  absl::Status Load(absl::Span<const char* const> names, absl::string_view message) {
+    std::string reasons;
+    for (const char* name : names) {
+      file_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+      if (file_ != nullptr) return absl::OkStatus();
+      absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
+    }
+    return absl::UnavailableError(absl::StrCat(message, ": ", reasons));
+  }
 
   // False if the library has no such function; dlerror() says so.
   template <typename Function>

@@ -11,7 +11,6 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
-#include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 
@@ -93,7 +92,8 @@ Event::~Event() {
   if (event_ != nullptr) cudaEventDestroy(event_);
 }
 
-absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& options) {
+absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& options,
+                                                     FindKernelLimits find_kernel_limits) {
   const absl::StatusOr<int> count = CountDevices();
   if (!count.ok()) return count.status();
   LOSSD_RETURN_IF_ERROR(ValidateOptions(options, *count));
@@ -107,11 +107,11 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& o
     resolved.workspace_bytes = std::min(kDefaultWorkspace, static_cast<int64_t>(free_bytes / 4));
   }
   std::unique_ptr<Device> device(new Device(resolved, options.memory_limit_bytes));
-  LOSSD_RETURN_IF_ERROR(device->Start());
+  LOSSD_RETURN_IF_ERROR(device->Start(find_kernel_limits));
   return device;
 }
 
-absl::Status Device::Start() {
+absl::Status Device::Start(FindKernelLimits find_kernel_limits) {
   cudaDeviceProp properties = {};
   LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, options_.device),
                              "cudaGetDeviceProperties");
@@ -129,10 +129,7 @@ absl::Status Device::Start() {
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, options_.device),
                              "cudaDeviceGetAttribute");
   limits_.shared_by_mps = mps != 0;
-  if (limits_.is_hopper) {
-    limits_.fused_clusters = hopper::LogitPassClusters();
-    limits_.cluster_order = hopper::FindClusterOrder();
-  }
+  find_kernel_limits(limits_);
   int driver = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   limits_.has_branches = options_.host_branches || driver >= kBranchDriverVersion;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One GPU (Device), events and copies on its streams, and what GPUs exchange while they compute a chunk of a
-// head that is split by vocabulary (ClassExchange).
+// One GPU (Device), events and copies on its streams, retained hidden states (CudaRetained), and what GPUs
+// exchange while they compute a chunk of a head that is split by vocabulary (ClassExchange).
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 
@@ -69,6 +69,34 @@ inline absl::Status Await(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
 }
 
+// Retained hidden states of the CUDA backend: device memory. Thread-compatible, as RetainedMemory says.
+class CudaRetained final : public RetainedMemory {
+ public:
+  // `bytes` of the buffer, which lies on GPU `device`, are used; it may be longer.
+  CudaRetained(int device, DeviceBuffer buffer, int64_t bytes)
+      : device_(device), buffer_(std::move(buffer)), bytes_(bytes) {}
+
+  int64_t size() const override { return bytes_; }
+  uint8_t* data() const { return buffer_.data(); }  // on the device
+  absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const override {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
+    return ToStatus(cudaMemcpy(out.data(), data() + offset, out.size(), cudaMemcpyDeviceToHost),
+                    "cudaMemcpy");
+  }
+  absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) override {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
+    LOSSD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(data() + offset, in.data(), in.size(), cudaMemcpyHostToDevice, cudaStreamPerThread),
+        "cudaMemcpyAsync");
+    return ToStatus(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+  }
+
+ private:
+  const int device_;
+  const DeviceBuffer buffer_;
+  const int64_t bytes_;
+};
+
 // One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
 // works.
 //
@@ -82,8 +110,11 @@ class Device {
   static constexpr int kMaxChunksInFlight = 2;
   static constexpr absl::Duration kDrainLimit = absl::Seconds(10);
 
+  // Fills in what only kernels know of the current device: fused_clusters and cluster_order.
+  using FindKernelLimits = void (*)(DeviceLimits&);
   // As CreateCudaBackend.
-  static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options);
+  static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options,
+                                                      FindKernelLimits find_kernel_limits);
   ~Device();
 
   const CudaBackendOptions& options() const { return options_; }   // thread-safe; workspace_bytes is set
@@ -127,7 +158,7 @@ class Device {
 
  private:
   Device(const CudaBackendOptions& options, int64_t limit_bytes) : options_(options), ledger_(limit_bytes) {}
-  absl::Status Start();
+  absl::Status Start(FindKernelLimits find_kernel_limits);
   absl::Status CreateStreams();
   void CompletionLoop();
 

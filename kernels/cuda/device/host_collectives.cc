@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/cuda/device/host_collectives.h"
-
 #include <cuda.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/cuda/device/collectives.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device.h"
 

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/cuda/device/nccl.h"
-
 #include <nccl.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/cuda/device/collectives.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/device_choice.h"
 

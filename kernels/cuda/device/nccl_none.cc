@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A build without NCCL's header. The file is shorter than 60 lines because it stands in for nccl.cc and only
 // refuses.
-#include "kernels/cuda/device/nccl.h"
+#include "kernels/cuda/device/collectives.h"
 
 namespace lossd::kernels::cuda {
 

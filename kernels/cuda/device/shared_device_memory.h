@@ -10,15 +10,15 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/backend.h"
 #include "kernels/cuda/device/device.h"
-#include "kernels/device_choice.h"
 
 namespace lossd::kernels::cuda {
 
-// Does what DeviceMemorySharer::ShareDeviceMemory says; `device` outlives the result. Thread-safe.
+// Does what Backend::ShareDeviceMemory says; `device` outlives the result. Thread-safe.
 absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes);
 
-// Does what DeviceMemorySharer::ReachDeviceMemory says, with memory that ShareDeviceMemory gave for another
+// Does what Backend::ReachDeviceMemory says, with memory that ShareDeviceMemory gave for another
 // device of this process. Thread-safe.
 absl::Status ReachDeviceMemory(Device* device, absl::Span<uint8_t> memory);
 

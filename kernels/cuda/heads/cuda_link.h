@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The class exchange of a head whose parts lie in several processes, a GPU in each. Rank 0 delivers all rows.
+// The class exchange of a head whose parts lie in several processes, a GPU in each; rank 0 delivers all rows.
+// The source has what cuda_backend.h promises of links between ranks and between the GPUs of a process, and
+// the sums of gradients and copies of values over the replicas of a head.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 

@@ -9,15 +9,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/cuda/kernels/hopper/tiles.h"
-#include "kernels/cuda/kernels/scratch_sizes.h"
-#include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
+#include "kernels/cuda/kernels/launch_plan.h"
 #include "kernels/cuda/paths/chunk_plan.h"
-#include "kernels/cuda/paths/filter_plan.h"
-#include "kernels/cuda/paths/path_claims.h"
-#include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/cuda/paths/path_memory.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
+
+#ifdef CUDART_VERSION
+#error "a header of lossd_cuda_plan includes CUDA, which machines that only plan do not have"
+#endif
 
 namespace lossd::kernels::cuda {
 namespace {

@@ -4,7 +4,7 @@
 // function lays out a buffer for counting (null base) and for use. The backend creates a head by the same
 // arithmetic as PlanHead, so that a plan made on another machine is what the server allocates.
 //
-// The ways of computing chunks say themselves what they need (paths/path_claims.h). Pure functions;
+// The ways of computing chunks say themselves what they need (paths/path_memory.h). Pure functions;
 // thread-safe; also of programs without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_

@@ -11,8 +11,8 @@
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/heads/head_memory.h"
-#include "kernels/cuda/paths/chunk_layout.h"
 #include "kernels/cuda/paths/chunk_path.h"
+#include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small device functions shared by the kernels: 16-byte rows of any element type as fp32, fast base-2
-// exponentials, and reductions whose order never changes.
+// What the kernels share. On the device: 16-byte vectors of any element type as fp32, fast base-2
+// exponentials, reductions whose order never changes, and copies to shared memory that a thread starts and
+// waits for later. On the host: the element type of a matrix as a template argument (WithElement), and
+// launches whose blocks may start early (EarlyLaunch).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/head_config.h"
@@ -205,6 +209,104 @@ __device__ __forceinline__ float BlockSum(float value, float* scratch) {
   for (int i = 0; i < warps; ++i) total += scratch[i];
   return total;
 }
+
+// ---- copies from device to shared memory that a thread starts and waits for later ----
+//
+// The copies a thread has started since its last CommitCopies() are one batch; batches end in order. A thread
+// sees what it has copied itself after waiting; the others after a barrier that follows the wait.
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// 16 bytes, aligned to 16, past L1.
+__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from_global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global) : "memory");
+}
+
+// 4 bytes, aligned to 4.
+__device__ __forceinline__ void CopyAsync4(uint32_t to_shared, const void* from_global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_shared), "l"(from_global) : "memory");
+}
+
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` (0 to 3) of the thread's batches are under way.
+__device__ __forceinline__ void AwaitCopies(int pending) {
+  switch (pending) {
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      return;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      return;
+    case 3:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+      return;
+    default:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
+}
+
+// Waits for all copies of the thread, committed or not.
+__device__ __forceinline__ void AwaitAllCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- host: the element type of a matrix, known when the program runs, as a template argument of a kernel
+// ----
+
+template <typename T>
+struct Element {
+  using Type = T;
+};
+
+// launch(Element<T>()) for the T of `dtype`, and what it returns. For example:
+//   WithElement(dtype, [&](auto element) { return Launch<typename decltype(element)::Type>(params); })
+template <typename LaunchFn>
+cudaError_t WithElement(DType dtype, LaunchFn launch) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return launch(Element<float>());
+    case DType::kFloat16:
+      return launch(Element<__half>());
+    case DType::kBFloat16:
+      return launch(Element<__nv_bfloat16>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+// ---- host: early launches ----
+
+// A launch whose blocks may take their places while the kernel before it in the stream ends. The kernel waits
+// for that one itself (AwaitKernelBefore). Plain data.
+class EarlyLaunch {
+ public:
+  // possible: the device can (compute capability 9.0 or later); else an ordinary launch.
+  EarlyLaunch(dim3 grid, dim3 block, size_t shared_bytes, bool possible, cudaStream_t stream) {
+    attributes_[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes_[0].val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = grid;
+    config_.blockDim = block;
+    config_.dynamicSmemBytes = shared_bytes;
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    config_.numAttrs = possible ? 1 : 0;
+  }
+  EarlyLaunch(const EarlyLaunch&) = delete;  // config_ points into it
+  EarlyLaunch& operator=(const EarlyLaunch&) = delete;
+
+  // `blocks` that follow each other are a cluster.
+  void SetCluster(unsigned blocks) {
+    cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {blocks, 1, 1};
+  }
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchConfig_t config_ = {};
+};
 
 }  // namespace lossd::kernels::cuda
 

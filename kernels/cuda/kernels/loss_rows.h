@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss of rows as kernels get it, in groups: what all rows share, what each row brings, what becomes of
-// it, and the matrix of its logits. A launcher takes the groups that its kernels use.
+// The rows of a chunk as kernels see them: what all rows share (LossTerms), what each row brings (RowInputs),
+// what becomes of it (RowResults), the matrix of its logits (LogitMatrix), and what kernels keep of a row
+// until its loss and its gradient are complete. A launcher takes the groups that its kernels use.
 //
-// Plain data; pointers are device memory of the caller's.
+// Plain data and pure functions; pointers are device memory of the caller's. The header needs no CUDA, so
+// that a head's memory can be planned anywhere.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_LOSS_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_LOSS_ROWS_H_
 
@@ -112,6 +114,125 @@ struct GradientRule {
   float target;        // dL/ds of the target itself, but for the uniform part
   float target_slope;  // dz/ds of the target, a factor of that and of the uniform part
   bool valid;          // false: the loss is not finite and the gradient zero
+};
+
+// What has to be finite of a row, or its slice fails (LaunchGuard in rows.h).
+enum class RowCheck : int32_t {
+  kNothing,         // the row is absent (kernels/backend.h)
+  kLoss,            // its results
+  kHiddenGradient,  // and dx, because it is wanted or goes through a norm into the norm's gradients
+};
+
+// ---- statistics of a row over some of its classes, until the other classes have been added ----
+
+// What the blocks of classes so far say of a row, the target left out; as Stats of row_loss_math.cuh.
+struct RunningRow {
+  float max;
+  float sum;
+  float spread;
+  float weighted;
+  int32_t arg;
+  float stored_target;  // the target's logit as it comes with the others
+};
+
+// What the classes of one device say of a row, the target left out; as Stats of row_loss_math.cuh, but for
+// what exponents are relative to and where classes are counted from.
+struct RowRecord {
+  float reference;  // in units of log 2
+  float max;
+  float sum;
+  float spread;
+  float weighted;
+  int32_t arg;         // in the vocabulary; INT32_MAX: not known
+  float target;        // the target's logit as it comes with the others
+  int32_t has_target;  // 0: it is elsewhere, and `target` says nothing
+};
+static_assert(sizeof(RowRecord) == 32);
+
+// ---- filtered gradients (filtered/filtered.h) ----
+
+// Most candidates of one row; 1 / epsilon of the default.
+inline constexpr int kMaxRowCandidates = 4096;
+
+// Threads of a block that holds four 16-byte vectors a thread, the most.
+inline constexpr int kMostFilterThreads = 512;
+// Whether rows of `ld` elements are short enough for LaunchFilterRows.
+constexpr bool CanFilterRows(int64_t ld, DType dtype) {
+  return ld * static_cast<int64_t>(SizeOf(dtype)) / 16 <= 4 * kMostFilterThreads;
+}
+
+// A row and its candidates: the classes whose probability may reach epsilon, the target left out. The sums
+// are over classes other than the target, in units and relative to M as in row_loss.cu.
+struct SelectedRow {
+  int32_t begin;  // of its candidates in the pool
+  int32_t count;
+  int32_t finite;  // whether lse and loss are
+  float max;       // of z, the target's included: M = max f
+  float sum;       // of 2^d
+  float spread;    // of 2^d d
+  float weighted;  // of u (z - z_y)
+  float total;     // sum with the target
+  float target_dot;
+  float listed_sum;  // of 2^d over the candidates
+  float listed_spread;
+};
+
+// Runs of entries of one class, and how many of the short ones have been taken up.
+struct RunCounters {
+  int32_t short_runs = 0;
+  int32_t long_runs = 0;
+  unsigned long long next_item = 0;
+};
+
+// ---- sampled gradients (sampled.h) ----
+
+// Classes of a row at most, the target included.
+inline constexpr int kMaxRowSamples = 4096;
+// Entries that a row needs room for beside those it may have.
+inline constexpr int kSpareEntries = 3;
+// More do not fit the shared memory of a block.
+inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
+// A chunk takes tau, or 2 tau, 4 tau, ..., or what is more, 2^-23, 2^-22, ... At the last level hardly
+// anything but targets is taken.
+inline constexpr int kSampleLevels = 32;
+
+struct SampleEntry {
+  int32_t column;
+  float value;  // dL/ds over (scale * gradient unit)
+};
+
+struct SampledRow {
+  int32_t begin;  // of its entries in the list
+  int32_t count;
+};
+
+// What the rows of a chunk tell each other; zero on entry.
+struct SampleCounters {
+  int32_t used;   // entries of the list
+  int32_t level;  // of the threshold
+  // Entries at each level, or more: of all rows, and of the row that has most. First only those of level 0.
+  unsigned long long totals[kSampleLevels];
+  int32_t most[kSampleLevels];
+  int32_t highest;  // level of the rows that have been sampled so far
+};
+
+// Columns of the dense matrix; fewer classes may be hot, and the other columns are 0.
+inline constexpr int kHotClasses = 2048;
+inline constexpr int kHotGroup = 32;  // classes of a word of `bits`
+inline constexpr int kHotBins = 256;  // of a histogram of popularity
+
+// Which classes are hot, and how that is found out. All zero: none is, and nothing is known.
+struct HotClasses {
+  int64_t vocab = 0;
+  uint32_t* bits = nullptr;      // [groups], a bit a class
+  int32_t* bases = nullptr;      // [groups], hot classes before the group
+  int32_t* ids = nullptr;        // [kHotClasses], ascending, of which `count` are valid
+  int32_t* count = nullptr;      // [1], of ids
+  int32_t* taken = nullptr;      // [vocab], how often classes were taken, in 1/16, since the last choice
+  float* popularity = nullptr;   // [vocab], that of earlier times, fading
+  int32_t* histogram = nullptr;  // [kHotBins], 0 between the launches
+
+  int64_t groups() const { return (vocab + kHotGroup - 1) / kHotGroup; }
 };
 
 }  // namespace lossd::kernels::cuda

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/cuda/kernels/async_copy.cuh"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 

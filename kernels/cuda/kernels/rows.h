@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels that move, mask and reduce the rows of a chunk.
+// Launchers of the kernels that move, mask and reduce the rows of a chunk, and of the guard, which finds the
+// rows that may not reach the accumulators: all rows of a slice in which something is not finite.
 //
 // All enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe.
 // "Raw" rows are the rows of all slices as the host has them; "compact" rows are those with a target.
@@ -10,7 +11,8 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels/scratch_sizes.h"
+#include "kernels/cuda/kernels/launch_plan.h"
+#include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
@@ -35,7 +37,7 @@ cudaError_t LaunchScatterRows(const DeviceMatrix& from, const DeviceMatrix& to, 
 cudaError_t LaunchZeroUnmappedRows(const DeviceMatrix& rows, const int32_t* map, int64_t count,
                                    cudaStream_t stream);
 
-// matrix[r] = 0 where keep[r] == 0 (guard.h), for r in [0, rows).
+// matrix[r] = 0 where keep[r] == 0 (LaunchGuard), for r in [0, rows).
 cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* keep, int64_t rows,
                                   cudaStream_t stream);
 
@@ -54,6 +56,46 @@ cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, con
 // while the kernel before it ends, for which they wait (compute capability 9.0 or later).
 cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
                               float* second, bool start_early, cudaStream_t stream);
+
+// ---- the guard ----
+
+// keep[r] = accumulate[r], unless a row of r's slice is not finite: its loss, lse or target_logprob, its
+// entropy if that is needed, or what its gradient is at most. first_bad[s]: the first such compact row of
+// slice s, or -1. Slice s has the compact rows [slice_begin[s], slice_begin[s + 1]). Absent rows are not
+// looked at.
+struct GuardParams {
+  int64_t slices = 0;
+  const int32_t* slice_begin = nullptr;  // [slices + 1]
+  const int32_t* accumulate = nullptr;   // [rows]
+  const RowCheck* checks = nullptr;      // [rows]
+  LossTerms terms;
+  RowInputs in;
+  RowResults out;
+  float gradient_scale = 1.0f;   // by which gradients over (logit scale * gradient unit) will be multiplied
+  int32_t* first_bad = nullptr;  // [slices]
+  int32_t* keep = nullptr;       // [rows]
+};
+cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
+
+// Rows of dx that are not finite, of those whose dx is to be: their loss becomes NaN, so that a guard after
+// this finds them.
+struct HiddenGuardParams {
+  DeviceMatrix gradient;  // dx, or what goes through a norm; rows begin on 32 bytes
+  float scale = 1.0f;     // by which it is still to be multiplied
+  // dx in fp16 as its client gets it, where infinity is what a gradient is that is too large (a loss scaler
+  // wants to see it): only NaN counts.
+  bool may_overflow = false;
+  int64_t begin = 0;  // rows [begin, end) are complete here
+  int64_t end = 0;
+  const RowCheck* checks = nullptr;  // [rows]
+  const int32_t* keep = nullptr;     // [rows], of the guard before
+  float* loss = nullptr;             // [rows]
+  // 1 if there is such a row that was kept, or with `accumulate` [rows] one that is not accumulated anyway;
+  // null: not wanted. Else as it was.
+  int32_t* lost = nullptr;
+  const int32_t* accumulate = nullptr;
+};
+cudaError_t LaunchHiddenGuard(const HiddenGuardParams& params, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 

@@ -12,8 +12,7 @@
 
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
-#include "kernels/cuda/kernels/row_sums.h"
+#include "kernels/cuda/kernels/recomputed_rows.h"
 
 namespace lossd::kernels::cuda {
 

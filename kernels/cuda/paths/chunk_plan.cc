@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/paths/chunk_plan.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 
-#include "kernels/cuda/kernels/hopper/fused_choice.h"
-#include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
-#include "kernels/cuda/paths/sample_plan.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
+#include "kernels/cuda/paths/path_memory.h"
 #include "kernels/decision.h"
 
 namespace lossd::kernels::cuda {
@@ -91,6 +94,238 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
   if (plan.norm.has_value()) add_norm("norm", *plan.norm);
   if (plan.norm_gradient.has_value()) add_norm("norm gradient", *plan.norm_gradient);
   return choices;
+}
+
+namespace {
+
+// fp16 keeps 2^-24 ... 2^16; a unit this much smaller than the largest factor moves the gradients to the
+// upper end of that range, with some room for the z-loss and entropy terms.
+constexpr double kHalfHeadroom = 8192.0;
+
+float ValueOr(const float* values, int64_t row, float missing) {
+  return values != nullptr ? values[row] : missing;
+}
+
+// The factors of a row's gradient, in double, before the unit is taken out.
+struct RowFactors {
+  double loss, lse, entropy;
+};
+
+RowFactors FactorsOf(const Slice& slice, int64_t row) {
+  if (IsAbsent(slice, row)) return {0.0, 0.0, 0.0};
+  return {static_cast<double>(slice.grad_scale) * static_cast<double>(ValueOr(slice.grad_loss, row, 1.0f)) *
+              static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)),
+          static_cast<double>(ValueOr(slice.grad_lse, row, 0.0f)),
+          static_cast<double>(ValueOr(slice.grad_entropy, row, 0.0f))};
+}
+
+// The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
+float UnitFor(const LayoutHead& head, const Chunk& chunk) {
+  const double slope = LargestSlope(chunk.options, static_cast<double>(head.largest_class_weight));
+  double largest = 0.0;
+  for (const Slice& slice : chunk.slices) {
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      if (slice.targets[r] == kIgnoredTarget) continue;
+      const RowFactors f = FactorsOf(slice, r);
+      const double size = std::fabs(f.loss) * slope + std::fabs(f.lse) + std::fabs(f.entropy);
+      if (std::isfinite(size)) largest = std::max(largest, size);
+    }
+  }
+  if (largest == 0.0) return 1.0f;
+  if (head.compute_dtype == DType::kFloat16) largest /= kHalfHeadroom;
+  const int exponent = std::clamp(std::ilogb(largest), -120, 120);
+  return std::ldexp(1.0f, exponent);
+}
+
+RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool accumulate) {
+  if (IsAbsent(slice, row)) return RowCheck::kNothing;
+  const bool through_norm = accumulate && head.config.norm != Norm::kNone;
+  return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
+}
+
+void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32_t first_class,
+             const RowInputBlock& inputs, int64_t compact) {
+  const RowFactors f = FactorsOf(slice, row);
+  const double inverse = 1.0 / static_cast<double>(unit);
+  inputs.target[compact] = slice.targets[row] - first_class;
+  inputs.accumulate[compact] = accumulate ? 1 : 0;
+  const bool with_gradient =
+      !slice.stands_in && !IsAbsent(slice, row) && (accumulate || slice.grad_hidden != nullptr);
+  inputs.with_gradient[compact] = with_gradient ? 1 : 0;
+  // A factor that is not finite makes the row's loss so, and with it the row fails.
+  const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
+  inputs.weight[compact] =
+      finite ? ValueOr(slice.row_weights, row, 1.0f) : std::numeric_limits<float>::quiet_NaN();
+  inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
+  inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
+  inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
+}
+
+// An absent row has no loss, and other results only if its logits are finite.
+void SettleAbsentRow(int64_t compact, const RowOutputBlock& outputs) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  outputs.loss[compact] = outputs.z_loss[compact] = 0.0f;
+  if (std::isfinite(outputs.lse[compact])) return;
+  outputs.lse[compact] = outputs.entropy[compact] = outputs.target_logprob[compact] = kNan;
+  outputs.argmax[compact] = -1;
+}
+
+void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutputBlock& outputs) {
+  const RowOutputs& out = slice.out;
+  const bool valid = compact >= 0;
+  if (out.loss != nullptr) out.loss[row] = valid ? outputs.loss[compact] : 0.0f;
+  if (out.lse != nullptr) out.lse[row] = valid ? outputs.lse[compact] : 0.0f;
+  if (out.entropy != nullptr) out.entropy[row] = valid ? outputs.entropy[compact] : 0.0f;
+  if (out.target_logprob != nullptr) out.target_logprob[row] = valid ? outputs.target_logprob[compact] : 0.0f;
+  if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
+}
+
+void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
+               const RowOutputBlock& outputs) {
+  SliceSums& sums = slice.sums;
+  if (layout.planned == Gradients::kFiltered) {
+    sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
+  } else if (layout.planned != Gradients::kExact && *outputs.decision == Decision::kAsPlanned) {
+    const double unit = static_cast<double>(layout.unit);
+    sums.sampling_variance += unit * unit * static_cast<double>(outputs.variance[compact]);
+    sums.squared_gradient += unit * unit * static_cast<double>(outputs.square[compact]);
+  }
+  sums.loss += static_cast<double>(outputs.loss[compact]);
+  sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
+  if (slice.out.entropy != nullptr && std::isfinite(outputs.entropy[compact])) {
+    sums.entropy += static_cast<double>(outputs.entropy[compact]);
+  }
+  ++sums.valid_rows;
+  if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
+}
+
+void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
+  const Gradients asked = chunk.options.gradients;
+  chunk.gradients = GradientsOf(asked, *outputs.decision);
+  chunk.choices.front() = GradientsChoice(asked, *outputs.decision);
+  if (chunk.gradients != Gradients::kSampled) return;
+  chunk.sample_threshold = *outputs.sample_threshold;
+  chunk.choices.push_back(ThresholdChoice(chunk.options.sample_threshold, chunk.sample_threshold));
+}
+
+}  // namespace
+
+RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
+  RowInputBlock block;
+  block.compact_of_raw = carver.Take<int32_t>(capacity);
+  block.raw_of_compact = carver.Take<int32_t>(capacity);
+  block.gradient_of_raw = carver.Take<int32_t>(capacity);
+  block.target = carver.Take<int32_t>(capacity);
+  block.accumulate = carver.Take<int32_t>(capacity);
+  block.with_gradient = carver.Take<int32_t>(capacity);
+  block.checks = carver.Take<RowCheck>(capacity);
+  block.weight = carver.Take<float>(capacity);
+  block.coef_loss = carver.Take<float>(capacity);
+  block.coef_lse = carver.Take<float>(capacity);
+  block.coef_entropy = carver.Take<float>(capacity);
+  block.omega = carver.Take<float>(capacity);
+  block.slice_begin = carver.Take<int32_t>(capacity + 1);
+  return block;
+}
+
+RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
+  RowOutputBlock block;
+  block.loss = carver.Take<float>(capacity);
+  block.z_loss = carver.Take<float>(capacity);
+  block.lse = carver.Take<float>(capacity);
+  block.entropy = carver.Take<float>(capacity);
+  block.target_logprob = carver.Take<float>(capacity);
+  block.argmax = carver.Take<int32_t>(capacity);
+  block.dropped_mass = carver.Take<float>(capacity);
+  block.variance = carver.Take<float>(capacity);
+  block.square = carver.Take<float>(capacity);
+  block.sample_threshold = carver.Take<float>(1);
+  block.first_bad = carver.Take<int32_t>(capacity);
+  block.lost = carver.Take<int32_t>(1);
+  block.decision = carver.Take<Decision>(1);
+  return block;
+}
+
+int64_t InputBlockBytes(int64_t capacity) {
+  Carver carver(nullptr);
+  RowInputBlock::Carve(carver, capacity);
+  return carver.used();
+}
+
+int64_t OutputBlockBytes(int64_t capacity) {
+  Carver carver(nullptr);
+  RowOutputBlock::Carve(carver, capacity);
+  return carver.used();
+}
+
+ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs) {
+  ChunkLayout layout;
+  layout.unit = UnitFor(head, chunk);
+  const bool samples = MaySample(chunk.options.gradients);
+  for (Slice& slice : chunk.slices) {
+    SliceLayout place{.slice = &slice, .raw_begin = layout.raw_rows, .compact_begin = layout.compact_rows};
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t raw = layout.raw_rows + r;
+      if (slice.targets[r] == kIgnoredTarget) {
+        inputs.compact_of_raw[raw] = inputs.gradient_of_raw[raw] = -1;
+        continue;
+      }
+      const int64_t compact = layout.compact_rows++;
+      const bool absent = IsAbsent(slice, r);
+      const bool accumulate =
+          chunk.accumulate_gradients && !absent && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
+      place.absent_rows += absent ? 1 : 0;
+      inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
+      inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
+      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
+      inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
+      FillRow(slice, r, accumulate, layout.unit, static_cast<int32_t>(head.first_class), inputs, compact);
+      if (samples) {
+        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
+                                         static_cast<uint64_t>(head.first_class));
+      }
+      layout.accumulate |= accumulate;
+      layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient to be taken out
+      layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
+    }
+    layout.raw_rows += slice.rows;
+    place.compact_rows = layout.compact_rows - place.compact_begin;
+    layout.absent_rows += place.absent_rows;
+    if (place.compact_rows > 0) {
+      place.device_index = layout.device_slices;
+      inputs.slice_begin[layout.device_slices++] = static_cast<int32_t>(place.compact_begin);
+      layout.want_hidden_gradient |= slice.grad_hidden != nullptr;
+      layout.want_entropy |= slice.out.entropy != nullptr;
+    }
+    layout.slices.push_back(place);
+  }
+  inputs.slice_begin[layout.device_slices] = static_cast<int32_t>(layout.compact_rows);
+  layout.padded_rows = PadRows(layout.compact_rows);
+  return layout;
+}
+
+void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
+                   const RowOutputBlock& outputs) {
+  if (layout.planned != Gradients::kExact && layout.compact_rows > 0) {
+    TellDecision(chunk, outputs);
+  } else if (layout.planned != Gradients::kExact) {
+    chunk.choices.front() = GradientsChoice(Gradients::kExact, "no row has a target");
+  }
+  for (const SliceLayout& place : layout.slices) {
+    Slice& slice = *place.slice;
+    slice.sums = SliceSums();
+    slice.first_nonfinite_row = -1;
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
+      UnpackRow(slice, r, compact, outputs);
+      if (compact >= 0) AddToSums(slice, compact, layout, inputs, outputs);
+    }
+    if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
+      const int64_t compact = outputs.first_bad[place.device_index];
+      slice.first_nonfinite_row = inputs.raw_of_compact[compact] - place.raw_begin;
+    }
+  }
 }
 
 }  // namespace lossd::kernels::cuda

@@ -6,11 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/kernels/hopper/fused_lists.h"
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/rows.h"
-#include "kernels/cuda/paths/kept_entries.h"
-#include "kernels/cuda/paths/path_choices.h"
+#include "kernels/cuda/paths/path_steps.h"
 
 namespace lossd::kernels::cuda {
 

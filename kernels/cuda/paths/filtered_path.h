@@ -7,7 +7,7 @@
 #define LOSSD_KERNELS_CUDA_PATHS_FILTERED_PATH_H_
 
 #include "kernels/cuda/paths/chunk_path.h"
-#include "kernels/cuda/paths/kept_entries.h"
+#include "kernels/cuda/paths/path_steps.h"
 #include "kernels/cuda/paths/recomputed_path.h"
 #include "kernels/cuda/paths/stored_path.h"
 

@@ -7,7 +7,7 @@
 //
 //     static bool Takes(const ChunkPlan&);  // whether it computes such a chunk
 //
-// The memory that it needs is claimed in path_claims.cc.
+// The memory that it needs is claimed in path_memory.cc.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 

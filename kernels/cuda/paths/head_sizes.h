@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sizes of a head on the device, which everything else follows from (HeadSizes), and the device memory
 // that the ways of computing a head's chunks (chunk_path.h) work in: its regions (Region), what a path claims
-// of them (PathClaims), and where they lie (PathMemory). Plain data; thread-compatible.
+// of them (PathClaims; path_memory.h says what), and where the regions lie (PathMemory).
+//
+// Plain data and pure functions; thread-compatible. The header needs no CUDA.
 //
 // Matrices are padded to multiples of 8 rows and columns; the padding is zero and stays zero, so GEMMs may
 // run over it. A part of a head that is split may have no classes: all of its 8 are padding, which kernels
@@ -15,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cuda/device/device_memory.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
@@ -44,6 +47,9 @@ struct HeadSizes {
   // Of Region::kHiddenGradient; parts of the rows are of the same size.
   int64_t hidden_gradient_rows() const { return is_split() ? chunk_rows + parts : chunk_rows; }
 };
+
+// Rows rounded up to what the GEMMs like; few distinct values, so that few algorithms are chosen.
+constexpr int64_t PadRows(int64_t rows) { return rows <= 128 ? RoundUp(rows, 8) : RoundUp(rows, 128); }
 
 // What dx is kept in until it has been converted for the client: fp16 has too narrow a range for that, and
 // sums over devices are formed in fp32.

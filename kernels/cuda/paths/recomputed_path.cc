@@ -7,7 +7,7 @@
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
-#include "kernels/cuda/paths/path_choices.h"
+#include "kernels/cuda/paths/path_steps.h"
 
 namespace lossd::kernels::cuda {
 

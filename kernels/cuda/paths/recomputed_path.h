@@ -10,11 +10,10 @@
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
-#include "kernels/cuda/kernels/recomputed/recomputed_rows.h"
+#include "kernels/cuda/kernels/recomputed_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
-#include "kernels/cuda/paths/gemm_shapes.h"
-#include "kernels/cuda/paths/sample_plan.h"
-#include "kernels/cuda/paths/split_gradients.h"
+#include "kernels/cuda/paths/path_memory.h"
+#include "kernels/cuda/paths/path_steps.h"
 
 namespace lossd::kernels::cuda {
 

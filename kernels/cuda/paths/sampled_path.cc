@@ -10,8 +10,7 @@
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
-#include "kernels/cuda/paths/kept_entries.h"
-#include "kernels/cuda/paths/split_gradients.h"
+#include "kernels/cuda/paths/path_steps.h"
 
 namespace lossd::kernels::cuda {
 

@@ -11,11 +11,9 @@
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cuda/paths/chunk_path.h"
-#include "kernels/cuda/paths/filter_plan.h"
-#include "kernels/cuda/paths/gemm_shapes.h"
+#include "kernels/cuda/paths/path_memory.h"
+#include "kernels/cuda/paths/path_steps.h"
 #include "kernels/cuda/paths/recomputed_path.h"
-#include "kernels/cuda/paths/sample_plan.h"
-#include "kernels/cuda/paths/split_gradients.h"
 #include "kernels/cuda/paths/stored_path.h"
 
 namespace lossd::kernels::cuda {

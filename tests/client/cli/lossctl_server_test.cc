@@ -20,7 +20,7 @@
 #include "absl/time/clock.h"
 #include "kernels/data/real_rows.h"
 #include "proto/tensorfile/safetensors.h"
-#include "tests/support/child_process.h"
+#include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::cli::lossctl_server_test {

@@ -24,17 +24,55 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "client/cli/tensors.h"
-#include "tests/client/cli/lossctl_fixture.h"
-
-// ---- Commands ----
-// Runs each command.
+#include "tests/client/fake_server.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::cli::lossctl_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string out, err;
+};
+
+class LossctlTest : public testing::Test {
+ protected:
+  void SetUp() override { server_.AddHead("head", 4, 10); }
+
+  // Runs `lossctl ARGUMENTS` in a shell, with the fake server as the default one.
+  Outcome Run(const std::string& arguments) { return RunAt(server_.target(), arguments); }
+  Outcome RunAt(const std::string& server, const std::string& arguments) {
+    const std::string out = folder_.File("out"), err = folder_.File("err");
+    const std::string command = absl::StrCat("cd ", folder_.path(), " && LOSSD_SERVER=", server,
+                                             " " LOSSCTL_PATH " ", arguments, " >", out, " 2>", err);
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Read(out), Read(err)};
+  }
+  nlohmann::json Json(const std::string& arguments) {
+    const Outcome outcome = Run("--json " + arguments);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    nlohmann::json json = nlohmann::json::parse(outcome.out, nullptr, /*allow_exceptions=*/false);
+    EXPECT_FALSE(json.is_discarded()) << outcome.out;
+    return json;
+  }
+  static std::string Read(const std::string& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+
+  test::TempFolder folder_;
+  fake::FakeServer server_;
+};
+
+// ---- Commands ----
+// Runs each command.
 
 TEST_F(LossctlTest, HelpIsNoError) {
   const Outcome outcome = Run("--help");
@@ -366,18 +404,8 @@ TEST_F(LossctlTest, BrokenCallsAreSentAgain) {
   EXPECT_EQ(result["repeats"], 3);
 }
 
-}  // namespace
-}  // namespace lossd::cli::lossctl_test
-
 // ---- Output ----
 // How lossctl prints: documents, wide tables, colours.
-
-namespace lossd::cli::lossctl_output_test {
-namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
 
 constexpr char kEscape = '\033';
 
@@ -467,19 +495,9 @@ TEST_F(LossctlOutputTest, ATerminalHasColoursUnlessTheEnvironmentSaysNo) {
   EXPECT_THAT(on_terminal("TERM=dumb NO_COLOR=1", "--color=always"), HasSubstr(escape));
 }
 
-}  // namespace
-}  // namespace lossd::cli::lossctl_output_test
-
 // ---- Wrong command lines ----
 // What lossctl says of command lines that are wrong, of numbers that are too large, and of output that goes
 // nowhere.
-
-namespace lossd::cli::lossctl_usage_test {
-namespace {
-
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 using LossctlUsageTest = LossctlTest;
 
@@ -583,16 +601,7 @@ TEST_F(LossctlUsageTest, WhatCannotBePrintedIsAnError) {
   EXPECT_EQ(with_stdout(">/dev/null <&-", "heads").exit_code, 0);
 }
 
-}  // namespace
-}  // namespace lossd::cli::lossctl_usage_test
-
 // ---- Plans ----
-
-namespace lossd::cli::lossctl_plan_test {
-namespace {
-
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
 
 TEST_F(LossctlTest, PlanNeedsNoServer) {
   const std::string no_server = "--server 127.0.0.1:1 ";
@@ -695,19 +704,8 @@ TEST_F(LossctlTest, PlanOfAPipelineHasSharesToPaste) {
   EXPECT_THAT(Run("plan --hidden 64 --vocab 1000 --head-seconds 1").err, HasSubstr("--stages"));
 }
 
-}  // namespace
-}  // namespace lossd::cli::lossctl_plan_test
-
 // ---- Commands that ask ----
 // Commands that throw something away: they ask on a terminal, and want --yes in scripts.
-
-namespace lossd::cli::lossctl_asking_test {
-namespace {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 class LossctlAskingTest : public LossctlTest {
  protected:
@@ -851,17 +849,8 @@ TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
   EXPECT_EQ(Run("create other --hidden 3 --vocab 5 --if-exists=keep --dry-run").exit_code, 2);
 }
 
-}  // namespace
-}  // namespace lossd::cli::lossctl_asking_test
-
 // ---- Contexts ----
 // `lossctl context`, and which server and credentials a command uses.
-
-namespace lossd::cli::lossctl_contexts_test {
-namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 class LossctlContextsTest : public LossctlTest {
  protected:
@@ -1016,4 +1005,4 @@ TEST_F(LossctlContextsTest, NamesAreCompleted) {
 }
 
 }  // namespace
-}  // namespace lossd::cli::lossctl_contexts_test
+}  // namespace lossd::cli::lossctl_test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of watch_view.h and top_view.h: what `lossctl watch` and `lossctl top` show.
+// Tests of live_commands.h: what `lossctl watch` and `lossctl top` show.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

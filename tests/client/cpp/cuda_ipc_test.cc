@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a GPU through memory of the server's GPU: the same results as in messages, whatever ends when. The
-// GPU is played on both sides (fake_cuda.h, tests/server/app/shared_device.cc): whoever follows an address of
-// it ends.
+// Rows of a GPU through memory of the server's GPU: the same results as in messages, whatever ends when, also
+// by lossctl bench; rows that a stream of the caller's still writes; and memory of the host that is
+// registered with CUDA's driver. The GPU is played on both sides (fake_cuda.h,
+// tests/server/app/shared_device.cc): whoever follows an address of it ends.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -30,6 +36,7 @@
 namespace lossd::client::testing::cuda_ipc_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Key;
@@ -378,6 +385,391 @@ TEST_F(CudaIpcTest, AServerThatKnowsNoSuchRegions) {
   server.join();
   EXPECT_EQ(region.status().message(),
             absl::StrCat("no shared memory: the server gives memory of the host, not of ", kUuid));
+}
+
+// ---- Streams of the caller ----
+// Rows on a GPU that a stream of the caller's still writes when the call begins. The GPU is played, as in
+// cuda_ipc_test.cc: what a stream has been given is done when something waits for it.
+
+class CallersStream {
+ public:
+  CallersStream() : stream_(fake_cuda::NewStream()) {}
+  ~CallersStream() { fake_cuda::EndStream(stream_); }
+  CallersStream(const CallersStream&) = delete;
+  CallersStream& operator=(const CallersStream&) = delete;
+  void* get() const { return stream_; }
+
+ private:
+  void* const stream_;
+};
+
+class CudaStreamTest : public CudaIpcTest {
+ protected:
+  // With hidden states that a stream writes, and a gradient that it uses, when the call begins. `failing`: a
+  // function of the driver that fails once in the call.
+  absl::StatusOr<Computed> TryAfterStream(Client& client, int device = 0,
+                                          const std::string& failing = "") const {
+    const DeviceArray hidden(Garbage(problem_.hidden.size()), device),
+        gradient(Garbage(problem_.hidden.size()), device);
+    const CallersStream stream;
+    fake_cuda::Give(stream.get(), hidden.data(), problem_.hidden.data(), problem_.hidden.size());
+    fake_cuda::Give(stream.get(), gradient.data(), nullptr, problem_.hidden.size());
+    Microbatch microbatch = problem_.At(hidden.data(), Memory::kDevice);
+    microbatch.stream = stream.get();
+    Computed computed;
+    if (!failing.empty()) fake_cuda::Fail(failing, 1);
+    PendingLoss pending = client.ComputeLossAsync(
+        microbatch, {.grad_hidden = gradient.data(), .row_loss = absl::MakeSpan(computed.loss)},
+        {.streams = 2, .slice_bytes = kSlice});
+    fake_cuda::Give(stream.get(), hidden.data(), nullptr, problem_.hidden.size());  // of what comes after it
+    const auto result = pending.Wait();
+    EXPECT_LE(fake_cuda::Pending(stream.get()), result.ok() ? 1u : 3u);
+    if (!result.ok()) return result.status();
+    EXPECT_EQ(fake_cuda::Pending(stream.get()), 1u) << "what is given later is not waited for";
+    computed.gradient = gradient.Read();
+    computed.result = *result;
+    return computed;
+  }
+  void ExpectAfterStream(Client& client, const Computed& wanted, int device = 0) const {
+    const auto got = TryAfterStream(client, device);
+    ASSERT_TRUE(got.ok()) << got.status();
+    ExpectSame(*got, wanted);
+  }
+};
+
+TEST_F(CudaStreamTest, CopiesWaitForTheStreamOfTheCaller) {
+  const Computed wanted = Expected(*server_, problem_);
+  for (const int64_t bytes : {1 << 20, 2 << 10}) {  // in a smaller one some slices go in messages
+    const auto client = Connect(*server_, bytes);
+    for (const int device : {0, 1}) ExpectAfterStream(*client, wanted, device);
+  }
+}
+
+TEST_F(CudaStreamTest, CopiesThroughTheHostWaitAsWell) {
+  const test::ServerProcess server(LOSSD_BINARY);
+  CreateHead(server);
+  const Computed wanted = Expected(server, problem_);
+  for (const std::string transport : {"grpc", "shared_memory"})
+    ExpectAfterStream(*ConnectBy(server, transport), wanted);
+}
+
+TEST_F(CudaStreamTest, GradientsOfRetainedRowsWait) {
+  const std::vector<float> ones(kRows, 1.0f);
+  const DeviceArray hidden(problem_.hidden);
+  for (const std::string transport : {"cuda_ipc", "grpc"}) {
+    const auto client = ConnectBy(*server_, transport);
+    Microbatch microbatch = problem_.At(hidden.data(), Memory::kDevice);
+    microbatch.step = 0;
+    microbatch.id = 9;
+    ASSERT_TRUE(client->ComputeLoss(microbatch, {}, {.reduction = v1::REDUCTION_NONE, .retain = true}).ok());
+    const auto backward = [&](const DeviceArray& gradient, std::optional<void*> stream) {
+      const auto result = client->Backward({.head = "lm",
+                                            .step = 0,
+                                            .id = 9,
+                                            .hidden_size = kHidden,
+                                            .hidden_dtype = v1::DTYPE_FP32,
+                                            .memory = Memory::kDevice,
+                                            .stream = stream,
+                                            .grad_loss = ones},
+                                           gradient.data());
+      EXPECT_TRUE(result.ok()) << result.status();
+    };
+    const DeviceArray wanted(Garbage(problem_.hidden.size())), got(Garbage(problem_.hidden.size()));
+    backward(wanted, std::nullopt);
+    const CallersStream stream;
+    fake_cuda::Give(stream.get(), got.data(), problem_.hidden.data(), problem_.hidden.size());
+    backward(got, stream.get());
+    EXPECT_EQ(fake_cuda::Pending(stream.get()), 0u);
+    ExpectNear(Floats(got.Read()), Floats(wanted.Read()));
+    EXPECT_TRUE(client->ReleaseMicrobatch("lm", 9).value());
+  }
+}
+
+TEST_F(CudaStreamTest, WhatFailsIsToldAndLeavesNothing) {
+  const auto client = Client::Connect({.target = server_->target(),
+                                       .retry = {.max_attempts = 1},
+                                       .transport = "cuda_ipc",
+                                       .shared_memory_bytes = 1 << 20});
+  ASSERT_TRUE(client.ok()) << client.status();
+  const Computed wanted = Expected(*server_, problem_);
+  ExpectAfterStream(**client, wanted);
+  const int events = fake_cuda::Held()["event"], streams = fake_cuda::Held()["stream"];
+  for (const std::string function : {"cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"}) {
+    const absl::Status status = TryAfterStream(**client, 0, function).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << function;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(function + " failed"));
+    EXPECT_LE(fake_cuda::Held()["event"], events) << function;
+    EXPECT_LE(fake_cuda::Held()["stream"], streams) << function;
+    fake_cuda::Fail(function, 0);
+  }
+  ExpectAfterStream(**client, wanted);
+  EXPECT_EQ(fake_cuda::ContextDepth(), 0);
+}
+
+TEST_F(CudaStreamTest, AStreamIsOfRowsOnAGpu) {
+  const auto client = ConnectBy(*server_, "grpc");
+  Microbatch microbatch = problem_.At(problem_.hidden.data(), Memory::kHost);
+  microbatch.stream = nullptr;
+  const absl::Status status = client->ComputeLoss(microbatch, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ErrorDetailOf(status)->field(), "microbatch.stream") << status;
+  const std::vector<float> ones(kRows, 1.0f);
+  const absl::Status backward =
+      client->Backward({.head = "lm", .hidden_size = kHidden, .stream = nullptr, .grad_loss = ones}, nullptr)
+          .status();
+  EXPECT_EQ(ErrorDetailOf(backward)->field(), "gradients.stream") << backward;
+}
+
+// ---- Memory of the host ----
+// Memory of the host that is registered with CUDA's driver for rows on GPUs, which are played (fake_cuda.h).
+// Waiting for room is in server_process_test.cc.
+
+constexpr char kRegister[] = "cuMemHostRegister";
+constexpr char kRefused[] =
+    "; GPUs copy to it by a detour: cuMemHostRegister failed: an illegal memory access was encountered (700)";
+
+int Pinned() {
+  auto held = fake_cuda::Held();
+  return held["pinned"];
+}
+
+// A server without a GPU, whose memory of the host the rows of GPUs go through.
+class PinnedRegionTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    server_ = new test::ServerProcess(LOSSD_BINARY);
+    CreateHead(*server_);
+  }
+  static void TearDownTestSuite() {
+    delete server_;
+    server_ = nullptr;
+  }
+  void SetUp() override {
+    wanted_ = Expected(*server_, problem_);
+    ASSERT_EQ(Pinned(), 0);
+    calls_before_ = fake_cuda::Calls(kRegister);
+  }
+
+  int64_t Registrations() const { return fake_cuda::Calls(kRegister) - calls_before_; }
+
+  std::shared_ptr<internal::SharedRegion> OpenRegion(uint64_t bytes) const {
+    const auto description = ConnectBy(*server_, "grpc")->GetServer();
+    EXPECT_TRUE(description.ok()) << description.status();
+    auto region = internal::SharedRegion::Open(description->region_socket(), bytes, absl::Seconds(60));
+    EXPECT_TRUE(region.ok()) << region.status();
+    return *std::move(region);
+  }
+
+  static inline test::ServerProcess* server_ = nullptr;
+  const Problem problem_;
+  Computed wanted_;
+  int64_t calls_before_ = 0;
+};
+
+TEST_F(PinnedRegionTest, IsRegisteredOnceWithTheFirstRowsOfAGpu) {
+  {
+    const auto client = ConnectBy(*server_, "shared_memory");
+    std::vector<uint8_t> gradient = Garbage(problem_.hidden.size());
+    ASSERT_TRUE(client
+                    ->ComputeLoss(problem_.At(problem_.hidden.data(), Memory::kHost),
+                                  {.grad_hidden = gradient.data()})
+                    .ok());
+    EXPECT_EQ(Registrations(), 0) << "rows of the host need nothing of the driver";
+    for (const int device : {0, 1, 0}) {
+      fake_cuda::TakeCopied();
+      const Computed got = OnGpu(*client, problem_, device);
+      ExpectSame(got, wanted_);
+      auto copied = fake_cuda::TakeCopied();
+      EXPECT_EQ(copied["device to pinned"], got.result.sent_bytes);
+      EXPECT_EQ(copied["pinned to device"], got.result.received_bytes);
+      EXPECT_EQ(Pinned(), 1);
+    }
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] { ExpectSame(OnGpu(*client, problem_), wanted_); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(Registrations(), 1);
+    EXPECT_EQ(client->transport().reason, "the server is on this host; 4 MiB");
+  }
+  EXPECT_EQ(Pinned(), 0) << "before the memory was unmapped";
+}
+
+TEST_F(PinnedRegionTest, GradientsOfRetainedRowsLieThereToo) {
+  const auto client = ConnectBy(*server_, "shared_memory");
+  const DeviceArray hidden(problem_.hidden), gradient(Garbage(problem_.hidden.size()));
+  Microbatch microbatch = problem_.At(hidden.data(), Memory::kDevice);
+  microbatch.step = 0;
+  microbatch.id = 9;
+  ASSERT_TRUE(client->ComputeLoss(microbatch, {}, {.reduction = v1::REDUCTION_NONE, .retain = true}).ok());
+  const std::vector<float> ones(kRows, 1);
+  fake_cuda::TakeCopied();
+  const auto backward = client->Backward({.head = "lm",
+                                          .step = 0,
+                                          .id = 9,
+                                          .hidden_size = kHidden,
+                                          .hidden_dtype = v1::DTYPE_FP32,
+                                          .memory = Memory::kDevice,
+                                          .grad_loss = ones},
+                                         gradient.data());
+  ASSERT_TRUE(backward.ok()) << backward.status();
+  auto copied = fake_cuda::TakeCopied();
+  EXPECT_EQ(copied["pinned to device"], backward->received_bytes);
+  EXPECT_EQ(copied["host to device"], 0u);
+  EXPECT_EQ(Registrations(), 1);
+  EXPECT_TRUE(client->ReleaseMicrobatch("lm", 9).value());
+}
+
+// As where a limit of the process forbids it.
+TEST_F(PinnedRegionTest, ARegistrationThatFailsIsNotRepeated) {
+  const auto client = ConnectBy(*server_, "shared_memory");
+  fake_cuda::Fail(kRegister, 1);
+  for (int i = 0; i < 3; ++i) {
+    ExpectSame(OnGpu(*client, problem_), wanted_);
+    EXPECT_EQ(Pinned(), 0);
+  }
+  EXPECT_EQ(Registrations(), 1);
+  EXPECT_THAT(client->transport().reason, HasSubstr(kRefused));
+}
+
+TEST_F(PinnedRegionTest, ARegionAfterOneThatWasGivenUpIsRegisteredAnew) {
+  test::ServerProcess server(LOSSD_BINARY);
+  const std::string address = server.target();
+  CreateHead(server);
+  const auto client = ConnectBy(server, "shared_memory");
+  OnGpu(*client, problem_);
+  server.Kill();
+  server.Start(address);
+  CreateHead(server);
+  ExpectSame(OnGpu(*client, problem_), wanted_);
+  ExpectSame(OnGpu(*client, problem_), wanted_);
+  EXPECT_EQ(Registrations(), 2);
+  EXPECT_EQ(Pinned(), 1);
+}
+
+TEST_F(PinnedRegionTest, AForkLeavesItToItsParent) {
+  auto region = OpenRegion(100 << 10);
+  region->PinFor(1);
+  region->PinFor(0);
+  EXPECT_TRUE(region->pin_problem().ok()) << region->pin_problem();
+  EXPECT_EQ(Registrations(), 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    region = nullptr;
+    _exit(Pinned() == 1 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(Pinned(), 1);
+  region = nullptr;
+  EXPECT_EQ(Pinned(), 0);
+}
+
+TEST_F(PinnedRegionTest, SizesThatNoPageDivides) {
+  const auto region = OpenRegion(5000);
+  region->PinFor(0);
+  EXPECT_TRUE(region->pin_problem().ok()) << region->pin_problem();
+  EXPECT_EQ(Pinned(), 1);
+}
+
+TEST_F(CudaIpcTest, MemoryOfAGpuIsNotRegistered) {
+  const int64_t before = fake_cuda::Calls(kRegister);
+  OnGpu(*Connect(*server_), problem_);
+  EXPECT_EQ(fake_cuda::Calls(kRegister), before);
+}
+
+// ---- lossctl bench ----
+// lossctl bench with its rows on a GPU that is played (fake_cuda.h).
+
+class BenchCudaIpcTest : public CudaIpcTest {
+ protected:
+  // What `lossctl ARGUMENTS` prints on both streams, which finds the driver in `driver`.
+  std::string Run(const std::string& driver, const std::string& arguments, int exit_code) {
+    const std::string out = folder_.File("out");
+    const std::string command =
+        absl::StrCat("LD_LIBRARY_PATH=", driver, ":$LD_LIBRARY_PATH LOSSD_SERVER=", server_->target(),
+                     " " LOSSCTL_PATH " ", arguments, " >", out, " 2>&1");
+    const int status = std::system(command.c_str());
+    const std::string text = test::ReadWholeFile(out);
+    EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, exit_code) << arguments << ": " << text;
+    return text;
+  }
+
+  test::TempFolder folder_;
+};
+
+TEST_F(BenchCudaIpcTest, RowsAreOnTheServersGpu) {
+  for (const std::string what : {"all", "dx", "loss"}) {
+    const std::string text = Run(
+        FAKE_CUDA_FOLDER,
+        absl::StrCat("--json bench lm --transport cuda_ipc --rows 50 --microbatches 6 --in-flight 3 --what ",
+                     what),
+        0);
+    const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    ASSERT_TRUE(json.is_object()) << text;
+    EXPECT_EQ(json["transport"], "cuda_ipc");
+    EXPECT_EQ(json["transport_reason"], absl::StrCat("the server's GPU is of this host; 4 MiB of ", kUuid));
+    EXPECT_EQ(json["rows"], 300);
+    EXPECT_GT(json["sent_bytes_per_second"], 0);
+    EXPECT_EQ(json["received_bytes_per_second"] > 0, what != "loss");
+  }
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER,
+                  "bench lm --transport cuda_ipc --rows 5 --microbatches 1 --shared-memory-bytes 1MiB", 0),
+              HasSubstr(absl::StrCat("cuda_ipc (the server's GPU is of this host; 1 MiB of ", kUuid, ")")));
+}
+
+TEST_F(BenchCudaIpcTest, RowsAreOnAnotherGpu) {
+  for (const int gpu : {0, 1}) {
+    const auto json = nlohmann::json::parse(
+        Run(FAKE_CUDA_FOLDER,
+            absl::StrCat("--json bench lm --transport cuda_ipc --rows 50 --microbatches 3 --gpu ", gpu), 0),
+        nullptr, /*allow_exceptions=*/false);
+    ASSERT_TRUE(json.is_object());
+    EXPECT_EQ(json["transport"], "cuda_ipc");
+    EXPECT_EQ(json["gpu"], gpu);
+    EXPECT_EQ(json["rows"], 150);
+    EXPECT_GT(json["received_bytes_per_second"], 0);
+  }
+}
+
+// With every transport: what it makes of rows that are on that GPU.
+TEST_F(BenchCudaIpcTest, RowsAreOnAGpuWithOtherTransports) {
+  const auto bench = [&](const std::string& arguments) {
+    const auto json = nlohmann::json::parse(
+        Run(FAKE_CUDA_FOLDER, absl::StrCat("--json bench lm --rows 50 --microbatches 3 ", arguments), 0),
+        nullptr,
+        /*allow_exceptions=*/false);
+    EXPECT_TRUE(json.is_object());
+    EXPECT_EQ(json["rows"], 150);
+    return json;
+  };
+  const auto same = bench("--gpu 0");
+  EXPECT_EQ(same["transport"], "cuda_ipc") << same;
+  EXPECT_EQ(same["gpu"], 0);
+  const auto another = bench("--gpu 1 --transport auto");
+  EXPECT_EQ(another["transport"], "grpc") << another;
+  EXPECT_EQ(another["gpu"], 1);
+  EXPECT_THAT(another["transport_reason"].get<std::string>(), HasSubstr("and the server's GPU is "));
+  const auto messages = bench("--gpu 0 --transport grpc");
+  EXPECT_EQ(messages["transport"], "grpc");
+  EXPECT_EQ(messages["transport_reason"], "the transport is grpc");
+  EXPECT_TRUE(bench("")["gpu"].is_null());
+}
+
+TEST_F(BenchCudaIpcTest, RefusesGpusThatAreNotThere) {
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu 2", 4),
+              HasSubstr("--gpu must be below the number of GPUs that are visible, 2, got 2"));
+  EXPECT_THAT(Run(FAKE_CUDA_FOLDER, "bench lm --transport grpc --microbatches 1 --gpu 2", 4),
+              HasSubstr("--gpu must be below the number of GPUs that are visible, 2, got 2"));
+  Run(FAKE_CUDA_FOLDER, "bench lm --transport cuda_ipc --microbatches 1 --gpu -1", 2);
+}
+
+TEST_F(BenchCudaIpcTest, SaysWhyThereIsNoDriver) {
+  std::ofstream(folder_.File("libcuda.so.1"));  // empty
+  EXPECT_THAT(
+      Run(folder_.path(), "bench lm --transport cuda_ipc --microbatches 1", 3),
+      AllOf(HasSubstr("no shared memory: no CUDA driver: "), HasSubstr("libcuda.so.1: file too short")));
 }
 
 }  // namespace

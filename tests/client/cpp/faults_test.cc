@@ -1,26 +1,124 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss computations against a server, or a network, that misbehaves.
+// Loss computations and other calls against a server, or a network, that misbehaves; what a client notices of
+// a server that was restarted; and resets, heads that exist already, and the run that every call of a trainer
+// names.
 #include <gmock/gmock.h>
 #include <grpcpp/support/status.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/client.h"
 #include "kernels/clocks/clock.h"
-#include "tests/client/cpp/faults_fixture.h"
+#include "tests/client/fake_server.h"
 
 namespace lossd::client::faults_test {
 namespace {
 
 using lossd::fake::Fault;
 using lossd::fake::Faults;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
+using ::testing::SizeIs;
+
+constexpr uint64_t kD = 8;
+constexpr uint64_t kRows = 400;
+
+class FaultsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    server_.AddHead("head", kD, 10);
+    client_ = Connect();
+    for (size_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>(i % 16) / 4;
+    for (size_t i = 0; i < targets_.size(); ++i) targets_[i] = static_cast<int32_t>(i % 10);
+  }
+  std::unique_ptr<Client> Connect() {
+    return Client::Connect({
+                               .target = server_.target(),
+                               .channels = 2,
+                               .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(20)},
+                           })
+        .value();
+  }
+  Microbatch AsMicrobatch(uint64_t id = 1) const {
+    return {.head = "head",
+            .step = 0,
+            .id = id,
+            .hidden_size = kD,
+            .hidden_dtype = v1::DTYPE_FP32,
+            .hidden = x_.data(),
+            .targets = targets_};
+  }
+  LossOutputs Outputs() { return {.grad_hidden = dx_.data(), .row_loss = absl::MakeSpan(loss_)}; }
+  // 400 rows of 32 bytes: two streams of 13 slices.
+  static ComputeOptions Options() { return {.accumulate_gradients = true, .slice_bytes = 512}; }
+  absl::StatusOr<LossResult> Compute() { return client_->ComputeLoss(AsMicrobatch(), Outputs(), Options()); }
+
+  double GradientSum() const {
+    double sum = 0;
+    for (float value : x_) sum += value;
+    return sum;
+  }
+  void ExpectComplete(const absl::StatusOr<LossResult>& result) {
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->valid_rows, kRows);
+    EXPECT_EQ(result->accumulated_rows + result->repeated_rows, kRows);
+    for (size_t i = 0; i < x_.size(); ++i) ASSERT_EQ(dx_[i], 2 * x_[i]);
+    EXPECT_NEAR(server_.accumulated("head"), GradientSum(), 1e-6) << "every row once";
+  }
+  void ExpectError(lossd::fake::Faults faults, absl::StatusCode code, const std::string& text) {
+    server_.SetFaults(std::move(faults));
+    const auto result = Compute();
+    EXPECT_EQ(result.status().code(), code) << result.status();
+    EXPECT_THAT(std::string(result.status().message()), ::testing::HasSubstr(text));
+    server_.SetFaults({});
+    EXPECT_TRUE(Compute().ok()) << "the client is usable afterwards";
+  }
+
+  lossd::fake::FakeServer server_;
+  std::unique_ptr<Client> client_;
+  std::vector<float> x_ = std::vector<float>(kRows * kD);
+  std::vector<float> dx_ = std::vector<float>(kRows * kD);
+  std::vector<float> loss_ = std::vector<float>(kRows);
+  std::vector<int32_t> targets_ = std::vector<int32_t>(kRows);
+};
+
+// A contribution to the weight's gradient: row v is {v + 1, 0, ...}; its sum is 55.
+struct Addition {
+  explicit Addition(uint64_t id) {
+    open.set_head("head");
+    open.set_contribution_id(id);
+    open.set_param(v1::PARAM_WEIGHT);
+    open.mutable_rows()->set_end(10);
+    open.set_dtype(v1::DTYPE_FP32);
+    for (size_t v = 0; v < 10; ++v) values[v * kD] = static_cast<float>(v + 1);
+  }
+  absl::StatusOr<v1::AddGradientResponse> Send(Client& client) const {
+    return client.AddGradient(open, {reinterpret_cast<const char*>(values.data()), values.size() * 4});
+  }
+
+  v1::OpenGradient open;
+  std::vector<float> values = std::vector<float>(10 * kD);
+};
+
+// ---- Faults ----
+// Loss computations against a server, or a network, that misbehaves.
 
 TEST_F(FaultsTest, ErrorInTheMiddleComesWithItsDetail) {
   server_.SetFaults({.fail_slice = [](uint64_t n) { return n == 5 ? grpc::StatusCode::OUT_OF_RANGE : 0; }});
@@ -333,6 +431,304 @@ TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
     ASSERT_EQ(result->valid_rows, kRows);
     expected += GradientSum();
     ASSERT_NEAR(server_.accumulated("head"), expected, 1e-6);
+  }
+}
+
+// ---- Restarts ----
+// What a client notices of a server that was restarted, and when that is an error.
+
+using RestartTest = FaultsTest;
+
+TEST_F(RestartTest, DuringTheCallAborts) {
+  Faults faults{.fail_slice = [](uint64_t n) { return n == 7 ? grpc::StatusCode::UNAVAILABLE : 0; },
+                .restart_on_failure = true};
+  server_.SetFaults(faults);
+  const uint64_t before = server_.incarnation();
+  const auto result = client_->ComputeLoss(AsMicrobatch(), Outputs(),
+                                           {.accumulate_gradients = true, .streams = 1, .slice_bytes = 512});
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("server restarted (incarnation "));
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("gradients of step 0 are lost"));
+  EXPECT_NE(server_.incarnation(), before);
+}
+
+TEST_F(RestartTest, BetweenMicrobatchesAbortsUntilAcknowledged) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  for (uint64_t id : {2, 3}) {
+    const auto result = client_->ComputeLoss(AsMicrobatch(id), Outputs(), Options());
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
+  }
+  EXPECT_EQ(client_->GradNorm("head").status().code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(client_->ComputeLoss(AsMicrobatch(), Outputs(), {}).ok()) << "loss alone loses nothing";
+  client_->AcknowledgeRestart("head");
+  EXPECT_TRUE(Compute().ok());
+}
+
+TEST_F(RestartTest, IsSeenInErrorsToo) {
+  ASSERT_TRUE(Compute().ok());
+  ASSERT_TRUE(Connect()->DeleteHead("head").ok());
+  server_.Restart();
+  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted);
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
+  v1::CreateHeadRequest create;
+  create.mutable_spec()->set_name("head");
+  create.mutable_spec()->set_hidden_size(kD);
+  create.mutable_spec()->set_vocab_size(10);
+  ASSERT_TRUE(client_->CreateHead(create).ok());
+  EXPECT_TRUE(Compute().ok()) << "creating the head acknowledges the restart";
+}
+
+TEST_F(RestartTest, GradientsOfADeletedHeadAreNotMissed) {
+  ASSERT_TRUE(Compute().ok());
+  ASSERT_TRUE(client_->DeleteHead("head").ok());
+  v1::CreateHeadRequest create;
+  create.mutable_spec()->set_name("head");
+  create.mutable_spec()->set_hidden_size(kD);
+  create.mutable_spec()->set_vocab_size(10);
+  ASSERT_TRUE(Connect()->CreateHead(create).ok());
+  const auto result = Compute();
+  EXPECT_TRUE(result.ok()) << result.status();
+}
+
+TEST_F(RestartTest, BetweenStepsLosesNothing) {
+  ASSERT_TRUE(Compute().ok());
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  apply.set_expected_rows(kRows);
+  ASSERT_TRUE(client_->ApplyStep(apply).ok());
+  server_.Restart();
+  Microbatch next = AsMicrobatch();
+  next.step = 1;
+  const auto result = client_->ComputeLoss(next, Outputs(), Options());
+  EXPECT_TRUE(result.ok()) << result.status();
+}
+
+// Another thread may get the answer to its repeat when the next step has begun.
+TEST_F(RestartTest, RepeatedStepDoesNotForgetTheNextOne) {
+  ASSERT_TRUE(Compute().ok());
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  ASSERT_TRUE(client_->ApplyStep(apply).ok());
+  Microbatch next = AsMicrobatch();
+  next.step = 1;
+  ASSERT_TRUE(client_->ComputeLoss(next, Outputs(), Options()).ok());
+  const auto repeat = client_->ApplyStep(apply);
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->repeated_call());
+  server_.Restart();
+  next.id = 2;
+  EXPECT_EQ(client_->ComputeLoss(next, Outputs(), Options()).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(server_.accumulated("head"), 0) << "refused before anything was accumulated";
+}
+
+TEST_F(RestartTest, StepAppliedWithoutLostRowsIsAnError) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  v1::ApplyStepRequest apply;
+  apply.set_head("head");
+  EXPECT_EQ(client_->ApplyStep(apply).status().code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(RestartTest, ContributionsNoticeARestart) {
+  ASSERT_TRUE(Compute().ok());
+  server_.Restart();
+  const absl::Status status = Addition(7).Send(*client_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  const auto restart = RestartOf(status);
+  ASSERT_TRUE(restart.has_value());
+  EXPECT_EQ(restart->now, server_.incarnation());
+  EXPECT_NE(restart->before, restart->now);
+  EXPECT_EQ(server_.accumulated("head"), 0.0) << "left behind in the new process";
+  client_->AcknowledgeRestart("head");
+  EXPECT_TRUE(Addition(7).Send(*client_).ok());
+  server_.Restart();
+  EXPECT_EQ(Compute().status().code(), absl::StatusCode::kAborted) << "contributions count as gradients";
+}
+
+TEST_F(RestartTest, AnExpectedIncarnationIsInsistedOn) {
+  const uint64_t before = server_.incarnation();
+  const auto connect = [&] {
+    return Client::Connect({.target = server_.target(), .expected_incarnation = before});
+  };
+  auto client = connect();
+  ASSERT_TRUE(client.ok()) << client.status();
+  server_.Restart();
+  const auto restart = RestartOf(connect().status());
+  ASSERT_TRUE(restart.has_value()) << connect().status();
+  EXPECT_EQ(restart->before, before);
+  EXPECT_EQ(restart->now, server_.incarnation());
+  for (const absl::Status& status : {(*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).status(),
+                                     Addition(7).Send(**client).status()}) {
+    EXPECT_TRUE(RestartOf(status).has_value()) << status;
+  }
+  (*client)->AcknowledgeRestart("head");
+  EXPECT_TRUE((*client)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).ok());
+  EXPECT_FALSE(RestartOf(absl::AbortedError("the step's gradients were zeroed")).has_value());
+}
+
+// ---- Resets and runs ----
+// Resets, heads that exist already, and the run that every call of a trainer names.
+
+v1::ResetHeadRequest ResetOf(v1::ResetScope scope) {
+  v1::ResetHeadRequest request;
+  request.set_head("head");
+  request.set_scope(scope);
+  return request;
+}
+
+class ResetsTest : public FaultsTest {
+ protected:
+  absl::StatusOr<v1::ApplyStepResponse> Apply(uint64_t step) {
+    v1::ApplyStepRequest request;
+    request.set_head("head");
+    request.set_step(step);
+    request.mutable_optimizer()->mutable_sgd()->set_learning_rate(1.0);
+    return client_->ApplyStep(request);
+  }
+  v1::CreateHeadRequest Same() {
+    v1::CreateHeadRequest request;
+    *request.mutable_spec() = client_->DescribeHead("head")->spec();
+    return request;
+  }
+};
+
+TEST_F(ResetsTest, AResetWhoseAnswerIsLostIsDoneOnce) {
+  ASSERT_TRUE(Apply(0).ok());
+  std::vector<v1::ResetHeadRequest> seen;
+  const uint64_t incarnation = client_->DescribeHead("head")->state().incarnation();
+  server_.SetFaults({.refuse_calls = 1, .on_reset = [&](const v1::ResetHeadRequest& request) {
+                       seen.push_back(request);
+                       return lossd::fake::Fault();
+                     }});
+  v1::ResetHeadRequest request = ResetOf(v1::RESET_SCOPE_ALL);
+  request.set_incarnation(incarnation);
+  const auto reset = client_->ResetHead(request);
+  ASSERT_TRUE(reset.ok()) << reset.status();
+  EXPECT_TRUE(reset->repeated_call());
+  EXPECT_EQ(reset->head().state().step(), 0u);
+  ASSERT_THAT(seen, SizeIs(2));
+  EXPECT_EQ(seen[0].SerializeAsString(), seen[1].SerializeAsString());
+  EXPECT_THAT(seen[0].reset_id(), SizeIs(32));
+  // Another reset has another id.
+  ASSERT_TRUE(client_->ResetHead(ResetOf(v1::RESET_SCOPE_OPTIMIZER)).ok());
+  EXPECT_NE(seen.back().reset_id(), seen[0].reset_id());
+  EXPECT_EQ(seen.back().incarnation(), incarnation);
+  // One that the caller names stays.
+  v1::ResetHeadRequest named = ResetOf(v1::RESET_SCOPE_OPTIMIZER);
+  named.set_reset_id("mine");
+  ASSERT_TRUE(client_->ResetHead(named).ok());
+  EXPECT_EQ(seen.back().reset_id(), "mine");
+}
+
+TEST_F(ResetsTest, AResetMeansTheProcessThatHasTheHead) {
+  server_.SetFaults(
+      {.on_reset = [&](const v1::ResetHeadRequest&) { return lossd::fake::Fault{.restart = true}; }});
+  const uint64_t before = server_.incarnation();
+  const absl::Status reset = client_->ResetHead(ResetOf(v1::RESET_SCOPE_ALL)).status();
+  EXPECT_EQ(reset.code(), absl::StatusCode::kAborted) << reset;
+  ASSERT_TRUE(RestartOf(reset).has_value()) << reset;
+  EXPECT_EQ(RestartOf(reset)->before, before);
+}
+
+TEST_F(ResetsTest, RowsOfTheStepAreForgotten) {
+  for (const v1::ResetScope scope : {v1::RESET_SCOPE_OPTIMIZER, v1::RESET_SCOPE_ALL}) {
+    ASSERT_TRUE(Compute().ok());
+    ASSERT_TRUE(client_->ResetHead(ResetOf(scope)).ok());
+    const auto again = Compute();
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(again->accumulated_rows, kRows);
+    ASSERT_TRUE(client_->ZeroGradients("head", 0).ok());
+  }
+  EXPECT_EQ(client_->ResetHead(ResetOf(v1::RESET_SCOPE_ALL)).status(), absl::OkStatus());
+  v1::ResetHeadRequest unknown = ResetOf(v1::RESET_SCOPE_ALL);
+  unknown.set_head("none");
+  EXPECT_EQ(client_->ResetHead(unknown).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ResetsTest, WhatBecomesOfAHeadThatExists) {
+  ASSERT_TRUE(Apply(0).ok());
+  EXPECT_EQ(client_->CreateHead(Same()).status().code(), absl::StatusCode::kAlreadyExists);
+  const auto kept = client_->CreateHead(Same(), absl::ZeroDuration(), IfExists::kKeep);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  EXPECT_EQ(kept->state().step(), 1u);
+  for (const IfExists choice : {IfExists::kKeep, IfExists::kReset}) {
+    v1::CreateHeadRequest other = Same();
+    other.mutable_spec()->set_vocab_size(11);
+    other.mutable_spec()->set_frozen(true);
+    const absl::Status refused = client_->CreateHead(other, absl::ZeroDuration(), choice).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_THAT(std::string(refused.message()),
+                AllOf(HasSubstr("vocab_size 10 instead of 11"), HasSubstr("frozen false instead of true")));
+    EXPECT_EQ(ErrorDetailOf(refused)->field(), "spec.vocab_size");
+  }
+  std::vector<v1::ResetHeadRequest> seen;
+  server_.SetFaults({.on_reset = [&](const v1::ResetHeadRequest& request) {
+    seen.push_back(request);
+    return lossd::fake::Fault();
+  }});
+  v1::CreateHeadRequest seeded = Same();
+  seeded.mutable_kaiming_uniform()->set_seed(5);
+  const auto reset = client_->CreateHead(seeded, absl::ZeroDuration(), IfExists::kReset);
+  ASSERT_TRUE(reset.ok()) << reset.status();
+  EXPECT_EQ(reset->state().step(), 0u);
+  ASSERT_THAT(seen, SizeIs(1));
+  EXPECT_EQ(seen[0].scope(), v1::RESET_SCOPE_ALL);
+  EXPECT_EQ(seen[0].kaiming_uniform().seed(), 5u);
+}
+
+TEST_F(ResetsTest, EveryCallOfATrainerNamesItsRun) {
+  const auto named = Client::Connect({.target = server_.target(), .run = "job 17"});
+  ASSERT_TRUE(named.ok()) << named.status();
+  std::set<std::string> runs;
+  server_.SetFaults({.on_request =
+                         [&](const v1::ComputeLossRequest& request) {
+                           if (request.has_open()) runs.insert("open " + request.open().run());
+                           if (request.has_backward()) runs.insert("backward " + request.backward().run());
+                           return lossd::fake::Fault();
+                         },
+                     .on_add =
+                         [&](const v1::OpenGradient& open) {
+                           runs.insert("add " + open.run());
+                           return lossd::fake::Fault();
+                         },
+                     .on_apply =
+                         [&](const v1::ApplyStepRequest& request) {
+                           runs.insert("apply " + request.run());
+                           return lossd::fake::Fault();
+                         }});
+  ASSERT_TRUE((*named)->ComputeLoss(AsMicrobatch(), Outputs(), Options()).ok());
+  v1::OpenGradient open;
+  open.set_head("head");
+  open.set_param(v1::PARAM_WEIGHT);
+  open.set_contribution_id(9);
+  open.set_dtype(v1::DTYPE_FP32);
+  const std::vector<char> values(10 * kD * sizeof(float));
+  ASSERT_TRUE((*named)->AddGradient(open, values).ok());
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_sgd()->set_learning_rate(1.0);
+  ASSERT_TRUE((*named)->ApplyStep(request).ok());
+  EXPECT_EQ(runs, (std::set<std::string>{"add job 17", "apply job 17", "open job 17"}));
+}
+
+TEST_F(ResetsTest, ARunHasAName) {
+  ::unsetenv("LOSSD_RUN");
+  EXPECT_THAT(RunFromEnvironment(), MatchesRegex(".*:[0-9]+-[0-9a-f]{8}"));
+  EXPECT_NE(RunFromEnvironment(), RunFromEnvironment());
+  ::setenv("LOSSD_RUN", "from the environment", 1);
+  EXPECT_EQ(ClientOptions().run, "from the environment");
+  ::unsetenv("LOSSD_RUN");
+  EXPECT_TRUE(Client::Connect({.target = server_.target(), .run = ""}).ok());
+  std::string long_name;
+  for (int i = 0; i < 128; ++i) long_name += "\u00e4";
+  EXPECT_TRUE(Client::Connect({.target = server_.target(), .run = long_name}).ok());
+  for (const std::string& run : {long_name + "x", std::string("a\nb"), std::string("\xff")}) {
+    const absl::Status refused = Client::Connect({.target = server_.target(), .run = run}).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(ErrorDetailOf(refused)->field(), "options.run");
   }
 }
 

@@ -16,7 +16,6 @@
 #include "client/cpp/client_options.h"
 #include "tests/client/cpp/listener.h"
 #include "tests/support/temp_folder.h"
-#include "tests/support/test_pki.h"
 
 // ---- Probe ----
 

@@ -56,9 +56,9 @@ Gradients GradientsOf(const Json& result) {
 // What a GPU gave the head was recorded with every run; a workspace of 2220 MiB where logits are stored.
 TEST(PlanBesideResults, MemoryOfTheServerIsWhatTheGpuGave) {
   int compared = 0;
-  for (const std::string name : {"loss_sampled.json", "loss_sampled_recomputed.json"}) {
-    const Json results = ReadResults(name);
-    for (const Json& run : results.at("loss")) {
+  const Json results = ReadResults("loss_sampled.json");
+  for (const auto& [name, result] : results.items()) {
+    for (const Json& run : result.at("loss")) {
       kernels::HeadConfig config;
       config.hidden_size = run.at("shape").at("hidden");
       config.vocab_size = run.at("shape").at("vocab");
@@ -223,7 +223,7 @@ TEST(PlanBesideResults, AStepOnTheServerIsRowsAndUpdate) {
 }
 
 TEST(PlanBesideResults, TwoGpusByVocabularyTakeWhatWasMeasured) {
-  const Json runs = ReadResults("by_vocabulary_sampled.json").at("milliseconds");
+  const Json runs = ReadResults("by_vocabulary.json").at("sampled").at("milliseconds");
   const std::map<std::string, std::pair<int64_t, int64_t>> shapes = {{"llama3-8b", {4096, 128'256}},
                                                                      {"gemma2-2b", {2304, 256'000}}};
   for (const auto& [name, shape] : shapes) {

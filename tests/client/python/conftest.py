@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_process import ServerProcess
+from servers import ServerProcess
 
 import lossd
 
@@ -81,6 +81,15 @@ def seed() -> int:
     value = int(os.environ.get("LOSSD_TEST_SEED", np.random.SeedSequence().generate_state(1)[0]))
     print(f"LOSSD_TEST_SEED={value}")
     return value
+
+
+@pytest.fixture
+def head_name(client: lossd.Client, seed: int) -> Iterator[str]:
+    """The name of a head that the test makes; the head goes when the test ends."""
+    name = f"hf-{seed}"
+    yield name
+    if name in [each.spec.name for each in client.list_heads()]:
+        client.delete_head(name)
 
 
 @pytest.fixture

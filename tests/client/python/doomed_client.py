@@ -27,7 +27,7 @@ import numpy as np
 from fake_cuda import FakeArray, FakeDriver
 
 import lossd
-from lossd import _cuda, _regions, _slice_places
+from lossd import _cuda, _regions, _wire
 
 N, D, V = 300, 24, 97
 
@@ -104,7 +104,7 @@ def _live(target: str, memory: str, moment: int, deed: str) -> None:
         _cuda.driver = lambda: driver  # type: ignore[assignment]
     moments = _Moments(moment, act)
     for name in ("put", "find", "free", "close"):
-        moments.wrap(_slice_places.SlicePlaces, name)
+        moments.wrap(_wire.SlicePlaces, name)
     open_region = _regions.SharedRegion.__init__
 
     def remember(self: Any, *arguments: Any, **options: Any) -> None:

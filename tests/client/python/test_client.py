@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lossd.Client against a server process: numbers against NumPy in double precision, and administration."""
+"""lossd.Client against a server process: numbers, input, administration, and how a client begins and ends."""
 
+from __future__ import annotations
+
+import dataclasses
 import gc
+import multiprocessing
+import os
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
-from filtered_softmax import epsilon_among, filtered
+from servers import ServerProcess
+from softmax_rules import clear_rows, epsilon_among, filtered, row_numbers, sampled
 
 import lossd
+from lossd._arrays import as_targets
+from lossd.v1 import loss_pb2, server_pb2, types_pb2
+
+
+# lossd.Client against a server process: numbers against NumPy in double precision, and administration.
 
 D, V, N = 24, 310, 800
 
@@ -347,3 +362,361 @@ def test_a_head_may_exist_already(client, make_head):
                           ({"norm": "rmsnorm"}, "norm")):
         with pytest.raises(lossd.AlreadyExists, match=what):
             client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, if_exists="keep")
+
+
+# Sampled gradients through lossd.Client, against the rule written down in Python; and those of auto.
+
+
+def test_sampled_gradients(client, make_head, problem):
+    """In forward and in backward() against the rule with the same random numbers, which are written down in Python."""
+    hidden, all_targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+    threshold, smoothing, z_loss = 0.02, 0.1, 1e-2
+    z = logits(client, head, hidden)
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    weight = client.read_tensor(head).astype(float)
+    options = lossd.LossOptions(
+        label_smoothing=smoothing, z_loss=z_loss, gradients="sampled", sample_threshold=threshold)
+
+    def targets_of(omega):  # of rows in which rounding changes nothing
+        clear = clear_rows(p, all_targets, threshold, omega)
+        assert clear.mean() > 0.5
+        return np.where(clear, all_targets, -100)
+
+    def check(result, omega, gradient):
+        targets = targets_of(omega)
+        valid = targets != -100
+        onehot = np.arange(V) == targets[:, None]
+        _, lse, _ = cross_entropy(z, targets)
+        slope = (1 + 2 * z_loss * lse)[:, None]
+        dz = slope * sampled(p, targets, threshold, omega) - (1 - smoothing) * onehot - smoothing / V
+        dz *= valid[:, None]
+        np.testing.assert_allclose(result.grad_hidden, dz @ weight, atol=5e-6)
+        np.testing.assert_allclose(gradient, dz.T @ hidden, atol=1e-4)
+        below = (p < threshold) & ~onehot & valid[:, None]
+        variance = (slope**2 * p * (threshold - p))[below].sum()
+        square = ((slope * p - onehot * (1 - smoothing))**2)[valid].sum()
+        assert result.gradient_error == pytest.approx(np.sqrt(variance / square), rel=0.05)
+
+    omega = row_numbers(head, 0, 1, N)
+    targets = targets_of(omega)
+    forward = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=3, slice_bytes=2048,
+                                  step=0, id=1, accumulate=True, grad_hidden=True)
+    check(forward, omega, client.read_tensor(head, "weight", "gradient"))
+    again = client.compute_loss(head, hidden, targets, reduction="sum", options=options, streams=1, step=0, id=1,
+                                accumulate=True, grad_hidden=True)
+    assert again.repeated_rows == (targets != -100).sum()
+    np.testing.assert_allclose(again.grad_hidden, forward.grad_hidden, atol=2e-6)
+    client.zero_gradients(head, 0)
+    omega = row_numbers(head, 0, 1000, N)
+    client.compute_loss(head, hidden, targets_of(omega), step=0, id=1000, reduction="none", options=options, retain=True)
+    backward = client.backward(head, 1000, np.ones(N), hidden_size=D, step=0, accumulate=True, grad_hidden=True)
+    check(backward, omega, client.read_tensor(head, "weight", "gradient"))
+
+
+@pytest.mark.parametrize("logits", ["stored", "recomputed"])
+def test_auto_is_exact_where_the_error_would_be_too_large(client, make_head, problem, logits):
+    head = make_head(hidden_size=D, vocab_size=V, logits=logits)
+
+    def compute(gradients, **limits):
+        options = lossd.LossOptions(gradients=gradients, sample_threshold=0.1, **limits)
+        return client.compute_loss(head, *problem, options=options, grad_hidden=True, streams=1, step=0, id=5)
+
+    exact, sampled_ = compute("exact"), compute("sampled")
+    strict, lax = compute("auto", max_gradient_error=1e-6), compute("auto", max_gradient_error=10.0)
+    assert exact.gradient_error == strict.gradient_error == 0 < sampled_.gradient_error < 1
+    assert lax.gradient_error == pytest.approx(sampled_.gradient_error)
+    np.testing.assert_allclose(strict.grad_hidden, exact.grad_hidden, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(lax.grad_hidden, sampled_.grad_hidden, rtol=1e-5, atol=1e-9)
+    assert not np.allclose(exact.grad_hidden, sampled_.grad_hidden, rtol=1e-3, atol=0)
+
+
+# lossd.Client refuses bad input before or after the server sees it, and says which field has which value.
+
+
+@pytest.fixture
+def plain_problem(rng):
+    return rng.standard_normal((N, D)).astype(np.float32), rng.integers(0, V, N)
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"hidden": np.zeros((N, D))}, lossd.InvalidArgument, "float64"),
+    ({"hidden": np.zeros((N, D), np.uint16)}, lossd.InvalidArgument, 'dtype="bf16"'),
+    ({"hidden": np.zeros(N * D, np.float32)}, lossd.InvalidArgument, r"must be \[N, D\]"),
+    ({"hidden": np.zeros((N, D + 1), np.float32)}, lossd.InvalidArgument, f"{D + 1} elements.*has {D}"),
+    ({"targets": np.zeros(N - 1, int)}, lossd.InvalidArgument, f"{N - 1} entries for {N} rows"),
+    ({"targets": np.zeros(N)}, lossd.InvalidArgument, "integers"),
+    ({"targets": np.full(N, 2**40)}, lossd.InvalidArgument, "1099511627776"),
+    ({"targets": np.full(N, V)}, lossd.InvalidArgument, rf"open.targets\[0\].*{V}"),
+    ({"row_weights": np.ones(3)}, lossd.InvalidArgument, "row_weights has 3"),
+    ({"normalizer": -1.0}, lossd.InvalidArgument, "normalizer is -1"),
+    ({"normalizer": 3.0, "reduction": "sum"}, lossd.InvalidArgument, "normalizer is for"),
+    ({"reduction": "median"}, lossd.InvalidArgument, "sum, mean, none"),
+    ({"grad_output": float("nan")}, lossd.InvalidArgument, "grad_output is nan"),
+    ({"targets": np.full(N, 2**32 - 100, np.uint32)}, lossd.InvalidArgument, r"targets\[0\] is 4294967196"),
+    ({"accumulate": True}, lossd.InvalidArgument, "step is None"),
+    ({"step": -1}, lossd.InvalidArgument, "step is -1"),
+    ({"id": 2**64}, lossd.InvalidArgument, "id is 18446744073709551616"),
+    ({"retain": True}, lossd.InvalidArgument, "retain"),
+    ({"reduction": "none", "grad_hidden": True}, lossd.InvalidArgument, "backward"),
+    ({"rows": ("loss", "perplexity")}, lossd.InvalidArgument, "perplexity"),
+    ({"grad_hidden": np.zeros((N, D), np.float16)}, lossd.InvalidArgument, "float16.*float32"),
+    ({"streams": 0}, lossd.InvalidArgument, "streams is 0"),
+    ({"slice_bytes": 0}, lossd.InvalidArgument, "slice_bytes is 0"),
+    ({"timeout": 0.0}, lossd.InvalidArgument, "timeout is 0"),
+    ({"options": lossd.LossOptions(use_class_weights=True)}, lossd.InvalidArgument, "normalizer is None"),
+    ({"step": 3, "accumulate": True}, lossd.FailedPrecondition, "step"),
+    ({"head": "missing"}, lossd.NotFound, "missing"),
+    ({"head": ""}, lossd.InvalidArgument, "head is empty"),
+])
+def test_bad_input_is_named_and_changes_nothing(client, make_head, plain_problem, change, error, text):
+    arguments = {"head": make_head(hidden_size=D, vocab_size=V), "hidden": plain_problem[0], "targets": plain_problem[1]} | change
+    with pytest.raises(error, match=text):
+        client.compute_loss(**arguments)
+    for head in client.list_heads():
+        assert head.step_microbatches == 0
+
+
+INTEGERS = [np.dtype(kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i4", ">i8", ">u4")]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_targets_of_every_integer_dtype_are_what_they_are_or_refused(dtype):
+    limits = np.iinfo(dtype)
+    for value in {limits.min, limits.max, 0, 100, -100, -101, 2**31 - 1, 2**31, 2**32 - 100, 2**32, 2**64 - 100, -2**31 - 1}:
+        if not limits.min <= value <= limits.max:
+            continue
+        targets = np.array([0, value], dtype)
+        if -2**31 <= value < 2**31:
+            np.testing.assert_array_equal(as_targets(targets), [0, value])
+            assert as_targets(targets).dtype == np.dtype("<i4")
+        else:
+            with pytest.raises(lossd.InvalidArgument, match=rf"targets\[1\] is {value}: not a class"):
+                as_targets(targets)
+
+
+@pytest.mark.parametrize("targets, text", [
+    ([0, 2**64], "integers"), ([0, 2**31], r"targets\[1\] is 2147483648"), ([True, False], "integers"), ([0.0, 1.0], "integers"),
+    ([[0, 1]], r"\(1, 2\)")])
+def test_targets_that_are_none(targets, text):
+    with pytest.raises(lossd.InvalidArgument, match=text):
+        as_targets(targets)
+
+
+def test_bad_names_of_any_length_and_script_are_shown(client):
+    for length in range(30, 70):  # wherever the server cuts what it shows
+        with pytest.raises(lossd.InvalidArgument) as caught:
+            client.create_head(f"n{'é' * length}{'€' * 200}", hidden_size=D, vocab_size=V)
+        assert caught.value.field == "spec.name"
+        assert caught.value.value.startswith("n" + "é" * 30)
+
+
+@pytest.mark.parametrize("option, value, field", [
+    ("shares", (1, -1), "spec.shares[1]"), ("shares", (2**31,), "spec.shares[0]"), ("shares", (0.5,), "spec.shares[0]"),
+    ("replicas", -1, "spec.replicas"), ("replicas", 65537, "spec.replicas"), ("replicas", 1.5, "spec.replicas"),
+    ("replicas", 2, "spec.replicas")])
+def test_heads_that_no_server_makes(client, option, value, field):
+    with pytest.raises(lossd.InvalidArgument) as caught:
+        client.create_head("no-head", hidden_size=D, vocab_size=V, split="vocabulary", **{option: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("option, value", [
+    ("ignore_index", 2**31), ("ignore_index", -2**31 - 1),
+    ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
+    ("softcap", float("nan")), ("softcap", 1e-39), ("logit_scale", 0.0), ("logit_scale", float("inf")),
+    ("gradients", "approximate"),
+    ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("sample_threshold", 0.0),
+    ("sample_threshold", 1.5), ("sample_threshold", float("nan")), ("max_gradient_error", -0.5),
+    ("max_gradient_error", float("inf")), ("max_gradient_error", float("nan"))])
+def test_bad_loss_options(option, value):
+    with pytest.raises(lossd.InvalidArgument, match=f"{option} is {value!r}; it must be"):
+        lossd.LossOptions(**{option: value})
+
+
+def test_every_loss_option_of_the_protocol_is_there():
+    fields = {field.name for field in dataclasses.fields(lossd.LossOptions)}
+    assert fields == {field.name for field in loss_pb2.LossOptions.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize("options, text", [
+    ({"channels": 0}, "channels is 0"), ({"target": ""}, "target is ''"),
+    ({"connect_timeout": 0.0}, "connect_timeout"), ({"max_message_bytes": 1}, "max_message_bytes"),
+    ({"retry": lossd.RetryOptions(max_attempts=0)}, "max_attempts"), ({"max_pending": 0}, "max_pending is 0")])
+def test_bad_options(options, text):
+    with pytest.raises(lossd.InvalidArgument, match=text):
+        lossd.Client(**options)
+
+
+# ---- Options ----
+
+@pytest.mark.parametrize("options, what", [
+    ({"softcap": "1"}, "softcap is '1'; it must be a number"),
+    ({"label_smoothing": None}, "label_smoothing is None; it must be a number"),
+    ({"logit_scale": True}, "logit_scale is True; it must be a number"),
+    ({"ignore_index": -100.0}, "ignore_index is -100.0; it must be an int"),
+    ({"z_loss": [0.1]}, r"z_loss is \[0.1\]; it must be a number"),
+    ({"use_class_weights": "yes"}, "use_class_weights is 'yes'; it must be a bool"),
+    ({"gradients": 3}, "gradients is 3; it must be a str"),
+    ({"filter_epsilon": "small"}, "filter_epsilon is 'small'; it must be a number"),
+])
+def test_options_of_another_kind(options, what):
+    with pytest.raises(TypeError, match=what):
+        lossd.LossOptions(**options)
+
+
+def test_numpy_numbers_are_numbers():
+    options = lossd.LossOptions(softcap=np.float32(30.0), ignore_index=np.int64(-1), use_class_weights=np.bool_(True))
+    assert options.to_proto().softcap == 30.0 and options.to_proto().ignore_index == -1
+
+
+# A lossd.Client from its connection to its end: servers that are not there, closing, cancelling, forks, copies.
+
+
+def test_no_server():
+    with pytest.raises(lossd.Unavailable, match="no server at 127.0.0.1:1") as caught:
+        lossd.Client("127.0.0.1:1", wait_for_server=False)
+    assert isinstance(caught.value, ConnectionError)
+    with pytest.raises(lossd.Unavailable, match="no server at"):
+        lossd.Client("127.0.0.1:1", connect_timeout=0.3)
+
+
+def test_closed_client(server, plain_problem):
+    with lossd.Client(server.target) as client:
+        client.get_server()
+    client.close()
+    for call in (client.get_server, lambda: client.compute_loss("a", *plain_problem), lambda: client.read_tensor("a")):
+        with pytest.raises(lossd.ClientClosed, match="make a new"):
+            call()
+
+
+def test_closing_ends_what_is_under_way(server, make_head, plain_problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+    client = lossd.Client(server.target)
+    block = threading.Event()
+    pending = client.compute_loss_async(head, *plain_problem, ready=block.wait)
+    threading.Timer(0.2, block.set).start()
+    client.close()
+    with pytest.raises((lossd.Cancelled, lossd.ClientClosed)):
+        pending.wait()
+
+
+def test_cancel_and_timeout_of_wait(client, make_head, plain_problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+    block = threading.Event()
+    pending = client.compute_loss_async(head, *plain_problem, ready=block.wait)
+    with pytest.raises(TimeoutError, match="not there"):
+        pending.wait(0.05)
+    pending.cancel()
+    block.set()
+    with pytest.raises(lossd.Cancelled):
+        pending.wait()
+
+
+def test_cancelling_ends_the_question_for_limits(plain_problem):
+    """A computation asks for its head first; a server that does not answer does not hold it up."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def describe(request, context):
+        asked.set()
+        context.add_callback(ended.set)
+        ended.wait(120)
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((
+        grpc.method_handlers_generic_handler("lossd.v1.ServerService", {"GetServer": grpc.unary_unary_rpc_method_handler(
+            lambda request, context: server_pb2.ServerDescription(incarnation=1).SerializeToString())}),
+        grpc.method_handlers_generic_handler("lossd.v1.HeadService", {
+            "DescribeHead": grpc.unary_unary_rpc_method_handler(describe)})))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with lossd.Client(f"127.0.0.1:{port}") as client:
+        pending = client.compute_loss_async("a", *plain_problem)
+        assert asked.wait(120)
+        pending.cancel()
+        with pytest.raises(lossd.Cancelled, match="by the caller"):
+            pending.wait()
+    assert ended.wait(120)
+    server.stop(None)
+
+
+def _in_a_forked_child(client, connection):
+    try:
+        client.get_server()
+    except lossd.ForkedClient as error:
+        connection.send(str(error))
+    finally:
+        connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_noticed(client):
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_in_a_forked_child, args=(client, there))
+    child.start()
+    assert here.poll(20) and f"process {os.getpid()}, before a fork" in here.recv()
+    child.join()
+
+
+def test_the_environment_names_the_server(server, monkeypatch):
+    monkeypatch.setenv("LOSSD_SERVER", server.target)
+    with lossd.Client() as client:
+        assert client.target == server.target
+        assert repr(client) == f"lossd.Client('{server.target}')"
+    assert repr(client).endswith(", closed)")
+    monkeypatch.setenv("LOSSD_SERVER", "127.0.0.1:1")
+    with lossd.Client(server.target) as client:
+        assert client.target == server.target
+
+
+def test_the_version_is_the_packages():
+    from importlib import metadata
+    assert lossd.__version__ == metadata.version("lossd")
+
+
+def test_a_client_is_not_copied(client):
+    import copy
+    import pickle
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="holds connections and threads"):
+            attempt(client)
+
+
+# A server that waits takes no CPU time: with several devices, a head that is divided over them, and a call that sends nothing.
+
+WATCHED = 3.0  # seconds
+MOST = 0.25  # cores; the threads of one GPU that asked every 50 us took more
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = open(f"/proc/{pid}/stat", encoding="utf-8").read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def no_rows() -> Iterator[loss_pb2.ComputeLossRequest]:
+    message = loss_pb2.ComputeLossRequest()
+    message.open.CopyFrom(loss_pb2.OpenMicrobatch(
+        head="lm", microbatch_id=1, microbatch_rows=2, rows=types_pb2.RowRange(begin=0, end=2), hidden_dtype=types_pb2.DTYPE_FP32,
+        reduction=loss_pb2.REDUCTION_SUM, targets=[0, 1]))
+    yield message
+    time.sleep(60.0)
+
+
+def test_waiting_takes_no_cpu_time() -> None:
+    server = ServerProcess("--backend=cpu", "--cpu_devices=4", "--split=vocabulary", "--threads=4")
+    try:
+        with lossd.Client(server.target) as client, grpc.insecure_channel(server.target) as channel:
+            client.create_head("lm", hidden_size=8, vocab_size=64)
+            call = channel.stream_stream(
+                "/lossd.v1.LossService/ComputeLoss", request_serializer=loss_pb2.ComputeLossRequest.SerializeToString,
+                response_deserializer=loss_pb2.ComputeLossResponse.FromString)(no_rows())
+            assert next(call).HasField("accepted")
+            before, begin = cpu_seconds(server.pid), time.monotonic()
+            time.sleep(WATCHED)
+            cores = (cpu_seconds(server.pid) - before) / (time.monotonic() - begin)
+            call.cancel()
+        assert cores < MOST
+    finally:
+        server.kill()

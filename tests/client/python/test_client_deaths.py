@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from doomed_client import D, V, compute
-from server_process import ServerProcess
+from servers import ServerProcess
 
 import lossd
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
-from server_process import ServerProcess
-from sockets import listener
+from servers import ServerProcess, listener
 
 import lossd
 from lossd import _target
@@ -136,12 +135,12 @@ def test_a_host_that_is_not_known() -> None:
 
 def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that drops what it does not let pass. Its place is taken by a connect that runs out of time."""
-    from lossd import _diagnosis
+    from lossd import _target
 
     def dropped(address: Any, timeout: float) -> socket.socket:
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(_diagnosis.socket, "create_connection", dropped)
+    monkeypatch.setattr(_target.socket, "create_connection", dropped)
     with free_port() as port:
         error = refusal(f"127.0.0.1:{port}")
     assert isinstance(error, lossd.Unavailable) and "does not answer" in str(error) and "firewall" in str(error)

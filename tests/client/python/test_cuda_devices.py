@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver, uuid_of
-from on_fake_gpu import connect, expected, gpus, head_on, on_gpu, start
-from server_process import ServerProcess
+from test_cuda_ipc import connect, expected, gpus, head_on, on_gpu, start
+from servers import ServerProcess
 
 import lossd
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the client asks of CUDA's driver, with a library in its place (tests/client/cpp/fake_cuda.h): the same as
-tests/client/cpp/cuda_driver_test.cc asks of the C++ client.
+tests/client/cpp/cuda_devices_test.cc asks of the C++ client.
 """
 
 from __future__ import annotations

@@ -10,20 +10,74 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_cuda import FakeArray, FakeDriver, uuid_of
-from on_fake_gpu import D, N, SLICE, V, compute, connect, expected, gpu_server, gpus, head_on, on_gpu, problem, start
-from server_process import ServerProcess
+from servers import ServerProcess
 
 import lossd
-from lossd import _cuda, _regions
+from lossd import _cuda, _regions, _wire
 from lossd.v1 import region_pb2
 
-__all__ = ["gpu_server", "gpus"]  # fixtures
+
+# A server whose GPU is played (tests/server/app/shared_device.cc), a client that sees it, and one problem for them.
+
+N, D, V = 300, 24, 97
+SLICE = 7 * D * 4
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver(devices=2)
+    monkeypatch.setattr(_cuda, "driver", lambda: driver)
+    return driver
+
+
+def start(*flags: str) -> ServerProcess:
+    return ServerProcess("--backend=cuda", *flags, program="LOSSD_WITH_SHARED_DEVICE")
+
+
+@pytest.fixture(scope="module")
+def gpu_server() -> Iterator[ServerProcess]:
+    process = start()
+    yield process
+    process.stop()
+
+
+def problem(seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, V, N).astype(np.int32)
+    targets[::10] = -100
+    targets[40:80] = -100
+    return rng.standard_normal((N, D)).astype(np.float32), targets
+
+
+def connect(server: ServerProcess, size: int = 1 << 20) -> lossd.Client:
+    return lossd.Client(server.target, transport="cuda_ipc", shared_memory_bytes=size)
+
+
+def head_on(client: lossd.Client) -> str:
+    client.create_head("lm", hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="keep")
+    return "lm"
+
+
+def compute(client: lossd.Client, hidden: Any, gradient: Any, **arguments: Any) -> lossd.LossResult:
+    return client.compute_loss("lm", hidden, problem()[1], grad_hidden=gradient, rows=("loss",), slice_bytes=SLICE, **arguments)
+
+
+def on_gpu(client: lossd.Client, device: int = 0, **arguments: Any) -> tuple[Any, lossd.LossResult]:
+    gradient = FakeArray(np.full((N, D), np.nan, np.float32), device)
+    return gradient.values, compute(client, FakeArray(problem()[0], device), gradient, **arguments)
+
+
+def expected(server: ServerProcess, **arguments: Any) -> lossd.LossResult:
+    with lossd.Client(server.target, transport="grpc") as client:
+        head_on(client)
+        return compute(client, problem()[0], True, **arguments)
 
 
 @pytest.mark.parametrize("size", [1 << 20, 16 << 10, 2 << 10])
@@ -302,3 +356,234 @@ def test_a_fork_uses_nothing_of_its_parents(gpu_server: ServerProcess) -> None:
             os._exit(0 if not region.usable() else 1)
         assert os.waitpid(child, 0)[1] == 0
         on_gpu(client)
+
+
+# Rows of CUDA arrays with transport="auto", and how large their slices are.
+
+
+def test_auto_takes_it_for_arrays_of_the_servers_gpu(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
+    wanted = expected(gpu_server)
+    with lossd.Client(gpu_server.target, transport="auto") as client:
+        assert client.cuda_transport == ("grpc", "nothing was sent yet") and not gpus.mapped
+        assert client.shares_gpu() and client.shares_gpu(0)
+        gradient, _ = on_gpu(client)
+        assert client.cuda_transport == ("cuda_ipc", f"the server's GPU is of this host; 4 MiB of {uuid_of(0)}")
+        assert set(gpus.copies) == {(True, True)}
+        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        gpus.copies.clear()
+        assert not client.shares_gpu(1)
+        gradient, _ = on_gpu(client, device=1)
+        assert set(gpus.copies) == {(False, True), (True, False)}, "between the array and the host"
+        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        assert client.cuda_transport == (
+            "grpc", f"rows on {uuid_of(0)}: cuda_ipc, the server's GPU is of this host; 4 MiB of {uuid_of(0)}; rows on "
+            f"{uuid_of(1)}: grpc, the rows are on {uuid_of(1)}, and the server's GPU is {uuid_of(0)}")
+
+
+def test_auto_on_a_machine_without_that_gpu(gpu_server: ServerProcess, gpus: FakeDriver,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "find", lambda name: None)
+    with lossd.Client(gpu_server.target, transport="auto") as client:
+        assert not client.shares_gpu()
+        compute(client, FakeArray(problem()[0]), FakeArray(problem()[0]))
+        assert client.cuda_transport[0] == "grpc"
+        assert "which this process does not see" in client.cuda_transport[1]
+
+
+def test_a_slice_is_as_large_as_the_memory_allows(gpus: FakeDriver) -> None:
+    """Larger than messages may be, and the parts of a call are equal."""
+    server = start("--slice_bytes=1KiB", "--staging_bytes=1MiB")
+    try:
+        targets = np.arange(N, dtype=np.int32) % V
+        for size, slices in ((256 << 10, 1), (64 << 10, 2), (16 << 10, 8)):  # a quarter of it holds 682, 170, 42 rows
+            with connect(server, size) as client:
+                head_on(client)
+                assert 0 < client.describe_head("lm").slice_limits.max_bytes <= 1024
+                gpus.copies.clear()
+                gradient = FakeArray(np.full((N, D), np.nan, np.float32))
+                client.compute_loss("lm", FakeArray(problem()[0]), targets, grad_hidden=gradient)
+                assert gpus.copies == [(True, True)] * 2 * slices
+                with lossd.Client(server.target, transport="grpc") as other:
+                    wanted = other.compute_loss("lm", problem()[0], targets, grad_hidden=True)
+                np.testing.assert_allclose(gradient.values, wanted.grad_hidden, atol=1e-5)
+    finally:
+        server.stop()
+
+
+def test_a_slice_that_finds_no_room_goes_in_messages_that_are_small_enough(gpus: FakeDriver) -> None:
+    server = start("--slice_bytes=1KiB", "--staging_bytes=1MiB")
+    try:
+        wanted = expected(server)
+        with connect(server, 256 << 10) as client:
+            region = client._connections.device_regions.get(uuid_of(0))
+            assert region is not None
+            offset = region.take(region.size)
+            gradient = FakeArray(np.full((N, D), np.nan, np.float32))
+            hidden, targets = problem()
+            result = client.compute_loss("lm", FakeArray(hidden), targets, grad_hidden=gradient, rows=("loss",))
+            assert set(gpus.copies) == {(False, True), (True, False)}
+            np.testing.assert_allclose(gradient.values, wanted.grad_hidden, atol=1e-5)
+            np.testing.assert_allclose(result.rows["loss"], wanted.rows["loss"], atol=1e-5)
+            assert offset is not None
+            region.give(offset)
+    finally:
+        server.stop()
+
+
+def test_a_call_waits_a_moment_for_the_room_of_others(gpu_server: ServerProcess, gpus: FakeDriver,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_wire, "_PATIENCE", 60.0)
+    wanted = expected(gpu_server)
+    with connect(gpu_server, 256 << 10) as client:
+        region = client._connections.device_regions.get(uuid_of(0))
+        assert region is not None
+        offset = region.take(region.size)
+        assert offset is not None
+        timer = threading.Timer(0.2, region.give, (offset,))
+        timer.start()
+        gradient, _ = on_gpu(client)
+        timer.join()
+        assert set(gpus.copies) == {(True, True)}
+    np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+
+
+# Memory of the host that is registered with CUDA's driver for rows of CUDA arrays, on GPUs that are played (fake_cuda.py).
+#
+# The same as tests/client/cpp/cuda_ipc_test.cc asks of the C++ client.
+
+
+@pytest.fixture
+def wanted(server: ServerProcess) -> Any:
+    """Of a server without a GPU, whose memory of the host the rows go through."""
+    return expected(server)
+
+
+def connect_registered(server: ServerProcess) -> lossd.Client:
+    return lossd.Client(server.target, transport="shared_memory")
+
+
+def test_it_is_registered_once_with_the_first_cuda_array(server: ServerProcess, gpus: FakeDriver, wanted: Any) -> None:
+    with connect_registered(server) as client:
+        compute(client, problem()[0], True)
+        assert gpus.pins == 0, "rows of the host need nothing of the driver"
+        for device in (0, 1, 0):
+            gradient, result = on_gpu(client, device)
+            np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+            assert result.sent_bytes == result.received_bytes > 0
+        threads = [threading.Thread(target=on_gpu, args=(client,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert gpus.pins == len(gpus.pinned) == 1
+        region = client._connections.regions.get()
+        assert region is not None and gpus.pinned == {region.address: region.size}
+        assert client.transport[1] == "the server is on this host; 4 MiB"
+        del region
+    del client
+    gc.collect()
+    assert not gpus.pinned and gpus.pins == 1
+
+
+def test_all_copies_are_to_and_from_what_is_registered(server: ServerProcess, gpus: FakeDriver, wanted: Any,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, on_host = gpus.copy, []
+
+    def watch(to: int, source: int, size: int, device: int) -> None:
+        on_host.append(gpus.is_pinned(min(to, source)))  # addresses of the host are lower
+        copy(to, source, size, device)
+
+    monkeypatch.setattr(gpus, "copy", watch)
+    with connect_registered(server) as client:
+        gradient, _ = on_gpu(client)
+        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        client.compute_loss(head_on(client), FakeArray(problem()[0]), problem()[1], reduction="none", retain=True, step=0, id=9)
+        gradient = FakeArray(np.full((N, D), np.nan, np.float32))
+        client.backward("lm", 9, np.ones(N, np.float32), hidden_size=D, step=0, grad_hidden=gradient)
+        client.release_microbatch("lm", 9)
+    assert on_host and all(on_host)
+
+
+def test_a_registration_that_fails_is_not_repeated(server: ServerProcess, gpus: FakeDriver, wanted: Any,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a limit of the process forbids it."""
+    attempts = []
+
+    def fail(address: int, size: int, device: int) -> None:
+        attempts.append(address)
+        raise lossd.Unavailable("cuMemHostRegister_v2 failed: out of memory")
+
+    monkeypatch.setattr(gpus, "pin", fail)
+    with connect_registered(server) as client:
+        for _ in range(3):
+            gradient, _ = on_gpu(client)
+            np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        assert len(attempts) == 1
+        assert client.transport == ("shared_memory", "the server is on this host; 4 MiB; GPUs copy to it by a detour: "
+                                                     "cuMemHostRegister_v2 failed: out of memory")
+
+
+def test_a_region_that_is_given_up_is_released_at_once(server: ServerProcess, gpus: FakeDriver, wanted: Any) -> None:
+    """Also while its error, and so its frames, are kept; the next one is registered anew."""
+    hidden = problem()[0]
+    hidden[151] = np.inf
+    with connect_registered(server) as client:
+        head_on(client)
+        with pytest.raises(lossd.NonFinite) as kept:
+            compute(client, FakeArray(hidden), FakeArray(hidden))
+        assert kept.value.__traceback__ is not None and gpus.pins == 1
+        assert not gpus.pinned
+        gradient, _ = on_gpu(client)
+        np.testing.assert_allclose(gradient, wanted.grad_hidden, atol=1e-5)
+        assert gpus.pins == 2 and len(gpus.pinned) == 1
+
+
+def test_a_copy_keeps_it_registered_until_it_has_ended(server: ServerProcess, gpus: FakeDriver, wanted: Any,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the call has been given up, and with it the region."""
+    copy, copying, go_on, pinned = gpus.copy, threading.Event(), threading.Event(), []
+
+    def slow(to: int, source: int, size: int, device: int) -> None:
+        copying.set()
+        go_on.wait()
+        pinned.append(gpus.is_pinned(to))
+        copy(to, source, size, device)
+
+    with connect_registered(server) as client:
+        head_on(client)
+        monkeypatch.setattr(gpus, "copy", slow)
+        pending = client.compute_loss_async("lm", FakeArray(problem()[0]), problem()[1])
+        copying.wait()
+        pending.cancel()
+        with pytest.raises(lossd.Cancelled):
+            pending.wait()
+        go_on.set()
+    del client, pending
+    while gpus.pinned:
+        gc.collect()
+    assert pinned == [True]
+
+
+def test_a_fork_leaves_it_to_its_parent(server: ServerProcess, gpus: FakeDriver) -> None:
+    with lossd.Client(server.target) as client:
+        region = _regions.SharedRegion(client.get_server().region_socket, 100 << 10)
+    region.pin_for(gpus.uuid(1))
+    region.pin_for(gpus.uuid(0))
+    assert gpus.pins == 1
+    child = os.fork()
+    if child == 0:
+        del region
+        gc.collect()
+        os._exit(0 if len(gpus.pinned) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(gpus.pinned) == 1
+    del region
+    gc.collect()
+    assert not gpus.pinned
+
+
+def test_memory_of_a_gpu_is_not_registered(gpu_server: ServerProcess, gpus: FakeDriver) -> None:
+    expected(gpu_server)
+    with lossd.Client(gpu_server.target, transport="cuda_ipc") as client:
+        on_gpu(client)
+    assert gpus.pins == 0

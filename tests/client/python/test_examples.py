@@ -17,10 +17,10 @@ SMALL = ["--vocab_size=400", "--hidden_size=16", "--layers=2", "--heads=2", "--c
 
 
 @pytest.fixture
-def tokenizer_module(monkeypatch):
+def text_module(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import tokenizer
-    return tokenizer
+    import text
+    return text
 
 
 def run(script, *arguments):
@@ -31,17 +31,17 @@ def run(script, *arguments):
     return done.stdout
 
 
-def test_tokenizer_spells_what_it_read(tokenizer_module):
+def test_tokenizer_spells_what_it_read(text_module):
     text = TEXT.read_text() + "unseen: \u00e4\u00f6\u00fc \U0001f600\n\n  \t x"
-    learnt = tokenizer_module.Tokenizer.learn(TEXT.read_text(), 600)
+    learnt = text_module.Tokenizer.learn(TEXT.read_text(), 600)
     tokens = learnt.encode(text)
     assert learnt.vocab_size == 600 and tokens.max() < 600
     assert learnt.decode(tokens) == text
     assert len(tokens) < 0.6 * len(text.encode())
 
 
-def test_tokenizer_merges_the_most_frequent_pair(tokenizer_module):
-    learnt = tokenizer_module.Tokenizer.learn("ababab ababab abc", 258)
+def test_tokenizer_merges_the_most_frequent_pair(text_module):
+    learnt = text_module.Tokenizer.learn("ababab ababab abc", 258)
     assert learnt.merges == [(ord("a"), ord("b")), (256, 256)]
     assert learnt.encode("abababc").tolist() == [257, 256, ord("c")]
 

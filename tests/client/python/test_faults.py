@@ -5,8 +5,7 @@ import multiprocessing
 
 import numpy as np
 import pytest
-from cut_proxy import CutProxy
-from server_process import ServerProcess
+from servers import CutProxy, ServerProcess
 
 import lossd
 from lossd import _connections, _regions, _stream, _tensors

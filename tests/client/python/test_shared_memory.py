@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices in memory that client and server share, and Unix sockets: the same results, whatever ends when."""
+"""Slices in memory that client and server share, and Unix sockets."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import os
 import select
 import signal
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from server_process import ServerProcess
+from servers import ServerProcess
 
 import lossd
-from lossd import _plan, _regions, _slice_places
+from lossd import _plan, _regions, _wire
 from lossd._arrays import HostRows
 from lossd.v1 import region_pb2
+
+
+# Slices in memory that client and server share, and Unix sockets: the same results, whatever ends when.
 
 N, D, V = 300, 24, 97
 SIZES = _plan.RegionSizes(4096, 4096)
@@ -381,9 +391,342 @@ def test_a_call_that_fails_retires_its_region(server: ServerProcess) -> None:
     for error, put, retired in ((None, False, False), (lossd.InvalidArgument("x"), False, False),
                                 (lossd.InvalidArgument("x"), True, True), (lossd.Unavailable("x"), False, True)):
         region = _regions.SharedRegion(name, 4096)
-        places = _slice_places.SlicePlaces(region, may_wait=True)
+        places = _wire.SlicePlaces(region, may_wait=True)
         if put:
             assert places.put(0, rows_of(b"x" * 100), 0, 100) == 0
         places.close(error)
         assert region.usable() != retired
         assert places.put(1, rows_of(b"x"), 0, 1) is None, "nothing is taken after the end"
+
+
+# How much shared memory a client asks for, and when: as much as its calls need. What is asked for which calls is in the golden cases.
+#
+# The same as tests/server/service/shared_memory_test.cc asks of the C++ client.
+
+WIDTH, CLASSES = 16, 23
+MIB = 1 << 20
+
+
+def source_of(server: ServerProcess, least: int, most: int) -> _regions.RegionSource:
+    with lossd.Client(server.target, transport="grpc") as client:
+        name = client.get_server().region_socket
+    return _regions.RegionSource("auto", _plan.RegionSizes(least, most), name, lambda: "")
+
+
+def test_pauses_grow_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_regions, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 3600.0)
+    attempts = []
+    source = _regions.RegionSource("auto", _plan.RegionSizes(4096, 4096), "/nowhere", lambda: attempts.append(1) or "/nowhere")
+    start = time.monotonic()
+    for _ in range(200):
+        assert source.get() is None
+        time.sleep(0.0002)
+    assert 2 <= len(attempts)
+    assert 2 ** len(attempts) - 1 <= 1000 * (time.monotonic() - start)
+
+
+def test_it_grows_with_the_calls(server: ServerProcess) -> None:
+    source = source_of(server, MIB, 32 * MIB)
+    first = source.get()
+    assert first is not None and first.size == MIB
+    assert source.get(MIB // 4) is first and first.begin()
+    second = source.get(MIB)
+    assert second is not None and second.size == 4 * MIB
+    assert source.get(1) is second, "smaller calls use what is there"
+    third = source.get(100 * MIB)
+    assert third is not None and third.size == 32 * MIB
+    assert first._socket.fileno() != -1, "for calls that have it"
+    first.leave()
+    assert first._socket.fileno() == -1
+    source.close()
+
+
+def test_it_grows_when_calls_find_no_room(server: ServerProcess) -> None:
+    source = source_of(server, MIB, 32 * MIB)
+    first = source.get()
+    assert first is not None and first.take(MIB) == 0
+    assert source.get() is first, "nobody needs more yet"
+    assert first.take(1) is None
+    second = source.get()
+    assert second is not None and second.size == 4 * MIB
+    assert source.get() is second
+    source.close()
+
+
+def test_a_region_that_was_outgrown_goes_back_when_nobody_uses_it(server: ServerProcess) -> None:
+    source = source_of(server, MIB, 32 * MIB)
+    with lossd.Client(server.target, transport="grpc") as client:
+        first = source.get()
+        assert first is not None and first.begin()
+        assert source.get(8 * MIB) is not first
+        held = client.get_server().memory.staging
+        first.leave()
+        # The session ends with the last call; the server sees that at its next look.
+        for _ in range(1000):
+            if client.get_server().memory.staging <= held - MIB:
+                break
+        assert client.get_server().memory.staging <= held - MIB
+    source.close()
+
+
+def test_a_region_goes_back_although_a_child_has_inherited_it(server: ServerProcess) -> None:
+    """As the workers of a DataLoader do."""
+    source = source_of(server, MIB, 32 * MIB)
+    with lossd.Client(server.target, transport="grpc") as client:
+        assert source.get() is not None
+        held = client.get_server().memory.staging
+        child = subprocess.Popen(["sleep", "600"], close_fds=False, pass_fds=[source.get()._socket.fileno()])  # type: ignore[union-attr]
+        try:
+            source.close()
+            for _ in range(1000):
+                if client.get_server().memory.staging <= held - MIB:
+                    break
+            assert client.get_server().memory.staging <= held - MIB
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_a_region_that_no_call_uses_makes_room_for_a_larger_one() -> None:
+    process = ServerProcess(f"--shared_memory_bytes={8 * MIB}", "--peer_share=1")
+    try:
+        source = source_of(process, MIB, 32 * MIB)
+        assert source.get() is not None
+        region = source.get(2 * MIB)
+        assert region is not None and region.size == 8 * MIB
+        source.close()
+    finally:
+        process.stop()
+
+
+def test_it_asks_again_for_what_it_did_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a region that calls use there is less; later, when no call is under way, there is all of it."""
+    monkeypatch.setattr(_regions, "_LONGEST_PAUSE", 0.001)
+    process = ServerProcess(f"--shared_memory_bytes={8 * MIB}", "--peer_share=1")
+    try:
+        source = source_of(process, MIB, 8 * MIB)
+        used = source.get()
+        assert used is not None and used.begin()
+        second = source.get(2 * MIB)
+        assert second is not None and MIB < second.size < 8 * MIB and second.begin()
+        used.leave()
+        second.leave()
+        for _ in range(1000):
+            region = source.get(2 * MIB)
+            if region is not None and region.size == 8 * MIB:
+                break
+            time.sleep(0.002)
+        assert region is not None and region.size == 8 * MIB
+        source.close()
+    finally:
+        process.stop()
+
+
+def test_a_call_that_finds_its_region_given_back_does_without(server: ServerProcess) -> None:
+    """Between the moment that it gets the region and the moment that it begins to use it, another call may have grown it."""
+    source = source_of(server, MIB, 32 * MIB)
+    region = source.get()
+    assert region is not None
+    larger = source.get(2 * MIB)
+    assert larger is not None and larger is not region
+    with _wire.SlicePlaces(region, may_wait=True) as places:
+        assert places.region is None
+    with _wire.SlicePlaces(larger, may_wait=True) as places:
+        assert places.region is larger
+    source.close()
+
+
+def test_it_grows_while_other_threads_begin_and_end_calls(server: ServerProcess) -> None:
+    rng = np.random.default_rng(5)
+    rows = [(rng.standard_normal((n, WIDTH), dtype=np.float32), rng.integers(0, CLASSES, n).astype(np.int32)) for n in (10, 3000, 60000)]
+    failures: list[BaseException] = []
+    with lossd.Client(server.target, transport="shared_memory") as client:
+        name = f"growing-{id(client)}"
+        client.create_head(name, hidden_size=WIDTH, vocab_size=CLASSES)
+        wanted = [client.compute_loss(name, hidden, targets).loss for hidden, targets in rows]
+
+        def train(seed: int) -> None:
+            order = np.random.default_rng(seed)
+            try:
+                for _ in range(12):
+                    i = int(order.integers(0, len(rows)))
+                    assert client.compute_loss(name, *rows[i]).loss == pytest.approx(wanted[i], rel=1e-5)
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        client.delete_head(name)
+        assert not failures
+        assert client.transport[0] == "shared_memory"
+
+
+def test_it_stays_where_the_server_gives_no_larger_one() -> None:
+    process = ServerProcess(f"--shared_memory_bytes={4 * MIB}")
+    try:
+        source = source_of(process, 2 * MIB, 32 * MIB)
+        region = source.get()
+        assert region is not None and region.begin()
+        for _ in range(3):
+            assert source.get(20 * MIB) is region
+        region.leave()
+        assert source.choice()[0] == "shared_memory"
+        source.close()
+    finally:
+        process.stop()
+
+
+def test_many_clients_of_small_microbatches_share_what_there_is() -> None:
+    """They had a quarter of what the server gives each, whatever they sent."""
+    process = ServerProcess(f"--shared_memory_bytes={256 * MIB}")
+    rng = np.random.default_rng(12)
+    hidden: Any = rng.standard_normal((50, WIDTH), dtype=np.float32)
+    targets = rng.integers(0, CLASSES, 50).astype(np.int32)
+    try:
+        with contextlib.ExitStack() as clients:
+            for i in range(12):
+                client = clients.enter_context(lossd.Client(process.target, transport="shared_memory"))
+                if i == 0:
+                    client.create_head("lm", hidden_size=WIDTH, vocab_size=CLASSES)
+                client.compute_loss("lm", hidden, targets)
+                assert client.transport[0] == "shared_memory", client.transport
+    finally:
+        process.stop()
+
+
+# Clients in another network namespace and of another user, as in containers: they share memory through a folder that
+# both see, and say what is missing otherwise.
+
+NOBODY = 65534
+
+# Prints what the client took and why, or the error.
+CLIENT = """
+import sys, numpy as np, lossd
+target, transport = sys.argv[1:]
+try:
+    with lossd.Client(target, transport=transport) as client:
+        client.compute_loss("lm", np.ones((300, 24), np.float32), np.zeros(300, np.int32), grad_hidden=True)
+        print(*client.transport, sep=": ")
+except lossd.LossdError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@functools.cache
+def why_no_namespace() -> str:
+    """Why this system makes no network namespaces; empty if it does."""
+    try:
+        tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return tried.stderr.strip() if tried.returncode else ""
+
+
+@functools.cache
+def why_no_other_user() -> str:
+    """Why this program cannot start one of another user that can run the client; empty if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    try:
+        tried = subprocess.run(["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable, "-c",
+                                "import lossd"], cwd="/", capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return tried.stderr.strip().splitlines()[-1] if tried.returncode else ""
+
+
+def run_client(target: str, transport: str, *, namespace: bool = False, user: int | None = None) -> str:
+    if namespace and why_no_namespace():
+        pytest.skip(f"no network namespace: {why_no_namespace()}")
+    if user is not None and why_no_other_user():
+        pytest.skip(f"no other user: {why_no_other_user()}")
+    command = [sys.executable, "-c", CLIENT, target, transport]
+    if user is not None:
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+    if namespace:
+        command = ["unshare", "--net", *command]
+    return subprocess.run(command, cwd="/", stdout=subprocess.PIPE, text=True, check=True, timeout=240).stdout
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that every user may enter."""
+    with tempfile.TemporaryDirectory(prefix="lossd-shared.") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+def serve(*flags: str) -> ServerProcess:
+    process = ServerProcess(*flags)
+    with lossd.Client(process.target.split(",")[0], transport="grpc") as client:
+        client.create_head("lm", hidden_size=24, vocab_size=97)
+    return process
+
+
+def test_another_network_namespace_shares_memory_through_a_folder(folder: Path) -> None:
+    process = serve(f"--listen=127.0.0.1:0,unix:{folder}/grpc")
+    try:
+        for transport in ("auto", "shared_memory"):
+            assert run_client(f"unix:{folder}/grpc", transport, namespace=True).startswith("shared_memory: ")
+        assert run_client(f"unix:{folder}/grpc", "grpc", namespace=True).startswith("grpc: ")
+    finally:
+        process.stop()
+
+
+def test_another_network_namespace_without_the_folder_says_what_is_missing(folder: Path) -> None:
+    process = serve(f"--listen=unix:{folder}/grpc", "--region_socket=@lossd-test-" + folder.name)
+    try:
+        assert run_client(f"unix:{folder}/grpc", "shared_memory").startswith("shared_memory: ")
+        for transport in ("auto", "shared_memory"):
+            said = run_client(f"unix:{folder}/grpc", transport, namespace=True)
+            assert said.startswith("grpc: " if transport == "auto" else "Unavailable: ")
+            assert "in another network namespace (a container)" in said and "a folder that both see" in said
+    finally:
+        process.stop()
+
+
+def test_a_folder_that_is_not_mounted_is_named(folder: Path) -> None:
+    process = serve(f"--listen=127.0.0.1:0,unix:{folder}/grpc")
+    target = process.target.split(",")[0]
+    try:
+        (folder / "grpc.regions").rename(folder / "elsewhere")
+        said = run_client(target, "auto")
+        assert said.startswith("grpc: ") and f"{folder}/grpc.regions" in said and "does not have its folder mounted" in said
+    finally:
+        process.stop()
+
+
+def test_another_user_shares_memory_if_the_mode_lets_it_in(folder: Path) -> None:
+    process = serve(f"--listen=127.0.0.1:0,unix:{folder}/grpc", "--unix_socket_mode=0666")
+    try:
+        assert stat.S_IMODE((folder / "grpc.regions").stat().st_mode) == 0o666
+        assert run_client(f"unix:{folder}/grpc", "shared_memory", user=NOBODY).startswith("shared_memory: ")
+        assert run_client(f"unix:{folder}/grpc", "shared_memory", user=NOBODY, namespace=True).startswith("shared_memory: ")
+    finally:
+        process.stop()
+
+
+def test_another_user_who_is_not_let_in_says_so(folder: Path) -> None:
+    process = serve(f"--listen=127.0.0.1:0,unix:{folder}/grpc")
+    try:
+        tcp = process.target.split(",")[0]
+        for transport in ("auto", "shared_memory"):
+            said = run_client(tcp, transport, user=NOBODY)
+            assert said.startswith("grpc: " if transport == "auto" else "Unavailable: ")
+            assert "Permission denied" in said and "--unix_socket_mode" in said
+        assert "ermission denied" in run_client(f"unix:{folder}/grpc", "grpc", user=NOBODY)
+    finally:
+        process.stop()
+
+
+def test_an_abstract_socket_is_for_one_user() -> None:
+    process = serve("--listen=127.0.0.1:0")
+    try:
+        said = run_client(process.target, "auto", user=NOBODY)
+        assert said.startswith("grpc: ") and "its own user only" in said and "--region_socket" in said
+    finally:
+        process.stop()

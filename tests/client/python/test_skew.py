@@ -1,20 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients and servers of two versions (docs/compatibility.md): the protocol may only grow, a client that knows the version before
-trains with this server, and this client with a server that knows the version before. LOSSD_BINARY: the server; lossctl is beside it."""
+"""Clients and servers of two versions (docs/compatibility.md)."""
+
+from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
-import previous_protocol as previous
 import pytest
-from google.protobuf import descriptor_pb2
-from protocol_rules import faults
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import lossd
 from lossd.v1 import head_pb2, loss_pb2, server_pb2, types_pb2
+
+
+# What may change of a protocol while clients and servers of the version before are in use (docs/compatibility.md).
+#
+# faults(before, now) compares two FileDescriptorSets of one package and says, one line each, what breaks the other side.
+
+_KINDS = descriptor_pb2.FieldDescriptorProto.Type
+_LABELS = descriptor_pb2.FieldDescriptorProto.Label
+_PAYLOAD = "payload"
+
+
+def faults(before: descriptor_pb2.FileDescriptorSet, now: descriptor_pb2.FileDescriptorSet, package: str) -> list[str]:
+    old, new = _named(before, package), _named(now, package)
+    found = [f"{name} is gone" for name in old if name not in new]
+    for name in old.keys() & new.keys():
+        if type(old[name]) is not type(new[name]):
+            found.append(f"{name} has become something else")
+        else:
+            found += [f"{name}{fault}" for fault in _CHECKS[type(old[name])](old[name], new[name])]
+    return sorted([*found, *(f"{name}{fault}" for name, each in new.items() for fault in _payload_is_last(each))])
+
+
+def _named(files: descriptor_pb2.FileDescriptorSet, package: str) -> dict[str, Any]:
+    """Messages, enumerations and services by full name."""
+    named: dict[str, Any] = {}
+
+    def add(scope: str, holder: Any) -> None:
+        for each in [*getattr(holder, "message_type", []), *getattr(holder, "nested_type", []), *holder.enum_type,
+                     *getattr(holder, "service", [])]:
+            named[f"{scope}.{each.name}"] = each
+            if isinstance(each, descriptor_pb2.DescriptorProto):
+                add(f"{scope}.{each.name}", each)
+
+    for file in files.file:
+        if file.package == package:
+            add(package, file)
+    return named
+
+
+def _is_reserved(message: Any, number: int, name: str) -> bool:
+    # The end of a range is not part of it in messages, and part of it in enumerations.
+    last = 0 if isinstance(message, descriptor_pb2.EnumDescriptorProto) else 1
+    return name in message.reserved_name and any(each.start <= number <= each.end - last for each in message.reserved_range)
+
+
+def _stays_reserved(old: Any, new: Any) -> Iterator[str]:
+    for name in old.reserved_name:
+        if name not in new.reserved_name:
+            yield f": the name {name} is no longer reserved"
+    kept = [(each.start, each.end) for each in new.reserved_range]
+    for each in old.reserved_range:
+        if not any(start <= each.start and each.end <= end for start, end in kept):
+            yield f": the numbers from {each.start} are no longer reserved"
+
+
+def _shape(message: Any, field: Any) -> dict[str, object]:
+    """What a peer relies on."""
+    oneof = message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") and not field.proto3_optional else ""
+    return {"name": field.name, "type": _KINDS.Name(field.type), "type name": field.type_name, "label": _LABELS.Name(field.label),
+            "oneof": oneof, "optional": field.proto3_optional, "packed": field.options.packed, "default": field.default_value}
+
+
+def _message(old: Any, new: Any) -> Iterator[str]:
+    by_number = {field.number: field for field in new.field}
+    for field in old.field:
+        if field.number not in by_number:
+            if not _is_reserved(new, field.number, field.name):
+                yield f".{field.name} = {field.number} is gone, and number and name are not reserved"
+            continue
+        was, is_now = _shape(old, field), _shape(new, by_number[field.number])
+        for what in was:
+            if was[what] != is_now[what]:
+                yield f".{field.name} = {field.number}: its {what} was {was[what]!r} and is {is_now[what]!r}"
+    numbers = {field.number for field in old.field}
+    for field in new.field:
+        if field.number not in numbers and (_is_reserved(old, field.number, field.name) or field.name in {each.name for each in old.field}):
+            yield f".{field.name} = {field.number} uses a number or name that was in use before"
+    yield from _stays_reserved(old, new)
+
+
+def _enum(old: Any, new: Any) -> Iterator[str]:
+    by_number = {value.number: value.name for value in new.value}
+    for value in old.value:
+        if value.number not in by_number:
+            if not _is_reserved(new, value.number, value.name):
+                yield f".{value.name} = {value.number} is gone, and number and name are not reserved"
+        elif by_number[value.number] != value.name:
+            yield f".{value.name} = {value.number}: its name is {by_number[value.number]} now"
+    yield from _stays_reserved(old, new)
+
+
+def _service(old: Any, new: Any) -> Iterator[str]:
+    by_name = {method.name: method for method in new.method}
+    for method in old.method:
+        if method.name not in by_name:
+            yield f".{method.name} is gone"
+            continue
+        for what in ("input_type", "output_type", "client_streaming", "server_streaming"):
+            was, is_now = getattr(method, what), getattr(by_name[method.name], what)
+            if was != is_now:
+                yield f".{method.name}: its {what} was {was!r} and is {is_now!r}"
+
+
+def _payload_is_last(message: Any) -> Iterator[str]:
+    """docs/protocol.md: the tensor is the last field, so that it is sent and read without a copy."""
+    if isinstance(message, descriptor_pb2.DescriptorProto):
+        for field in message.field:
+            if field.name == _PAYLOAD and field.number != max(each.number for each in message.field):
+                yield f".{_PAYLOAD} = {field.number} has a field behind it"
+
+
+_CHECKS: dict[type, Any] = {descriptor_pb2.DescriptorProto: _message, descriptor_pb2.EnumDescriptorProto: _enum,
+                            descriptor_pb2.ServiceDescriptorProto: _service}
+
+
+# The protocol of the version before (tests/proto/previous): its messages, and a server that knows no more of them.
+#
+# The messages live in a pool of their own, beside today's.
+
+PACKAGE = "lossd.v1"
+FILES = descriptor_pb2.FileDescriptorSet.FromString(
+    Path(__file__).parents[2].joinpath("proto", "previous", "protocol.binpb").read_bytes())
+_POOL = descriptor_pool.DescriptorPool()
+for _file in FILES.file:  # in the order in which they need each other
+    _POOL.Add(_file) if hasattr(_POOL, "Add") else _POOL.AddSerializedFile(_file.SerializeToString())
+
+
+def message(name: str) -> Any:
+    """The class of a message, by its name within the package."""
+    descriptor = _POOL.FindMessageTypeByName(f"{PACKAGE}.{name}")
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)
+    return message_factory.MessageFactory(_POOL).GetPrototype(descriptor)
+
+
+def _services() -> dict[str, Any]:
+    return {f"/{PACKAGE}.{service.name}/{method.name}": method for file in FILES.file if file.package == PACKAGE
+            for service in file.service for method in service.method}
+
+
+METHODS = _services()
+
+
+def stub(channel: grpc.Channel, method: str) -> Callable[..., Any]:
+    """A call of `Service/Method` with messages of the version before."""
+    path = f"/{PACKAGE}.{method}"
+    described = METHODS[path]
+    arity = f"{'stream' if described.client_streaming else 'unary'}_{'stream' if described.server_streaming else 'unary'}"
+    answer = message(described.output_type.rsplit(".", 1)[1])
+    return getattr(channel, arity)(path, request_serializer=lambda request: request.SerializeToString(),
+                                   response_deserializer=answer.FromString)
+
+
+class PreviousServer(grpc.GenericRpcHandler):
+    """Stands before a server of today and makes it one of the version before: what that did not know is removed from requests and
+    answers, and a method that it did not have is unknown. `removed` counts messages that lost something, by method."""
+
+    def __init__(self, target: str) -> None:
+        self.removed: dict[str, int] = {}
+        self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
+        self._server = grpc.server(futures.ThreadPoolExecutor(32), handlers=[self],
+                                   options=[("grpc.max_receive_message_length", -1)])
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+        self._channel.close()
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if call.method not in METHODS:
+            return None  # UNIMPLEMENTED
+        described = METHODS[call.method]
+        request, answer = (message(name.rsplit(".", 1)[1]) for name in (described.input_type, described.output_type))
+
+        def serve(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            forward = self._channel.stream_stream(call.method)(
+                (self._known(call.method, request, each) for each in requests), timeout=context.time_remaining(),
+                metadata=[pair for pair in context.invocation_metadata() if not pair[0].startswith(("user-agent", "grpc-", "te"))])
+            context.add_callback(forward.cancel)
+            try:
+                for each in forward:
+                    yield self._known(call.method, answer, each)
+            except grpc.RpcError as error:
+                context.set_trailing_metadata(tuple(error.trailing_metadata() or ()))
+                context.abort(error.code(), error.details())
+
+        # On the wire a call with one message is a stream of one.
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    def _known(self, method: str, kind: Any, data: bytes) -> bytes:
+        parsed = kind.FromString(data)
+        parsed.DiscardUnknownFields()
+        known: bytes = parsed.SerializeToString()
+        if len(known) < len(data):
+            self.removed[method] = self.removed.get(method, 0) + 1
+        return known
+
+
+# Clients and servers of two versions (docs/compatibility.md): the protocol may only grow, a client that knows the version before
+# trains with this server, and this client with a server that knows the version before. LOSSD_BINARY: the server; lossctl is beside it.
 
 D, V, N, STEPS = 16, 90, 40, 3
 
@@ -35,7 +238,7 @@ def named(messages, name):
 
 
 def test_the_protocol_only_grows():
-    assert not faults(previous.FILES, of_today(), previous.PACKAGE)
+    assert not faults(FILES, of_today(), PACKAGE)
 
 
 def break_it(files, how):
@@ -85,7 +288,7 @@ def break_it(files, how):
 def test_what_breaks_the_other_side_is_found(how, said):
     files = of_today()
     break_it(files, how)
-    found = faults(previous.FILES, files, previous.PACKAGE)
+    found = faults(FILES, files, PACKAGE)
     assert any(said in fault for fault in found), found
 
 
@@ -96,10 +299,10 @@ def test_what_goes_away_reserved_stays_reserved():
     opened.reserved_name.append(gone.name)
     opened.reserved_range.add(start=gone.number, end=gone.number + 1)
     opened.field.remove(gone)
-    assert not faults(previous.FILES, files, previous.PACKAGE)
+    assert not faults(FILES, files, PACKAGE)
     reused = of_today()
     field = named(file_of(reused, "OpenMicrobatch").message_type, "OpenMicrobatch").field[2]
-    assert any("uses a number or name" in fault or "its name was" in fault for fault in faults(files, reused, previous.PACKAGE)), field.name
+    assert any("uses a number or name" in fault or "its name was" in fault for fault in faults(files, reused, PACKAGE)), field.name
 
 
 def problem(seed):
@@ -122,10 +325,10 @@ def train_as_today(client, head, seed):
 
 def train_as_before(channel, head, seed):
     """The same with the messages of the version before alone."""
-    new = previous.message
+    new = message
 
     def call(method, request):
-        return previous.stub(channel, method)(request, timeout=120)
+        return stub(channel, method)(request, timeout=120)
 
     call("HeadService/CreateHead", new("CreateHeadRequest")(
         spec=new("HeadSpec")(name=head, hidden_size=D, vocab_size=V, bias=True, norm=head_pb2.NORM_RMSNORM, compute_dtype=types_pb2.DTYPE_FP32),
@@ -171,7 +374,7 @@ def channel(server):
 
 @pytest.fixture
 def server_before(server):
-    proxy = previous.PreviousServer(server.target)
+    proxy = PreviousServer(server.target)
     yield proxy
     proxy.stop()
 
@@ -182,12 +385,12 @@ def test_a_client_of_the_version_before_trains_as_todays(client, channel, seed):
 
 def test_a_client_of_the_version_before_passes_over_what_it_does_not_know(client, channel):
     client.create_head("skew-split", hidden_size=D, vocab_size=V, split="rows")
-    described = previous.stub(channel, "HeadService/DescribeHead")(previous.message("DescribeHeadRequest")(head="skew-split"))
+    described = stub(channel, "HeadService/DescribeHead")(message("DescribeHeadRequest")(head="skew-split"))
     assert has_unknown(described) and described.spec.vocab_size == V
-    about = previous.stub(channel, "ServerService/GetServer")(previous.message("GetServerRequest")())
+    about = stub(channel, "ServerService/GetServer")(message("GetServerRequest")())
     assert has_unknown(about) and about.max_streams > 0
     with pytest.raises(grpc.RpcError) as raised:
-        previous.stub(channel, "HeadService/DescribeHead")(previous.message("DescribeHeadRequest")(head="nowhere"))
+        stub(channel, "HeadService/DescribeHead")(message("DescribeHeadRequest")(head="nowhere"))
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
 
 

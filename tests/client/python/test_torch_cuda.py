@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import lossd  # noqa: E402
 from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

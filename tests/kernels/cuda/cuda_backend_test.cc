@@ -16,6 +16,7 @@
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/kernels/chunk_run.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
@@ -420,6 +421,150 @@ TEST(CudaBackend, SeveralHeadsShareTheDevice) {
     ASSERT_NE(other, nullptr);
     RunAndCompare(**backend,
                   {MakeProblem(RandomSpec(30, 40, 99, DType::kFloat32, DType::kBFloat16, rng), rng)});
+  }
+}
+
+// ---- gradients of entropies ----
+//
+// As the entropy bonus of reinforcement learning has them, in chunks as large as those for which a backend
+// fuses losses on its own accord.
+
+struct Case {
+  Logits logits;
+  Gradients gradients;
+  float softcap;
+};
+
+constexpr Case kCases[] = {
+    {Logits::kStored, Gradients::kExact, 0.0f},      {Logits::kStored, Gradients::kExact, 30.0f},
+    {Logits::kStored, Gradients::kFiltered, 0.0f},   {Logits::kStored, Gradients::kSampled, 0.0f},
+    {Logits::kStored, Gradients::kSampled, 30.0f},   {Logits::kRecomputed, Gradients::kExact, 0.0f},
+    {Logits::kRecomputed, Gradients::kExact, 30.0f}, {Logits::kRecomputed, Gradients::kSampled, 30.0f},
+};
+
+ProblemSpec SpecOf(const Case& c) {
+  ProblemSpec spec;
+  spec.config = {.hidden_size = 520,
+                 .vocab_size = 30'001,
+                 .compute_dtype = DType::kBFloat16,
+                 .optimizer_state = OptimizerState::kNone,
+                 .logits = c.logits};
+  spec.hidden_dtype = DType::kBFloat16;
+  spec.slice_rows = {1024};
+  spec.ignored = 0.0;
+  spec.options = {.softcap = c.softcap, .gradients = c.gradients};
+  spec.grad_loss = spec.grad_lse = spec.grad_entropy = true;
+  return spec;
+}
+
+std::map<std::string, Choice> ChoicesOf(const ChunkRun& run) {
+  std::map<std::string, Choice> choices;
+  for (const Choice& choice : run.choices) choices[choice.what] = choice;
+  return choices;
+}
+
+class CudaEntropy : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    LOSSD_SKIP_WITHOUT_HOPPER_GPU();
+    auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    Rng rng = FreshRng();
+    problem_ = MakeProblem(SpecOf(GetParam()), rng);
+    head_ = MakeHead(*backend_, problem_);
+    ASSERT_NE(head_, nullptr);
+  }
+
+  std::unique_ptr<Backend> backend_;
+  Problem problem_;
+  std::unique_ptr<HeadKernels> head_;
+};
+
+TEST_P(CudaEntropy, IsInTheLogitsProduct) {
+  const Case& c = GetParam();
+  const auto choices = ChoicesOf(RunChunk(*head_, problem_));
+  const bool exact = c.gradients == Gradients::kFiltered;  // the entropy's gradient cannot be filtered
+  EXPECT_EQ(choices.at("gradients").choice, Name(exact ? Gradients::kExact : c.gradients));
+  EXPECT_EQ(choices.at("loss").choice, "in the logits product") << choices.at("loss").reason;
+  EXPECT_EQ(choices.at("weight gradient").choice,
+            c.logits == Logits::kStored ? "own product" : "library product");
+}
+
+TEST_P(CudaEntropy, GivesTheSameBits) {
+  const ChunkRun first = RunChunk(*head_, problem_, {.independent = true});
+  const std::vector<float> gradient = ReadGradient(*head_, Param::kWeight);
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(head_->ZeroGradients().ok());
+    const ChunkRun run = RunChunk(*head_, problem_, {.independent = true});
+    ASSERT_EQ(run.slices[0].entropy, first.slices[0].entropy);
+    ASSERT_EQ(run.slices[0].grad_hidden, first.slices[0].grad_hidden);
+    ASSERT_EQ(ReadGradient(*head_, Param::kWeight), gradient);
+  }
+}
+
+std::string CaseName(const ::testing::TestParamInfo<Case>& test) {
+  const Case& c = test.param;
+  return std::string(Name(c.logits)) + "_" + std::string(Name(c.gradients)) +
+         (c.softcap > 0.0f ? "_capped" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, CudaEntropy, ::testing::ValuesIn(kCases), CaseName);
+
+// ---- priorities of streams ----
+//
+// Whichever work goes first on the GPU, a chunk's results are the same bits: dL/dW on a stream of its own
+// comes after what it reads and before what overwrites that.
+
+constexpr int kChunks = 8;
+
+struct Outcome {
+  std::vector<std::vector<float>> hidden;  // of each chunk
+  std::vector<float> weight;
+  double norm = 0.0;
+};
+
+Outcome Train(StreamPriority priority, const std::vector<Problem>& problems) {
+  Outcome outcome;
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20, .stream_priority = priority});
+  EXPECT_TRUE(backend.ok()) << backend.status();
+  if (!backend.ok()) return outcome;
+  const auto head = MakeHead(**backend, problems.front());
+  for (const Problem& problem : problems) {
+    const ChunkRun run = RunChunk(*head, problem);
+    EXPECT_TRUE(run.done.ok()) << run.done;
+    for (const SliceOutputs& slice : run.slices) outcome.hidden.push_back(slice.grad_hidden);
+  }
+  const auto norm = head->GradNorm();
+  EXPECT_TRUE(norm.ok()) << norm.status();
+  outcome.norm = norm.value_or(0.0);
+  outcome.weight = ReadGradient(*head, Param::kWeight);
+  return outcome;
+}
+
+TEST(StreamPriority, ResultsAreTheSameBits) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled}) {
+      SCOPED_TRACE(absl::StrCat(Name(logits), " logits, ", Name(gradients), " gradients"));
+      ProblemSpec spec;
+      spec.config = {
+          .hidden_size = 512, .vocab_size = 16001, .compute_dtype = DType::kBFloat16, .logits = logits};
+      spec.hidden_dtype = DType::kBFloat16;
+      spec.slice_rows = {700, 324};
+      spec.options = {.gradients = gradients};
+      std::vector<Problem> problems;
+      for (int i = 0; i < kChunks; ++i) problems.push_back(MakeProblem(spec, rng));
+      const Outcome expected = Train(StreamPriority::kNone, problems);
+      ASSERT_FALSE(expected.weight.empty());
+      for (const StreamPriority priority : {StreamPriority::kHiddenGradients, StreamPriority::kAll}) {
+        const Outcome outcome = Train(priority, problems);
+        EXPECT_EQ(outcome.norm, expected.norm);
+        EXPECT_TRUE(outcome.weight == expected.weight);
+        EXPECT_TRUE(outcome.hidden == expected.hidden);
+      }
+    }
   }
 }
 

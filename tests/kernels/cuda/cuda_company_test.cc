@@ -13,9 +13,9 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "tests/kernels/chunk_run.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
-#include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing::cuda_company_test {
 namespace {

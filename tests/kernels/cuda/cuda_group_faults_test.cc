@@ -4,11 +4,15 @@
 // fails; nothing hangs, and a new group can be made. The same with two replicas of two GPUs each, where it is
 // the GPU of one place of all.
 #include <cuda_runtime_api.h>
+#include <nccl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <iostream>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,8 +23,115 @@
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
-#include "tests/kernels/cuda/nccl_faults.h"
 #include "tests/kernels/problem.h"
+
+namespace lossd::kernels::testing::cuda_group_faults_test {
+namespace {
+
+// ---- faults ----
+//
+// One GPU of several may stay away from the exchanges of NCCL, as one that hangs, or fail in them: the linker
+// sends calls of dlsym here. Thread-safe.
+
+struct NcclFault {
+  int member = -1;     // whose calls are affected; -1: nobody's
+  int64_t after = 0;   // so many of them go well before
+  bool fails = false;  // the call reports an error; else it says that all is well and does nothing
+};
+
+struct State {
+  std::mutex mutex;
+  NcclFault fault;
+  int64_t calls = 0;
+  int64_t of_member = 0;
+  int64_t affected = 0;
+};
+
+State& TheState() {
+  static auto* const state = new State();
+  return *state;
+}
+
+decltype(&ncclCommUserRank) user_rank = nullptr;
+
+// Whether the fault is in this call.
+bool Strikes(ncclComm_t communicator, bool* fails) {
+  int member = -1;
+  if (user_rank != nullptr) user_rank(communicator, &member);
+  State& state = TheState();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  ++state.calls;
+  if (member < 0 || member != state.fault.member || state.of_member++ < state.fault.after) return false;
+  ++state.affected;
+  *fails = state.fault.fails;
+  return true;
+}
+
+// An exchange, whose last arguments are the communicator and the stream. `kIndex` makes each a type of its
+// own.
+template <int kIndex, typename Function>
+struct Thunk;
+template <int kIndex, typename... Arguments>
+struct Thunk<kIndex, ncclResult_t (*)(Arguments...)> {
+  static inline ncclResult_t (*real)(Arguments...) = nullptr;
+  static ncclResult_t Call(Arguments... arguments) {
+    bool fails = false;
+    if (!Strikes(std::get<sizeof...(Arguments) - 2>(std::tie(arguments...)), &fails))
+      return real(arguments...);
+    return fails ? ncclSystemError : ncclSuccess;
+  }
+};
+
+template <int kIndex, typename Function>
+bool Take(const std::string& name, const char* wanted, void** found) {
+  if (name != wanted || *found == nullptr) return false;
+  using Wrapped = Thunk<kIndex, Function>;
+  Wrapped::real = reinterpret_cast<Function>(*found);
+  *found = reinterpret_cast<void*>(&Wrapped::Call);
+  return true;
+}
+
+// From now on; starts counting anew.
+void SetNcclFault(const NcclFault& fault) {
+  State& state = TheState();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.fault = fault;
+  state.calls = state.of_member = state.affected = 0;
+}
+
+// Calls of the member that were affected since then.
+int64_t NcclFaults() {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  return TheState().affected;
+}
+
+// Calls of all members since then.
+int64_t NcclCalls() {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  return TheState().calls;
+}
+
+}  // namespace
+}  // namespace lossd::kernels::testing::cuda_group_faults_test
+
+using lossd::kernels::testing::cuda_group_faults_test::Take;
+
+// NOLINTBEGIN(bugprone-reserved-identifier): the linker makes these names.
+extern "C" void* __real_dlsym(void* file, const char* name);
+extern "C" void* __wrap_dlsym(void* file, const char* name) {
+  void* found = __real_dlsym(file, name);
+  if (std::string(name) == "ncclReduce") {
+    lossd::kernels::testing::cuda_group_faults_test::user_rank =
+        reinterpret_cast<decltype(&ncclCommUserRank)>(__real_dlsym(file, "ncclCommUserRank"));
+  }
+  Take<0, decltype(&ncclReduce)>(name, "ncclReduce", &found) ||
+      Take<1, decltype(&ncclBroadcast)>(name, "ncclBroadcast", &found) ||
+      Take<2, decltype(&ncclAllReduce)>(name, "ncclAllReduce", &found) ||
+      Take<3, decltype(&ncclAllGather)>(name, "ncclAllGather", &found) ||
+      Take<4, decltype(&ncclReduceScatter)>(name, "ncclReduceScatter", &found);
+  return found;
+}
+// NOLINTEND(bugprone-reserved-identifier)
 
 namespace lossd::kernels::testing::cuda_group_faults_test {
 namespace {

@@ -13,9 +13,9 @@
 #include "absl/synchronization/notification.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 #include "tests/kernels/problem.h"
-#include "tests/kernels/tolerances.h"
 
 namespace lossd::kernels::testing::cuda_large_test {
 namespace {

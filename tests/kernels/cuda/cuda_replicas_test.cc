@@ -180,7 +180,6 @@ TEST_F(CudaReplicas, TimeTheirExchanges) {
                           .join_classes = [shared](Heads heads) { return shared->Join(heads); },
                           .exchanges = shared->exchanges()});
   ASSERT_TRUE(group.ok()) << group.status();
-  const auto* const members = dynamic_cast<const GroupMembers*>(group->get());
   for (const Split split : {Split::kVocabulary, Split::kRows}) {
     SCOPED_TRACE(Name(split));
     ProblemSpec spec;
@@ -189,13 +188,13 @@ TEST_F(CudaReplicas, TimeTheirExchanges) {
     spec.config.split = split;
     spec.slice_rows = {40, 24};
     const Problem problem = MakeProblem(spec, rng);
-    const std::vector<MemberState> before = members->MemberStates();
+    const std::vector<MemberState> before = (*group)->MemberStates();
     const absl::Time start = absl::Now();
     const auto head = MakeHead(**group, problem);
     ASSERT_TRUE(RunChunk(*head, problem).done.ok());
     ASSERT_TRUE(head->ApplyStep({.learning_rate = 1e-2, .epsilon = 1e-3}, 1).ok());
     const absl::Duration took = absl::Now() - start;
-    const std::vector<MemberState> after = members->MemberStates();
+    const std::vector<MemberState> after = (*group)->MemberStates();
     for (size_t i = 0; i < after.size(); ++i) {
       for (size_t kind = 0; kind < kExchangeKinds; ++kind) {
         const auto exchange = static_cast<ExchangeKind>(kind);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of a head that lies on several members: deferred rows, memory, and what the engine hears.
+// Tests of a head that lies on several members (group_head.h): deferred rows, memory, what the engine hears,
+// and what holds of the tensors of the members.
 #include "kernels/group/group_head.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -18,21 +20,175 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/group/group_backend.h"
-#include "tests/kernels/deferred_rows.h"
+#include "kernels/validation.h"
+#include "tests/kernels/chunk_run.h"
 #include "tests/kernels/group/member_group.h"
-#include "tests/kernels/group/scripted_member.h"
 #include "tests/server/app/forwarding_backend.h"
+
+namespace lossd::kernels::testing::group_head_test {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// What a member has been given, and the test's hold of it.
+class MemberScript {
+ public:
+  explicit MemberScript(int max_chunks) : max_chunks_(max_chunks) {}
+
+  int max_chunks() const { return max_chunks_; }
+
+  // ---- The test's ----
+  // Waits for the next chunk to come that has no results yet, and gives it results.
+  void GiveResults(const absl::Status& status = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
+    Held held = Take(submitted_);
+    for (Slice& slice : held.chunk->slices) slice.sums.loss = static_cast<double>(slice.rows);
+    held.chunk->choices = {{.what = "gradients", .choice = "scripted"}};
+    held.callbacks.on_results(status);
+    absl::MutexLock lock(&mutex_);
+    with_results_.push_back(std::move(held));
+  }
+  void Finish(const absl::Status& status = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
+    Held held = Take(with_results_);
+    {
+      absl::MutexLock lock(&mutex_);
+      --in_flight_;
+    }
+    held.callbacks.on_done(status);
+  }
+  // What the member says to everything but chunks from now on.
+  void SayOfCalls(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    of_calls_ = status;
+  }
+  int in_flight() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return in_flight_;
+  }
+
+  // ---- The member's ----
+  absl::Status of_calls() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return of_calls_;
+  }
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    EXPECT_LT(in_flight_, max_chunks_) << "more chunks than the member takes";
+    ++in_flight_;
+    submitted_.push_back({chunk, std::move(callbacks)});
+  }
+
+ private:
+  struct Held {
+    Chunk* chunk = nullptr;
+    ChunkCallbacks callbacks;
+  };
+
+  Held Take(std::deque<Held>& from) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    const auto has_one = [&from] { return !from.empty(); };
+    mutex_.Await(absl::Condition(&has_one));
+    Held held = std::move(from.front());
+    from.pop_front();
+    return held;
+  }
+
+  const int max_chunks_;
+  absl::Mutex mutex_;
+  std::deque<Held> submitted_;     // guarded by mutex_, as below; Take is given either
+  std::deque<Held> with_results_;  // in the order of submission
+  int in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status of_calls_ ABSL_GUARDED_BY(mutex_);
+};
+
+class ScriptedHead final : public HeadKernels {
+ public:
+  ScriptedHead(const HeadConfig& config, MemberScript* script) : config_(config), script_(script) {}
+
+  const HeadConfig& config() const override { return config_; }
+  DType compute_dtype() const override { return DType::kFloat32; }
+  int64_t chunk_rows() const override { return 8; }
+  MemoryBytes memory() const override { return {}; }
+  std::vector<Choice> Describe() const override { return {{.what = "chunk", .choice = "up to 8 rows"}}; }
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks) override {
+    script_->Submit(chunk, std::move(callbacks));
+  }
+  absl::Status ReadTensor(TensorId, int64_t, int64_t, DType, absl::Span<uint8_t>) override {
+    return script_->of_calls();
+  }
+  absl::Status WriteTensor(TensorId, int64_t, int64_t, DType, absl::Span<const uint8_t>) override {
+    return script_->of_calls();
+  }
+  absl::Status AddGradient(Param, int64_t, int64_t, DType, float, absl::Span<const uint8_t>) override {
+    return script_->of_calls();
+  }
+  absl::StatusOr<double> GradNorm() override {
+    if (absl::Status status = script_->of_calls(); !status.ok()) return status;
+    return 3.0;
+  }
+  absl::Status ApplyStep(const OptimizerOptions&, int64_t) override { return script_->of_calls(); }
+  absl::Status ZeroGradients() override { return script_->of_calls(); }
+  absl::Status ZeroMoments() override { return script_->of_calls(); }
+
+ private:
+  const HeadConfig config_;
+  MemberScript* const script_;
+};
+
+class ScriptedBackend final : public Backend {
+ public:
+  explicit ScriptedBackend(MemberScript* script) : script_(script) {}
+
+  BackendInfo info() const override { return {"scripted", "scripted"}; }
+  MemoryStats memory() const override { return {}; }
+  int max_chunks_in_flight() const override { return script_->max_chunks(); }
+  absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig&) const override { return MemoryBytes(); }
+  absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
+    return std::make_unique<ScriptedHead>(config, script_);
+  }
+  absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t) override {
+    return absl::UnimplementedError("");
+  }
+  absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t) override {
+    return absl::UnimplementedError("");
+  }
+  absl::Status PlanHostMemory(MemoryKind, int64_t) override { return {}; }
+
+ private:
+  MemberScript* const script_;
+};
+
+// Says what the test wants of it.
+class ScriptedReplicas final : public Replicas {
+ public:
+  struct Says {
+    absl::Status sum;
+    int sums = 0;
+    int spreads = 0;
+  };
+  explicit ScriptedReplicas(Says* says) : says_(says) {}
+  absl::Status SumGradients() override {
+    ++says_->sums;
+    return says_->sum;
+  }
+  absl::Status SpreadValues() override {
+    ++says_->spreads;
+    return {};
+  }
+
+ private:
+  Says* const says_;
+};
 
 // ---- Deferred rows ----
 // Deferred rows of a head that lies on several members by rows: all of them compute some, and what one of
 // them fails spoils neither the rows that are retained nor later gradients.
-
-namespace lossd::kernels::testing::deferred_rows_test {
-namespace {
 
 // What the test knows of a member, and wants of it. Thread-safe.
 class Watch {
@@ -171,15 +327,9 @@ TEST_P(GroupDeferredRowsTest, OutliveTheFailuresOfAMember) {
 
 INSTANTIATE_TEST_SUITE_P(Members, GroupDeferredRowsTest, ::testing::Values(1, 2, 3, 4));
 
-}  // namespace
-}  // namespace lossd::kernels::testing::deferred_rows_test
-
 // ---- Memory of the device ----
 // Memory that a group shares with other programs: it is the member's that is asked for, and all members reach
 // it.
-
-namespace lossd::kernels::device_memory_test {
-namespace {
 
 // What has been asked of the members.
 struct Asked {
@@ -203,7 +353,7 @@ class Memory final : public SharedDeviceMemory {
   mutable std::vector<uint8_t> bytes_;
 };
 
-class Sharer final : public ForwardingBackend, public DeviceMemorySharer {
+class Sharer final : public ForwardingBackend {
  public:
   Sharer(std::unique_ptr<Backend> backend, std::string device, Asked* asked, bool reaches)
       : ForwardingBackend(std::move(backend)), device_(std::move(device)), asked_(asked), reaches_(reaches) {}
@@ -247,19 +397,17 @@ std::unique_ptr<Backend> GroupOf(const std::vector<Member>& members, Asked* aske
   return *std::move(group);
 }
 
-DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
-
 TEST(GroupDeviceMemoryTest, IsTheMembersThatIsAskedForAndReachedByAll) {
   Asked asked;
   const auto group = GroupOf({{true, "a"}, {true, "b"}, {true, "c"}}, &asked);
-  EXPECT_EQ(SharerOf(*group).SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(group->SharingDevices(), (std::vector<std::string>{"a", "b", "c"}));
   const std::map<std::string, std::vector<std::string>> wanted = {
       {"a", {"a gives 4096", "b reaches 4096", "c reaches 4096"}},
       {"b", {"b gives 4096", "a reaches 4096", "c reaches 4096"}},
       {"c", {"c gives 4096", "a reaches 4096", "b reaches 4096"}}};
   for (const auto& [device, calls] : wanted) {
     asked.calls.clear();
-    auto memory = SharerOf(*group).ShareDeviceMemory(device, 4096);
+    auto memory = group->ShareDeviceMemory(device, 4096);
     ASSERT_TRUE(memory.ok()) << memory.status();
     EXPECT_EQ((*memory)->bytes().size(), 4096u);
     EXPECT_EQ(asked.calls, calls);
@@ -272,7 +420,7 @@ TEST(GroupDeviceMemoryTest, IsOfNoOtherDevice) {
   Asked asked;
   const auto group = GroupOf({{true, "a"}, {true, "b"}}, &asked);
   for (const std::string device : {"", "c", "A", "a, b"}) {
-    const absl::Status refused = SharerOf(*group).ShareDeviceMemory(device, 4096).status();
+    const absl::Status refused = group->ShareDeviceMemory(device, 4096).status();
     EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
     const auto violation = errors::GetFieldViolation(refused);
     ASSERT_TRUE(violation.has_value());
@@ -289,7 +437,7 @@ TEST(GroupDeviceMemoryTest, IsNotGivenIfAMemberDoesNotReachIt) {
     const auto group =
         GroupOf({{true, "a", apart != "a"}, {true, "b", apart != "b"}, {true, "c", apart != "c"}}, &asked);
     for (const std::string owner : {"a", "b", "c"}) {
-      const auto memory = SharerOf(*group).ShareDeviceMemory(owner, 4096);
+      const auto memory = group->ShareDeviceMemory(owner, 4096);
       // Its own memory it always has.
       EXPECT_EQ(memory.status(),
                 owner == apart ? absl::OkStatus()
@@ -307,29 +455,17 @@ TEST(GroupDeviceMemoryTest, ThereIsNoneIfAMemberSharesNone) {
       Asked asked;
       const Member sharer{true, "a"};
       const auto group = GroupOf({first ? other : sharer, first ? sharer : other}, &asked);
-      EXPECT_TRUE(SharerOf(*group).SharingDevices().empty());
-      EXPECT_EQ(SharerOf(*group).ShareDeviceMemory("a", 4096).status().code(),
-                absl::StatusCode::kUnimplemented);
+      EXPECT_TRUE(group->SharingDevices().empty());
+      EXPECT_EQ(group->ShareDeviceMemory("a", 4096).status().code(), absl::StatusCode::kUnimplemented);
       EXPECT_TRUE(asked.calls.empty());
     }
   }
-  EXPECT_TRUE(SharerOf(*testing::MakeCpuGroup(2, 8)).SharingDevices().empty())
-      << "memory of the host is no device's";
+  EXPECT_TRUE(testing::MakeCpuGroup(2, 8)->SharingDevices().empty()) << "memory of the host is no device's";
 }
-
-}  // namespace
-}  // namespace lossd::kernels::device_memory_test
 
 // ---- What the engine hears ----
 // What the engine hears of a chunk that several members compute: once, in order, and the truth when some of
 // them fail.
-
-namespace lossd::kernels::testing::group_head_test {
-namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 // "1 results", "1 done INTERNAL" and so on, in the order in which they were said.
 class Heard {
@@ -435,9 +571,8 @@ TEST_F(GroupHeadTest, ResultsComeOnceFromAllMembers) {
 }
 
 TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
-  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
-  ASSERT_NE(work, nullptr);
-  EXPECT_EQ(work->MemberStates()[0].work.chunks, 0);
+  ASSERT_EQ(group_->MemberStates().size(), 2u);
+  EXPECT_EQ(group_->MemberStates()[0].work.chunks, 0);
   Submit({3, 5, 2}, 1);  // 5 go to each
   Submit({1}, 2);        // few rows: by one, the second, which fails
   member(0).GiveResults();
@@ -447,25 +582,24 @@ TEST_F(GroupHeadTest, WhatEachMemberHasDoneIsCounted) {
   member(1).Finish();
   member(1).Finish(absl::InternalError("no"));
   for (const size_t i : {size_t{0}, size_t{1}}) {
-    EXPECT_EQ(work->MemberStates()[i].work.chunks, 1) << i;
-    EXPECT_EQ(work->MemberStates()[i].work.rows, 5) << i;
-    EXPECT_GT(work->MemberStates()[i].work.busy, absl::ZeroDuration()) << i;
+    EXPECT_EQ(group_->MemberStates()[i].work.chunks, 1) << i;
+    EXPECT_EQ(group_->MemberStates()[i].work.rows, 5) << i;
+    EXPECT_GT(group_->MemberStates()[i].work.busy, absl::ZeroDuration()) << i;
   }
 }
 
 // Its chunk is under way until it is done, however soon it was handed over.
 TEST_F(GroupHeadTest, AMemberIsBusyWithAChunkUntilItIsDone) {
-  const auto* const work = dynamic_cast<const GroupMembers*>(group_.get());
   Submit({2}, 1);
   member(0).GiveResults();
-  const absl::Duration before = work->MemberStates()[0].work.busy;
+  const absl::Duration before = group_->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_GE(work->MemberStates()[0].work.busy, before + absl::Milliseconds(20));
+  EXPECT_GE(group_->MemberStates()[0].work.busy, before + absl::Milliseconds(20));
   member(0).Finish();
   head_->ZeroGradients().IgnoreError();  // the thread is done with everything
-  const absl::Duration idle = work->MemberStates()[0].work.busy;
+  const absl::Duration idle = group_->MemberStates()[0].work.busy;
   absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_LT(work->MemberStates()[0].work.busy - idle, absl::Milliseconds(20));
+  EXPECT_LT(group_->MemberStates()[0].work.busy - idle, absl::Milliseconds(20));
 }
 
 // A member that is lost may still write where the rows of its last chunk were, and other rows may lie there
@@ -645,6 +779,163 @@ TEST_F(GroupHeadTest, ByVocabularyTheErrorOfOneMemberIsThatOfTheHead) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
     EXPECT_THAT(std::string(status.message()), HasSubstr("fell off the bus"));
   }
+}
+
+// ---- Invariants ----
+// What holds of the tensors of a group's members: the gradient of a class is the sum over them, its owner has
+// the whole of it once somebody has looked, values are the same everywhere, and moments are the owner's
+// alone.
+
+constexpr int kMembers = 3;
+bool AllZero(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return v == 0.0f; });
+}
+
+class GroupInvariantsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto members = CreateCpuMembers({.threads = 1}, kMembers);
+    ASSERT_TRUE(members.ok()) << members.status();
+    auto group = CreateGroupBackend(*std::move(members),
+                                    [this](absl::Span<HeadKernels* const> heads) {
+                                      replicas_.assign(heads.begin(), heads.end());
+                                      return MakeCpuReplicas(heads);
+                                    },
+                                    {.least_rows = 0, .members_share_memory = true});
+    ASSERT_TRUE(group.ok()) << group.status();
+    group_ = *std::move(group);
+    spec_.config.hidden_size = 13;
+    spec_.config.vocab_size = 37;
+    spec_.config.has_bias = true;
+    spec_.config.norm = Norm::kLayerNorm;
+    spec_.config.optimizer_state = OptimizerState::kAdam;
+    spec_.slice_rows = {7, 8, 9, 3};
+    spec_.ignored = 0.0;
+  }
+
+  // The gradients as the members have them, one after the other.
+  std::vector<std::vector<float>> OfMembers(TensorId id) {
+    std::vector<std::vector<float>> all;
+    for (HeadKernels* replica : replicas_) all.push_back(ReadAll(*replica, id));
+    return all;
+  }
+
+  std::unique_ptr<Backend> group_;
+  std::vector<HeadKernels*> replicas_;
+  ProblemSpec spec_;
+  Rng rng_ = FreshRng();
+};
+
+TEST_F(GroupInvariantsTest, TheGradientIsTheSumAndThenItsOwners) {
+  const Problem problem = MakeProblem(spec_, rng_);
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+  for (const Param param : kTrainedParams) {
+    const auto parts = OfMembers({param, Role::kGradient});
+    for (const auto& part : parts) EXPECT_FALSE(AllZero(part)) << "every member computed some rows";
+  }
+  std::vector<std::vector<std::vector<float>>> before;
+  for (const Param param : kTrainedParams) before.push_back(OfMembers({param, Role::kGradient}));
+  double squares = 0.0;
+  for (size_t p = 0; p < std::size(kTrainedParams); ++p) {
+    const std::vector<float> sum = ReadGradient(*head, kTrainedParams[p]);
+    const int64_t cols = ShapeOf(spec_.config, kTrainedParams[p]).cols;
+    for (size_t i = 0; i < sum.size(); ++i) {
+      EXPECT_EQ(sum[i], before[p][0][i] + before[p][1][i] + before[p][2][i]);
+      squares += double{sum[i]} * double{sum[i]};
+    }
+    for (int member = 0; member < kMembers; ++member) {
+      const ShardRows own = ShardRowsOf(spec_.config, kTrainedParams[p], {member, kMembers});
+      const std::vector<float> part =
+          ReadAll(*replicas_[static_cast<size_t>(member)], {kTrainedParams[p], Role::kGradient});
+      for (int64_t i = 0; i < static_cast<int64_t>(part.size()); ++i) {
+        const bool mine = i >= own.first * cols && i < own.end() * cols;
+        EXPECT_EQ(part[static_cast<size_t>(i)], mine ? sum[static_cast<size_t>(i)] : 0.0f);
+      }
+    }
+  }
+  EXPECT_NEAR(*head->GradNorm(), std::sqrt(squares), 1e-9 * std::sqrt(squares));
+}
+
+TEST_F(GroupInvariantsTest, AStepLeavesTheSameValuesEverywhereAndNoGradients) {
+  const Problem problem = MakeProblem(spec_, rng_);
+  const auto head = MakeHead(*group_, problem);
+  ASSERT_NE(head, nullptr);
+  for (int64_t update = 1; update <= 2; ++update) {
+    ASSERT_TRUE(RunChunk(*head, problem).done.ok());
+    ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.1}, update).ok());
+    for (const Param param : kTrainedParams) {
+      for (const auto& values : OfMembers({param, Role::kValue})) {
+        EXPECT_EQ(values, ReadAll(*head, {param, Role::kValue})) << Name(param);
+      }
+      for (const auto& gradient : OfMembers({param, Role::kGradient})) EXPECT_TRUE(AllZero(gradient));
+    }
+  }
+  EXPECT_NE(ReadAll(*head, {Param::kWeight, Role::kValue}), problem.weight);
+}
+
+TEST_F(GroupInvariantsTest, MomentsAreTheOwnersAlone) {
+  auto head = group_->CreateHead(spec_.config);
+  ASSERT_TRUE(head.ok()) << head.status();
+  int64_t optimizer_bytes = 0;
+  for (int member = 0; member < kMembers; ++member) {
+    HeadKernels& replica = *replicas_[static_cast<size_t>(member)];
+    optimizer_bytes += replica.memory()[MemoryKind::kOptimizer];
+    EXPECT_LT(replica.memory()[MemoryKind::kOptimizer], 37 * 13 * 4 * 2) << "not all of it";
+    for (const Param param : kTrainedParams) {
+      const TensorId id{param, Role::kMoment1};
+      const ShardRows own = ShardRowsOf(spec_.config, param, {member, kMembers});
+      const int64_t cols = ShapeOf(spec_.config, param).cols;
+      const int64_t rows = ShapeOf(spec_.config, param).rows;
+      std::vector<uint8_t> bytes(static_cast<size_t>(rows * cols) * sizeof(float));
+      const auto read = [&](int64_t begin, int64_t n) {
+        return replica
+            .ReadTensor(id, begin, n, DType::kFloat32,
+                        absl::MakeSpan(bytes).first(static_cast<size_t>(n * cols) * sizeof(float)))
+            .code();
+      };
+      if (own.rows == 0) {
+        EXPECT_EQ(read(0, rows), absl::StatusCode::kNotFound);
+        continue;
+      }
+      EXPECT_EQ(read(own.first, own.rows), absl::StatusCode::kOk);
+      if (own.first > 0) {
+        EXPECT_EQ(read(own.first - 1, 1), absl::StatusCode::kInvalidArgument);
+      }
+      if (own.end() < rows) {
+        EXPECT_EQ(read(own.end(), 1), absl::StatusCode::kInvalidArgument);
+      }
+    }
+  }
+  EXPECT_EQ((*head)->memory()[MemoryKind::kOptimizer], optimizer_bytes);
+}
+
+// Members on the CPU have one memory: its limit is that of all together, and of a head that does not fit into
+// it, no member keeps a part.
+TEST_F(GroupInvariantsTest, WhatDoesNotFitOnAllMembersIsOnNone) {
+  const auto plan = group_->PlanHead(spec_.config);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  auto members = CreateCpuMembers({.threads = 1, .memory_limit_bytes = plan->Total() - 1}, kMembers);
+  ASSERT_TRUE(members.ok()) << members.status();
+  auto small = CreateGroupBackend(*std::move(members), MakeCpuReplicas, {.members_share_memory = true});
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_EQ((*small)->memory().limit, plan->Total() - 1);
+  EXPECT_EQ((*small)->CreateHead(spec_.config).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ((*small)->memory().current.Total(), 0);
+  auto staging = (*small)->AllocateStaging(plan->Total() - 1);
+  EXPECT_TRUE(staging.ok()) << staging.status();
+}
+
+TEST_F(GroupInvariantsTest, MembersDoNotMix) {
+  auto heads = group_->CreateHead(spec_.config);
+  ASSERT_TRUE(heads.ok()) << heads.status();
+  std::vector<HeadKernels*> wrong = {replicas_[1], replicas_[0], replicas_[2]};
+  EXPECT_EQ(MakeCpuReplicas(wrong).status().code(), absl::StatusCode::kInvalidArgument);
+  wrong = {replicas_[0], replicas_[1]};
+  EXPECT_EQ(MakeCpuReplicas(wrong).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(MakeCpuReplicas(std::vector<HeadKernels*>{heads->get()}).status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

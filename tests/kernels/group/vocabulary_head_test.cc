@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads whose classes lie on several CPU backends: what each member keeps, what they have in common, and what
-// is refused. What they compute is compared with the reference in group_conformance_test.
+// is refused. What they compute is compared with the reference in conformance_test.
 #include "kernels/group/vocabulary_head.h"
 
 #include <gmock/gmock.h>
@@ -311,7 +311,7 @@ TEST_F(VocabularyHeadTest, OtherSharesKeepEveryBit) {
        {std::vector<int32_t>{5, 0, 2}, {0, 0, 1}, {1, 1, 1}, {}, {0, 3, 0}}) {
     SCOPED_TRACE(::testing::PrintToString(shares));
     const auto kept = AllTensors(*head);
-    ASSERT_TRUE(SetShares(*head, shares, Accept).ok());
+    ASSERT_TRUE(head->SetShares(shares, Accept).ok());
     EXPECT_EQ(head->config().shares, shares);
     EXPECT_EQ(AllTensors(*head), kept);
     HeadConfig config = spec_.config;
@@ -358,12 +358,12 @@ TEST_F(VocabularyHeadTest, SharesThatCannotBeLeaveTheHeadAsItIs) {
   const auto head = MakeHead(*group_, problem);
   ASSERT_NE(head, nullptr);
   const auto before = AllTensors(*head);
-  const absl::Status no_room = SetShares(*head, {5, 0, 2}, Accept);
+  const absl::Status no_room = head->SetShares({5, 0, 2}, Accept);
   EXPECT_EQ(no_room.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(no_room.message()), HasSubstr("no room for the head by both divisions"));
   for (const std::vector<int32_t>& wrong :
        {std::vector<int32_t>{1, 2}, {1, 2, 3, 4}, {0, 0, 0}, {1, -1, 1}}) {
-    EXPECT_EQ(SetShares(*head, wrong, Accept).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(head->SetShares(wrong, Accept).code(), absl::StatusCode::kInvalidArgument);
   }
   EXPECT_TRUE(head->config().shares.empty());
   EXPECT_EQ(AllTensors(*head), before);
@@ -374,11 +374,11 @@ TEST_F(VocabularyHeadTest, SharesThatCannotBeLeaveTheHeadAsItIs) {
   const auto other = MakeHead(*roomy, problem);
   ASSERT_NE(other, nullptr);
   const absl::Status reason = absl::FailedPreconditionError("too few rows");
-  EXPECT_EQ(SetShares(*other, {5, 0, 2},
-                      [&](const HeadKernels& divided) {
-                        EXPECT_THAT(divided.config().shares, ::testing::ElementsAre(5, 0, 2));
-                        return reason;
-                      }),
+  EXPECT_EQ(other->SetShares({5, 0, 2},
+                             [&](const HeadKernels& divided) {
+                               EXPECT_THAT(divided.config().shares, ::testing::ElementsAre(5, 0, 2));
+                               return reason;
+                             }),
             reason);
   EXPECT_TRUE(other->config().shares.empty());
   EXPECT_EQ(AllTensors(*other), before);
@@ -388,7 +388,7 @@ TEST_F(VocabularyHeadTest, HeadsThatAreNotDividedHaveNoShares) {
   spec_.config.split = Split::kRows;
   const auto head = group_->CreateHead(spec_.config);
   ASSERT_TRUE(head.ok()) << head.status();
-  EXPECT_EQ(SetShares(**head, {1, 1, 1}, Accept).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ((*head)->SetShares({1, 1, 1}, Accept).code(), absl::StatusCode::kFailedPrecondition);
 }
 
 }  // namespace

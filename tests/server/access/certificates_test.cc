@@ -9,7 +9,6 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "tests/support/temp_folder.h"
-#include "tests/support/test_pki.h"
 
 // ---- Files that are read again ----
 

@@ -19,7 +19,7 @@
 #include "server/admin/head_operations.h"
 #include "server/log/log.h"
 #include "tests/kernels/problem.h"
-#include "tests/server/head/watched_disk.h"
+#include "tests/server/head/faulty_disk.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::admin {

@@ -1,17 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints beside training, on the CPU backend: what is saved is one step boundary however slow the disk
 // is, steps wait no longer than for the reading, and training goes on from a checkpoint as if nothing had
-// been.
+// been; deletions, heads whose life takes a turn, and saves that cannot be what they ought to be.
 #include "server/admin/checkpoints.h"
 
+#include <unistd.h>
+
+#include <filesystem>
+#include <limits>
+
+#include "kernels/errors/field_error.h"
 #include "tests/server/admin/checkpoints_fixture.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::admin::checkpoints_test {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
-using testing::IsEmpty;
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
 
 // While the disk does nothing at all, steps go on, because the whole checkpoint is in memory.
 TEST_F(CheckpointsTest, StepsWaitForTheReadingOnly) {
@@ -259,6 +270,391 @@ TEST_F(CheckpointsTest, LeftoversGoAtTheStart) {
   Instance next(directory_, 8, &disk_, 1 << 20);
   next.operations().checkpoints().RemoveLeftovers();
   EXPECT_FALSE(std::filesystem::exists(directory_ + "/head/.tmp-x-1"));
+}
+
+// ---- Deletions ----
+// DeleteCheckpoint beside loads and saves, and its repeats.
+
+class CheckpointDeletionsTest : public CheckpointsTest {
+ protected:
+  CheckpointDeletionsTest() {
+    server_.CreateHead();
+    server_.Train("head", 0, 2);
+  }
+
+  absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const std::string& checkpoint, const std::string& id) {
+    v1::DeleteCheckpointRequest request;
+    request.set_checkpoint(checkpoint);
+    request.set_deletion_id(id);
+    return server_.operations().DeleteCheckpoint(request);
+  }
+  std::vector<std::string> Listed() {
+    std::vector<std::string> names;
+    const v1::ListCheckpointsResponse list = *server_.operations().ListCheckpoints({});
+    for (const auto& info : list.checkpoints()) names.push_back(info.checkpoint());
+    return names;
+  }
+  std::vector<std::string> Files() { return test::NamesInHeadFolder(directory_ + "/head"); }
+
+  Instance server_{directory_, 7, &disk_, 1 << 20};
+};
+
+TEST_F(CheckpointDeletionsTest, ARepeatIsAnsweredWithTheStoredResult) {
+  const auto saved = server_.Save("one");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  const auto first = Delete("head/one", "a");
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->bytes(), saved->bytes());
+  EXPECT_FALSE(first->repeated_call());
+  EXPECT_THAT(Listed(), IsEmpty());
+  // Another checkpoint of that name stays.
+  ASSERT_TRUE(server_.Save("one").ok());
+  const auto repeat = Delete("head/one", "a");
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->repeated_call());
+  EXPECT_EQ(repeat->bytes(), first->bytes());
+  EXPECT_THAT(Listed(), testing::ElementsAre("head/one"));
+  // The id stands for one checkpoint.
+  const absl::Status other = Delete("head/two", "a").status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition) << other;
+  EXPECT_THAT(std::string(other.message()),
+              AllOf(HasSubstr("deletion_id"), HasSubstr("head/one"), HasSubstr("head/two")));
+  EXPECT_FALSE(Delete("head/one", "b")->repeated_call());
+  EXPECT_THAT(Listed(), IsEmpty());
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_removals_total{cause=\"client\"} 2\n"));
+}
+
+TEST_F(CheckpointDeletionsTest, WhatIsRefusedIsNotRemembered) {
+  EXPECT_EQ(Delete("head/one", "a").status().code(), absl::StatusCode::kNotFound);
+  for (const std::string& id : {std::string(), std::string(65, 'x'), std::string("a\nb"), std::string("\x7f"),
+                                std::string("\xc3"), std::string("a\0b", 3)}) {
+    const absl::Status status = Delete("head/one", id).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(errors::GetFieldViolation(status)->field, "deletion_id");
+  }
+  EXPECT_EQ(errors::GetFieldViolation(Delete("../x", "a").status())->field, "checkpoint");
+  ASSERT_TRUE(server_.Save("one").ok());
+  EXPECT_FALSE(Delete("head/one", "a")->repeated_call());
+  ASSERT_TRUE(server_.Save("two").ok());
+  EXPECT_TRUE(Delete("head/two", std::string(63, 'x') + "\xc3\xa4").ok());
+}
+
+TEST_F(CheckpointDeletionsTest, RemembersTheLastThousand) {
+  Checkpoints& checkpoints = server_.operations().checkpoints();
+  ASSERT_TRUE(server_.Save("0").ok());
+  const std::string folder = directory_ + "/head/";
+  std::filesystem::copy(folder + "0", folder + "kept", std::filesystem::copy_options::recursive);
+  for (size_t i = 0; i <= CheckpointDeletions::kMostRemembered; ++i) {
+    std::filesystem::create_directory(folder + "x");
+    std::filesystem::copy(folder + "kept/manifest.json", folder + "x/manifest.json");
+    v1::DeleteCheckpointRequest request;
+    request.set_checkpoint("head/x");
+    request.set_deletion_id(absl::StrCat(i));
+    const auto deleted = checkpoints.Delete(request);
+    ASSERT_TRUE(deleted.ok()) << deleted.status();
+  }
+  EXPECT_EQ(Delete("head/x", "0").status().code(), absl::StatusCode::kNotFound) << "the oldest";
+  EXPECT_TRUE(Delete("head/x", "1")->repeated_call());
+  EXPECT_TRUE(Delete("head/x", absl::StrCat(CheckpointDeletions::kMostRemembered))->repeated_call());
+}
+
+TEST_F(CheckpointDeletionsTest, CallsAtTheSameTimeRemoveOnce) {
+  for (int round = 0; round < 20; ++round) {
+    ASSERT_TRUE(server_.Save("one").ok());
+    std::atomic<int> first{0}, repeated{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] {
+        const auto deleted = Delete("head/one", absl::StrCat("same-", round));
+        ASSERT_TRUE(deleted.ok()) << deleted.status();
+        ++(deleted->repeated_call() ? repeated : first);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(first, 1);
+    EXPECT_EQ(repeated, 3);
+  }
+}
+
+// The load gets what was saved; its files go when it has ended.
+TEST_F(CheckpointDeletionsTest, ALoadUnderWayKeepsItsFiles) {
+  ASSERT_TRUE(server_.Save("one").ok());
+  const Weights saved = server_.Read("head");
+  server_.Train("head", 2, 4);
+  int loaded = 0;
+  for (int round = 0; round < 10; ++round) {
+    if (round > 0) {
+      ASSERT_TRUE(server_.Load("head/kept", "").ok());
+      ASSERT_TRUE(server_.Save("one").ok());
+    } else {
+      std::filesystem::copy(directory_ + "/head/one", directory_ + "/head/kept",
+                            std::filesystem::copy_options::recursive);
+    }
+    absl::Status status;
+    std::thread loader([&] { status = server_.Load("head/one", "copy").status(); });
+    absl::SleepFor(absl::Microseconds(300 * round));
+    const auto deleted = Delete("head/one", absl::StrCat("load-", round));
+    loader.join();
+    ASSERT_TRUE(deleted.ok()) << deleted.status();
+    if (status.ok()) {
+      EXPECT_EQ(server_.Read("copy"), saved);
+      ++loaded;
+    } else {
+      EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    }
+    EXPECT_THAT(Files(), testing::ElementsAre("kept")) << "files of a deleted checkpoint stayed";
+  }
+  EXPECT_GT(loaded, 0);
+}
+
+// Files that another process reads go with the next save at the latest.
+TEST_F(CheckpointDeletionsTest, FilesThatStayedGoWithTheNextLoadOrSave) {
+  ASSERT_TRUE(server_.Save("one").ok());
+  ASSERT_TRUE(server_.Save("two").ok());
+  {
+    const auto reader = head::CheckpointReader::Open(directory_, "head/one");
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    ASSERT_TRUE(Delete("head/one", "a").ok());
+    EXPECT_THAT(Files(), SizeIs(2));
+  }
+  ASSERT_TRUE(server_.Load("head/two", "").ok());
+  EXPECT_THAT(Files(), testing::ElementsAre("two"));
+}
+
+// There is no such checkpoint until the save has ended; the save is not disturbed.
+TEST_F(CheckpointDeletionsTest, ASaveUnderWayIsNotRemovedHalfWay) {
+  disk_.CloseGate();
+  absl::StatusOr<v1::SaveCheckpointResponse> saved;
+  std::atomic<bool> begun{false};
+  std::thread saver(
+      [&] { saved = server_.Save("one", {.on_progress = [&](const v1::SaveProgress&) { begun = true; }}); });
+  while (!begun) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_EQ(Delete("head/one", "a").status().code(), absl::StatusCode::kNotFound);
+  disk_.OpenGate();
+  saver.join();
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_TRUE(server_.Load("head/one", "copy").ok());
+  EXPECT_TRUE(Delete("head/one", "a").ok());
+  EXPECT_THAT(Files(), IsEmpty());
+}
+
+// ---- Turns in the life of a head ----
+// Checkpoints of a head whose life takes a turn: it goes back and is trained again, or it is deleted during a
+// save.
+
+// The head goes back to an earlier step and is trained to the same step in another way. Both checkpoints of
+// that step are there, each with the weights that it had.
+TEST_F(CheckpointsTest, AStepThatWasTrainedAgain) {
+  Instance server(directory_, 7, &disk_, 1 << 20);
+  server.CreateHead();
+  const auto train = [&](uint64_t step, uint64_t history) {
+    ASSERT_TRUE(server.Accumulate("head", step, history).ok());
+    ASSERT_TRUE(server.Apply("head", step).ok());
+  };
+  train(0, 1);
+  ASSERT_EQ(server.Save()->checkpoint(), "head/step-0000000001");
+  train(1, 1);
+  ASSERT_EQ(server.Save()->checkpoint(), "head/step-0000000002");
+  const Weights first = server.Read("head");
+  v1::LoadCheckpointRequest back;
+  back.set_checkpoint("head/step-0000000001");
+  ASSERT_TRUE(server.operations().LoadCheckpoint(back).ok());
+  EXPECT_EQ(server.Save().status().code(), absl::StatusCode::kAlreadyExists) << "what was loaded";
+  train(1, 2);
+  const Weights second = server.Read("head");
+  ASSERT_NE(first, second);
+  const auto saved = server.Save();
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_THAT(saved->checkpoint(), testing::MatchesRegex("head/step-0000000002-[0-9a-f]{16}"));
+  for (const auto& [checkpoint, weights] :
+       {std::pair(std::string("head/step-0000000002"), first), std::pair(saved->checkpoint(), second)}) {
+    back.set_checkpoint(checkpoint);
+    ASSERT_TRUE(server.operations().LoadCheckpoint(back).ok());
+    EXPECT_EQ(server.Read("head"), weights) << checkpoint;
+  }
+}
+
+// A head that is deleted while its save waits for the disk leaves no series behind.
+TEST_F(CheckpointsTest, MetricsOfAHeadThatIsDeletedDuringItsSave) {
+  Instance server(directory_, 7, &disk_, 1 << 20);
+  server.CreateHead();
+  disk_.CloseGate();
+  absl::Status saved;
+  absl::Notification read;
+  std::thread saver([&] {
+    saved = server
+                .Save("", {.on_progress =
+                               [&](const v1::SaveProgress& progress) {
+                                 if (progress.phase() == v1::SAVE_PHASE_WRITING && !read.HasBeenNotified())
+                                   read.Notify();
+                               }})
+                .status();
+  });
+  read.WaitForNotification();
+  v1::DeleteHeadRequest request;
+  request.set_head("head");
+  EXPECT_TRUE(server.operations().DeleteHead(request).ok());
+  disk_.OpenGate();
+  saver.join();
+  EXPECT_TRUE(saved.ok()) << saved;
+  EXPECT_THAT(server.metrics().RenderText(), testing::Not(HasSubstr("head=\"head\"")));
+}
+
+// ---- Troubles ----
+// Saves that cannot be what they ought to be: the directory is gone, or the weights are of no use.
+
+class CheckpointTroublesTest : public CheckpointsTest {
+ protected:
+  CheckpointTroublesTest() { server_.CreateHead(); }
+
+  bool HasEvent(const std::string& kind, const std::string& text) {
+    const metrics::EventLog::Reading reading = server_.metrics().events().After(0);
+    for (const metrics::Event& event : reading.events) {
+      if (event.kind == kind && event.text.find(text) != std::string::npos) return true;
+    }
+    return false;
+  }
+  absl::Status Step(uint64_t step, const std::function<void(v1::Optimizer*)>& change) {
+    if (absl::Status status = server_.Accumulate("head", step); !status.ok()) return status;
+    v1::ApplyStepRequest request = Instance::StepRequest("head", step);
+    change(request.mutable_optimizer());
+    return server_.operations().ApplyStep(request).status();
+  }
+
+  Instance server_{directory_, 7, &disk_, 1 << 20};
+};
+
+TEST_F(CheckpointTroublesTest, ADirectoryThatVanishesIsMadeAgain) {
+  ASSERT_TRUE(server_.Save("a").ok());
+  fs::remove_all(directory_);
+  const auto saved = server_.Save("b");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_TRUE(fs::exists(directory_ + "/head/b/manifest.json"));
+  EXPECT_TRUE(HasEvent("checkpoint_directory_made", "had vanished"));
+}
+
+// NOT_FOUND would be read as "the server has lost the head".
+TEST_F(CheckpointTroublesTest, ADirectoryThatCannotBeMadeIsNoMissingHead) {
+  ASSERT_TRUE(server_.Save("a").ok());
+  fs::remove_all(directory_);
+  test::WriteWholeFile(directory_, "in its place");
+  const absl::Status status = server_.Save("b").status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_NE(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
+  EXPECT_TRUE(HasEvent("checkpoint_failed", "not saved"));
+  v1::SaveCheckpointRequest unknown;
+  unknown.set_head("nobody");
+  fs::remove(directory_);
+  EXPECT_EQ(server_.operations().checkpoints().Save(unknown, {}).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+// While a save is under way.
+TEST_F(CheckpointTroublesTest, ADirectoryThatVanishesDuringASave) {
+  ASSERT_TRUE(server_.Save("a").ok());
+  disk_.CloseGate();
+  absl::Status status;
+  std::atomic<bool> writing{false};
+  std::thread saver([&] {
+    status = server_
+                 .Save("b", {.on_progress =
+                                 [&](const v1::SaveProgress& progress) {
+                                   if (progress.phase() == v1::SAVE_PHASE_WRITING) writing = true;
+                                 }})
+                 .status();
+  });
+  while (!writing) absl::SleepFor(absl::Milliseconds(1));
+  fs::remove_all(directory_);
+  disk_.OpenGate();
+  saver.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the checkpoint directory cannot be used: "));
+  EXPECT_THAT(server_.metrics().RenderText(),
+              HasSubstr("lossd_checkpoint_saves_total{result=\"failed\"} 1\n"));
+  EXPECT_TRUE(server_.Save("c").ok());
+}
+
+TEST_F(CheckpointTroublesTest, OptionsBeyondFloatsAreRefused) {
+  struct Case {
+    std::function<void(v1::Optimizer*)> change;
+    const char* field;
+  };
+  const Case cases[] = {
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(1e308); },
+       "optimizer.adamw.learning_rate"},
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_learning_rate(3e37); },
+       "optimizer.adamw.learning_rate"},
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_weight_decay(1e300); }, "optimizer.adamw.weight_decay"},
+      {[](v1::Optimizer* o) { o->mutable_adamw()->set_epsilon(1e39); }, "optimizer.adamw.epsilon"},
+      {[](v1::Optimizer* o) { o->set_grad_multiplier(1e300); }, "optimizer.grad_multiplier"},
+      {[](v1::Optimizer* o) { o->set_grad_multiplier(-1e300); }, "optimizer.grad_multiplier"},
+      {[](v1::Optimizer* o) { o->set_grad_multiplier(1e30); }, "optimizer.grad_multiplier"},
+      {[](v1::Optimizer* o) { o->mutable_sgd()->set_learning_rate(1e38); }, "optimizer.sgd.learning_rate"},
+      {[](v1::Optimizer* o) { o->mutable_sgd()->set_momentum(1e39); }, "optimizer.sgd.momentum"},
+      {[](v1::Optimizer* o) { o->mutable_sgd()->set_dampening(-1e39); }, "optimizer.sgd.dampening"},
+  };
+  const Weights before = server_.Read("head");
+  ASSERT_TRUE(server_.Accumulate("head", 0).ok());
+  for (const Case& each : cases) {
+    v1::ApplyStepRequest request = Instance::StepRequest("head", 0);
+    each.change(request.mutable_optimizer());
+    const absl::Status status = server_.operations().ApplyStep(request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << each.field << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(each.field));
+  }
+  EXPECT_EQ(server_.Read("head"), before);
+  EXPECT_TRUE(server_.Apply("head", 0).ok()) << "nothing was changed, booked or lost";
+}
+
+// Weight decay that multiplies the weights by -1e9 in each step.
+TEST_F(CheckpointTroublesTest, WeightsThatDivergeEndTheHead) {
+  absl::Status status;
+  uint64_t step = 0;
+  for (; step < 10 && status.ok(); ++step) {
+    v1::ApplyStepRequest request;
+    request.set_head("head");
+    request.set_step(step);
+    request.mutable_optimizer()->mutable_sgd()->set_learning_rate(1e5);
+    request.mutable_optimizer()->mutable_sgd()->set_weight_decay(1e5);
+    status = server_.operations().ApplyStep(request).status();
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("values are not finite any more"));
+  EXPECT_FALSE(server_.Save().ok()) << "they are not saved";
+}
+
+TEST_F(CheckpointTroublesTest, ASaveSaysThatWeightsAreNotFinite) {
+  EXPECT_EQ(server_.Save("good")->not_finite(), 0u);
+  const float bad[] = {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
+  ASSERT_TRUE(server_.engine()
+                  .OnDevice("head",
+                            [&](head::Head& head) {
+                              return head.WriteRows({kernels::Param::kBias, kernels::Role::kValue}, 3, 2,
+                                                    kernels::DType::kFloat32,
+                                                    {reinterpret_cast<const uint8_t*>(bad), sizeof(bad)});
+                            })
+                  .ok());
+  const auto saved = server_.Save("bad");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(saved->not_finite(), 2u);
+  EXPECT_TRUE(HasEvent("checkpoint_not_finite", "head/bad has 2 values that are infinite or NaN"));
+}
+
+// Names that a client chooses do not drive other events out.
+TEST_F(CheckpointTroublesTest, NamesThatAreTakenAreOneEvent) {
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(server_.Save(absl::StrCat("n", i)).ok());
+  for (int i = 0; i < 400; ++i) {
+    EXPECT_EQ(server_.Save(absl::StrCat("n", i % 20)).status().code(), absl::StatusCode::kAlreadyExists);
+  }
+  int64_t failed = 0;
+  const metrics::EventLog::Reading reading = server_.metrics().events().After(0);
+  for (const metrics::Event& event : reading.events) {
+    failed += event.kind == "checkpoint_failed" ? 1 : 0;
+  }
+  EXPECT_EQ(failed, 1);
 }
 
 }  // namespace

@@ -1,28 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of the small parts that a server process is started and watched with: addresses, options, health, and
-// the events that stop it.
+// Tests of the small parts that a server process is started and watched with: addresses, options, health, the
+// events that stop it, what its service manager hears, the memory that it is allowed, and the metrics of its
+// workers.
 #include "server/app/process.h"
 
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <prometheus/text_serializer.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
+#include "client/cpp/client.h"
+#include "kernels/errors/field_error.h"
+#include "kernels/host_memory.h"
 #include "server/app/addresses.h"
 #include "server/app/server_options.h"
 #include "server/app/server_parts.h"
+#include "server/metrics/metrics.h"
+#include "tests/support/fake_host.h"
+#include "tests/support/server_process.h"
+
+namespace lossd::app::process_test {
+namespace {
+
+using test::FakeServiceManager;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 // ---- Addresses ----
-
-namespace lossd::app::addresses_test {
-namespace {
 
 TEST(AddressesTest, Parses) {
   const auto address = ParseAddress("listen", "127.0.0.1:7070");
@@ -71,13 +95,7 @@ TEST(AddressesTest, KnowsLoopback) {
   }
 }
 
-}  // namespace
-}  // namespace lossd::app::addresses_test
-
 // ---- Sizes in bytes ----
-
-namespace lossd::app::byte_size_test {
-namespace {
 
 int64_t Parse(absl::string_view text) {
   ByteSize size;
@@ -116,16 +134,8 @@ TEST(ByteSizeTest, RoundTrip) {
   EXPECT_EQ(AbslUnparseFlag(ByteSize{int64_t{256} << 20}), "256MiB");
 }
 
-}  // namespace
-}  // namespace lossd::app::byte_size_test
-
 // ---- Checks of options ----
 // Options that are out of range, and what follows from them.
-
-namespace lossd::app::check_options_test {
-namespace {
-
-using ::testing::HasSubstr;
 
 void ExpectRefused(const ServerOptions& options, const std::string& message) {
   const absl::Status status = CheckOptions(options);
@@ -176,13 +186,7 @@ TEST(CheckOptionsTest, StreamPriority) {
   }
 }
 
-}  // namespace
-}  // namespace lossd::app::check_options_test
-
 // ---- Process ----
-
-namespace lossd::app::process_test {
-namespace {
 
 std::string Multicast() {
   const char* const value = std::getenv("NCCL_NVLS_ENABLE");
@@ -208,13 +212,7 @@ TEST(ProcessTest, AWriteThatFailsDoesNotEndTheProcess) {
   EXPECT_EQ(signal(SIGXFSZ, SIG_DFL), SIG_IGN);
 }
 
-}  // namespace
-}  // namespace lossd::app::process_test
-
 // ---- Health ----
-
-namespace lossd::app::health_test {
-namespace {
 
 constexpr absl::Duration kTimeout = absl::Seconds(10);
 
@@ -264,13 +262,7 @@ TEST(HealthTest, TroubleIsWhatAPersonHasToKnowFirst) {
             "no progress on the device for 12s");
 }
 
-}  // namespace
-}  // namespace lossd::app::health_test
-
 // ---- Device watch ----
-
-namespace lossd::app::device_watch_test {
-namespace {
 
 TEST(DeviceWatchTest, AFailedOperationIsNotALostDevice) {
   int lost = 0;
@@ -291,13 +283,7 @@ TEST(DeviceWatchTest, ReportsALostDeviceOnce) {
   EXPECT_EQ(lost, 1);
 }
 
-}  // namespace
-}  // namespace lossd::app::device_watch_test
-
 // ---- Stop events ----
-
-namespace lossd::app::stop_events_test {
-namespace {
 
 constexpr absl::Duration kLimit = absl::Minutes(2);  // for what a slow machine does
 
@@ -347,5 +333,293 @@ TEST(StopEventsTest, ASignalThatComesToAThreadOfALibrary) {
   library.join();
 }
 
+// ---- Service manager ----
+
+TEST(ServiceManagerTest, SaysWhatHappensToPathsAndAbstractNames) {
+  for (const auto kind : {FakeServiceManager::Kind::kPath, FakeServiceManager::Kind::kAbstract}) {
+    const FakeServiceManager fake(kind);
+    const auto manager = ServiceManager::FromEnvironment();
+    ASSERT_TRUE(manager.ok()) << manager.status();
+    (*manager)->Ready("serving on 127.0.0.1:7070");
+    EXPECT_EQ(fake.Next(absl::Minutes(1)), "READY=1\nSTATUS=serving on 127.0.0.1:7070\n");
+    (*manager)->Alive();
+    EXPECT_EQ(fake.Next(absl::Minutes(1)), "WATCHDOG=1\nSTATUS=serving on 127.0.0.1:7070\n");
+    (*manager)->NotAlive("device\nlost");
+    EXPECT_EQ(fake.Next(absl::Minutes(1)), "STATUS=not alive: device lost\n");
+    (*manager)->Stopping("draining", absl::Seconds(40));
+    EXPECT_EQ(fake.Next(absl::Minutes(1)), "STOPPING=1\nSTATUS=draining\nEXTEND_TIMEOUT_USEC=40000000\n");
+    (*manager)->Alive();
+    EXPECT_EQ(fake.Next(absl::Minutes(1)), "WATCHDOG=1\nSTATUS=draining\n");
+  }
+}
+
+TEST(ServiceManagerTest, WithoutASocketNothingIsSaid) {
+  unsetenv("NOTIFY_SOCKET");
+  setenv("WATCHDOG_USEC", "10", 1);
+  const auto manager = ServiceManager::FromEnvironment();
+  unsetenv("WATCHDOG_USEC");
+  ASSERT_TRUE(manager.ok()) << manager.status();
+  EXPECT_EQ((*manager)->watchdog(), absl::InfiniteDuration());
+  (*manager)->Ready("serving");
+}
+
+TEST(ServiceManagerTest, AManagerThatHasGoneIsNoHindrance) {
+  std::unique_ptr<ServiceManager> manager;
+  {
+    const FakeServiceManager fake;
+    manager = ServiceManager::FromEnvironment().value();
+  }
+  manager->Ready("serving");
+  manager->Stopping("draining", absl::ZeroDuration());
+}
+
+TEST(ServiceManagerTest, TheWatchdogIsThatOfThisProcess) {
+  const FakeServiceManager fake(FakeServiceManager::Kind::kPath, absl::Seconds(30));
+  EXPECT_EQ((*ServiceManager::FromEnvironment())->watchdog(), absl::Seconds(30));
+  setenv("WATCHDOG_PID", absl::StrCat(getpid()).c_str(), 1);
+  EXPECT_EQ((*ServiceManager::FromEnvironment())->watchdog(), absl::Seconds(30));
+  setenv("WATCHDOG_PID", absl::StrCat(getppid()).c_str(), 1);
+  EXPECT_EQ((*ServiceManager::FromEnvironment())->watchdog(), absl::InfiniteDuration());
+}
+
+TEST(ServiceManagerTest, RefusesWhatItDoesNotUnderstand) {
+  const struct {
+    const char* name;
+    std::string value;
+  } cases[] = {{"NOTIFY_SOCKET", "vsock:2:1234"},
+               {"NOTIFY_SOCKET", "relative"},
+               {"NOTIFY_SOCKET", "@"},
+               {"NOTIFY_SOCKET", "/" + std::string(107, 'x')},
+               {"WATCHDOG_USEC", "0"},
+               {"WATCHDOG_USEC", "-1"},
+               {"WATCHDOG_USEC", "3s"},
+               {"WATCHDOG_USEC", "99999999999999999999"},
+               {"WATCHDOG_PID", "me"}};
+  for (const auto& [name, value] : cases) {
+    const FakeServiceManager fake(FakeServiceManager::Kind::kPath, absl::Seconds(30));
+    setenv(name, value.c_str(), 1);
+    const absl::Status status = ServiceManager::FromEnvironment().status();
+    ASSERT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name << "=" << value;
+    EXPECT_EQ(errors::GetFieldViolation(status)->field, name);
+    EXPECT_EQ(errors::GetFieldViolation(status)->value, value);
+  }
+}
+
+TEST(KeepAliveTest, SaysThatTheProcessIsAliveOnlyWhileItIs) {
+  const FakeServiceManager fake(FakeServiceManager::Kind::kAbstract, absl::Milliseconds(40));
+  const auto manager = ServiceManager::FromEnvironment();
+  ASSERT_TRUE(manager.ok()) << manager.status();
+  std::atomic<bool> live{true};
+  const KeepAlive keep_alive(
+      manager->get(), [&live] { return live ? absl::OkStatus() : absl::UnavailableError("no progress"); });
+  for (int i = 0; i < 3; ++i)
+    EXPECT_THAT(fake.Next(absl::Minutes(1)).value_or(""), HasSubstr("WATCHDOG=1\n"));
+  live = false;
+  fake.NextWith("not alive");
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(fake.Next(absl::Minutes(1)), "STATUS=not alive: no progress\n");
+  live = true;
+  fake.NextWith("WATCHDOG=1\n");
+}
+
+// ---- Limits of memory ----
+// The linked lossd program refuses heads that are larger than what the system lets it have: it is neither
+// killed nor does it end.
+
+constexpr int64_t kGib = int64_t{1} << 30;
+
+class MemoryLimitsTest : public ::testing::Test {
+ protected:
+  absl::Status CreateHead(const std::string& name, uint64_t hidden_size, uint64_t vocab_size) {
+    auto client = client::Client::Connect({.target = server_.target()});
+    if (!client.ok()) return client.status();
+    v1::CreateHeadRequest request;
+    request.mutable_spec()->set_name(name);
+    request.mutable_spec()->set_hidden_size(hidden_size);
+    request.mutable_spec()->set_vocab_size(vocab_size);
+    return (*client)->CreateHead(request).status();
+  }
+  void ExpectRefused(uint64_t hidden_size, uint64_t vocab_size, const std::string& why) {
+    const absl::Status status = CreateHead("large", hidden_size, vocab_size);
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(why));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("memory_reserve_bytes keeps 64.0 MiB free"));
+    EXPECT_TRUE(server_.Running());
+    EXPECT_EQ(CreateHead("small", 8, 100), absl::OkStatus());
+  }
+
+  test::ServerProcess server_{LOSSD_BINARY, {"--memory_reserve_bytes=64MiB", "--retained_bytes=4MiB"}};
+};
+
+TEST_F(MemoryLimitsTest, LargerThanTheMachine) {
+  const auto host = kernels::HostMemory().Available();
+  ASSERT_TRUE(host.has_value());
+  // Weight, gradient and both moments take 16 bytes an element.
+  ExpectRefused(8192, static_cast<uint64_t>(host->bytes / (16 * 8192)) + 1000, " GiB available");
+}
+
+// As after ulimit -v.
+TEST_F(MemoryLimitsTest, LargerThanTheProcessMayBe) {
+  std::ifstream file(absl::StrCat("/proc/", server_.pid(), "/statm"));
+  int64_t pages = 0;
+  ASSERT_TRUE(file >> pages);
+  // Threads that are still to start reserve some hundred MiB of addresses.
+  const rlim_t limit = static_cast<rlim_t>(pages * 4096 + 3 * kGib);
+  const rlimit limits{limit, limit};
+  if (pages * 4096 > 1000 * kGib) GTEST_SKIP() << "a sanitizer reserves most addresses";
+  ASSERT_EQ(prlimit(server_.pid(), RLIMIT_AS, &limits, nullptr), 0);
+  ExpectRefused(1024, 262'144, "\"Max address space\" of the process is ");
+}
+
+// A control group of its own below this one, if the machine allows that.
+class Group {
+ public:
+  Group(int64_t limit, pid_t member) {
+    for (const auto& line : absl::StrSplit(test::ReadWholeFile("/proc/self/cgroup"), '\n')) {
+      const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
+      if (parts.size() != 3) continue;
+      if (parts[1] == "memory")
+        Make("/sys/fs/cgroup/memory" + parts[2], "memory.limit_in_bytes", limit, member);
+      if (parts[0] == "0" && !made_) Make("/sys/fs/cgroup" + parts[2], "memory.max", limit, member);
+    }
+  }
+  ~Group() {
+    std::error_code ignored;
+    if (!folder_.empty()) std::filesystem::remove(folder_, ignored);
+  }
+  bool made() const { return made_; }
+
+ private:
+  void Make(const std::string& parent, const std::string& file, int64_t limit, pid_t member) {
+    std::error_code error;
+    const std::string folder = absl::StrCat(parent, "/lossd_test_", member);
+    if (!std::filesystem::create_directory(folder, error)) return;
+    folder_ = folder;
+    made_ = std::filesystem::exists(absl::StrCat(folder, "/", file)) &&
+            (std::ofstream(absl::StrCat(folder, "/", file)) << limit).flush() &&
+            (std::ofstream(folder + "/cgroup.procs") << member).flush();
+  }
+
+  std::string folder_;
+  bool made_ = false;
+};
+
+TEST_F(MemoryLimitsTest, LargerThanTheControlGroupMayBe) {
+  const Group group(kGib, server_.pid());
+  if (!group.made()) GTEST_SKIP() << "this machine does not allow a control group";
+  ExpectRefused(1024, 65'536, absl::StrCat("lossd_test_", server_.pid(), " may have 1.00 GiB"));
+  server_.Kill();
+}
+
+// ---- Metrics of workers ----
+// Metrics of workers on the leader's page: what a worker would answer a scrape, with the label rank.
+
+std::string Text(const std::vector<prometheus::MetricFamily>& families) {
+  std::ostringstream out;
+  prometheus::TextSerializer().Serialize(out, families);
+  return out.str();
+}
+
+// On the way from a worker to the leader.
+std::vector<prometheus::MetricFamily> Sent(const std::vector<prometheus::MetricFamily>& families) {
+  return metrics::FromPlain(FromProto(ToProto(metrics::ToPlain(families))));
+}
+
+std::vector<prometheus::MetricFamily> GpuFamilies(const metrics::GpuMonitor& gpu) {
+  return Sent(gpu.Collect());
+}
+
+class RankFamiliesTest : public ::testing::Test {
+ protected:
+  RankFamiliesTest() : library_(dlopen(LOSSD_FAKE_NVML, RTLD_NOW)) {
+    EXPECT_NE(library_, nullptr) << dlerror();
+    const auto set =
+        reinterpret_cast<void (*)(const char*, unsigned long long)>(dlsym(library_, "fake_nvml_set"));
+    set("power", 350'500);
+    set("temperature", 61);
+  }
+  ~RankFamiliesTest() override { dlclose(library_); }
+
+  static std::unique_ptr<metrics::GpuMonitor> PlayedGpu() {
+    auto gpu = metrics::GpuMonitor::Start(
+        {.library = LOSSD_FAKE_NVML, .uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"});
+    EXPECT_TRUE(gpu.ok()) << gpu.status();
+    return *std::move(gpu);
+  }
+
+ private:
+  void* const library_;
+};
+
+TEST_F(RankFamiliesTest, WhatAWorkerSendsIsWhatItWouldAnswerAScrape) {
+  const std::vector<prometheus::MetricFamily> collected = PlayedGpu()->Collect();
+  EXPECT_EQ(Text(Sent(collected)), Text(collected));
+  EXPECT_THAT(Text(Sent(collected)), HasSubstr("lossd_gpu_xid_errors_total{gpu=\"GPU-0123"));
+  std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus;
+  gpus.push_back(PlayedGpu());
+  const std::string times = Text(metrics::FromPlain(FromProto(
+      ToProto(metrics::WorkerFamilies({.busy = absl::Milliseconds(2500),
+                                       .exchanges = {absl::Milliseconds(500), absl::ZeroDuration(),
+                                                     absl::Milliseconds(250), absl::Milliseconds(125)}},
+                                      gpus)))));
+  EXPECT_THAT(times, HasSubstr("# TYPE lossd_rank_busy_seconds_total counter\n"
+                               "lossd_rank_busy_seconds_total 2.5\n"));
+  const std::string collectives = "lossd_rank_collective_seconds_total{operation=";
+  EXPECT_THAT(times, HasSubstr(collectives + "\"sum_gradients\"} 0.5\n" + collectives +
+                               "\"spread_values\"} 0\n" + collectives + "\"row_statistics\"} 0.25\n" +
+                               collectives + "\"hidden_gradients\"} 0.125\n"));
+  EXPECT_THAT(times, HasSubstr("lossd_gpu_power_watts{gpu=\"GPU-0123"));
+}
+
+TEST_F(RankFamiliesTest, AllRanksAreOnOnePage) {
+  const auto gpu = PlayedGpu();
+  std::vector<prometheus::MetricFamily> families;
+  std::vector<metrics::RankReading> ranks(3);
+  for (int rank = 1; rank < 3; ++rank) {
+    metrics::RankReading& one = ranks[static_cast<size_t>(rank)];
+    one.state.rank = rank;
+    one.state.chunks = 1;
+    one.state.rows = 20;
+    one.state.traffic = kernels::RankTraffic{.sent_bytes = 300, .received_bytes = 4000};
+    one.metrics = GpuFamilies(*gpu);
+  }
+  ranks[2].state.lost = true;
+  ranks[0].state.rows = 7;
+  ranks[0].metrics = metrics::RankTimeFamilies({.busy = absl::Seconds(3)});
+  metrics::AddRankFamilies(ranks, &families);
+  const std::string text = Text(families);
+  EXPECT_THAT(text, HasSubstr("lossd_rank_up{rank=\"1\",host=\"\",device=\"\"} 1\n"));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_up{rank=\"2\",host=\"\",device=\"\"} 0\n"));
+  for (const char* const rank : {"1", "2"}) {
+    const std::string label = std::string("{rank=\"") + rank + "\"";
+    EXPECT_THAT(text, HasSubstr("lossd_rank_chunks_total" + label + "} 1\n"));
+    EXPECT_THAT(text, HasSubstr("lossd_rank_rows_total" + label + "} 20\n"));
+    EXPECT_THAT(text, HasSubstr("lossd_rank_sent_bytes_total" + label + "} 300\n"));
+    EXPECT_THAT(text, HasSubstr("lossd_rank_received_bytes_total" + label + "} 4000\n"));
+    EXPECT_THAT(text, HasSubstr("lossd_gpu_temperature_celsius" + label + ",gpu=\"GPU-0123"));
+  }
+  EXPECT_THAT(text, HasSubstr("lossd_rank_rows_total{rank=\"0\"} 7\n"));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_busy_seconds_total{rank=\"0\"} 3\n"));
+  EXPECT_THAT(text, HasSubstr("lossd_rank_collective_seconds_total{rank=\"0\",operation=\"sum_gradients\"}"));
+  EXPECT_THAT(text, Not(HasSubstr("lossd_rank_sent_bytes_total{rank=\"0\"")));
+  const std::string type = "# TYPE lossd_gpu_temperature_celsius";
+  EXPECT_EQ(text.find(type), text.rfind(type)) << "one family";
+}
+
+TEST_F(RankFamiliesTest, TheLeadersGpusHaveTheLabelWhereThereAreSeveralRanks) {
+  const auto gpu = PlayedGpu();
+  metrics::Metrics metrics({});
+  metrics.AttachGpus({gpu.get()});
+  EXPECT_THAT(metrics.RenderText(), HasSubstr("lossd_gpu_power_watts{gpu="));
+  metrics.Attach(nullptr, nullptr, [&gpu] {
+    std::vector<metrics::RankReading> ranks(2);
+    ranks[1].state.rank = 1;
+    ranks[1].metrics = GpuFamilies(*gpu);
+    return ranks;
+  });
+  EXPECT_THAT(metrics.RenderText(), HasSubstr("lossd_gpu_power_watts{rank=\"0\",gpu="));
+  EXPECT_THAT(metrics.RenderText(), HasSubstr("lossd_gpu_power_watts{rank=\"1\",gpu="));
+  metrics.Detach();
+}
+
 }  // namespace
-}  // namespace lossd::app::stop_events_test
+}  // namespace lossd::app::process_test

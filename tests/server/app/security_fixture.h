@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "tests/support/server_process.h"
-#include "tests/support/test_pki.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd {
 

@@ -1,20 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linked lossd program with TLS, client certificates, tokens and roles, as clients see it.
+// The linked lossd program with TLS, client certificates, tokens and roles, as clients see it; its HTTP port
+// with them; what it refuses to start with; and who may call each method of the protocol.
 #include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "client/cli/http.h"
+#include "server/rpc/access_control.h"
 #include "tests/server/app/security_fixture.h"
 #include "tests/support/raw_http.h"
 
 namespace lossd::security_test {
 namespace {
 
+using access::Role;
 using client::CredentialOptions;
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::StartsWith;
 
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
@@ -294,6 +302,301 @@ TEST_F(SecurityTest, FailedHandshakesCannotFillADisk) {
   const std::string log = server->log();
   for (size_t at = 0; (at = log.find('\n', at)) != std::string::npos; ++at) ++lines;
   EXPECT_LT(lines, 20 + 10 + 2 * seconds);
+}
+
+// ---- HTTP ----
+// The HTTP port of the linked lossd program with TLS and with tokens.
+
+class HttpSecurityTest : public SecurityFixture {
+ protected:
+  static absl::StatusOr<std::string> Get(const test::ServerProcess& server, const char* path,
+                                         const client::CredentialOptions& credentials) {
+    return cli::HttpFetch(absl::StrCat("https://", server.http()), path, credentials, absl::Seconds(60));
+  }
+  static std::string Raw(const test::ServerProcess& server, const char* path, const std::string& field) {
+    return Ask(server, "GET", path, field);
+  }
+  static std::string Post(const test::ServerProcess& server, const char* path, const std::string& field) {
+    return Ask(server, "POST", path, field);
+  }
+  static std::string Ask(const test::ServerProcess& server, const char* method, const char* path,
+                         const std::string& field) {
+    return test::HttpExchange(
+        server.http(), absl::StrCat(method, " ", path, " HTTP/1.1\r\nHost: localhost\r\n", field, "\r\n"));
+  }
+};
+
+TEST_F(HttpSecurityTest, Https) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  EXPECT_EQ(*Get(*server, "/livez", Token("")), "ok\n");
+  EXPECT_THAT(*Get(*server, "/metrics", Token("")), HasSubstr("lossd_build_info"));
+  client::CredentialOptions other = Token("");
+  other.ca = pki_.Certificate("other-ca");
+  EXPECT_EQ(Get(*server, "/livez", other).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(test::HttpGet(server->http(), "/livez"), "");  // plain: hung up on
+  // The certificate is replaced.
+  pki_.Issue("new-server", "DNS:localhost,IP:127.0.0.1", "other-ca");
+  std::filesystem::rename(pki_.Certificate("new-server"), pki_.Certificate("server"));
+  std::filesystem::rename(pki_.Key("new-server"), pki_.Key("server"));
+  bool taken = false;
+  for (const absl::Time limit = absl::Now() + absl::Minutes(2); !taken && absl::Now() < limit;) {
+    taken = Get(*server, "/livez", other).ok();
+  }
+  EXPECT_TRUE(taken);
+  EXPECT_TRUE(server->Running());
+}
+
+TEST_F(HttpSecurityTest, Tls12AndLater) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  const auto connects = [&](const std::string& version) {
+    const std::string command = absl::StrCat(
+        "(sleep 1) | timeout 20 openssl s_client -connect ", server->http(), " -CAfile ",
+        pki_.Certificate("ca"), " -cipher ALL@SECLEVEL=0 ", version, " >", pki_.File("s_client"), " 2>&1");
+    (void)std::system(command.c_str());
+    const std::string said = test::ReadWholeFile(pki_.File("s_client"));
+    // A handshake that failed before there was a certificate to verify has "ok", and no cipher.
+    return absl::StrContains(said, "Verify return code: 0 (ok)") &&
+           !absl::StrContains(said, "Cipher is (NONE)");
+  };
+  EXPECT_FALSE(connects("-tls1"));
+  EXPECT_FALSE(connects("-tls1_1"));
+  EXPECT_TRUE(connects("-tls1_2"));
+  EXPECT_TRUE(connects("-tls1_3"));
+}
+
+TEST_F(HttpSecurityTest, HalfOpenHandshakesDoNotKeepAScrapeOut) {
+  const auto server = Serve(With(TlsFlags(), {"--http=127.0.0.1:0", "--http_tls"}));
+  std::vector<test::RawHttp> idle;
+  for (int i = 0; i < 300; ++i) {
+    idle.emplace_back(server->http());
+    idle.back().Send(i % 2 == 0 ? absl::string_view() : absl::string_view("\x16\x03\x01\x02\x00\x01", 6));
+  }
+  EXPECT_EQ(*Get(*server, "/livez", Token("")), "ok\n");
+}
+
+TEST_F(HttpSecurityTest, AServerThatAsksTracesForKnownOperatorsOnly) {
+  const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0"});  // tokens count for gRPC only
+  EXPECT_EQ(test::HttpStatus(Raw(*server, "/metrics", "")), 200);
+  const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
+  for (const std::string& who : {std::string(), admin}) {
+    const std::string answer = Post(*server, "/trace", who);
+    EXPECT_EQ(test::HttpStatus(answer), 403);
+    EXPECT_THAT(answer, HasSubstr("--http_token"));
+  }
+}
+
+// Without tokens everything on the machine may record a trace, but not every web page that its users look at.
+TEST_F(HttpSecurityTest, PagesOfOtherSitesRecordNoTraces) {
+  const auto server = Serve({"--http=127.0.0.1:0"});
+  for (const char* path : {"/trace?seconds=30", "/trace.json?recording=1"}) {
+    for (const char* field :
+         {"Sec-Fetch-Site: cross-site\r\n", "sec-fetch-site: same-site\r\nOrigin: http://localhost\r\n",
+          "Origin: https://example.com\r\n", "Origin: null\r\n",
+          "Origin: https://example.com\r\nContent-Type: text/plain\r\nContent-Length: 0\r\n"}) {
+      const std::string answer = Post(*server, path, field);
+      EXPECT_EQ(test::HttpStatus(answer), 403) << path << " " << field;
+      EXPECT_THAT(answer, HasSubstr("is not for pages of other web sites"));
+    }
+    // What an image, a link or a script of such a page asks for.
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 405);
+    EXPECT_THAT(Raw(*server, path, "Sec-Fetch-Site: cross-site\r\n"), HasSubstr("Allow: POST\r\n"));
+  }
+  EXPECT_THAT(Post(*server, "/trace?seconds=0.05", ""), HasSubstr("{\"recording\":1,")) << "the first one";
+}
+
+TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
+  const auto server = Serve({TokenFlag(), "--http=127.0.0.1:0", "--http_token", "--log_level=info"});
+  for (const char* path : {"/livez", "/readyz", "/healthz"})
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, "")), 200) << path;
+  for (const char* path : {"/", "/metrics", "/history.json", "/events.json", "/page/page.js"}) {
+    const std::string right = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
+    EXPECT_EQ(test::HttpStatus(Raw(*server, path, right)), 200);
+    for (const std::string& wrong :
+         {std::string(), std::string("Authorization: Bearer x\r\n"), std::string("Authorization:\r\n"),
+          absl::StrCat("Authorization: Basic ", kReaderToken, "\r\n"), right + right}) {
+      const std::string answer = Raw(*server, path, wrong);
+      EXPECT_EQ(test::HttpStatus(answer), 401) << wrong;
+      EXPECT_THAT(answer, HasSubstr("WWW-Authenticate: Bearer"));
+      EXPECT_THAT(answer, Not(HasSubstr("lossd_build_info")));
+    }
+  }
+  const std::string reader = absl::StrCat("Authorization: Bearer ", kReaderToken, "\r\n");
+  for (const char* path : {"/trace", "/trace.json"}) {  // for operators
+    EXPECT_EQ(test::HttpStatus(Post(*server, path, "")), 401) << path;
+    const std::string answer = Post(*server, path, reader);
+    EXPECT_EQ(test::HttpStatus(answer), 403) << path;
+    EXPECT_THAT(answer, HasSubstr("needs the role admin"));
+    const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
+    EXPECT_THAT(test::HttpStatus(Post(*server, path, admin)), ::testing::AnyOf(400, 404))
+        << "it lacks a parameter";
+  }
+  EXPECT_EQ(test::HttpStatus(Raw(*server, "/none", "")), 404);
+  EXPECT_THAT(server->log(), HasSubstr("audit identity=unknown address=127.0.0.1 method=HTTP"));
+  EXPECT_THAT(server->log(), Not(HasSubstr(kReaderToken)));
+}
+
+// ---- Starts ----
+// What lossd refuses to start with, and what it starts with.
+
+class SecurityStartTest : public SecurityFixture {
+ protected:
+  // What lossd says when it ends with status 2.
+  std::string Refuses(const std::vector<std::string>& flags) {
+    const std::string errors = pki_.File("errors");
+    std::filesystem::remove(errors);
+    test::ChildProcess lossd(
+        With({LOSSD_BINARY, "--listen=127.0.0.1:0", "--http=", "--threads=1", "--backend=cpu",
+              absl::StrCat("--checkpoint_dir=", pki_.File("checkpoints"))},
+             flags),
+        errors);
+    EXPECT_EQ(lossd.WaitFor(absl::Minutes(2)), 2) << ::testing::PrintToString(flags);
+    return test::ReadWholeFile(errors);
+  }
+};
+
+TEST_F(SecurityStartTest, BeyondTheLoopbackOnlyWithTlsAndIdentityOrInsecure) {
+  EXPECT_THAT(Refuses({"--listen=0.0.0.0:0"}), HasSubstr("--insecure"));
+  EXPECT_THAT(Refuses({"--http=0.0.0.0:0"}), HasSubstr("--insecure"));
+  EXPECT_THAT(Refuses(With(TlsFlags(), {"--listen=0.0.0.0:0"})), HasSubstr("say who they are"));
+  EXPECT_THAT(Refuses({"--listen=0.0.0.0:0", TokenFlag()}), HasSubstr("without encryption"));
+  EXPECT_THAT(Refuses({"--listen=0.0.0.0:0", TokenFlag(), "--insecure"}), HasSubstr("without encryption"));
+  EXPECT_THAT(Refuses({"--http=0.0.0.0:0", "--http_token", TokenFlag(), "--insecure"}),
+              HasSubstr("without encryption"));
+  for (const auto& flags :
+       {With(MutualTlsFlags(), {"--listen=0.0.0.0:0", "--http=0.0.0.0:0", "--http_tls"}),
+        With(TlsFlags(), {"--listen=0.0.0.0:0", TokenFlag()}),
+        std::vector<std::string>{"--listen=0.0.0.0:0", "--http=0.0.0.0:0", "--insecure"}}) {
+    const auto server = Serve(flags);
+    EXPECT_TRUE(server->Running());
+  }
+}
+
+// Whoever runs the image opens it to others by flags of their own.
+TEST_F(SecurityStartTest, TheContainersOwnFlagsStayOnTheLoopback) {
+  const std::string text = test::ReadWholeFile(LOSSD_DOCKERFILE);
+  const size_t begin = text.rfind("\nCMD [");
+  ASSERT_NE(begin, std::string::npos);
+  const size_t list = begin + 5;
+  std::vector<std::string> flags = nlohmann::json::parse(text.substr(list, text.find('\n', list) - list));
+  EXPECT_FALSE(flags.empty());
+  flags.push_back(absl::StrCat("--checkpoint_dir=", pki_.File("checkpoints")));
+  const auto server = Serve(flags);
+  EXPECT_THAT(server->target(), StartsWith("127.0.0.1:"));
+  EXPECT_EQ(server->http(), "") << "ServerProcess asks for none, and the container's flags come after that";
+}
+
+TEST_F(SecurityStartTest, AUnixSocketNeedsNoTls) {
+  const std::string target = absl::StrCat("unix:", pki_.File("socket"));
+  const auto server = Serve({absl::StrCat("--listen=", target), TokenFlag()});
+  EXPECT_EQ(server->target(), target);
+  EXPECT_TRUE(Try(target, {.ca = "", .cert = "", .key = "", .token = kReaderToken}).ok());
+  EXPECT_EQ(Try(target, {}).code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_THAT(Refuses({"--http=unix:/tmp/x"}), HasSubstr("http"));
+}
+
+TEST_F(SecurityStartTest, FlagsThatNeedEachOther) {
+  const std::string cert = absl::StrCat("--tls_cert=", pki_.Certificate("server"));
+  const std::string key = absl::StrCat("--tls_key=", pki_.Key("server"));
+  const std::string ca = absl::StrCat("--tls_client_ca=", pki_.Certificate("ca"));
+  const std::string roles = absl::StrCat("--role_file=", pki_.File("roles"));
+  EXPECT_THAT(Refuses({cert}), HasSubstr("tls_key"));
+  EXPECT_THAT(Refuses({key}), HasSubstr("tls_cert"));
+  EXPECT_THAT(Refuses({cert, key, ca}), HasSubstr("role_file"));
+  EXPECT_THAT(Refuses({cert, key, roles}), HasSubstr("tls_client_ca"));
+  EXPECT_THAT(Refuses({ca, roles}), HasSubstr("tls_cert"));
+  EXPECT_THAT(Refuses({"--http_tls"}), HasSubstr("tls_cert"));
+  EXPECT_THAT(Refuses({"--http_token"}), HasSubstr("token_file"));
+}
+
+TEST_F(SecurityStartTest, FilesThatAreNotInOrder) {
+  const auto with = [&](const std::string& flag, const std::string& path) {
+    return Refuses(With(With(MutualTlsFlags(), {TokenFlag()}), {absl::StrCat("--", flag, "=", path)}));
+  };
+  const std::string empty = pki_.Secret("empty", "");
+  for (const char* flag : {"tls_cert", "tls_key", "tls_client_ca", "role_file", "token_file"}) {
+    for (const std::string& path : {empty, pki_.File("none"), pki_.File("")}) {
+      const std::string said = with(flag, path);
+      EXPECT_THAT(said, HasSubstr(flag)) << path;
+      EXPECT_THAT(said, HasSubstr(path));
+    }
+  }
+  for (const auto& [flag, path] :
+       {std::pair("tls_key", pki_.Key("server")), {"token_file", pki_.File("tokens")}}) {
+    std::filesystem::permissions(path, std::filesystem::perms::others_read,
+                                 std::filesystem::perm_options::add);
+    EXPECT_THAT(with(flag, path), HasSubstr("chmod 600"));
+    std::filesystem::permissions(path, std::filesystem::perms::others_read,
+                                 std::filesystem::perm_options::remove);
+  }
+}
+
+// ---- Access to every method ----
+// Calls every method of the protocol on the linked server: as nobody, with a role that is too low, and with
+// one that is high enough. So a method whose service forgets to ask who calls is found.
+
+class ServicesAccessTest : public SecurityFixture {
+ protected:
+  // What a call with one empty message ends with.
+  grpc::Status Call(const rpc::MethodAccess& method, const std::string& token) {
+    grpc::GenericStub stub(channel_);
+    grpc::CompletionQueue queue;
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(2));
+    if (!token.empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
+    const auto call =
+        stub.PrepareCall(&context, absl::StrCat("/", method.service, "/", method.method), &queue);
+    const auto wait = [&queue] {
+      void* tag = nullptr;
+      bool ok = false;
+      queue.Next(&tag, &ok);
+      return ok;
+    };
+    call->StartCall(nullptr);
+    wait();
+    const grpc::Slice nothing;
+    call->WriteLast(grpc::ByteBuffer(&nothing, 1), {}, nullptr);
+    wait();
+    grpc::ByteBuffer answer;
+    do {
+      call->Read(&answer, nullptr);
+    } while (wait());
+    grpc::Status status;
+    call->Finish(&status, nullptr);
+    wait();
+    return status;
+  }
+
+  const std::unique_ptr<test::ServerProcess> server_ = Serve({TokenFlag()});
+  const std::shared_ptr<grpc::Channel> channel_ =
+      grpc::CreateChannel(server_->target(), grpc::InsecureChannelCredentials());
+};
+
+TEST_F(ServicesAccessTest, EveryMethodAsksWhoCallsAndWhatTheyMay) {
+  const std::pair<Role, const char*> callers[] = {
+      {Role::kReader, kReaderToken}, {Role::kTrainer, kTrainerToken}, {Role::kAdmin, kAdminToken}};
+  for (const rpc::MethodAccess& method : rpc::MethodAccessTable()) {
+    EXPECT_EQ(Call(method, "").error_code(), grpc::StatusCode::UNAUTHENTICATED) << method.method;
+    EXPECT_EQ(Call(method, "of-nobody-0123456789").error_code(), grpc::StatusCode::UNAUTHENTICATED)
+        << method.method;
+    for (const auto& [role, token] : callers) {
+      const grpc::Status status = Call(method, token);
+      if (role < method.role) {
+        EXPECT_EQ(status.error_code(), grpc::StatusCode::PERMISSION_DENIED) << method.method;
+        EXPECT_NE(status.error_message().find(std::string(method.method)), std::string::npos);
+      } else {
+        EXPECT_NE(status.error_code(), grpc::StatusCode::PERMISSION_DENIED) << method.method;
+        EXPECT_NE(status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << method.method;
+      }
+    }
+  }
+}
+
+TEST_F(ServicesAccessTest, HealthIsForEverybodyAndReflectionIsNotThere) {
+  EXPECT_TRUE(Call({.service = "grpc.health.v1.Health", .method = "Check"}, "").ok());
+  EXPECT_EQ(
+      Call({.service = "grpc.reflection.v1alpha.ServerReflection", .method = "ServerReflectionInfo"}, "")
+          .error_code(),
+      grpc::StatusCode::UNIMPLEMENTED);
 }
 
 }  // namespace

@@ -135,7 +135,7 @@ class DeviceHead final : public ForwardingHead {
   const int device_;
 };
 
-class DeviceBackend final : public ForwardingBackend, public DeviceMemorySharer {
+class DeviceBackend final : public ForwardingBackend {
  public:
   DeviceBackend(std::unique_ptr<Backend> backend, int device, bool connected)
       : ForwardingBackend(std::move(backend)), device_(device), connected_(connected) {}

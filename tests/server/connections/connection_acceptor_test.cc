@@ -1,22 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tests of connection_acceptor.h and closer.h: connections up to the limits, the threads that close
+// descriptors of strangers, and the relay between two sockets.
 #include "server/connections/connection_acceptor.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "proto/wire/region_packets.h"
+#include "server/connections/closer.h"
 
 namespace lossd::connections::connection_acceptor_test {
 namespace {
+
+// ---- Acceptor ----
 
 // A connection to a port from an address of the loopback network.
 class Client {
@@ -215,6 +226,170 @@ TEST_F(OldestMakesRoomTest, ClosedConnectionsDoNotCount) {
   }
   EXPECT_TRUE(refused().empty());
   EXPECT_EQ(acceptor_->connections(), 0);
+}
+
+// A TCP socket that whoever closes it last waits for, for a minute: it lingers, and the other end takes
+// nothing.
+
+bool IsOpen(int descriptor) { return fcntl(descriptor, F_GETFD) >= 0; }
+
+// Thread-compatible.
+struct LingeringSocket {
+  LingeringSocket() {
+    const wire::OwnedDescriptor listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address = {.sin_family = AF_INET};
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(bind(listener.get(), any, size), 0);
+    EXPECT_EQ(listen(listener.get(), 1), 0);
+    EXPECT_EQ(getsockname(listener.get(), any, &size), 0);
+    near = wire::OwnedDescriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(connect(near.get(), any, size), 0);
+    far = wire::OwnedDescriptor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const linger wait = {.l_onoff = 1, .l_linger = 60};
+    setsockopt(near.get(), SOL_SOCKET, SO_LINGER, &wait, sizeof(wait));
+    const std::vector<char> block(size_t{1} << 16);
+    while (send(near.get(), block.data(), block.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+    }
+  }
+
+  wire::OwnedDescriptor near;
+  wire::OwnedDescriptor far;
+};
+
+// ---- Closer ----
+
+bool BecomesClosed(int descriptor) {
+  for (const absl::Time limit = absl::Now() + absl::Seconds(30); absl::Now() < limit;) {
+    if (!IsOpen(descriptor)) return true;
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return false;
+}
+
+TEST(CloserTest, ClosesWhatOthersWouldWaitFor) {
+  LingeringSocket socket;
+  const int descriptor = socket.near.get();
+  const absl::Time begin = absl::Now();
+  CloseElsewhere(std::move(socket.near));
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(2));
+  EXPECT_TRUE(BecomesClosed(descriptor));
+}
+
+// The socket lies in a connection that is closed, so that its own linger cannot be turned off before.
+TEST(CloserTest, ClosesConnectionsInWhichItLies) {
+  std::vector<int> descriptors;
+  std::vector<LingeringSocket> sockets(40);
+  for (LingeringSocket& socket : sockets) {
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+    const wire::OwnedDescriptor sender(ends[0]);
+    wire::OwnedDescriptor receiver(ends[1]);
+    ASSERT_TRUE(wire::SendRegionPacket(sender.get(), "x", socket.near.get()).ok());
+    CloseElsewhere(std::move(socket.near));  // not the last: the connection has it
+    descriptors.push_back(receiver.get());
+    CloseElsewhere(std::move(receiver));
+  }
+  for (const int descriptor : descriptors) EXPECT_TRUE(BecomesClosed(descriptor));
+}
+
+TEST(CloserTest, NothingIsNothing) {
+  CloseElsewhere(wire::OwnedDescriptor());
+  CloseElsewhere(std::vector<wire::OwnedDescriptor>());
+  EXPECT_FALSE(ClosingIsBehind());
+}
+
+// ---- Relay ----
+
+constexpr int kLimit = 30'000;  // milliseconds
+
+class RelayTest : public ::testing::Test {
+ protected:
+  RelayTest() {
+    int ends[2];
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    stranger_ = wire::OwnedDescriptor(ends[0]);
+    reader_ = relay_.Stand(wire::OwnedDescriptor(ends[1]));
+    EXPECT_TRUE(reader_);
+  }
+
+  static void Send(int to, const std::string& bytes) {
+    for (size_t sent = 0; sent < bytes.size();) {
+      pollfd ready = {.fd = to, .events = POLLOUT};
+      ASSERT_EQ(poll(&ready, 1, kLimit), 1);
+      const ssize_t part = send(to, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      ASSERT_GT(part, 0);
+      sent += static_cast<size_t>(part);
+    }
+  }
+  // Until `size` bytes have come, or the end.
+  static std::string Receive(int from, size_t size) {
+    std::string bytes;
+    while (bytes.size() < size) {
+      char part[4096];
+      pollfd ready = {.fd = from, .events = POLLIN};
+      if (poll(&ready, 1, kLimit) != 1) break;
+      const ssize_t received = recv(from, part, std::min(sizeof(part), size - bytes.size()), MSG_DONTWAIT);
+      if (received <= 0) break;
+      bytes.append(part, static_cast<size_t>(received));
+    }
+    return bytes;
+  }
+  static bool HasEnded(int descriptor) { return Receive(descriptor, 1).empty(); }
+
+  Relay relay_;
+  wire::OwnedDescriptor stranger_;
+  wire::OwnedDescriptor reader_;
+};
+
+TEST_F(RelayTest, PassesBytesOnInBothDirectionsAtOnce) {
+  std::string there(3 << 20, '\0'), back(2 << 20, '\0');
+  for (size_t i = 0; i < there.size(); ++i) there[i] = static_cast<char>(i * 7 / 3);
+  for (size_t i = 0; i < back.size(); ++i) back[i] = static_cast<char>(i / 5);
+  std::thread writes([&] { Send(stranger_.get(), there); });
+  std::thread answers([&] { Send(reader_.get(), back); });
+  std::thread reads([&] { EXPECT_TRUE(Receive(stranger_.get(), back.size()) == back); });
+  EXPECT_TRUE(Receive(reader_.get(), there.size()) == there);
+  writes.join();
+  answers.join();
+  reads.join();
+}
+
+TEST_F(RelayTest, TheLastWordsOfOneEndReachTheOther) {
+  Send(stranger_.get(), "last words");
+  stranger_ = wire::OwnedDescriptor();
+  EXPECT_EQ(Receive(reader_.get(), 10), "last words");
+  EXPECT_TRUE(HasEnded(reader_.get()));
+}
+
+TEST_F(RelayTest, TheReaderEndsAConnection) {
+  Send(reader_.get(), "no");
+  reader_ = wire::OwnedDescriptor();
+  EXPECT_EQ(Receive(stranger_.get(), 2), "no");
+  EXPECT_TRUE(HasEnded(stranger_.get()));
+}
+
+TEST_F(RelayTest, ADescriptorEndsAConnectionAndReachesNobody) {
+  LingeringSocket socket;
+  Send(stranger_.get(), "first");
+  EXPECT_EQ(Receive(reader_.get(), 5), "first");
+  ASSERT_TRUE(wire::SendRegionPacket(stranger_.get(), "x", socket.near.get()).ok());
+  EXPECT_TRUE(HasEnded(reader_.get()));
+  EXPECT_TRUE(HasEnded(stranger_.get()));
+}
+
+TEST(RelayEndTest, EndsWithConnectionsThatStand) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+  const wire::OwnedDescriptor stranger(ends[0]);
+  wire::OwnedDescriptor reader;
+  {
+    Relay relay;
+    reader = relay.Stand(wire::OwnedDescriptor(ends[1]));
+  }
+  char byte = 0;
+  EXPECT_EQ(recv(reader.get(), &byte, 1, 0), 0);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/engine_options.h"
 #include "tests/server/engine/engine_fixture.h"
-#include "tests/server/engine/silent_observer.h"
+#include "tests/server/engine/fake_backend.h"
 
 // ---- Device loop ----
 

@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of engine.h: the engine as its callers see it, its context and observers, and what it refuses.
+// Tests of engine.h: the engine as its callers see it, its context and observers, what it refuses, the
+// versions of weights, shares of a head on several devices, and random steps with extreme options.
 #include "server/engine/engine.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
@@ -21,19 +29,25 @@
 #include "server/engine/engine_options.h"
 #include "server/engine/errors.h"
 #include "server/engine/staging.h"
+#include "server/engine/stream.h"
+#include "server/head/manifest.h"
+#include "tests/kernels/group/member_group.h"
 #include "tests/server/engine/engine_fixture.h"
-#include "tests/server/engine/silent_observer.h"
-
-// ---- The engine ----
+#include "tests/server/engine/fake_backend.h"
 
 namespace lossd::engine::engine_test {
 namespace {
 
+using kernels::OptimizerOptions;
+using kernels::Param;
+using kernels::Role;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAreArray;
+
+// ---- The engine ----
 
 TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
   Start();
@@ -370,15 +384,7 @@ TEST_F(EngineTest, ExactlyOnceUnderRandomCancellations) {
   EXPECT_EQ(engine_->stats().staging_used_bytes, 0);
 }
 
-}  // namespace
-}  // namespace lossd::engine::engine_test
-
 // ---- Engine context ----
-
-namespace lossd::engine::engine_context_test {
-namespace {
-
-using ::testing::HasSubstr;
 
 // Each part of the memory is too much once.
 TEST(EngineContextTest, MemoryThatCannotBeHadIsAnError) {
@@ -399,15 +405,7 @@ TEST(EngineContextTest, MemoryThatCannotBeHadIsAnError) {
   }
 }
 
-}  // namespace
-}  // namespace lossd::engine::engine_context_test
-
 // ---- Engine observer ----
-
-namespace lossd::engine::engine_observer_test {
-namespace {
-
-using ::testing::ElementsAre;
 
 class Recorder final : public EngineObserver {
  public:
@@ -441,20 +439,9 @@ TEST(EngineObserversTest, EveryObserverIsToldEverything) {
   }
 }
 
-}  // namespace
-}  // namespace lossd::engine::engine_observer_test
-
 // ---- Refusals ----
 // What the engine refuses, and that nothing else changes: bad slices, bad streams, rows that are not finite,
 // requests over a limit.
-
-namespace lossd::engine::refusals_test {
-namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::UnorderedElementsAreArray;
 
 using RefusalsTest = EngineTest;
 
@@ -530,8 +517,6 @@ TEST_F(RefusalsTest, BadSpecsAreRefusedAndChangeNothing) {
   expect("open.rows", kInvalidArgument, [](StreamSpec& s) { s.rows = {3, 2}; });
   expect("open.microbatch_rows", kInvalidArgument, [](StreamSpec& s) { s.microbatch_rows = -1; });
   expect("open.grad_output", kInvalidArgument, [](StreamSpec& s) { s.grad_output = INFINITY; });
-  expect("open.options.label_smoothing", kInvalidArgument,
-         [](StreamSpec& s) { s.options.label_smoothing = 1.5f; });
   expect("open.options.use_class_weights", kInvalidArgument,
          [](StreamSpec& s) { s.options.use_class_weights = true; });
   expect("open.normalizer", kInvalidArgument, [](StreamSpec& s) { s.normalizer = 3.0; });
@@ -621,5 +606,442 @@ TEST_F(RefusalsTest, MicrobatchesOfAStepAreBoundedEvenWithoutRows) {
   EXPECT_NE(Open(Whole(3, 0, 1), std::make_shared<RowCollector>()), nullptr);
 }
 
+// ---- Versions of weights ----
+
+TEST(HeadVersionsTest, NoTwoHeadsAndNoTwoVersionsHaveTheSameNumber) {
+  VersionCounter counter;
+  HeadVersions a(&counter), b(&counter);
+  std::set<uint64_t> numbers;
+  const auto see = [&](const HeadVersions& versions) {
+    numbers.insert({versions.generation(), versions.weights(), versions.moments(), versions.accumulation()});
+  };
+  see(a), see(b);
+  EXPECT_EQ(numbers.size(), 8u);
+  a.NewGeneration("zeroed");  // and another accumulation
+  b.NewWeights("applied");
+  see(a), see(b);
+  EXPECT_EQ(numbers.size(), 11u);
+  EXPECT_FALSE(numbers.contains(0));
+}
+
+TEST(HeadVersionsTest, SaysWhatHasChanged) {
+  VersionCounter counter;
+  HeadVersions versions(&counter);
+  const Binding binding{.step = 0,
+                        .generation = versions.generation(),
+                        .weights = versions.weights(),
+                        .moments = versions.moments(),
+                        .accumulation = versions.accumulation()};
+  EXPECT_TRUE(versions.Check(binding).ok());
+  versions.NewWeights("a checkpoint was loaded");
+  EXPECT_EQ(versions.Check(binding).code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(std::string(versions.Check(binding).message()), HasSubstr("a checkpoint was loaded"));
+  EXPECT_TRUE(versions.Check({.generation = binding.generation, .moments = binding.moments}).ok());
+  versions.SetStep(1, "step 0 was applied");
+  EXPECT_THAT(std::string(versions.Check(binding).message()), HasSubstr("step 0 was applied"));
+}
+
+TEST(HeadVersionsTest, AWriteIsAChangeAtItsFirstRowAndAtItsEnd) {
+  VersionCounter counter;
+  HeadVersions versions(&counter);
+  const uint64_t before = versions.weights();
+  const uint64_t write = versions.BeginWrite(Written::kValue);
+  const uint64_t begun = versions.weights();
+  EXPECT_GT(begun, before);
+  EXPECT_TRUE(versions.values_being_written());
+  versions.EndWrite(write, /*several=*/true);
+  EXPECT_GT(versions.weights(), begun);
+  EXPECT_FALSE(versions.being_written());
+  const uint64_t ended = versions.weights();
+  versions.EndWrite(write, /*several=*/true);
+  EXPECT_EQ(versions.weights(), ended) << "it has ended";
+
+  const uint64_t single = versions.BeginWrite(Written::kValue);
+  const uint64_t written = versions.weights();
+  versions.EndWrite(single, /*several=*/false);
+  EXPECT_EQ(versions.weights(), written);
+}
+
+TEST(HeadVersionsTest, AMomentIsNoValue) {
+  VersionCounter counter;
+  HeadVersions versions(&counter);
+  const uint64_t weights = versions.weights(), moments = versions.moments();
+  const uint64_t write = versions.BeginWrite(Written::kMoment);
+  EXPECT_TRUE(versions.being_written());
+  EXPECT_FALSE(versions.values_being_written());
+  EXPECT_EQ(versions.weights(), weights);
+  EXPECT_GT(versions.moments(), moments);
+  EXPECT_TRUE(versions.IsWriting(write));
+  versions.EndWrites();
+  EXPECT_FALSE(versions.IsWriting(write));
+  EXPECT_FALSE(versions.being_written());
+}
+
+// ---- Shares ----
+// Shares of a head that lies on several devices by vocabulary: when they change, and what the engine then
+// says of the head.
+
+constexpr kernels::TensorId kWeight = {kernels::Param::kWeight, kernels::Role::kValue};
+
+class SharesTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kHidden = 3, kClasses = 10;
+
+  void Start(EngineOptions options = {}) {
+    options.slice_bytes = 4096;
+    options.staging_bytes = int64_t{1} << 20;
+    auto engine = Engine::Create(options, backend_.get(), 42, {});
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    const kernels::HeadConfig config{
+        .hidden_size = kHidden, .vocab_size = kClasses, .split = kernels::Split::kVocabulary};
+    ASSERT_TRUE(engine_->CreateHead("head", config).ok());
+    ASSERT_TRUE(engine_->PublishHead("head").ok());
+  }
+  std::vector<float> Weight() {
+    std::vector<float> values(kHidden * kClasses);
+    EXPECT_TRUE(engine_
+                    ->OnDevice("head",
+                               [&](head::Head& head) {
+                                 return head.ReadRows(kWeight, 0, kClasses, kernels::DType::kFloat32,
+                                                      {reinterpret_cast<uint8_t*>(values.data()),
+                                                       values.size() * sizeof(float)});
+                               })
+                    .ok());
+    return values;
+  }
+
+  std::unique_ptr<kernels::Backend> backend_ = kernels::testing::MakeCpuGroup(3, 0);
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(SharesTest, TheHeadSaysWhatItHas) {
+  Start();
+  std::vector<float> values(kHidden * kClasses);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = 0.1f * static_cast<float>(i) - 1.0f;
+  ASSERT_TRUE(engine_
+                  ->OnDevice("head",
+                             [&](head::Head& head) {
+                               return head.WriteRows(kWeight, 0, kClasses, kernels::DType::kFloat32,
+                                                     {reinterpret_cast<const uint8_t*>(values.data()),
+                                                      values.size() * sizeof(float)});
+                             })
+                  .ok());
+  const HeadSnapshot before = *engine_->Describe("head");
+  EXPECT_THAT(before.config.shares, IsEmpty());
+  ASSERT_EQ(before.devices.size(), 3u);
+  EXPECT_EQ(before.devices[0].classes + before.devices[1].classes + before.devices[2].classes, kClasses);
+  EXPECT_EQ(before.devices[1].share, 1);
+  for (const std::vector<int32_t>& shares : {std::vector<int32_t>{2, 0, 3}, {0, 0, 1}, {}}) {
+    ASSERT_TRUE(engine_->SetShares("head", shares).ok());
+    const HeadSnapshot head = *engine_->Describe("head");
+    EXPECT_EQ(head.config.shares, shares);
+    EXPECT_EQ(head.state.step, before.state.step);
+    EXPECT_EQ(head.state.generation, before.state.generation);
+    EXPECT_EQ(head.state.weights_version, before.state.weights_version);
+    EXPECT_EQ(head.limits.max_rows, head.chunk_rows);
+    EXPECT_EQ(head.memory.by_kind, engine_->PlanHead("other", head.config)->memory.by_kind);
+    EXPECT_EQ(Weight(), values);
+  }
+  ASSERT_TRUE(engine_->SetShares("head", {2, 0, 3}).ok());
+  EXPECT_EQ(engine_->Describe("head")->devices[1].classes, 0);
+  EXPECT_EQ(engine_->Describe("head")->devices[2].share, 3);
+}
+
+TEST_F(SharesTest, WhileRowsAreUnderWayTheyStay) {
+  Start();
+  auto collector = std::make_shared<RowCollector>();
+  StreamSpec spec = Spec(1, 4, {0, 4}, 0);
+  auto stream = engine_->Open(std::move(spec), collector);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const absl::Status refused = engine_->SetShares("head", {2, 0, 3});
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("open ComputeLoss or Backward calls: 1"));
+  EXPECT_THAT(engine_->Describe("head")->config.shares, IsEmpty());
+  stream->reset();
+}
+
+TEST_F(SharesTest, WhatIsWrongChangesNothing) {
+  Start();
+  for (const std::vector<int32_t>& wrong : {std::vector<int32_t>{1, 1}, {0, 0, 0}, {1, -1, 1}}) {
+    EXPECT_EQ(engine_->SetShares("head", wrong).code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(engine_->SetShares("none", {1, 1, 1}).code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(engine_->Describe("head")->config.shares, IsEmpty());
+}
+
+// Where they stay as they are, a head whose chunks become smaller cannot follow.
+TEST_F(SharesTest, GroupsOfADeterministicEngineStay) {
+  EngineOptions options;
+  options.deterministic = true;
+  Start(options);
+  const HeadSnapshot before = *engine_->Describe("head");
+  const absl::Status status = engine_->SetShares("head", {0, 0, 1});
+  const HeadSnapshot after = *engine_->Describe("head");
+  EXPECT_EQ(after.limits.row_grid, before.limits.row_grid);
+  if (status.ok()) {
+    EXPECT_THAT(after.config.shares, ElementsAre(0, 0, 1));
+    EXPECT_GE(after.chunk_rows, before.limits.row_grid);
+  } else {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(after.config.shares, IsEmpty());
+  }
+}
+
+class UndividedTest : public EngineTest {};
+
+TEST_F(UndividedTest, HasNoShares) {
+  Start();
+  EXPECT_EQ(engine_->SetShares("head", {1}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(engine_->Describe("head")->devices.empty());
+}
+
+// ---- Random steps ----
+// Random steps with extreme options that are valid, on an engine with the CPU backend: a step that says OK
+// leaves numbers, one that is refused leaves every bit, and one that fails says so until other weights come.
+
+using Kind = OptimizerOptions::Kind;
+using Tensors = std::map<std::string, std::vector<float>>;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kMost = std::numeric_limits<float>::max();
+constexpr char kHead[] = "head";
+
+// Random numbers of a seed that changes with each run, unless LOSSD_TEST_SEED says it.
+uint64_t Seed() {
+  const char* fixed = std::getenv("LOSSD_TEST_SEED");
+  return fixed != nullptr ? std::strtoull(fixed, nullptr, 10) : std::random_device{}();
+}
+
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : rng_(seed) {}
+  bool Chance(double p) { return std::uniform_real_distribution<double>(0, 1)(rng_) < p; }
+  double Uniform(double a, double b) { return std::uniform_real_distribution<double>(a, b)(rng_); }
+  double Power(double a, double b) { return std::pow(10.0, Uniform(a, b)); }
+  double One(std::initializer_list<double> list) { return list.begin()[rng_() % list.size()]; }
+  // Mostly what is used, else the ends of what a double has.
+  double Rate() { return Chance(0.6) ? Power(-5, 0) : Chance(0.2) ? 0.0 : Power(-320, 39); }
+  double Share() {
+    return Chance(0.5)   ? One({0.9, 0.95, 0.99, 0.999})
+           : Chance(0.5) ? Uniform(0, 1) * 0.999999
+                         : One({0.0, 1e-300, 1e-30, 0.5, 1 - 1e-9, std::nextafter(1.0, 0.0)});
+  }
+  OptimizerOptions Options(bool calm) {
+    OptimizerOptions o;
+    o.kind = Chance(0.5) ? Kind::kAdamW : Kind::kSgd;
+    o.learning_rate = calm ? Power(-4, 0) : Rate();
+    o.weight_decay = Chance(0.4)   ? 0.0
+                     : Chance(0.5) ? 0.1
+                                   : 1.0 / std::max(1e-30, o.learning_rate) * One({0.5, 1, 2, 2.1, 1e3});
+    o.decay_vectors = Chance(0.4);
+    o.grad_multiplier = Chance(0.6) ? 1.0 : (Chance(0.5) ? 1 : -1) * Power(-60, 38);
+    if (o.kind == Kind::kAdamW) {
+      o.beta1 = Share();
+      o.beta2 = Share();
+      o.epsilon = Chance(0.6) ? 1e-8 : One({0.0, 1e-15, 1e-38, 1e-40, 1e-60, 1.0, 1e30});
+      return o;
+    }
+    o.momentum = Chance(0.4) ? 0.0 : Chance(0.5) ? 0.9 : One({1e-60, 1.0, 1.5, 1e10, 1e30});
+    o.nesterov = o.momentum > 0 && Chance(0.4);
+    o.dampening = o.nesterov ? 0.0 : One({0.0, 0.0, 0.9, 1.0, -3.0, 1e30});
+    return o;
+  }
+  // Of a tensor: of one order of magnitude, or of many.
+  std::vector<float> Values(size_t n, double low, double high) {
+    std::vector<float> values(n);
+    const bool mixed = Chance(0.3);
+    const double order = Uniform(low, high);
+    for (float& value : values) {
+      const double magnitude = std::pow(10.0, mixed ? Uniform(low, high) : order) * Uniform(0.1, 1.0);
+      value = static_cast<float>(std::min<double>(kMost, magnitude) * (Chance(0.5) ? 1 : -1));
+      if (Chance(0.1)) value = 0.0f;
+    }
+    return values;
+  }
+  std::vector<float> Gradients(size_t n) {
+    if (Chance(0.5)) return Values(n, -6, 2);
+    if (Chance(0.3)) return Values(n, -45, -36);  // subnormal, too
+    return Chance(0.3) ? Values(n, 36, 38.5) : Values(n, -30, 36);
+  }
+
+ private:
+  std::mt19937_64 rng_;
+};
+
+std::string Describe(const OptimizerOptions& o) {
+  return absl::StrCat(o.kind == Kind::kAdamW ? "adamw" : "sgd", " lr=", o.learning_rate,
+                      " wd=", o.weight_decay, " decay_vectors=", o.decay_vectors,
+                      " multiplier=", o.grad_multiplier, " beta1=", o.beta1, " beta2=", o.beta2,
+                      " epsilon=", o.epsilon, " momentum=", o.momentum, " dampening=", o.dampening,
+                      " nesterov=", o.nesterov);
+}
+
+class Listener final : public SilentObserver {
+ public:
+  void OnStep(const StepReport& report) override { values += report.made_not_finite; }
+  int64_t values = 0;
+};
+
+class UpdatePropertyTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto backend = kernels::CreateCpuBackend({.threads = 1, .workspace_bytes = 1 << 20});
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    auto engine = Engine::Create({.slice_bytes = 8192, .staging_bytes = 16384, .retained_bytes = 1 << 16},
+                                 backend_.get(), 42, {&listener_});
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    ASSERT_TRUE(engine_->CreateHead(kHead, config_).ok());
+    ASSERT_TRUE(engine_->PublishHead(kHead).ok());
+    Load(Calm());
+  }
+  std::vector<kernels::TensorId> Ids() const { return head::CheckpointTensors(config_); }
+  size_t SizeOf(kernels::TensorId id) const {
+    return static_cast<size_t>(kernels::ShapeOf(config_, id.param).elements());
+  }
+  // Weights as of a network, a masked class, moments of 0.
+  Tensors Calm() {
+    Tensors tensors;
+    for (const kernels::TensorId id : Ids()) {
+      auto& values = tensors[head::TensorName(id)];
+      values = id.role == Role::kValue ? draw_.Values(SizeOf(id), -2, 0) : std::vector<float>(SizeOf(id));
+      if (masked_ && id == kernels::TensorId{Param::kBias, Role::kValue}) values[2] = -kInf;
+    }
+    return tensors;
+  }
+  // As a checkpoint may hold them: every value is a number, moments 2 are not negative.
+  Tensors Wild() {
+    Tensors tensors = Calm();
+    for (const kernels::TensorId id : Ids()) {
+      if (draw_.Chance(0.5)) continue;
+      auto& values = tensors[head::TensorName(id)];
+      values = draw_.Values(values.size(), draw_.Chance(0.5) ? -40 : 30, 38.53);
+      if (id.role != Role::kMoment2) continue;
+      for (float& value : values) value = std::fabs(value);
+    }
+    return tensors;
+  }
+  absl::Status Write(kernels::TensorId id, const std::vector<float>& values) {
+    return engine_->OnDevice(kHead, [&](head::Head& head) {
+      return head.WriteRows(id, 0, kernels::ShapeOf(config_, id.param).rows, kernels::DType::kFloat32,
+                            {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)});
+    });
+  }
+  void Load(const Tensors& tensors) {
+    ASSERT_TRUE(engine_->BeginLoad(kHead, {.step = step_, .updates = updates_}, std::nullopt).ok());
+    for (const kernels::TensorId id : Ids()) ASSERT_TRUE(Write(id, tensors.at(head::TensorName(id))).ok());
+    ASSERT_TRUE(engine_->EndLoad(kHead).ok());
+  }
+  Tensors Read(bool gradients) {
+    Tensors tensors;
+    std::vector<kernels::TensorId> ids = Ids();
+    for (const kernels::TensorId id : Ids()) {
+      if (gradients && id.role == Role::kValue) ids.push_back({id.param, Role::kGradient});
+    }
+    for (const kernels::TensorId id : ids) {
+      std::vector<float> values(SizeOf(id));
+      EXPECT_TRUE(engine_
+                      ->OnDevice(kHead,
+                                 [&](head::Head& head) {
+                                   return head.ReadRows(id, 0, kernels::ShapeOf(config_, id.param).rows,
+                                                        kernels::DType::kFloat32,
+                                                        {reinterpret_cast<uint8_t*>(values.data()),
+                                                         values.size() * sizeof(float)});
+                                 })
+                      .ok());
+      tensors[head::TensorName(id)] = std::move(values);
+    }
+    return tensors;
+  }
+  static bool SameBits(const Tensors& a, const Tensors& b) {
+    for (const auto& [name, values] : a) {
+      if (std::memcmp(values.data(), b.at(name).data(), values.size() * sizeof(float)) != 0) return false;
+    }
+    return a.size() == b.size();
+  }
+  // What is no number any more, or is another infinity.
+  static std::string Broken(const Tensors& before, const Tensors& after) {
+    for (const auto& [name, values] : after) {
+      for (size_t i = 0; i < values.size(); ++i) {
+        const float was = before.at(name)[i];
+        if (!std::isfinite(values[i]) && !(values[i] == was))
+          return absl::StrCat(name, "[", i, "] was ", was, ", is ", values[i]);
+      }
+    }
+    return "";
+  }
+  void SetGradients() {
+    for (const kernels::TensorId id : Ids()) {
+      if (id.role != Role::kValue) continue;
+      std::vector<float> values = draw_.Gradients(SizeOf(id));
+      if (masked_ && id.param == Param::kBias) values[2] = 0.0f;  // as it is
+      ASSERT_TRUE(Write({id.param, Role::kGradient}, values).ok());
+    }
+  }
+  // One step; false if it broke what this file is about.
+  void Step(const OptimizerOptions& options) {
+    SetGradients();
+    const Tensors before = Read(true);
+    const int64_t told = listener_.values;
+    StepRequest request{.step = step_, .optimizer = options};
+    request.begin_optimizer = draw_.Chance(0.1);
+    const auto result = engine_->ApplyStep(kHead, request);
+    const absl::Status usable = engine_->Describe(kHead)->tensors_status;
+    SCOPED_TRACE(absl::StrCat("seed ", seed_, ", update ", updates_ + 1, ", ", Describe(options), ": ",
+                              result.status().ToString()));
+    if (result.ok()) {
+      ++counts_["applied"];
+      EXPECT_EQ(Broken(before, Read(false)), "");
+      step_ = result->state.step;
+      updates_ = request.begin_optimizer ? 1 : updates_ + 1;
+      EXPECT_TRUE(usable.ok()) << usable;
+      EXPECT_EQ(listener_.values, told);
+    } else if (absl::IsInvalidArgument(result.status())) {
+      ++counts_["refused"];
+      EXPECT_TRUE(SameBits(before, Read(true)));
+      EXPECT_TRUE(usable.ok()) << usable;
+      EXPECT_THAT(std::string(result.status().message()), HasSubstr("optimizer."));
+      EXPECT_EQ(listener_.values, told);
+    } else {
+      ++counts_["diverged"];
+      EXPECT_TRUE(absl::IsFailedPrecondition(result.status()));
+      EXPECT_THAT(std::string(result.status().message()), HasSubstr("not finite any more"));
+      EXPECT_EQ(usable, result.status()) << "the head says it to whoever asks";
+      EXPECT_GT(listener_.values, told);
+      EXPECT_NE(Broken(before, Read(false)), "");
+      Load(Calm());
+    }
+  }
+
+  const uint64_t seed_ = Seed();
+  Draw draw_{seed_};
+  bool masked_ = false;
+  kernels::HeadConfig config_{.hidden_size = 6,
+                              .vocab_size = 5,
+                              .has_bias = true,
+                              .norm = kernels::Norm::kLayerNorm,
+                              .optimizer_state = kernels::OptimizerState::kAdam};
+  uint64_t step_ = 0, updates_ = 0;
+  Listener listener_;
+  std::map<std::string, int> counts_;
+  std::unique_ptr<kernels::Backend> backend_;
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(UpdatePropertyTest, AStepThatSaysOkLeavesNumbers) {
+  for (int i = 0; i < 4000 && !HasFailure(); ++i) {
+    if (draw_.Chance(0.02)) {
+      masked_ = draw_.Chance(0.5);
+      Load(draw_.Chance(0.5) ? Wild() : Calm());
+    }
+    Step(draw_.Options(draw_.Chance(0.3)));
+  }
+  for (const auto& [what, count] : counts_) RecordProperty(what, count);
+  for (const char* what : {"applied", "refused", "diverged"})
+    EXPECT_GT(counts_[what], 20) << what << ", seed " << seed_;
+}
+
 }  // namespace
-}  // namespace lossd::engine::refusals_test
+}  // namespace lossd::engine::engine_test

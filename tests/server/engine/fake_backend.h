@@ -26,6 +26,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/engine/engine_options.h"
 
 namespace lossd::engine {
 
@@ -337,6 +338,17 @@ class FakeBackend final : public kernels::Backend {
 
  private:
   FakeDevice* const device_;
+};
+
+// An observer that does nothing, for tests that look at some events only.
+class SilentObserver : public EngineObserver {
+ public:
+  void OnChunk(const ChunkReport&) override {}
+  void OnChunkLeft(const ChunkReport&) override {}
+  void OnChoices(const ChoicesReport&) override {}
+  void OnContribution(const ContributionReport&) override {}
+  void OnStep(const StepReport&) override {}
+  void OnDeviceError(const absl::Status&) override {}
 };
 
 }  // namespace lossd::engine

@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
 #include "server/engine/operations.h"
-#include "tests/server/engine/session_fixture.h"
+#include "tests/server/engine/engine_fixture.h"
 
 // ---- The session of a head ----
 // Driven by hand: slices from their caller to the device and back, and versions.

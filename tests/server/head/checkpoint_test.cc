@@ -19,7 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/head/checkpoint_store.h"
 #include "tests/server/head/checkpoint_fixture.h"
-#include "tests/server/head/watched_disk.h"
+#include "tests/server/head/faulty_disk.h"
 
 namespace lossd::head::checkpoint_test {
 namespace {

@@ -6,6 +6,7 @@
 #define LOSSD_TESTS_SERVER_HEAD_FAULTY_DISK_H_
 
 #include <cerrno>
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -17,6 +18,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -204,6 +206,49 @@ class FaultyDisk final : public Disk {
   std::string victim_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> unsynced_data_ ABSL_GUARDED_BY(mutex_);  // files whose content may be lost
   std::vector<Name> unsynced_names_ ABSL_GUARDED_BY(mutex_);     // in the order of their making
+};
+
+// A disk that is asked before each write, so that tests can delay or fail it.
+class WatchedDisk : public Disk {
+ public:
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
+    return Watched(path, Disk::CreateFile(path));
+  }
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateLargeFile(const std::string& path) override {
+    return Watched(path, Disk::CreateLargeFile(path));
+  }
+
+ protected:
+  // An error is the operation's answer, and it does not happen.
+  virtual absl::Status BeforeWrite(const std::string& path, absl::Span<const uint8_t> bytes) = 0;
+  virtual absl::Status BeforeSync(const std::string& /*path*/) { return absl::OkStatus(); }
+
+ private:
+  absl::StatusOr<std::unique_ptr<formats::OutputFile>> Watched(
+      const std::string& path, absl::StatusOr<std::unique_ptr<formats::OutputFile>> file) {
+    if (!file.ok()) return file.status();
+    return std::make_unique<File>(this, path, *std::move(file));
+  }
+
+  class File final : public formats::OutputFile {
+   public:
+    File(WatchedDisk* disk, std::string path, std::unique_ptr<formats::OutputFile> file)
+        : disk_(disk), path_(std::move(path)), file_(std::move(file)) {}
+    absl::Status Append(absl::Span<const uint8_t> bytes) override {
+      absl::Status status = disk_->BeforeWrite(path_, bytes);
+      return status.ok() ? file_->Append(bytes) : status;
+    }
+    absl::Status Sync() override {
+      absl::Status status = disk_->BeforeSync(path_);
+      return status.ok() ? file_->Sync() : status;
+    }
+    absl::Status Close() override { return file_->Close(); }
+
+   private:
+    WatchedDisk* const disk_;
+    const std::string path_;
+    const std::unique_ptr<formats::OutputFile> file_;
+  };
 };
 
 }  // namespace lossd::head

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/server/head/memory_kernels.h"
+#include "tests/server/head/checkpoint_fixture.h"
 
 // ---- Head ----
 

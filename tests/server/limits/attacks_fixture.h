@@ -17,7 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/server/service/service_client.h"
-#include "tests/support/raw_http2.h"
+#include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 
 namespace lossd::app::testing {

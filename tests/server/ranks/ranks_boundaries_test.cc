@@ -24,7 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/faults/fault_proxy.h"
 #include "tests/server/ranks/small_steps.h"
-#include "tests/support/rank_server.h"
+#include "tests/support/server_process.h"
 
 namespace lossd::app::testing::ranks_boundaries_test {
 namespace {

@@ -15,7 +15,6 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
 #include "tests/support/server_process.h"
 

@@ -15,8 +15,8 @@
 #include "kernels/clocks/clock.h"
 #include "tests/server/ranks/small_steps.h"
 #include "tests/server/service/small_training.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
+#include "tests/support/server_process.h"
 
 namespace lossd::app::testing::ranks_hangs_test {
 namespace {

@@ -13,10 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
-#include "tests/support/metrics_page.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
-#include "tests/support/test_pki.h"
+#include "tests/support/server_process.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::app::testing::ranks_service_test {
 namespace {

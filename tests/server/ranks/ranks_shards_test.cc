@@ -22,9 +22,8 @@
 #include "kernels/clocks/clock.h"
 #include "proto/tensorfile/safetensors.h"
 #include "tests/server/ranks/small_steps.h"
-#include "tests/support/head_folder.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/server_process.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::app::testing::ranks_shards_test {
 namespace {

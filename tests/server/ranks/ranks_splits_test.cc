@@ -16,9 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "tests/server/service/deferred_training.h"
 #include "tests/server/service/small_training.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/server_process.h"
 
 namespace lossd::app::testing::ranks_splits_test {

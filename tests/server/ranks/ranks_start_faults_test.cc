@@ -27,8 +27,8 @@
 #include "kernels/clocks/clock.h"
 #include "tests/faults/fault_proxy.h"
 #include "tests/server/ranks/small_steps.h"
-#include "tests/support/rank_server.h"
 #include "tests/support/raw_http.h"
+#include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::app::testing::ranks_start_faults_test {

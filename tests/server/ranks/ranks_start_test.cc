@@ -18,8 +18,8 @@
 #include "absl/strings/str_split.h"
 #include "kernels/clocks/clock.h"
 #include "tests/server/service/small_training.h"
-#include "tests/support/fake_service_manager.h"
-#include "tests/support/rank_server.h"
+#include "tests/support/fake_host.h"
+#include "tests/support/server_process.h"
 
 // ---- Ranks that end early ----
 // Ranks that are stopped or killed before they serve: whoever was asked to stop ends at once, and says so,

@@ -16,7 +16,7 @@
 #include "client/cpp/client.h"
 #include "tests/server/service/small_training.h"
 #include "tests/support/effort.h"
-#include "tests/support/rank_server.h"
+#include "tests/support/server_process.h"
 
 namespace lossd::app::testing {
 

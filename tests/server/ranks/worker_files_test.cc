@@ -13,7 +13,7 @@
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
 #include "server/ranks/worker.h"
-#include "tests/server/head/memory_kernels.h"
+#include "tests/server/head/checkpoint_fixture.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::ranks::worker_files_test {
@@ -252,7 +252,7 @@ TEST_F(WorkerFilesTest, ACancelledSaveEndsAndOthersAreBounded) {
   EXPECT_FALSE(fs::exists(root_ + "/head/.tmp-1/.proof-2"));
 }
 
-// The paths of a load are a client's in the end; the reader checks them (paths_test).
+// The paths of a load are a client's in the end; the reader checks them (disk_test).
 TEST_F(WorkerFilesTest, LoadsNoOtherCheckpoint) {
   const head::CheckpointSubject subject = {.head = "head", .config = kernels_.config()};
   const auto source = [&](kernels::TensorId id, int64_t row, int64_t rows, absl::Span<uint8_t> out) {

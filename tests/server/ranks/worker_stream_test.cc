@@ -1,26 +1,213 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of the leader's end of a worker's stream: buffers, what is known of the worker, and workers that
-// fail.
+// Tests of the leader's end of a worker (worker_stream.h, remote_backend.h): buffers, what is known of the
+// worker, workers that fail, and tensors that are read and written in pieces.
 #include "server/ranks/worker_stream.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "server/ranks/remote_backend.h"
 #include "server/ranks/worker.h"
-#include "tests/server/ranks/worker_stream_fixture.h"
 
-// ---- Buffers of a worker ----
-
-namespace lossd::ranks::worker_buffers_test {
+namespace lossd::ranks::worker_stream_test {
 namespace {
 
 using kernels::MemoryKind;
+using ::testing::HasSubstr;
+
+constexpr size_t kHidden = 4;
+constexpr int64_t kRows = 2;  // of each slice
+constexpr size_t kSlices = 2;
+
+// A worker that says what the test has it say.
+class PlayedWorker final : public WorkerTransport {
+ public:
+  bool Read(v1::FromWorker* message) override {
+    absl::MutexLock lock(&mutex_);
+    ++reads_;
+    const auto news = [this] {
+      mutex_.AssertHeld();
+      return ended_ || !said_.empty();
+    };
+    mutex_.Await(absl::Condition(&news));
+    if (said_.empty()) return false;
+    *message = std::move(said_.front());
+    said_.pop_front();
+    return true;
+  }
+  bool Write(const v1::ToWorker& message) override {
+    const int number = ++written_;
+    if (message.has_slice()) slices_.push_back(message.slice());
+    if (on_write_) on_write_(number);
+    return true;
+  }
+  void Cancel() override { End(); }
+
+  void Say(v1::FromWorker message) {
+    absl::MutexLock lock(&mutex_);
+    said_.push_back(std::move(message));
+  }
+  void End() {
+    absl::MutexLock lock(&mutex_);
+    ended_ = true;
+  }
+  // Everything that was said has been dealt with.
+  void AwaitHeard() {
+    absl::MutexLock lock(&mutex_);
+    const auto heard = [this] {
+      mutex_.AssertHeld();
+      return ended_ || (said_.empty() && reads_ > said_in_all_);
+    };
+    mutex_.Await(absl::Condition(&heard));
+  }
+  // That were sent to it.
+  const std::vector<v1::ChunkSlice>& slices() const { return slices_; }
+  // Runs within Write, with the number of the message, from 1 on.
+  void set_on_write(std::function<void(int)> on_write) { on_write_ = std::move(on_write); }
+  void CountSaid(int more) {
+    absl::MutexLock lock(&mutex_);
+    said_in_all_ += more;
+  }
+
+ private:
+  std::function<void(int)> on_write_;
+  int written_ = 0;
+  std::vector<v1::ChunkSlice> slices_;
+  absl::Mutex mutex_;
+  std::deque<v1::FromWorker> said_ ABSL_GUARDED_BY(mutex_);
+  int said_in_all_ ABSL_GUARDED_BY(mutex_) = 0;
+  int reads_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+class WorkerStreamTest : public ::testing::Test {
+ protected:
+  WorkerStreamTest() : stream_(MakeHello(), &worker_) {
+    for (size_t i = 0; i < kSlices; ++i) {
+      slices_[i].rows = kRows;
+      slices_[i].hidden = hidden_[i];
+      slices_[i].targets = targets_;
+      slices_[i].grad_hidden = hidden_[i];
+      slices_[i].out.loss = losses_[i];
+    }
+    chunk_.hidden_dtype = kernels::DType::kFloat32;
+    chunk_.slices = absl::MakeSpan(slices_);
+    reader_ = std::thread([this] {
+      stream_.Run([this](const absl::Status& status) { end_ = status; }, [](const std::string&) {});
+    });
+    worker_.AwaitHeard();  // it reads
+  }
+  ~WorkerStreamTest() override {
+    worker_.End();
+    if (reader_.joinable()) reader_.join();
+  }
+  static v1::Hello MakeHello() {
+    v1::Hello hello;
+    hello.set_rank(3);
+    hello.set_host("elsewhere");
+    return hello;
+  }
+
+  // Chunks are numbered from 1 on, with the requests.
+  void Submit(bool is_part = false) {
+    stream_.Submit({.id = 1, .hidden_size = kHidden, .is_part = is_part}, &chunk_,
+                   {.on_results =
+                        [this](absl::Status status) {
+                          absl::MutexLock lock(&mutex_);
+                          results_.push_back(std::move(status));
+                        },
+                    .on_done =
+                        [this](absl::Status status) {
+                          absl::MutexLock lock(&mutex_);
+                          done_.push_back(std::move(status));
+                        }});
+  }
+  void Say(v1::FromWorker message) {
+    worker_.CountSaid(1);
+    worker_.Say(std::move(message));
+  }
+  static v1::FromWorker SliceResults(uint64_t chunk, uint32_t slice) {
+    v1::FromWorker message;
+    v1::SliceResults* const results = message.mutable_slice();
+    results->set_chunk(chunk);
+    results->set_slice(slice);
+    results->set_first_nonfinite_row(-1);
+    results->set_loss(std::string(kRows * sizeof(float), '\1'));
+    results->set_grad_hidden(std::string(kRows * kHidden * sizeof(float), '\2'));
+    return message;
+  }
+  static v1::FromWorker Results(uint64_t chunk) {
+    v1::FromWorker message;
+    message.mutable_results()->set_chunk(chunk);
+    return message;
+  }
+  static v1::FromWorker Done(uint64_t chunk) {
+    v1::FromWorker message;
+    message.mutable_done()->set_chunk(chunk);
+    return message;
+  }
+  // The hidden states lie in memory that the worker has mapped.
+  uint64_t ShareHidden() {
+    const absl::Span<uint8_t> memory = {reinterpret_cast<uint8_t*>(hidden_), sizeof(hidden_)};
+    EXPECT_TRUE(regions_.Enter(3));
+    const uint64_t region = regions_.Add(memory, wire::OwnedDescriptor());
+    regions_.Told(3, *regions_.NextNews(3));
+    EXPECT_TRUE(regions_.OnAnswer(3, region, /*mapped=*/true));
+    stream_.ShareRows(&regions_);
+    return region;
+  }
+  static v1::FromWorker InPlace(v1::FromWorker message) {
+    message.mutable_slice()->clear_grad_hidden();
+    message.mutable_slice()->set_grad_hidden_in_place(true);
+    return message;
+  }
+  size_t results_heard() {
+    absl::MutexLock lock(&mutex_);
+    return results_.size();
+  }
+  // The worker is lost, and the chunk failed, each callback called once.
+  void ExpectLost(const std::string& why) {
+    worker_.AwaitHeard();
+    worker_.End();  // where nobody has minded
+    reader_.join();
+    EXPECT_EQ(end_.code(), absl::StatusCode::kUnavailable) << end_;
+    EXPECT_THAT(std::string(end_.message()), ::testing::HasSubstr("rank 3 (elsewhere"));
+    EXPECT_THAT(std::string(end_.message()), ::testing::HasSubstr(why));
+    absl::MutexLock lock(&mutex_);
+    ASSERT_EQ(results_.size(), 1u);
+    ASSERT_EQ(done_.size(), 1u);
+    EXPECT_EQ(done_[0], end_);
+  }
+
+  float hidden_[kSlices][kRows * kHidden] = {};
+  int32_t targets_[kRows] = {};
+  float losses_[kSlices][kRows] = {};
+  kernels::Slice slices_[kSlices];
+  kernels::Chunk chunk_;
+  RowRegions regions_{4, [] {}};
+  PlayedWorker worker_;
+  WorkerStream stream_;
+  std::thread reader_;
+  absl::Status end_;
+  absl::Mutex mutex_;
+  std::vector<absl::Status> results_ ABSL_GUARDED_BY(mutex_), done_ ABSL_GUARDED_BY(mutex_);
+};
+
+// ---- Buffers of a worker ----
 
 // A backend with two chunks in flight, whose memory can come to its end.
 class LimitedBackend final : public kernels::Backend {
@@ -108,19 +295,8 @@ TEST(WorkerBuffersTest, WithoutAReserveTheLargestChunkDecides) {
   EXPECT_LE(backend.staging(), 1000);
 }
 
-}  // namespace
-}  // namespace lossd::ranks::worker_buffers_test
-
 // ---- What is known of a worker ----
 // What the leader knows of a worker: memory, traffic, metrics.
-
-namespace lossd::ranks::worker_state_test {
-namespace {
-
-using testing::kHidden;
-using testing::kRows;
-using testing::kSlices;
-using testing::WorkerStreamTest;
 
 // Chunks take memory of a worker too, and steps may be far between.
 TEST_F(WorkerStreamTest, MemoryIsWhatTheWorkerSaidLastWithChunksToo) {
@@ -191,19 +367,8 @@ TEST_F(WorkerStreamTest, MoreMetricsThanThereCanBeAreALoss) {
   ExpectLost("too many metrics");
 }
 
-}  // namespace
-}  // namespace lossd::ranks::worker_state_test
-
 // ---- Workers that fail ----
 // The worker does what it must not: it is lost, and all that is under way fails once.
-
-namespace lossd::ranks::worker_stream_test {
-namespace {
-
-using testing::kHidden;
-using testing::kRows;
-using testing::kSlices;
-using testing::WorkerStreamTest;
 
 TEST_F(WorkerStreamTest, ResultsComeToTheSlices) {
   Submit();
@@ -283,12 +448,12 @@ TEST_F(WorkerStreamTest, RowsToBeRetainedAreKeptBeforeTheWorkerHearsOfThem) {
   hidden_[1][0] = 7;
   float kept = 3;
   const auto bytes = absl::Span<uint8_t>(reinterpret_cast<uint8_t*>(&kept), sizeof(kept));
-  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  ASSERT_TRUE(retained->WriteBytes(0, bytes).ok());
   worker_.set_on_write([&](int message) {
     if (message != 3) return;  // the second slice
-    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), kSliceBytes, bytes).ok());
+    EXPECT_TRUE(retained->ReadBytes(kSliceBytes, bytes).ok());
     EXPECT_EQ(kept, 7);
-    EXPECT_TRUE(kernels::ReadBytesOf(retained.get(), 0, bytes).ok());
+    EXPECT_TRUE(retained->ReadBytes(0, bytes).ok());
     EXPECT_EQ(kept, 3) << "nothing was to be kept there";
   });
   Submit();
@@ -301,7 +466,7 @@ TEST_F(WorkerStreamTest, RetainedRowsLieWhereTheirGradientsGoIfThatIsShared) {
   const auto retained = backend->AllocateRetained(kSliceBytes).value();
   const float value = 7;
   const auto bytes = absl::Span<const uint8_t>(reinterpret_cast<const uint8_t*>(&value), sizeof(value));
-  ASSERT_TRUE(kernels::WriteBytesOf(retained.get(), 0, bytes).ok());
+  ASSERT_TRUE(retained->WriteBytes(0, bytes).ok());
   chunk_.retained = retained.get();
   slices_[1].hidden = nullptr;
   slices_[1].retained_offset = 0;
@@ -443,6 +608,196 @@ TEST_F(WorkerStreamTest, ARequestThatIsUnderWayFailsWithTheWorker) {
   absl::MutexLock lock(&mutex_);
   ASSERT_EQ(done_.size(), 1u);
   EXPECT_EQ(done_[0].code(), absl::StatusCode::kUnavailable);
+}
+
+// ---- Tensors in pieces ----
+// Tensors of a worker that the leader reads and writes in pieces: several are under way at once, not more,
+// and an error is that of the first piece that fails.
+
+constexpr int64_t kWideHidden = int64_t{1} << 18;  // so that a piece has four rows
+constexpr size_t kRowBytes = kWideHidden * sizeof(float);
+constexpr int64_t kPieceRows = kPieceBytes / static_cast<int64_t>(kRowBytes);
+constexpr int64_t kVocab = 40;
+constexpr auto kFloat = kernels::DType::kFloat32;
+constexpr kernels::TensorId kWeight = {kernels::Param::kWeight, kernels::Role::kValue};
+
+// A worker that answers the oldest request when as many wait as may be under way, or no more are to come.
+class PatientWorker final : public WorkerTransport {
+ public:
+  // `all`: requests that will come. `answer` fills an answer in; on the stream's reading thread.
+  PatientWorker(int all, std::function<void(const v1::Request&, v1::Answer&)> answer)
+      : all_(all), answer_(std::move(answer)) {}
+
+  bool Read(v1::FromWorker* message) override {
+    v1::Request request;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto due = [this] {
+        mutex_.AssertHeld();
+        const bool enough = waiting_.size() >= kPiecesUnderWay || came_ >= all_ || hurried_;
+        return ended_ || (enough && !waiting_.empty());
+      };
+      mutex_.Await(absl::Condition(&due));
+      if (ended_) return false;
+      request = std::move(waiting_.front());
+      waiting_.pop_front();
+    }
+    message->mutable_answer()->Clear();
+    message->mutable_answer()->set_request(request.id());
+    if (!request.destroy()) answer_(request, *message->mutable_answer());
+    return true;
+  }
+  bool Write(const v1::ToWorker& message) override {
+    absl::MutexLock lock(&mutex_);
+    if (!message.request().destroy()) ++came_;
+    hurried_ = hurried_ || message.request().destroy();
+    waiting_.push_back(message.request());
+    most_ = std::max(most_, waiting_.size());
+    return true;
+  }
+  void Cancel() override {
+    absl::MutexLock lock(&mutex_);
+    ended_ = true;
+  }
+  // From now on every request is answered at once.
+  void Hurry() {
+    absl::MutexLock lock(&mutex_);
+    hurried_ = true;
+  }
+  size_t most() {
+    absl::MutexLock lock(&mutex_);
+    return most_;
+  }
+  int came() {
+    absl::MutexLock lock(&mutex_);
+    return came_;
+  }
+
+ private:
+  const int all_;
+  const std::function<void(const v1::Request&, v1::Answer&)> answer_;
+  absl::Mutex mutex_;
+  std::deque<v1::Request> waiting_ ABSL_GUARDED_BY(mutex_);
+  int came_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t most_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool hurried_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// A head of a played worker.
+class Remote {
+ public:
+  Remote(int all, std::function<void(const v1::Request&, v1::Answer&)> answer)
+      : worker_(all, std::move(answer)),
+        stream_(std::make_shared<WorkerStream>(v1::Hello(), &worker_)),
+        head_(std::make_unique<RemoteHead>(
+            kernels::HeadConfig{.hidden_size = kWideHidden, .vocab_size = kVocab, .compute_dtype = kFloat}, 1,
+            v1::HeadDescription(), stream_)),
+        reader_([this] { stream_->Run([](const absl::Status&) {}, [](const std::string&) {}); }) {}
+  ~Remote() {
+    head_.reset();
+    worker_.Cancel();
+    reader_.join();
+  }
+  PatientWorker& worker() { return worker_; }
+  RemoteHead& head() { return *head_; }
+
+ private:
+  PatientWorker worker_;
+  std::shared_ptr<WorkerStream> stream_;
+  std::unique_ptr<RemoteHead> head_;
+  std::thread reader_;
+};
+
+// What row `row` holds everywhere.
+char Content(int64_t row) { return static_cast<char>(row + 1); }
+
+std::string Rows(int64_t first, int64_t rows) {
+  std::string bytes;
+  for (int64_t row = first; row < first + rows; ++row) bytes.append(kRowBytes, Content(row));
+  return bytes;
+}
+
+absl::Span<const uint8_t> BytesOf(const std::string& bytes) {
+  return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
+}
+
+TEST(RemoteBackendTest, PiecesOfAReadAreUnderWayTogether) {
+  constexpr int64_t kFirst = 3, kCount = 35;  // nine pieces, the last with three rows
+  Remote remote(9, [](const v1::Request& request, v1::Answer& answer) {
+    answer.set_payload(Rows(request.read().row_begin(), request.read().rows()));
+  });
+  std::string out(kCount * kRowBytes, 0);
+  const absl::Status status = remote.head().ReadTensor(kWeight, kFirst, kCount, kFloat,
+                                                       {reinterpret_cast<uint8_t*>(out.data()), out.size()});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(out, Rows(kFirst, kCount));
+  EXPECT_EQ(remote.worker().came(), 9);
+  EXPECT_EQ(remote.worker().most(), kPiecesUnderWay);
+}
+
+TEST(RemoteBackendTest, SoAreThoseOfAWriteAndAnAddition) {
+  for (const bool add : {false, true}) {
+    SCOPED_TRACE(add ? "AddGradient" : "WriteTensor");
+    absl::Mutex mutex;
+    std::string got;
+    Remote remote(10, [&](const v1::Request& request, v1::Answer&) {
+      const v1::TensorAccess& access = add ? request.add() : request.write();
+      absl::MutexLock lock(&mutex);
+      EXPECT_EQ(static_cast<size_t>(access.row_begin()) * kRowBytes, got.size());
+      EXPECT_EQ(access.scale(), add ? 0.5f : 0.0f);
+      got += access.payload();
+    });
+    const std::string in = Rows(0, kVocab);
+    const absl::Status status =
+        add ? remote.head().AddGradient(kernels::Param::kWeight, 0, kVocab, kFloat, 0.5f, BytesOf(in))
+            : remote.head().WriteTensor(kWeight, 0, kVocab, kFloat, BytesOf(in));
+    ASSERT_TRUE(status.ok()) << status;
+    absl::MutexLock lock(&mutex);
+    EXPECT_EQ(got, in);
+    EXPECT_EQ(remote.worker().most(), kPiecesUnderWay);
+  }
+}
+
+TEST(RemoteBackendTest, TheFirstPieceThatFailsIsTheError) {
+  for (const int64_t failing : {0, 1, 8, 9}) {
+    SCOPED_TRACE(failing);
+    Remote remote(10, [failing](const v1::Request& request, v1::Answer& answer) {
+      const int64_t piece = request.write().row_begin() / kPieceRows;
+      if (piece < failing) return;
+      answer.mutable_status()->set_code(static_cast<int>(absl::StatusCode::kInternal));
+      answer.mutable_status()->set_message(absl::StrCat("piece ", piece));
+    });
+    // With the last of those that may be under way comes the error, and nothing after it.
+    if (failing + static_cast<int64_t>(kPiecesUnderWay) < 10) remote.worker().Hurry();
+    const std::string in = Rows(0, kVocab);
+    EXPECT_EQ(remote.head().WriteTensor(kWeight, 0, kVocab, kFloat, BytesOf(in)),
+              absl::InternalError(absl::StrCat("piece ", failing)));
+    EXPECT_LE(remote.worker().came(), failing + static_cast<int64_t>(kPiecesUnderWay));
+  }
+}
+
+TEST(RemoteBackendTest, RowsOfAnotherLengthAreAnError) {
+  Remote remote(10, [](const v1::Request& request, v1::Answer& answer) {
+    answer.set_payload(Rows(0, request.read().row_begin() == 0 ? 1 : kPieceRows));
+  });
+  remote.worker().Hurry();
+  std::string out(kVocab * kRowBytes, 0);
+  const absl::Status status = remote.head().ReadTensor(kWeight, 0, kVocab, kFloat,
+                                                       {reinterpret_cast<uint8_t*>(out.data()), out.size()});
+  EXPECT_EQ(status, absl::InternalError("a worker sent rows of another length"));
+}
+
+TEST(RemoteBackendTest, AWorkerThatIsLostMeanwhileIsTheError) {
+  std::function<void()> lose;
+  Remote remote(10, [&lose](const v1::Request& request, v1::Answer&) {
+    if (request.write().row_begin() >= 2 * kPieceRows) lose();
+  });
+  lose = [&] { remote.worker().Cancel(); };
+  const std::string in = Rows(0, kVocab);
+  const absl::Status status = remote.head().WriteTensor(kWeight, 0, kVocab, kFloat, BytesOf(in));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("is lost"));
 }
 
 }  // namespace

@@ -16,7 +16,6 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/device_choice.h"
 #include "tests/server/app/forwarding_backend.h"
 
 namespace lossd::regions::regions_test {
@@ -109,9 +108,7 @@ TEST_F(RegionsTest, RespectTheMemoryLimit) {
 }
 
 // A backend with devices, whose memory is the host's here.
-class SharingBackend final : public kernels::ForwardingBackend,
-                             public kernels::DeviceMemorySharer,
-                             public kernels::StagingAdopter {
+class SharingBackend final : public kernels::ForwardingBackend {
  public:
   SharingBackend(std::unique_ptr<kernels::Backend> backend, std::vector<std::string> devices)
       : kernels::ForwardingBackend(std::move(backend)), devices_(std::move(devices)) {}
@@ -124,10 +121,6 @@ class SharingBackend final : public kernels::ForwardingBackend,
     return std::make_unique<Memory>(bytes);
   }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t>) override { return absl::OkStatus(); }
-  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AdoptStaging(
-      absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) override {
-    return kernels::AdoptStaging(backend(), memory, options);
-  }
 
   std::string apart;  // a device that shares none after all
   int asked = 0;

@@ -17,10 +17,10 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "proto/wire/status_details.h"
-#include "tests/server/service/bad_input_fixture.h"
+#include "tests/server/service/service_fixture.h"
 
 // ---- Bad loss calls ----
-// bad_input_fixture.h says what has to hold after each of these calls.
+// BadInputTest (service_fixture.h) says what has to hold after each of these calls.
 
 namespace lossd::app::testing::bad_input_test {
 namespace {

@@ -16,11 +16,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
-#include "tests/server/service/deferred_training.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/service_fixture.h"
 #include "tests/server/service/small_training.h"
-#include "tests/server/service/test_server.h"
-#include "tests/support/metrics_page.h"
 #include "tests/support/raw_http.h"
 
 // ---- Deferred gradients ----

@@ -1,36 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of gradients through the service: from outside, computed, and the calls that bring them.
+// Tests of gradients through the service: from outside, computed, the calls that bring them, sampled, and of
+// a deterministic server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/client.h"
 #include "kernels/clocks/clock.h"
 #include "proto/wire/status_details.h"
 #include "server/engine/work_queue.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 #include "tests/server/service/service_client.h"
+#include "tests/server/service/service_fixture.h"
 #include "tests/server/service/service_problem.h"
-#include "tests/server/service/test_server.h"
+#include "tests/server/service/small_training.h"
 
-// ---- Gradients from outside ----
-// Gradients from outside (tied embeddings) and skipped steps through the service.
-
-namespace lossd::app::testing::add_gradient_test {
+namespace lossd::app::testing::gradients_test {
 namespace {
 
+namespace reference = kernels::reference;
 using kernels::DType;
+using kernels::testing::Problem;
+using kernels::testing::ProblemSpec;
+using kernels::testing::Rng;
+using kernels::testing::SliceData;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
+
+// ---- Gradients from outside ----
+// Gradients from outside (tied embeddings) and skipped steps through the service.
 
 constexpr uint64_t kHidden = 11;
 constexpr uint64_t kClasses = 29;
@@ -292,21 +304,8 @@ TEST_F(OrderedAddGradientTest, AWaitingContributionEndsWithItsCall) {
   ASSERT_TRUE(client_->AddGradient(Open(1), Bytes(values_)).ok());
 }
 
-}  // namespace
-}  // namespace lossd::app::testing::add_gradient_test
-
 // ---- Computed gradients ----
 // Losses and gradients that come back through the service, against the double-precision reference.
-
-namespace lossd::app::testing::gradients_test {
-namespace {
-
-using kernels::DType;
-using kernels::testing::Problem;
-using kernels::testing::ProblemSpec;
-using kernels::testing::Rng;
-using kernels::testing::SliceData;
-namespace reference = kernels::reference;
 
 // Sends each slice of `problem` as a microbatch, on one to three calls over several connections at once, and
 // compares everything.
@@ -462,8 +461,8 @@ TEST_P(GradientsTest, AbsentRows) {
 // One row whose target has probability 0.9999: p - 1 must not be lost to rounding.
 TEST_P(GradientsTest, NearlyCertainRow) {
   constexpr int64_t kWidth = 9;
-  constexpr int64_t kClasses = 11;
-  ProblemSpec spec = SpecFor({1}, kWidth, kClasses, GetParam());
+  constexpr int64_t kFewClasses = 11;
+  ProblemSpec spec = SpecFor({1}, kWidth, kFewClasses, GetParam());
   spec.row_weights = false;
   spec.grad_scale = 1.0f;
   spec.ignored = 0.0;
@@ -471,10 +470,10 @@ TEST_P(GradientsTest, NearlyCertainRow) {
   SliceData& row = problem.slices[0];
   std::fill(row.hidden.begin(), row.hidden.end(), 0.0f);
   row.hidden[0] = 1.0f;
-  for (int64_t v = 0; v < kClasses; ++v) problem.weight[static_cast<size_t>(v * kWidth)] = 0.0f;
+  for (int64_t v = 0; v < kFewClasses; ++v) problem.weight[static_cast<size_t>(v * kWidth)] = 0.0f;
   std::fill(problem.bias.begin(), problem.bias.end(), 0.0f);
   const auto target = static_cast<size_t>(row.targets[0]);
-  problem.bias[target] = static_cast<float>(std::log(0.9999 / (0.0001 / (kClasses - 1))));
+  problem.bias[target] = static_cast<float>(std::log(0.9999 / (0.0001 / (kFewClasses - 1))));
 
   TestServer server;
   const auto client = server.Connect();
@@ -621,24 +620,15 @@ TEST(GradientsServiceTest, StepFollowsTheGradient) {
   EXPECT_EQ(repeated->grad_norm(), applied->grad_norm());
 }
 
-}  // namespace
-}  // namespace lossd::app::testing::gradients_test
-
 // ---- Calls ----
 // ComputeLoss calls beside their results: what the log says of their ends, and how long retained rows stay.
 
-namespace lossd::app::testing::loss_calls_test {
-namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
-
-constexpr int64_t kHidden = 8, kRows = 4;
+constexpr int64_t kCallHidden = 8, kCallRows = 4;
 
 void CreateHead(TestClient& client) {
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name("head");
-  request.mutable_spec()->set_hidden_size(kHidden);
+  request.mutable_spec()->set_hidden_size(kCallHidden);
   request.mutable_spec()->set_vocab_size(16);
   ASSERT_TRUE(client.CreateHead(request).ok());
 }
@@ -648,18 +638,18 @@ v1::OpenMicrobatch Open(const std::string& head) {
   open.set_head(head);
   open.set_step(0);
   open.set_microbatch_id(3);
-  open.set_microbatch_rows(kRows);
-  open.mutable_rows()->set_end(kRows);
+  open.set_microbatch_rows(kCallRows);
+  open.mutable_rows()->set_end(kCallRows);
   open.set_hidden_dtype(v1::DTYPE_FP32);
   open.set_reduction(v1::REDUCTION_NONE);
-  for (int32_t row = 0; row < kRows; ++row) open.add_targets(row);
+  for (int32_t row = 0; row < kCallRows; ++row) open.add_targets(row);
   return open;
 }
 
 absl::Status Compute(TestClient& client, const v1::OpenMicrobatch& open, float value) {
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
-  stream->SendSlice(0, kRows, Bytes(std::vector<float>(kRows * kHidden, value)));
+  stream->SendSlice(0, kCallRows, Bytes(std::vector<float>(kCallRows * kCallHidden, value)));
   return stream->Finish().status;
 }
 
@@ -698,5 +688,330 @@ TEST(LossCallsTest, RetainedRowsStayForTheTimeoutAndNoLonger) {
   EXPECT_LT(now - before, absl::Minutes(5));
 }
 
+// ---- Sampled gradients ----
+// Sampled gradients through the network: a microbatch that is computed again is sampled alike, over whatever
+// connections, in whatever slices, by a server that was restarted, and in deterministic mode to the bit; on
+// one device, and by several that share the classes of a head.
+
+constexpr size_t kSampledRows = 700;
+
+// How a client sends.
+struct Way {
+  int channels = 1;
+  int streams = 1;
+  uint64_t slice_bytes = 1 << 20;
+};
+
+struct Mode {
+  bool deterministic;
+  int devices;  // that each have some of the classes
+};
+
+class SampledServiceTest : public ::testing::TestWithParam<Mode> {
+ protected:
+  ServerOptions Options() const { return OptionsOn(GetParam().devices); }
+  static ServerOptions OptionsOn(int devices) {
+    ServerOptions options = SmallServer();
+    options.deterministic = GetParam().deterministic;
+    options.backend = "cpu";
+    options.cpu_devices = devices;
+    options.split = devices == 1 ? "any" : "vocabulary";
+    return options;
+  }
+
+  static void CreateHead(const TestServer& server) {
+    ASSERT_TRUE(Connect(server, 1)->CreateHead(SmallHead()).ok());
+  }
+  static std::unique_ptr<client::Client> Connect(const TestServer& server, int channels) {
+    client::ClientOptions options;
+    options.target = server.target();
+    options.channels = channels;
+    auto client = client::Client::Connect(options);
+    EXPECT_TRUE(client.ok()) << client.status();
+    return *std::move(client);
+  }
+
+  // dx of the data as microbatch `id`, and what else is known.
+  client::LossResult Compute(const TestServer& server, const Way& way, uint64_t id, std::vector<float>& dx,
+                             v1::Gradients gradients = v1::GRADIENTS_SAMPLED) {
+    dx.assign(data_.hidden.size(), NAN);
+    client::ComputeOptions compute;
+    compute.accumulate_gradients = true;
+    compute.streams = way.streams;
+    compute.slice_bytes = way.slice_bytes;
+    compute.loss.set_gradients(gradients);
+    compute.loss.set_max_gradient_error(1.0f);
+    compute.loss.set_filter_epsilon(0.003f);
+    compute.loss.set_sample_threshold(0.05f);
+    const auto result = Connect(server, way.channels)
+                            ->ComputeLoss(SmallMicrobatch(data_, 0, id), {.grad_hidden = dx.data()}, compute);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? *result : client::LossResult();
+  }
+
+  // In deterministic mode to the bit. Otherwise rows are rounded as their chunk has it, which may, very
+  // rarely, move a decision.
+  void ExpectAlike(const std::vector<float>& got, const std::vector<float>& want) const {
+    ASSERT_EQ(got.size(), want.size());
+    if (GetParam().deterministic) {
+      EXPECT_EQ(got, want);
+      return;
+    }
+    EXPECT_LE(DifferentRows(got, want), 2u);
+  }
+  static size_t DifferentRows(const std::vector<float>& a, const std::vector<float>& b) {
+    float largest = 0.0f;
+    for (const float x : b) largest = std::max(largest, std::fabs(x));
+    size_t rows = 0;
+    for (size_t row = 0; row < kSampledRows; ++row) {
+      bool different = false;
+      for (size_t i = row * kSmallHidden; i < (row + 1) * kSmallHidden; ++i)
+        different |= !(std::fabs(a[i] - b[i]) < 1e-3f * largest);
+      rows += different ? 1 : 0;
+    }
+    return rows;
+  }
+
+  std::mt19937_64 rng_{std::random_device{}()};
+  SmallRows data_ = MakeSmallRows(kSampledRows, rng_);
+};
+
+INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest,
+                         ::testing::Values(Mode{false, 1}, Mode{true, 1}, Mode{false, 2}, Mode{true, 2},
+                                           Mode{true, 3}),
+                         [](const auto& mode) {
+                           return absl::StrCat(mode.param.deterministic ? "deterministic" : "arrival", "On",
+                                               mode.param.devices);
+                         });
+
+TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
+  std::vector<float> first, again, other;
+  {
+    TestServer server(Options());
+    CreateHead(server);
+    const client::LossResult result = Compute(server, {}, 0, first);
+    EXPECT_GT(result.gradient_error(), 0.01);
+    EXPECT_LT(result.gradient_error(), 1.0);
+    const client::LossResult repeat =
+        Compute(server, {.channels = 2, .streams = 5, .slice_bytes = 1000}, 0, again);
+    EXPECT_EQ(repeat.repeated_rows, result.valid_rows);
+    EXPECT_NEAR(repeat.gradient_error(), result.gradient_error(), 1e-6);
+    ExpectAlike(again, first);
+    Compute(server, {}, 1, other);
+    EXPECT_GT(DifferentRows(other, first), kSampledRows / 2) << "another microbatch has other random numbers";
+  }
+  TestServer restarted(Options());
+  CreateHead(restarted);
+  Compute(restarted, {.channels = 3, .streams = 3, .slice_bytes = 7777}, 0, again);
+  ExpectAlike(again, first);
+}
+
+// What devices that share the classes say of the error and of what was dropped is what one device says.
+TEST_P(SampledServiceTest, TheErrorIsThatOfAllClasses) {
+  TestServer one(OptionsOn(1)), server(Options());
+  CreateHead(one);
+  CreateHead(server);
+  std::vector<float> dx;
+  uint64_t id = 0;
+  for (const v1::Gradients gradients : {v1::GRADIENTS_SAMPLED, v1::GRADIENTS_AUTO, v1::GRADIENTS_FILTERED}) {
+    const client::LossResult want = Compute(one, {}, id, dx, gradients);
+    const client::LossResult got = Compute(server, {}, id, dx, gradients);
+    ++id;
+    EXPECT_EQ(got.gradient_error() > 0.0, gradients != v1::GRADIENTS_FILTERED);
+    EXPECT_NEAR(got.gradient_error(), want.gradient_error(), 1e-5);
+    EXPECT_EQ(got.dropped_mass > 0.0, gradients == v1::GRADIENTS_FILTERED);
+    EXPECT_NEAR(got.dropped_mass, want.dropped_mass, 1e-4 * want.dropped_mass);
+  }
+}
+
+// ---- A deterministic server ----
+// A deterministic server, through the network: waiting calls do not stand in each other's way, and training
+// gives the same bits whatever order the client sends in.
+
+ServerOptions Deterministic() {
+  ServerOptions options = SmallServer();
+  options.deterministic = true;
+  return options;
+}
+
+// Two steps of training with the C++ client, microbatches in a random order. Returns the weights, and the
+// gradients of the hidden states of each microbatch.
+std::pair<std::string, std::vector<std::vector<float>>> Train(const std::vector<SmallRows>& data,
+                                                              uint64_t seed) {
+  TestServer server(Deterministic());
+  std::mt19937_64 rng(seed);
+  client::ClientOptions options;
+  options.target = server.target();
+  options.channels = 1 + static_cast<int>(rng() % 3);
+  auto client = client::Client::Connect(options);
+  EXPECT_TRUE(client.ok()) << client.status();
+  EXPECT_TRUE((*client)->CreateHead(SmallHead()).ok());
+  EXPECT_GT((*client)->DescribeHead("head")->slice_limits().row_grid(), 0u);
+  std::vector<std::vector<float>> grads(data.size());
+  for (uint64_t step = 0; step < 2; ++step) {
+    std::vector<size_t> order(data.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), rng);
+    std::vector<client::PendingLoss> pending;
+    v1::ApplyStepRequest apply;
+    apply.set_head("head");
+    apply.set_step(step);
+    apply.mutable_optimizer()->mutable_sgd()->set_learning_rate(0.5);
+    for (size_t i : order) {
+      grads[i].assign(data[i].hidden.size(), 0.0f);
+      client::ComputeOptions compute;
+      compute.accumulate_gradients = true;
+      compute.streams = 1 + static_cast<int>(rng() % 5);
+      compute.slice_bytes = 1 + rng() % (64 << 10);
+      pending.push_back((*client)->ComputeLossAsync(SmallMicrobatch(data[i], step, i),
+                                                    {.grad_hidden = grads[i].data()}, compute));
+      apply.add_expected_microbatches(i);
+    }
+    for (client::PendingLoss& loss : pending) {
+      const auto result = loss.Wait();
+      EXPECT_TRUE(result.ok()) << result.status();
+    }
+    const auto applied = (*client)->ApplyStep(apply);
+    EXPECT_TRUE(applied.ok()) << applied.status();
+  }
+  const auto weights = (*client)->ReadTensor("head", v1::PARAM_WEIGHT);
+  EXPECT_TRUE(weights.ok()) << weights.status();
+  return {Bytes(weights->values), std::move(grads)};
+}
+
+TEST(DeterministicServiceTest, TrainingHasTheSameBitsInWhateverOrder) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 rng(seed);
+  std::vector<SmallRows> data;
+  for (int i = 0; i < 6; ++i) data.push_back(MakeSmallRows(1 + rng() % 3000, rng));
+  const auto first = Train(data, seed);
+  for (uint64_t run = 1; run < 4; ++run) {
+    const auto other = Train(data, seed + run);
+    EXPECT_EQ(other.first, first.first) << "weights";
+    EXPECT_EQ(other.second, first.second) << "gradients of hidden states";
+  }
+}
+
+v1::OpenMicrobatch OpenFor(uint64_t id, uint64_t rows) {
+  v1::OpenMicrobatch open;
+  open.set_head("head");
+  open.set_step(0);
+  open.set_microbatch_id(id);
+  open.set_microbatch_rows(rows);
+  open.mutable_rows()->set_end(rows);
+  open.set_hidden_dtype(v1::DTYPE_FP32);
+  open.set_reduction(v1::REDUCTION_SUM);
+  open.set_want_grad_hidden(true);
+  open.set_accumulate_gradients(true);
+  for (uint64_t i = 0; i < rows; ++i) open.add_targets(static_cast<int32_t>(i % kSmallVocab));
+  return open;
+}
+
+// All calls share one connection, and those that wait have more to send than its windows hold: the one whose
+// turn it is must get through.
+TEST(DeterministicServiceTest, WaitingCallsLeaveTheConnectionToTheOneInTurn) {
+  ServerOptions options = Deterministic();
+  options.slice_bytes = 1 << 20;
+  options.staging_bytes = 3 << 20;
+  TestServer server(options);
+  client::ClientOptions client_options;
+  client_options.target = server.target();
+  client_options.channels = 1;
+  auto client = client::Client::Connect(client_options);
+  ASSERT_TRUE(client.ok());
+  ASSERT_TRUE((*client)->CreateHead(SmallHead()).ok());
+  constexpr uint64_t kRows = (6 << 20) / (kSmallHidden * 4);
+  constexpr uint64_t kCalls = 16;
+  const SmallRows data = {std::vector<float>(kRows * kSmallHidden, 0.25f), std::vector<int32_t>(kRows, 1)};
+  std::vector<client::PendingLoss> pending;
+  for (uint64_t i = 0; i < kCalls; ++i) {
+    client::ComputeOptions compute;
+    compute.accumulate_gradients = true;
+    pending.push_back((*client)->ComputeLossAsync(SmallMicrobatch(data, 0, kCalls - 1 - i), {}, compute));
+    if (i + 1 < kCalls) {
+      EXPECT_FALSE(pending.back().WaitFor(absl::Milliseconds(50)));
+    }
+  }
+  for (client::PendingLoss& loss : pending) {
+    const auto result = loss.Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->accumulated_rows, kRows);
+  }
+}
+
+TEST(DeterministicServiceTest, SaysWhatIsWaitedForAndCleansUp) {
+  TestServer server(Deterministic());
+  const auto client = server.Connect();
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  const std::string payload(4 * kSmallHidden * 4, '\0');
+  auto early = client->OpenLoss(absl::Milliseconds(300));
+  ASSERT_TRUE(early->SendOpen(OpenFor(1, 4)));
+  ASSERT_TRUE(early->SendSlice(0, 4, payload));
+  while (client->DescribeHead("head")->waiting_slices() == 0) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(client->DescribeHead("head")->waits_for(), "microbatch 0");
+  EXPECT_EQ(early->Finish().status.code(), absl::StatusCode::kDeadlineExceeded);
+  while (client->DescribeHead("head")->open_streams() > 0) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(client->DescribeHead("head")->waiting_slices(), 0u);
+  for (uint64_t id : {0, 1}) {
+    auto call = client->OpenLoss();
+    ASSERT_TRUE(call->SendOpen(OpenFor(id, 4)));
+    ASSERT_TRUE(call->SendSlice(0, 4, payload));
+    const LossAnswers answers = call->Finish();
+    EXPECT_TRUE(answers.status.ok()) << answers.status;
+  }
+}
+
+TEST(DeterministicServiceTest, StopsWhileCallsWait) {
+  TestServer server(Deterministic());
+  const auto client = server.Connect();
+  ASSERT_TRUE(client->CreateHead(SmallHead()).ok());
+  std::vector<std::unique_ptr<LossStream>> calls;
+  for (uint64_t id : {1, 0, 2}) {
+    calls.push_back(client->OpenLoss());
+    ASSERT_TRUE(calls.back()->SendOpen(OpenFor(id, 8)));
+    ASSERT_TRUE(calls.back()->SendSlice(0, 4, std::string(4 * kSmallHidden * 4, '\0')));
+  }
+  while (client->DescribeHead("head")->waiting_slices() < 2) absl::SleepFor(absl::Milliseconds(5));
+  server.Stop();
+  for (auto& call : calls) EXPECT_FALSE(call->Finish().status.ok());
+}
+
+TEST(DeterministicServiceTest, DeferredGradientsTakeTheirTurn) {
+  ServerOptions server_options = Deterministic();
+  server_options.peer_share = 1;  // both microbatches are one peer's
+  TestServer server(server_options);
+  client::ClientOptions options;
+  options.target = server.target();
+  auto client = client::Client::Connect(options);
+  ASSERT_TRUE(client.ok());
+  ASSERT_TRUE((*client)->CreateHead(SmallHead()).ok());
+  std::mt19937_64 rng(3);
+  const SmallRows data = MakeSmallRows(700, rng);
+  for (uint64_t id : {0, 1}) {
+    const auto kept = (*client)->ComputeLoss(SmallMicrobatch(data, 0, id), {},
+                                             {.reduction = v1::REDUCTION_NONE, .retain = true});
+    ASSERT_TRUE(kept.ok()) << kept.status();
+  }
+  const std::vector<float> upstream(700, 0.5f);
+  std::vector<std::vector<float>> grads(2, std::vector<float>(data.hidden.size()));
+  const auto start = [&](uint64_t id) {
+    client::RetainedGradients gradients;
+    gradients.head = "head";
+    gradients.step = 0;
+    gradients.id = id;
+    gradients.hidden_size = kSmallHidden;
+    gradients.hidden_dtype = v1::DTYPE_FP32;
+    gradients.grad_loss = upstream;
+    return (*client)->BackwardAsync(gradients, grads[id].data(), {.accumulate_gradients = true});
+  };
+  client::PendingLoss second = start(1);
+  EXPECT_FALSE(second.WaitFor(absl::Milliseconds(100)));
+  client::PendingLoss first = start(0);
+  EXPECT_TRUE(first.Wait().ok()) << first.Wait().status();
+  EXPECT_TRUE(second.Wait().ok()) << second.Wait().status();
+  EXPECT_EQ(grads[0], grads[1]);
+}
+
 }  // namespace
-}  // namespace lossd::app::testing::loss_calls_test
+}  // namespace lossd::app::testing::gradients_test

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "tests/server/service/service_client.h"
-#include "tests/server/service/small_head.h"
+#include "tests/server/service/small_training.h"
 
 namespace lossd::app::testing {
 namespace {

@@ -18,9 +18,9 @@
 #include "client/cpp/client.h"
 #include "kernels/clocks/clock.h"
 #include "server/app/server_parts.h"
+#include "tests/server/service/service_fixture.h"
 #include "tests/server/service/small_training.h"
-#include "tests/server/service/test_server.h"
-#include "tests/support/rank_server.h"
+#include "tests/support/server_process.h"
 
 namespace lossd::app::testing::ranks_threads_test {
 namespace {

@@ -2,19 +2,117 @@
 #include "tests/server/service/service_client.h"
 
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/client_unary_call.h>
+#include <grpcpp/support/sync_stream.h>
 
 #include <cstring>
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "google/protobuf/unknown_field_set.h"
 #include "lossd/v1/head.grpc.pb.h"
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "proto/wire/status_details.h"
-#include "tests/server/service/byte_calls.h"
-#include "tests/server/service/standard_services.h"
 
 namespace lossd::app::testing {
 namespace {
+
+// ---- Calls that send and receive bytes instead of messages ----
+
+using ByteStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+grpc::ByteBuffer ToBuffer(absl::string_view bytes) {
+  const grpc::Slice slice(bytes.data(), bytes.size());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+std::string ToText(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  std::string text;
+  if (!buffer.Dump(&slices).ok()) return text;
+  for (const grpc::Slice& slice : slices)
+    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  return text;
+}
+
+// The call fails at once if there is no connection. Zero: no deadline.
+void SetDeadline(grpc::ClientContext* context, absl::Duration deadline) {
+  context->set_wait_for_ready(false);
+  if (deadline > absl::ZeroDuration())
+    context->set_deadline(std::chrono::system_clock::now() + absl::ToChronoMicroseconds(deadline));
+}
+
+// Starts a call of a bidirectional method, such as "/lossd.v1.LossService/ComputeLoss".
+std::unique_ptr<ByteStream> OpenByteStream(const std::shared_ptr<grpc::Channel>& channel, const char* method,
+                                           grpc::ClientContext* context) {
+  return std::unique_ptr<ByteStream>(
+      grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>::Create(
+          channel.get(), {method, grpc::internal::RpcMethod::BIDI_STREAMING, channel}, context));
+}
+
+// ---- gRPC's own services: grpc.health.v1 and grpc.reflection.v1alpha ----
+// They are not generated here; their messages are small enough to write and read by hand.
+
+// HealthCheckRequest { string service = 1 }, HealthCheckResponse { enum status = 1 }.
+absl::StatusOr<std::string> CheckHealth(const std::shared_ptr<grpc::Channel>& channel,
+                                        const std::string& service) {
+  const std::string request =
+      absl::StrCat("\x0a", std::string(1, static_cast<char>(service.size())), service);
+  grpc::ClientContext context;
+  SetDeadline(&context, kTestDeadline);
+  const grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
+                                         grpc::internal::RpcMethod::NORMAL_RPC, channel);
+  grpc::ByteBuffer response;
+  const grpc::Status status =
+      grpc::internal::BlockingUnaryCall(channel.get(), method, &context, ToBuffer(request), &response);
+  if (!status.ok()) return wire::FromGrpcStatus(status);
+  const std::string bytes = ToText(response);
+  if (bytes == std::string("\x08\x01", 2)) return "SERVING";
+  if (bytes == std::string("\x08\x02", 2)) return "NOT_SERVING";
+  return absl::StrCat("unexpected answer of ", bytes.size(), " bytes");
+}
+
+// ServerReflectionRequest { string list_services = 7 }; ServerReflectionResponse {
+// ListServiceResponse list_services_response = 6 { repeated ServiceResponse service = 1 { string name = 1 } }
+// }.
+absl::StatusOr<std::vector<std::string>> ListServices(const std::shared_ptr<grpc::Channel>& channel) {
+  grpc::ClientContext context;
+  SetDeadline(&context, kTestDeadline);
+  const std::unique_ptr<ByteStream> stream =
+      OpenByteStream(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &context);
+  stream->Write(ToBuffer(absl::string_view("\x3a\x01*", 3)));
+  grpc::ByteBuffer buffer;
+  std::vector<std::string> names;
+  if (stream->Read(&buffer)) {
+    google::protobuf::UnknownFieldSet response;
+    response.ParseFromString(ToText(buffer));
+    for (int i = 0; i < response.field_count(); ++i) {
+      if (response.field(i).number() != 6) continue;
+      google::protobuf::UnknownFieldSet list;
+      list.ParseFromString(response.field(i).length_delimited());
+      for (int j = 0; j < list.field_count(); ++j) {
+        google::protobuf::UnknownFieldSet service;
+        service.ParseFromString(list.field(j).length_delimited());
+        names.push_back(service.field(0).length_delimited());
+      }
+    }
+  }
+  stream->WritesDone();
+  while (stream->Read(&buffer)) {
+  }
+  const grpc::Status status = stream->Finish();
+  if (!status.ok()) return wire::FromGrpcStatus(status);
+  return names;
+}
+
+// ---- The client ----
 
 class WriteStreamImpl final : public WriteStream {
  public:

@@ -8,8 +8,7 @@
 
 #include "absl/types/span.h"
 #include "gtest/gtest.h"
-#include "tests/kernels/clear_samples.h"
-#include "tests/kernels/tolerances.h"
+#include "tests/kernels/comparison.h"
 
 namespace lossd::app::testing {
 namespace {
@@ -58,7 +57,7 @@ double Norm(const std::vector<double>& values) {
   return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
 }
 
-// As tests/kernels/tolerances.h says, for fp32 accumulators.
+// As tests/kernels/comparison.h says, for fp32 accumulators.
 void ExpectGradient(TestClient& client, const std::string& head, Param param, const reference::Gradient& want,
                     double max_abs_logit) {
   const auto got = client.Read(head, WireParam(param), v1::ROLE_GRADIENT);

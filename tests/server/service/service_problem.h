@@ -31,7 +31,7 @@ kernels::testing::SliceOutputs Collect(const kernels::testing::Problem& problem,
                                        const kernels::testing::SliceData& data,
                                        const std::vector<LossAnswers>& calls);
 
-// The head's gradients; as tests/kernels/tolerances.h says, for fp32 accumulators.
+// The head's gradients; as tests/kernels/comparison.h says, for fp32 accumulators.
 void ExpectGradients(TestClient& client, const std::string& head, const kernels::HeadConfig& config,
                      const kernels::reference::ParamGradients& want, double max_abs_logit);
 

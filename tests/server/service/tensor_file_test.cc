@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/tensorfile/safetensors.h"
 #include "proto/wire/status_details.h"
-#include "tests/server/service/heads_fixture.h"
+#include "tests/server/service/service_fixture.h"
 
 // ---- Values that are no numbers ----
 // Files whose tensors hold values that are no numbers: refused, unless they were asked for.

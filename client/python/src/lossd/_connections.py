@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from lossd import _cuda, _diagnosis, errors
-from lossd._credentials import Credentials
+from lossd import _cuda, _target, errors
 from lossd._interrupts import Cancellation, run_apart
 from lossd._plan import RegionSizes
 from lossd._regions import DeviceRegions, RegionSource, SharedRegion
+from lossd._target import Credentials
 from lossd._version import VERSION
 from lossd.types import RetryOptions
 from lossd.v1 import server_pb2
@@ -130,11 +130,11 @@ def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_read
 
 
 def _reason(options: ConnectionOptions) -> errors.LossdError | None:
-    return _diagnosis.diagnose(options.target, options.credentials)
+    return _target.diagnose(options.target, options.credentials)
 
 
 def _can_tell(options: ConnectionOptions) -> bool:
-    return _diagnosis.can_diagnose(options.target)
+    return _target.can_diagnose(options.target)
 
 
 def _no_server(options: ConnectionOptions, error: errors.LossdError) -> errors.Unavailable:

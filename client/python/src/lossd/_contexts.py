@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lossd import _target, errors
-from lossd._credentials import Credentials
+from lossd._target import Credentials
 from lossd._shown import exact_bytes
 from lossd.v1 import types_pb2
 

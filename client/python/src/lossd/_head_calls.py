@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a client that are about heads: their creation, tensors, steps and checkpoints.
-
-The file is longer than 400 lines because each call says what its arguments are.
-"""
+"""The calls of a client that are about heads: their creation, tensors, steps and checkpoints."""
 
 from __future__ import annotations
 

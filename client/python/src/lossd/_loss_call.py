@@ -17,7 +17,7 @@ from lossd._connections import Connection, Connections, Deadline
 from lossd._head_cache import GradientsId, HeadCache, HeadInfo, TrainerStep
 from lossd._interrupts import Cancellation, Outcome, run_apart
 from lossd._plan import Rows, SliceRule, make_slice_rule
-from lossd._slice_places import SlicePlaces
+from lossd._wire import SlicePlaces
 from lossd._stream import LossStream
 from lossd._work import Work
 from lossd.types import LossResult

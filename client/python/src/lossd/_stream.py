@@ -19,7 +19,7 @@ from lossd._connections import Connection, Connections, Deadline
 from lossd._interrupts import Cancellation
 from lossd._plan import AnswerTracker, Rows, SliceRule
 from lossd._shown import exact_bytes
-from lossd._slice_places import SlicePlaces
+from lossd._wire import SlicePlaces
 from lossd._work import Outputs, StreamPlan, Work
 from lossd.types import RowOutput
 from lossd.v1 import loss_pb2, types_pb2

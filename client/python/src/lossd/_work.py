@@ -18,7 +18,7 @@ from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
 from lossd._arrays import RowMemory
-from lossd._slice_places import Room
+from lossd._wire import Room
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 

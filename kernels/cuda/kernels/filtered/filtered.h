@@ -11,9 +11,8 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels/filtered/filtered_memory.h"
+#include "kernels/cuda/kernels/launch_plan.h"
 #include "kernels/cuda/kernels/loss_rows.h"
-#include "kernels/cuda/kernels/scratch_sizes.h"
 #include "kernels/decision.h"
 #include "kernels/head_config.h"
 

@@ -15,7 +15,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/kernels/filtered/filtered.h"
-#include "kernels/cuda/kernels/filtered/row_columns.cuh"
+#include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {

@@ -18,8 +18,8 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "kernels/cuda/kernels/filtered/candidates.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda {

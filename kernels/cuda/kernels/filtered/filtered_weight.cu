@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The weight gradient of filtered gradients: dW[v] += sum over v's entries of coef * x_row.
+// The weight gradient of filtered gradients: dW[v] += sum over v's entries of coef * x_row; and what comes
+// before it, the decision whether the chunk is filtered, by one thread, and the order of the entries.
 //
-// Entries are sorted by class and row, so those of a class are a run. A warp owns kTileColumns columns of a
-// class, adds its entries in order and touches dW once; runs of kLongRun entries and more get a block of
-// warps each, which share the entries and add their sums in a fixed order. Work goes tile by tile over all
-// classes: the kTileColumns columns of x that are in use at a time stay in L2.
+// Entries are sorted by class and row (CUB's radix sort), so those of a class are a run. A warp owns
+// kTileColumns columns of a class, adds its entries in order and touches dW once; runs of kLongRun entries
+// and more get a block of warps each, which share the entries and add their sums in a fixed order. Work goes
+// tile by tile over all classes: the kTileColumns columns of x that are in use at a time stay in L2.
 //
 // Bytes: entries * D * 2 of x from L2; 8 D of dW a class that has entries. FLOP: 2 D an entry.
 #include <algorithm>
+#include <cub/device/device_radix_sort.cuh>
 
 #include "kernels/cuda/kernels/device_math.cuh"
-#include "kernels/cuda/kernels/element_type.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 
 namespace lossd::kernels::cuda {
@@ -23,6 +24,13 @@ constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kAtOnce = 4;                      // entries whose rows of x are loaded together
 constexpr unsigned long long kItemsAtOnce = 4;  // short runs a warp takes
 constexpr uint64_t kNoEntry = ~uint64_t{0};
+
+// ---- decision ----
+
+__global__ void DecideKernel(const __grid_constant__ DecideParams p) {
+  const bool overflow = *p.selection.used > p.selection.capacity;
+  *p.decision = overflow ? Decision::kTooManyCandidates : Decision::kAsPlanned;
+}
 
 // ---- runs ----
 
@@ -234,6 +242,29 @@ cudaError_t LaunchRuns(const FilteredWeightParams& p, int multiprocessors, cudaS
 }
 
 }  // namespace
+
+cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream) {
+  DecideKernel<<<1, 1, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// Brings the kept elements into the order in which the weight gradient adds them: by class, then by row.
+// CUB's radix sort; keys are unique, so the result does not depend on the order in which they were listed.
+cudaError_t LaunchSortKept(SortParams& p, cudaStream_t stream) {
+  cub::DoubleBuffer<uint64_t> keys(p.keys[0], p.keys[1]);
+  cub::DoubleBuffer<float> coefs(p.coefs[0], p.coefs[1]);
+  size_t bytes = 0;
+  cudaError_t error =
+      cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, coefs, p.count, 0, p.key_bits, stream);
+  if (error != cudaSuccess) return error;
+  if (bytes > SortScratchBytes(p.count)) return cudaErrorMemoryAllocation;
+  error = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, keys, coefs, p.count, 0, p.key_bits, stream);
+  p.keys[0] = keys.Current();
+  p.keys[1] = keys.Alternate();
+  p.coefs[0] = coefs.Current();
+  p.coefs[1] = coefs.Alternate();
+  return error;
+}
 
 cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multiprocessors,
                                  cudaStream_t stream) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 
-#include "kernels/cuda/kernels/hopper/entropy_gradient.h"
-#include "kernels/cuda/kernels/hopper/fused_lists.h"
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {

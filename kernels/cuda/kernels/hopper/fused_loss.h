@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels/hopper/fused_choice.h"
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/head_config.h"
 

@@ -14,8 +14,14 @@
 // beyond are computed again with c = max z f (LaunchMergeTiles), in the same launches whether there are any
 // or not.
 #include <cfloat>
+#include <cstdint>
 
-#include "kernels/cuda/kernels/hopper/fused_row.cuh"
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/filtered/filtered_row.cuh"
+#include "kernels/cuda/kernels/hopper/fused_rows.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
+#include "kernels/cuda/kernels/hopper/recoverable.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
@@ -33,6 +39,40 @@ static_assert(kMostClusters <= kThreads, "PrepareRowsKernel");
 constexpr int kMergeRows = 32;  // a block; divides kPanelRows
 constexpr int kMergeWarps = 8;
 constexpr int kFinishWarps = 4;  // rows a block
+
+// ---- what is known of a row when its tiles are merged ----
+
+template <bool kGeneral>
+__device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
+  return MakeTargetOf(terms, in, LogitMap<__nv_bfloat16, kGeneral>(terms), row, 0);
+}
+
+struct FusedRow {
+  float f;
+  Target target;
+  Stats others;   // of all classes but the target, rebased to the largest logit of the row; without arg
+  float shift;    // c - M, of what is stored here
+  float rescale;  // 2^shift
+};
+
+template <bool kGeneral>
+__device__ __forceinline__ FusedRow LoadFusedRow(const LossTerms& terms, const RowInputs& in,
+                                                 const FusedRows& w, int64_t row) {
+  FusedRow r;
+  r.f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  r.target = MakeTarget<kGeneral>(terms, in, row);
+  r.others = NoStats();
+  r.others.max = fmaxf(w.max[row], r.target.logit.z);
+  r.shift = w.reference[row] - Reference(r.others.max, r.f);
+  r.rescale = Exp2(r.shift);
+  const float shift = w.sum_reference[row] - Reference(r.others.max, r.f);
+  const float rescale = Exp2(shift);
+  r.others.sum = w.sum[row] * rescale;
+  r.others.spread = rescale * (w.spread[row] + w.sum[row] * shift);
+  return r;
+}
+
+// ---- before the pass ----
 
 template <bool kGeneral>
 __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
@@ -266,6 +306,198 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
   if (padding == 0) return cudaSuccess;
   return cudaMemsetAsync(elements + in.rows * ld, 0, static_cast<size_t>(padding * ld) * sizeof(*elements),
                          stream);
+}
+
+// ---- the lists of the logit pass on their way to filtered gradients ----
+//
+// What was listed while a row's sum was not yet known is judged again by the sum; bytes: 8 a listed class.
+
+namespace {
+
+constexpr int kSelectThreads = 128;
+
+// A block has a panel, a thread a row: if one of the panel's lists is incomplete and the panel is not `done`,
+// empties all of them, marks the panel and returns true in all threads.
+__device__ __forceinline__ bool Reopen(const FusedRows& w, const CandidateLists& lists, int64_t row,
+                                       bool exists, bool done) {
+  const bool incomplete = __syncthreads_or(exists && lists.counts[row] > lists.capacity) != 0;
+  const bool again = incomplete && !done;
+  if (threadIdx.x == 0) w.marked_panels[1 + blockIdx.x] = again ? 1 : 0;
+  if (again && exists) lists.counts[row] = 0;
+  return again;
+}
+
+template <bool kGeneral>
+__global__ void PrepareSecondListingKernel(const __grid_constant__ LossTerms terms,
+                                           const __grid_constant__ RowInputs in,
+                                           const __grid_constant__ FusedRows w,
+                                           const __grid_constant__ CandidateLists lists) {
+  const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
+  const bool exists = row < in.rows;
+  Reopen(w, lists, row, exists, false);
+  if (row == 0) w.marked_panels[0] = 0;
+  if (!exists) return;
+  const Target target = MakeTarget<kGeneral>(terms, in, row);
+  const float f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  lists.sum_bound[row] = w.sum[row] + Exp2(fmaf(target.logit.z, f, -w.reference[row]));
+}
+
+__global__ void PrepareLastListingKernel(const __grid_constant__ FusedRows w,
+                                         const __grid_constant__ CandidateLists lists, int64_t rows) {
+  const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
+  const bool again = Reopen(w, lists, row, row < rows, w.marked_panels[1 + blockIdx.x] != 0);
+  if (again && threadIdx.x == 0) w.marked_panels[0] = 1;
+}
+
+template <bool kGeneral>
+__global__ __launch_bounds__(kSelectThreads) void SelectListedKernel(
+    const __grid_constant__ LossTerms terms, const __grid_constant__ RowInputs in,
+    const __grid_constant__ FusedRows w, const __grid_constant__ CandidateLists lists,
+    const __grid_constant__ RowSelection selection) {
+  __shared__ int32_t columns[kMostListed];
+  __shared__ float exponents[kMostListed];
+  __shared__ float sorted[kMostListed];
+  __shared__ RowCandidates shared;
+  const int64_t row = blockIdx.x;
+  const CandidateColumns list = {columns, exponents, sorted};
+  const float f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  if (threadIdx.x == 0) {
+    const FusedRow fused = LoadFusedRow<kGeneral>(terms, in, w, row);
+    const RowResult result = FinishSums<kGeneral>(terms, in, row, fused.target, fused.others, f);
+    shared.Start(fused.others, result, in.target_dots[row], log2f(selection.epsilon), f);
+  }
+  __syncthreads();
+  const int listed = lists.counts[row];
+  if (listed > lists.capacity) {
+    if (threadIdx.x == 0) shared.count = listed;
+  } else {
+    const Candidate* entries = lists.entries + row * lists.capacity;
+    for (int i = threadIdx.x; i < listed; i += kSelectThreads) {
+      const Candidate candidate = entries[i];
+      if (!(candidate.z >= shared.threshold)) continue;
+      shared.Add(list, lists.capacity, candidate.column, candidate.z * f);
+    }
+  }
+  __syncthreads();
+  SelectCandidates<kGeneral, kSelectThreads>(selection, row, list, lists.capacity, shared);
+}
+
+}  // namespace
+
+cudaError_t LaunchPrepareSecondListing(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                                       const CandidateLists& lists, cudaStream_t stream) {
+  auto* kernel = terms.IsGeneral() ? PrepareSecondListingKernel<true> : PrepareSecondListingKernel<false>;
+  kernel<<<static_cast<unsigned>(Panels(in.padded_rows)), kPanelRows, 0, stream>>>(terms, in, rows, lists);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchPrepareLastListing(const RowInputs& in, const FusedRows& rows, const CandidateLists& lists,
+                                     cudaStream_t stream) {
+  PrepareLastListingKernel<<<static_cast<unsigned>(Panels(in.padded_rows)), kPanelRows, 0, stream>>>(
+      rows, lists, in.rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                               const CandidateLists& lists, const RowSelection& selection,
+                               cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  auto* kernel = terms.IsGeneral() ? SelectListedKernel<true> : SelectListedKernel<false>;
+  kernel<<<static_cast<unsigned>(in.rows), kSelectThreads, 0, stream>>>(terms, in, rows, lists, selection);
+  return cudaGetLastError();
+}
+
+// ---- gradients of rows with an upstream gradient of their entropy ----
+//
+// From 2^d to (factor + tilt d) 2^d slope, with d and the slope recovered from the 16 bits of 2^d.
+//
+// Plan: a block has kBlockVectors vectors of eight elements of a row; a thread loads all of its vectors
+// before it uses the first. Blocks of rows without an upstream gradient of the entropy end at once.
+//
+// Bytes: 4 an element of the other rows. Operations: a logarithm and about 8 others; with a softcap about 20.
+
+namespace {
+
+constexpr int kThreadVectors = 4;
+constexpr int kBlockVectors = kThreads * kThreadVectors;
+using Elements = Vec<__nv_bfloat16>;
+
+struct Params {
+  const float* coef_entropy;
+  const int32_t* targets;
+  const float* reference;
+  const EntropyRow* rows;
+  uint4* exponentials;  // [rows, vectors]
+  int vectors;          // of a row
+  int parts;            // blocks of a row
+  float softcap;
+};
+
+struct Row {
+  EntropyRow entropy;
+  float reference;
+  int target;
+};
+
+template <bool kCapped>
+__device__ __forceinline__ float GradientOf(const Params& p, const Row& row, float stored, bool top) {
+  const Recovered r = kCapped ? RecoverCapped(stored, row.reference, p.softcap) : RecoverPlain(stored);
+  if (top) return row.entropy.top_gradient * r.slope;
+  if (r.exponential == 0.0f) return 0.0f;
+  return fmaf(row.entropy.tilt, r.exponent, row.entropy.factor) * r.exponential * r.slope;
+}
+
+template <bool kCapped>
+__device__ __forceinline__ uint4 GradientsOf(const Params& p, const Row& row, const uint4& raw, int v) {
+  constexpr int kSize = Elements::kSize;
+  const int target = row.target - v * kSize, top = row.entropy.top - v * kSize;
+  float x[kSize];
+  Elements::Unpack(raw, x);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float g = GradientOf<kCapped>(p, row, x[i], i == top);
+    x[i] = i == target ? x[i] : g;
+  }
+  return Elements::Pack(x);
+}
+
+template <bool kCapped>
+__global__ __launch_bounds__(kThreads) void EntropyGradientKernel(const __grid_constant__ Params p) {
+  const int64_t index = blockIdx.x / p.parts;
+  if (p.coef_entropy[index] == 0.0f) return;
+  const Row row = {p.rows[index], p.reference[index], p.targets[index]};
+  uint4* const vectors = p.exponentials + index * p.vectors;
+  const int first = static_cast<int>(blockIdx.x) % p.parts * kBlockVectors + static_cast<int>(threadIdx.x);
+  uint4 raw[kThreadVectors] = {};
+#pragma unroll
+  for (int i = 0; i < kThreadVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (v < p.vectors) raw[i] = vectors[v];
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (v < p.vectors) vectors[v] = GradientsOf<kCapped>(p, row, raw[i], v);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchEntropyGradient(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
+                                  void* exponentials, int64_t ld, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  Params p = {};
+  p.coef_entropy = in.coef_entropy;
+  p.targets = in.targets;
+  p.reference = rows.reference;
+  p.rows = rows.entropy;
+  p.exponentials = static_cast<uint4*>(exponentials);
+  p.vectors = static_cast<int>(ld / Elements::kSize);
+  p.parts = static_cast<int>(CeilDiv(p.vectors, kBlockVectors));
+  p.softcap = terms.softcap;
+  auto* kernel = terms.softcap > 0.0f ? EntropyGradientKernel<true> : EntropyGradientKernel<false>;
+  kernel<<<static_cast<unsigned>(in.rows * p.parts), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace lossd::kernels::cuda::hopper

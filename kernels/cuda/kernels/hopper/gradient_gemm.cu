@@ -3,26 +3,75 @@
 // B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
 //
 // Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
-// cluster, in the order of gradient_gemm_plan.h: that way round the tensor cores need less energy. Clusters
-// of one group of multiprocessors work side by side (cluster_position.cuh), and all of them in step
-// (pace.cuh). An output tile is transposed on its way through boxes in shared memory; the copy engine stores
-// it or, for a weight gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor
-// and the next tile's products begin at once. Each element of C is stored or added to once: results do not
-// depend on who is first.
+// cluster, in the order of PlanGradientGemm: that way round the tensor cores need less energy. Clusters
+// of one group of multiprocessors work side by side (TakePosition), and all of them in step. An output tile
+// is transposed on its way through boxes in shared memory; the copy engine stores it or, for a weight
+// gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next tile's
+// products begin at once. Each element of C is stored or added to once: results do not depend on who is
+// first.
 //
 // FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
 // pass.
+#include <cstdint>
 #include <cuda/atomic>
 
-#include "kernels/cuda/kernels/hopper/cluster_position.cuh"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
 #include "kernels/cuda/kernels/hopper/main_loop.cuh"
-#include "kernels/cuda/kernels/hopper/out_boxes.cuh"
-#include "kernels/cuda/kernels/hopper/pace.cuh"
-#include "kernels/cuda/kernels/hopper/tensor_map.h"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
+
+// ---- pace ----
+//
+// The clusters of a persistent grid are kept within a few stages of each other, so that what one of them
+// brings to L2 is still there, or on its way, when others ask for it. Only time depends on it: a cluster that
+// has waited long goes on alone.
+
+constexpr int kPaceStages = 8;  // of an epoch: no cluster is two of them ahead of another
+constexpr int kPaceCounters = 4;
+constexpr int kPaceCounterWords = 32;  // a line each
+constexpr int kPaceWords = kPaceCounters * kPaceCounterWords;
+
+// One thread of a cluster.
+class Pace {
+ public:
+  // begun: [kPaceWords], 0 when the kernel starts.
+  __device__ __forceinline__ Pace(uint32_t* begun, int clusters)
+      : begun_(begun), clusters_(static_cast<uint32_t>(clusters)) {}
+
+  // Before stage `i` of a unit, if all clusters have one with as many stages.
+  __device__ __forceinline__ void Keep(int i) {
+    if (i % kPaceStages != 0) return;
+    if (epoch_ > 0 && patient_) Await(epoch_ - 1);
+    Counter(epoch_).fetch_add(1, ::cuda::memory_order_relaxed);
+    ++epoch_;
+  }
+
+ private:
+  static constexpr int kTries = 256;  // of about a microsecond
+
+  __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Counter(
+      uint32_t epoch) const {
+    return ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device>(
+        begun_[epoch % kPaceCounters * kPaceCounterWords]);
+  }
+  // Until all clusters have begun `epoch`.
+  __device__ __forceinline__ void Await(uint32_t epoch) {
+    const uint32_t all = clusters_ * (epoch / kPaceCounters + 1);
+    for (int i = 0; i < kTries; ++i) {
+      if (static_cast<int32_t>(Counter(epoch).load(::cuda::memory_order_relaxed) - all) >= 0) return;
+    }
+    patient_ = false;
+  }
+
+  uint32_t* const begun_;
+  const uint32_t clusters_;
+  uint32_t epoch_ = 0;
+  bool patient_ = true;
+};
+
+// ---- kernel ----
 
 constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: a warpgroup each
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);

@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels/hopper/cluster_order.h"
-#include "kernels/cuda/kernels/hopper/gradient_gemm_plan.h"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda::hopper {

@@ -13,18 +13,440 @@
 // Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
 // enough and what is stored needs no correction by tile. See docs/kernels/hopper.md.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
+#include <cstdint>
 #include <type_traits>
 
-#include "kernels/cuda/kernels/hopper/cluster_position.cuh"
-#include "kernels/cuda/kernels/hopper/gradient_epilogue.cuh"
-#include "kernels/cuda/kernels/hopper/logit_epilogue.cuh"
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/hopper/main_loop.cuh"
-#include "kernels/cuda/kernels/hopper/tensor_map.h"
+#include "kernels/cuda/kernels/hopper/recoverable.cuh"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
 
 namespace lossd::kernels::cuda::hopper {
 namespace {
+
+// ---- what becomes of the sums of a tile while they are in registers ----
+//
+// Logits, then statistics, exponentials, or gradients (logit_pass.h has the formulas). A thread holds 64
+// columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the exponentials are
+// taken, the elements are logits before the softcap.
+
+// How dot products become logits; see LogitForm. kCapped: the general form with a softcap.
+enum class Form { kPlain, kGeneral, kCapped };
+
+// What becomes of them.
+enum class Output {
+  kStatistics,
+  kCandidates,    // and statistics
+  kExponentials,  // likewise
+  kRecoverable,   // likewise, exponentials of which some rows are recoverable
+  kGradient
+};
+
+// Whether tiles of 16-bit elements leave through boxes.
+template <Output kOutput>
+constexpr bool kStores =
+    kOutput == Output::kExponentials || kOutput == Output::kRecoverable || kOutput == Output::kGradient;
+
+// What the kernel gets of the operands and of the purpose of a pass; what the purpose has not is null.
+struct LogitKernelParams {
+  int rows, classes, last_bias, first_class;
+  int inner_tiles, vocab_tiles, panels, group;
+  float f, scale, softcap, inverse_cap, small_slope, largest_bias;
+  const float* bias;
+  const int32_t* targets;
+  const float* reference;
+  const float* threshold;
+  const float* coef_entropy;
+  const GradientRule* rules;
+  const int32_t* marked_panels;  // null: all panels
+  TilePartials partials;
+  CandidateLists lists;
+  int first_listed;            // tile
+  const int32_t* listed_anew;  // panels whose tiles are all listed; null: sums are not complete yet
+  ClusterPositions positions;
+};
+
+struct LogitTile {
+  int panel;  // of kPanelRows rows
+  int vocab_tile;
+};
+
+// What a thread knows of its two rows before the tile is done.
+struct RowPair {
+  int row[2];
+  int target[2];        // column within the tile, if it is one
+  float reference[2];   // in units of log 2
+  float threshold[2];   // of statistics
+  float sum_bound[2];   // of candidates: lower bound of the row's sum; infinite if none are listed
+  bool recoverable[2];  // of exponentials
+  // Of a gradient: (factor + tilt d) 2^d is that of a class, and `entry` that of the target.
+  float factor[2];
+  float tilt[2];
+  float entry[2];
+};
+
+// factor, tilt and entry of half `h`.
+template <Form kForm>
+__device__ __forceinline__ void SetRule(const GradientRule& rule, int h, RowPair& r) {
+  r.factor[h] = rule.softmax;
+  r.tilt[h] = 0.0f;
+  r.entry[h] = rule.target;
+  if constexpr (kForm != Form::kPlain) {
+    if (rule.entropy == 0.0f) return;
+    r.factor[h] += rule.entropy * (rule.log2_sum * kLn2 - rule.row_entropy);
+    r.tilt[h] = -rule.entropy * kLn2;
+  }
+}
+
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const LogitTile& tile,
+                                            int first_row) {
+  RowPair r;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    const bool exists = row < p.rows;
+    r.row[h] = row;
+    r.target[h] = exists ? p.targets[row] - p.first_class - tile.vocab_tile * kVocabTile : -1;
+    if constexpr (kOutput == Output::kGradient) {
+      const GradientRule rule = exists ? p.rules[row] : GradientRule{};
+      r.reference[h] = rule.reference;
+      SetRule<kForm>(rule, h, r);
+    } else {
+      r.reference[h] = exists ? p.reference[row] : 0.0f;
+      r.threshold[h] = exists ? p.threshold[row] : -NegativeInfinity();
+    }
+    if constexpr (kOutput == Output::kRecoverable) {
+      r.recoverable[h] = exists && p.coef_entropy[row] != 0.0f;
+    }
+  }
+  return r;
+}
+
+// Other clusters add to the bounds, so they are loaded as late as no thread has to wait for them.
+__device__ __forceinline__ void LoadSumBounds(const LogitKernelParams& p, const LogitTile& tile, RowPair& r) {
+  const bool lists = p.listed_anew != nullptr || tile.vocab_tile >= p.first_listed;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    r.sum_bound[h] = lists && r.row[h] < p.rows ? __ldcg(p.lists.sum_bound + r.row[h]) : -NegativeInfinity();
+  }
+}
+
+// The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
+__device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
+
+// Applies body(element, half, column within the tile).
+template <typename Body>
+__device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) {
+  const int lane_column = LaneColumn();
+#pragma unroll
+  for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
+}
+
+// With a softcap, a bias that is infinite makes a logit that is large, and so the softcap; see ToLogit.
+template <Form kForm>
+__device__ __forceinline__ float BoundedBias(const LogitKernelParams& p, float bias) {
+  if constexpr (kForm != Form::kCapped) return bias;
+  const float most = bias > p.largest_bias ? p.largest_bias : bias;  // NaN stays
+  return most < -p.largest_bias ? -p.largest_bias : most;
+}
+
+template <Form kForm>
+__device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const LogitTile& tile,
+                                              float (&logits)[128]) {
+  const int first = tile.vocab_tile * kVocabTile + LaneColumn();
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    float2 bias = make_float2(0.0f, 0.0f);
+    if (p.bias != nullptr)
+      bias = __ldg(reinterpret_cast<const float2*>(p.bias + min(first + 8 * j, p.last_bias)));
+    bias = make_float2(BoundedBias<kForm>(p, bias.x), BoundedBias<kForm>(p, bias.y));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      logits[4 * j + 2 * h] = p.scale * (logits[4 * j + 2 * h] + bias.x);
+      logits[4 * j + 2 * h + 1] = p.scale * (logits[4 * j + 2 * h + 1] + bias.y);
+    }
+  }
+}
+
+// The logit and its slope. Infinities stay: -inf is what is masked, and +inf must not hide behind the cap.
+template <Form kForm>
+__device__ __forceinline__ Logit ToLogit(const LogitKernelParams& p, float s) {
+  if constexpr (kForm != Form::kCapped) return {s, 1.0f};
+  const float2 t = TanhAndSlope<false>(s * p.inverse_cap);
+  return {isinf(s) ? s : p.softcap * t.x, t.y};
+}
+
+// Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ void Mask(const LogitKernelParams& p, const LogitTile& tile, const RowPair& r,
+                                     float (&logits)[128]) {
+  const bool mine0 = static_cast<unsigned>(r.target[0]) < kVocabTile;
+  const bool mine1 = static_cast<unsigned>(r.target[1]) < kVocabTile;
+  if (__any_sync(0xffffffffu, mine0 || mine1)) {
+    ForEachElement(logits, [&](float& s, int h, int column) {
+      if (column == r.target[h]) {
+        if constexpr (kOutput != Output::kGradient) p.partials.target[r.row[h]] = ToLogit<kForm>(p, s).z;
+        s = NegativeInfinity();
+      }
+    });
+  }
+  const int columns = p.classes - tile.vocab_tile * kVocabTile;
+  if (columns < kVocabTile) {
+    ForEachElement(logits, [&](float& s, int, int column) {
+      if (column >= columns) s = NegativeInfinity();
+    });
+  }
+}
+
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ int QuadMin(int x) {
+  x = min(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// From each lane's largest of a half to the quad's, and the first column that has it.
+__device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
+  int found[2] = {kVocabTile, kVocabTile};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) max[h] = QuadMax(max[h]);
+#pragma unroll
+  for (int i = 127; i >= 0; --i) {
+    const int h = (i >> 1) & 1;
+    if (logits[i] == max[h]) found[h] = 8 * (i >> 2) + (i & 1);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) arg[h] = QuadMin(found[h] + LaneColumn());
+}
+
+__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Columns of a box of 16-bit elements, and the groups of 8 among them.
+constexpr int kBoxColumns = kBoxRowBytes / 2;
+constexpr int kGroups = kBoxColumns / 8;
+
+// Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out
+// a box at a time; end_box(box) comes between, when the warp has put the words of a box.
+template <bool kStore, typename Body, typename EndBox>
+__device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
+                                           int row, Body body, EndBox end_box) {
+#pragma unroll
+  for (int box = 0; box < kVocabTile / kBoxColumns; ++box) {
+    if constexpr (kStore) out.Open();
+#pragma unroll
+    for (int group = 0; group < kGroups; group += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int h = w & 1;
+        const int i = 4 * (box * kGroups + group + (w >> 1)) + 2 * h;
+        words[w] = body(logits[i], logits[i + 1], h);
+      }
+      if constexpr (kStore) out.Put(box & 1, group, words);
+    }
+    end_box(box);
+    if constexpr (kStore) out.Send(box & 1, column + box * kBoxColumns, row);
+  }
+}
+
+// Sums of a thread over its columns; max is of logits before the softcap, box_max of those of a box.
+struct ThreadSums {
+  float sum[2] = {};
+  float spread[2] = {};
+  float max[2] = {NegativeInfinity(), NegativeInfinity()};
+  float box_max[2] = {NegativeInfinity(), NegativeInfinity()};
+
+  __device__ __forceinline__ void EndBox() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max[h] = fmaxf(max[h], box_max[h]);
+      box_max[h] = NegativeInfinity();
+    }
+  }
+};
+
+// 2^d is 0 there, and 0 times -inf would not be.
+constexpr float kNothing = -1000.0f;
+
+// Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s0, float s1,
+                                             const RowPair& rows, int h, ThreadSums& sums) {
+  sums.box_max[h] = fmaxf(sums.box_max[h], fmaxf(s0, s1));
+  const Logit z0 = ToLogit<kForm>(p, s0), z1 = ToLogit<kForm>(p, s1);
+  const float d0 = fmaf(z0.z, p.f, -rows.reference[h]), d1 = fmaf(z1.z, p.f, -rows.reference[h]);
+  const float e0 = Exp2(d0), e1 = Exp2(d1);
+  sums.sum[h] += e0 + e1;
+  if constexpr (kForm != Form::kPlain) {
+    sums.spread[h] += e0 * fmaxf(d0, kNothing) + e1 * fmaxf(d1, kNothing);
+  }
+  if constexpr (kForm == Form::kCapped && kOutput == Output::kRecoverable) {
+    if (rows.recoverable[h]) {
+      return PackBf16(MakeRecoverable(e0, z0, p.small_slope), MakeRecoverable(e1, z1, p.small_slope));
+    }
+  }
+  if constexpr (kForm == Form::kCapped) return PackBf16(e0 * z0.slope, e1 * z1.slope);
+  return PackBf16(e0, e1);
+}
+
+// What an exponent may be off, in units of log 2 and relative, by all roundings between here and the last
+// judgement.
+constexpr float kListMargin = 0.02f;
+constexpr float kRelativeListMargin = 0x1p-14f;
+
+// The least logit before the softcap with which a class of the row may reach epsilon. NaN if `sum_bound` is
+// infinite or the row is not finite: no class does.
+template <Form kForm>
+__device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float sum_bound,
+                                                float reference) {
+  const float log2_sum = log2f(sum_bound) + reference;
+  // Twice as much as long as sums grow: what is listed then is all that would be listed in the end, and more.
+  const float own_margin = p.listed_anew == nullptr ? 2.0f * kListMargin : kListMargin;
+  const float margin = own_margin + kRelativeListMargin * fabsf(log2_sum);
+  float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
+  if constexpr (kForm == Form::kCapped) {
+    const float t = least * p.inverse_cap;
+    least = t >= 1.0f ? -NegativeInfinity() : t <= -1.0f ? NegativeInfinity() : p.softcap * atanhf(t);
+  }
+  return least < -FLT_MAX ? -FLT_MAX : least;  // what is masked is below all
+}
+
+// Lists what a box has of candidates: what is not below `least`.
+template <Form kForm>
+__device__ __forceinline__ void ListBox(const LogitKernelParams& p, const float (&logits)[128],
+                                        const RowPair& rows, const float (&least)[2], int column, int box) {
+  constexpr int kElements = 4 * kGroups;
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) {
+    const int i = kElements * box + e;
+    const int h = (i >> 1) & 1;
+    if (!(logits[i] >= least[h])) continue;
+    const int64_t row = rows.row[h];
+    const int at = atomicAdd(p.lists.counts + row, 1);
+    if (at >= p.lists.capacity) continue;
+    p.lists.entries[row * p.lists.capacity + at] = {column + 8 * (i >> 2) + LaneColumn() + (i & 1),
+                                                    ToLogit<kForm>(p, logits[i]).z};
+  }
+}
+
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, const float (&logits)[128],
+                                                   const RowPair& rows, const OutBoxes& out, int column,
+                                                   int row) {
+  ThreadSums sums;
+  float least[2];
+  if constexpr (kOutput == Output::kCandidates) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) least[h] = LeastCandidate<kForm>(p, rows.sum_bound[h], rows.reference[h]);
+  }
+  ForEachBox<kStores<kOutput>>(
+      logits, out, column, row,
+      [&](float s0, float s1, int h) { return TakePair<kForm, kOutput>(p, s0, s1, rows, h, sums); },
+      [&](int box) {
+        if constexpr (kOutput == Output::kCandidates) {
+          const bool some = sums.box_max[0] >= least[0] || sums.box_max[1] >= least[1];
+          if (some) ListBox<kForm>(p, logits, rows, least, column, box);
+        }
+        sums.EndBox();
+      });
+  return sums;
+}
+
+// What a quad found in its two rows of a tile, to memory.
+template <Form kForm, Output kOutput>
+__device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const LogitTile& tile,
+                                              const RowPair& rows, const float (&logits)[128],
+                                              ThreadSums sums) {
+  int arg[2] = {0, 0};
+  const bool contends = sums.max[0] >= rows.threshold[0] || sums.max[1] >= rows.threshold[1];
+  if (__any_sync(0xffffffffu, contends)) {
+    FindMax(logits, sums.max, arg);
+  } else {
+    sums.max[0] = sums.max[1] = NegativeInfinity();
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = QuadSum(sums.sum[h]);
+    const float spread = kForm != Form::kPlain ? QuadSum(sums.spread[h]) : 0.0f;
+    if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
+    const int64_t at = tile.vocab_tile * p.partials.ld + rows.row[h];
+    p.partials.max[at] = ToLogit<kForm>(p, sums.max[h]).z;
+    p.partials.sum[at] = sum;
+    p.partials.arg[at] = static_cast<uint8_t>(arg[h]);
+    if (kForm != Form::kPlain && p.partials.spread != nullptr) p.partials.spread[at] = spread;
+    if constexpr (kOutput == Output::kCandidates) {
+      if (sum <= kLargestSum) atomicAdd(p.lists.sum_bound + rows.row[h], sum);
+    }
+  }
+}
+
+// ---- what becomes of the logits of a tile if they are to be gradients ----
+
+// fp16 has no room for what is far above the gradient unit.
+template <typename T>
+__device__ __forceinline__ uint32_t PackGradients(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return PackBf16(low, high);
+  const __half2 pair = __floats2half2_rn(SaturateHalf(low), SaturateHalf(high));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Writes the targets' entries over what the warp has put into a box.
+template <typename T>
+__device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& out, int box) {
+  const int column0 = rows.target[0] - box * kBoxColumns;
+  const int column1 = rows.target[1] - box * kBoxColumns;
+  const bool mine0 = static_cast<unsigned>(column0) < kBoxColumns;
+  const bool mine1 = static_cast<unsigned>(column1) < kBoxColumns;
+  if (!__any_sync(0xffffffffu, mine0 || mine1)) return;
+  __syncwarp();
+  const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 31) / 4;
+  if ((threadIdx.x & 3) != 0) return;
+  if (mine0) out.Replace(box & 1, row, column0, PackGradients<T>(rows.entry[0], 0.0f));
+  if (mine1) out.Replace(box & 1, row + 8, column1, PackGradients<T>(rows.entry[1], 0.0f));
+}
+
+// The gradient of a class whose row does have one.
+template <Form kForm>
+__device__ __forceinline__ float GradientOf(const LogitKernelParams& p, const RowPair& rows, int h, float s) {
+  const Logit logit = ToLogit<kForm>(p, s);
+  const float d = fmaf(logit.z, p.f, -rows.reference[h]);
+  if constexpr (kForm == Form::kPlain) return rows.factor[h] * Exp2(d);
+  const float bounded = fmaxf(d, kNothing);
+  const float g = fmaf(rows.tilt[h], bounded, rows.factor[h]) * Exp2(bounded);
+  return kForm == Form::kCapped ? g * logit.slope : g;
+}
+
+// A row whose factors are 0 is 0 whatever its logits are.
+template <typename T, Form kForm>
+__device__ __forceinline__ void Gradients(const LogitKernelParams& p, const float (&logits)[128],
+                                          const RowPair& rows, const OutBoxes& out, int column, int row) {
+  ForEachBox<true>(
+      logits, out, column, row,
+      [&](float s0, float s1, int h) -> uint32_t {
+        const bool none = rows.factor[h] == 0.0f && (kForm == Form::kPlain || rows.tilt[h] == 0.0f);
+        return none ? 0u
+                    : PackGradients<T>(GradientOf<kForm>(p, rows, h, s0), GradientOf<kForm>(p, rows, h, s1));
+      },
+      [&](int box) { PutEntries<T>(rows, out, box); });
+}
+
+// ---- the pass ----
 
 struct Maps {
   CUtensorMap hidden, weight, stored;

@@ -15,10 +15,8 @@
 #include <variant>
 
 #include "kernels/cuda/device/device_memory.h"
-#include "kernels/cuda/kernels/hopper/candidates.h"
-#include "kernels/cuda/kernels/hopper/cluster_order.h"
-#include "kernels/cuda/kernels/hopper/logit_tiles.h"
-#include "kernels/cuda/kernels/hopper/pass_memory.h"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/head_config.h"
 

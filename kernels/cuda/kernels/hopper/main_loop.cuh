@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop that the products of this folder share: C = A B for A [rows, inner], B [inner, columns] of a
-// 16-bit type, tile by tile, with the sums of a tile left in registers.
+// What the products of this folder share: the main loop, C = A B for A [rows, inner], B [inner, columns] of a
+// 16-bit type, tile by tile, with the sums of a tile left in registers; where a cluster stands in the order
+// of its grid (TakePosition); and how a tile leaves the registers (OutBoxes).
 //
 // A cluster of two blocks works on kPanelRows x kColumnTile of C. A block has kRowTile of the rows; it
 // fetches its part of A and half of B, and gets the other half by multicast. A producer thread fills a ring
@@ -9,10 +10,13 @@
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/cuda/kernels/hopper/ptx.cuh"
-#include "kernels/cuda/kernels/hopper/tiles.h"
 
 namespace lossd::kernels::cuda::hopper {
+
+// ---- main loop ----
 
 inline constexpr int kConsumers = 2;  // warpgroups, kProductRows rows of the tile each
 inline constexpr int kWarpgroup = 128;
@@ -128,6 +132,115 @@ template <typename T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128]) {
   Multiply<T, kMajorA, kMajorB>(stages, consumer, ring, sums, [] {});
 }
+
+// ---- where a cluster stands in the order of its grid ----
+
+inline constexpr int kPositionBytes = 16;  // of shared memory
+
+struct ClusterPositions {
+  ClusterOrder order;
+  uint32_t* claimed = nullptr;  // [kMostClusters], 0 when the kernel starts; null: clusters as they come
+};
+
+// One thread of the cluster, before the cluster synchronises: takes a position below `clusters`, the
+// preferred one if no other cluster has it. As many clusters as positions: each gets another, wherever they
+// run.
+__device__ __forceinline__ void TakePosition(const ClusterPositions& positions, int clusters, uint32_t word) {
+  int position = static_cast<int>(blockIdx.x) / kClusterBlocks;
+  if (positions.claimed != nullptr) {
+    position = positions.order.preferred[Multiprocessor() / 2 % kMostClusters] % clusters;
+    while (atomicExch(positions.claimed + position, 1) != 0) position = (position + 1) % clusters;
+  }
+  StoreWord(word, static_cast<uint32_t>(position));
+}
+
+// The cluster's position, which a thread of block 0 has claimed.
+__device__ __forceinline__ int Position(uint32_t word) { return static_cast<int>(LoadWordOf(word, 0)); }
+
+// ---- how the tile of a consumer warpgroup leaves its registers for device memory ----
+//
+// Boxes in shared memory are filled while the copy engine stores the ones before. What a thread holds of its
+// warpgroup's kProductRows x kColumnTile is said at Mma64x256x16.
+
+// A box is kProductRows rows of 128 bytes, with the 128-byte swizzle; two a warpgroup, used in turn.
+inline constexpr int kBoxRowBytes = 128;
+inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
+inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
+
+struct OutBoxes {
+  const CUtensorMap* map;
+  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
+  uint32_t barrier;  // its named barrier
+  bool leader;       // the one thread that starts its copies
+
+  __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
+      : map(&out),
+        boxes(all_boxes + consumer * 2 * kBoxBytes),
+        barrier(1 + consumer),
+        leader(threadIdx.x % kWarpgroup == 0) {}
+
+  // Waits until the box that was not sent last may be written again; kCopies: that a box is sent in.
+  template <int kCopies = 1>
+  __device__ __forceinline__ void Open() const {
+    if (leader) WaitBoxesRead<kCopies>();
+    SyncNamed(barrier, kWarpgroup);
+  }
+  // 16-bit elements, two a word: two groups of 8 columns from `group` on, both halves of each.
+  __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
+    const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15);
+    const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
+    StoreMatrices(boxes + i * kBoxBytes + row * kBoxRowBytes + ((mine ^ (row & 7)) << 4), words[0], words[1],
+                  words[2], words[3]);
+  }
+  // Writes the low half of `word` over one 16-bit element, after the warp that Put() it has synchronised.
+  __device__ __forceinline__ void Replace(int i, int row, int column, uint32_t word) const {
+    const int group = (column >> 3) ^ (row & 7);
+    StoreHalf(boxes + i * kBoxBytes + row * kBoxRowBytes + (group << 4) + 2 * (column & 7), word);
+  }
+  // The same to a box that has the tile transposed: its rows are the tile's columns, 8 a group, and their
+  // 128 bytes the warpgroup's rows.
+  __device__ __forceinline__ void PutTransposed(int i, int group, const uint32_t (&words)[4]) const {
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    const int row = 8 * (group + (lane >> 4)) + (lane & 7);
+    const int chunk = 2 * static_cast<int>((threadIdx.x >> 5) & 3) + ((lane >> 3) & 1);
+    StoreMatricesTransposed(boxes + i * kBoxBytes + row * kBoxRowBytes + ((chunk ^ (row & 7)) << 4), words[0],
+                            words[1], words[2], words[3]);
+  }
+  // fp32 elements, of half `h`, to a pair of boxes of half as many rows, one for the warpgroup's first 32
+  // rows and one for the others. `row` of these boxes: 8 times a group and the lane's column in it.
+  __device__ __forceinline__ void PutFloatTransposed(int i, int row, int h, float value) const {
+    const int column =
+        16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + static_cast<int>(threadIdx.x & 31) / 4;
+    const int chunk = (column % 32) / 4;
+    StoreFloat(boxes + i * kBoxBytes + column / 32 * (kBoxBytes / 2) + row * kBoxRowBytes +
+                   ((chunk ^ (row & 7)) << 4) + column % 4 * 4,
+               value);
+  }
+  __device__ __forceinline__ void Send(int i, int column, int row) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
+  }
+  // A pair of fp32 boxes. add: to what is there.
+  __device__ __forceinline__ void SendPair(int i, int column, int row, bool add) const {
+    FenceAsyncProxy();
+    SyncNamed(barrier, kWarpgroup);
+    if (!leader) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t box = boxes + i * kBoxBytes + half * (kBoxBytes / 2);
+      if (add) {
+        AddBoxOut(*map, column + 32 * half, row, box);
+      } else {
+        CopyBoxOut(*map, column + 32 * half, row, box);
+      }
+    }
+  }
+  // Before the block ends.
+  __device__ __forceinline__ void Finish() const {
+    if (leader) WaitBoxesRead<0>();
+  }
+};
 
 }  // namespace lossd::kernels::cuda::hopper
 

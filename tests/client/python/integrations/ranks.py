@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in several processes that are the ranks of a torch.distributed group (gloo)."""
+"""Functions that run in several processes, the ranks of a torch.distributed group (gloo) on the CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+# Runs a function in several processes.
 
 JOIN_SECONDS = int(os.environ.get("LOSSD_TEST_JOIN_SECONDS", "1200"))
 
@@ -46,3 +49,22 @@ def _run(rank: int, world_size: int, folder: str, work: Callable[..., Any], argu
     faulthandler.cancel_dump_traceback_later()
     torch.save(result, Path(folder, str(rank)))
     torch.distributed.destroy_process_group()
+
+
+# What frameworks written for GPUs need before their code runs on a CPU, by the page of docs/training that uses them.
+
+
+def megatron() -> None:
+    """Allocates buffers on the current CUDA device, and draws dropout from the random numbers of that device."""
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    initialize_rng_tracker(inference_rng_tracker=True)  # one that leaves the random numbers alone
+
+
+def deepspeed() -> None:
+    """Would compile an extension for shared memory, which takes minutes."""
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+PREPARATIONS = {"megatron.md": megatron, "deepspeed.md": deepspeed, "deepspeed-zero.md": deepspeed}

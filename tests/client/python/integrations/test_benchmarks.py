@@ -141,15 +141,15 @@ def test_a_host_without_mps(tmp_path):
 
 def test_mps_that_does_not_start(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import pipeline_mps
-    with pytest.raises(RuntimeError, match="MPS did not start: .*none"), pipeline_mps.Mps(str(tmp_path / "none")):
+    import pipeline_server
+    with pytest.raises(RuntimeError, match="MPS did not start: .*none"), pipeline_server.Mps(str(tmp_path / "none")):
         pass
     with pytest.raises(RuntimeError, match="MPS did not start: .*exit status 3"):
-        pipeline_mps.Mps(str(mps_control(tmp_path, 3))).__enter__()
-    with pipeline_mps.Mps(str(mps_control(tmp_path))) as mps:
-        trainer = pipeline_mps.of_trainer(mps.environment, 1)
+        pipeline_server.Mps(str(mps_control(tmp_path, 3))).__enter__()
+    with pipeline_server.Mps(str(mps_control(tmp_path))) as mps:
+        trainer = pipeline_server.of_trainer(mps.environment, 1)
         assert trainer["CUDA_MPS_CLIENT_PRIORITY"] == "1" and trainer.items() > mps.environment.items()
-        assert pipeline_mps.of_trainer({}, 1) == {}  # without MPS
+        assert pipeline_server.of_trainer({}, 1) == {}  # without MPS
         folder = Path(mps.environment["CUDA_MPS_PIPE_DIRECTORY"])
     assert not folder.exists()
 
@@ -311,11 +311,11 @@ def measure_divided_classes(rank, seed):
     """Of 50 rows and 120 classes on two ranks: the data of this rank, and what was measured of some methods."""
     sys.path.insert(0, str(BENCH))
     import peers
-    import vocabulary_parallel_losses
+    import vocabulary_parallel_peers
     import vocabulary_parallel_peers as program
     peers.DEVICE = "cpu"
     torch.manual_seed(seed)
-    loss_parallel = vocabulary_parallel_losses.torch_loss_parallel("cpu")
+    loss_parallel = vocabulary_parallel_peers.torch_loss_parallel("cpu")
 
     def needs_memory(hidden, weight, targets, factor):
         if len(targets) > 16:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from server_process import ServerProcess
+from servers import ServerProcess
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import lossd

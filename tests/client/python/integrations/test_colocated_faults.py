@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_process import ServerProcess
+from servers import ServerProcess
 
 import lossd
 from lossd.torch import HeadOptimizer, LossHead, PipelineLoss

@@ -8,14 +8,13 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from on_cpu import deepspeed as on_cpu
-from ranks import run_ranks
-from tiny_trainers import assert_same_weights, both, train_both, trainer_of
+from ranks import deepspeed as on_cpu, run_ranks
+from tiny_models import assert_same_weights, both, train_both, trainer_of
 
 import lossd
 import lossd.transformers
 from lossd.transformers._trainer import FILE
-from lossd.transformers._zero import ZeroSteps, check
+from lossd.transformers._remote import ZeroSteps, check
 
 CONFIG = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
           "train_batch_size": "auto", "zero_allow_untested_optimizer": True}

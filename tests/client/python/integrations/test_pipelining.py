@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PipelineLoss in the schedules of torch.distributed.pipelining, two stages in two processes, against one process."""
+"""PipelineLoss in the schedules of torch.distributed.pipelining, each stage in a process of its own, against one process."""
 
 import socket
 
@@ -12,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossd
 from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
+
+
+# Two stages in two processes.
 
 D, V, N, MICROBATCHES, STEPS = 12, 50, 32, 4, 2
 
@@ -183,3 +186,206 @@ def test_a_pipeline_in_two_replicas(server, client, make_head, seed, schedule):
         for got, expected in zip(parameters, (first, second)[stage].parameters()):
             torch.testing.assert_close(got, expected.detach(), atol=1e-6, rtol=1e-5)
     np.testing.assert_allclose(client.read_tensor(name), layer.weight.detach().numpy(), atol=1e-6)
+
+
+# Steps of PipelineLoss whose microbatches are uneven, and evaluations, against one process; two stages, two processes.
+
+ROWS, UNEVEN_STEPS, LR = 16, 3, 0.5
+VALID = [[0, 3, 4, 4], [1, 0, 0, 0], [4, 4, 4, 4]]  # targets of each microbatch that count, of each step
+CASES = [("ScheduleGPipe", True, False), ("Schedule1F1B", True, False), ("Schedule1F1B", False, False),
+         ("Overlapped1F1B", True, False), ("Schedule1F1B", True, True)]
+
+
+def uneven_data(seed):
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs = torch.randn(UNEVEN_STEPS, ROWS, D, generator=generator)
+    targets = torch.randint(0, V, (UNEVEN_STEPS, MICROBATCHES, ROWS // MICROBATCHES), generator=generator)
+    for step, counts in enumerate(VALID):
+        for microbatch, count in enumerate(counts):
+            targets[step, microbatch, count:] = -100
+    return inputs, targets.flatten(1)
+
+
+def run_uneven_stage(rank, target, names, seed):
+    """For each case: the losses of its steps, those of its evaluations, and the stage's parameters."""
+    from torch.distributed import pipelining
+
+    from lossd.torch import schedules
+    found = []
+    with lossd.Client(target) as client:
+        for name, (schedule_name, scale_grads, deferred) in zip(names, CASES):
+            module = layers(seed)[rank]
+            inputs, targets = uneven_data(seed)
+            stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+            optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+            step = 0
+            head = LossHead(client, name, process_group=None, deferred=deferred)
+            head_optimizer = HeadOptimizer(head, lr=LR, algorithm="sgd")
+            loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=scale_grads,
+                                   normalizer=lambda: (targets[step] != -100).sum())
+            kind = getattr(schedules if schedule_name == "Overlapped1F1B" else pipelining, schedule_name)
+            schedule = kind(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
+            losses, evaluations = [], []
+            for step in range(UNEVEN_STEPS):
+                optimizer.zero_grad()
+                of_step, of_evaluation = [], []
+                if rank == 0:
+                    schedule.eval(inputs[step])  # which would divide gradients that are there
+                    schedule.step(inputs[step])
+                else:
+                    schedule.eval(target=targets[step], losses=of_evaluation)
+                    after = client.describe_head(name)
+                    assert (after.step_rows, after.step_microbatches) == (0, 0)
+                    schedule.step(target=targets[step], losses=of_step)
+                    head_optimizer.step()
+                optimizer.step()
+                losses.append([float(each) for each in of_step])
+                evaluations.append([float(each) for each in of_evaluation])
+            found.append((losses, evaluations, [each.detach() for each in module.parameters()]))
+    return found
+
+
+def train_uneven_alone(client, name, seed):
+    first, second = layers(seed)
+    inputs, targets = uneven_data(seed)
+    head = torch.nn.Linear(D, V, bias=False)
+    head.weight.data.copy_(torch.from_numpy(client.read_tensor(name)))
+    model = torch.nn.Sequential(first, second, head).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for step in range(UNEVEN_STEPS):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs[step].double()), targets[step])  # over all that count
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, (first, second, head)
+
+
+def test_a_mean_over_the_targets_of_a_step(server, client, make_head, seed):
+    names = [make_head(hidden_size=D, vocab_size=V) for _ in CASES]
+    expected = [train_uneven_alone(client, name, seed) for name in names]
+    ranks = run_ranks(2, run_uneven_stage, server.target, names, seed)
+    for case, name, stages, (losses, modules) in zip(CASES, names, zip(*ranks), expected):
+        for (_, _, got), module in zip(stages, modules):
+            for ours, theirs in zip(got, module.parameters()):
+                torch.testing.assert_close(ours.double(), theirs.detach(), atol=1e-6, rtol=1e-5, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(torch.from_numpy(client.read_tensor(name)).double(), modules[2].weight.detach(),
+                                   atol=1e-6, rtol=1e-5)
+        for of_steps in stages[1][:2]:  # an evaluation before the step has the losses of the step
+            whole = torch.tensor(of_steps).double().sum(1) / (MICROBATCHES if case[1] else 1)
+            torch.testing.assert_close(whole, torch.tensor(losses).double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalizer, error, text", [
+    ("tokens", TypeError, "normalizer is 'tokens'; it must be a number, or a function"), (-3, ValueError, "normalizer is -3"),
+    (float("nan"), ValueError, "normalizer is nan")])
+def test_bad_normalizers(client, make_head, normalizer, error, text):
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    with pytest.raises(error, match=text):
+        PipelineLoss(head, n_microbatches=2, normalizer=normalizer)
+    with pytest.raises(error, match=text):
+        PipelineLoss(head, n_microbatches=2, normalizer=lambda: normalizer)(
+            torch.randn(ROWS, D, requires_grad=True), torch.zeros(ROWS, dtype=torch.long))
+    with pytest.raises(ValueError, match="normalizer is for means"):
+        PipelineLoss(LossHead(client, head.head_name, reduction="sum"), n_microbatches=2, normalizer=3)
+
+
+def test_an_evaluation_outside_of_schedules(client, make_head):
+    """A LossHead in evaluation mode under torch.no_grad() gives the loss at once."""
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    head.eval()
+    with torch.no_grad():
+        assert PipelineLoss(head, n_microbatches=2)(torch.randn(ROWS, D), torch.zeros(ROWS, dtype=torch.long)) > 0
+
+
+# PipelineLoss in schedules with several stages on a rank: interleaved 1F1B and zero-bubble ones, against one process.
+
+STAGES = 4
+SCHEDULES = {  # the stages of either rank
+    "ScheduleInterleaved1F1B": ((0, 2), (1, 3)), "ScheduleLoopedBFS": ((0, 2), (1, 3)),
+    "ScheduleInterleavedZeroBubble": ((0, 2), (1, 3)), "ScheduleZBVZeroBubble": ((0, 3), (1, 2)),
+    "ScheduleDualPipeV": ((0, 3), (1, 2))}
+OVERLAPPED = "overlapped "  # with a slack of 2
+SCHEDULES |= {OVERLAPPED + name: SCHEDULES[name]
+              for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")}
+
+
+def layers_of_stages():
+    torch.manual_seed(4)
+    return [torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()) for _ in range(STAGES)]
+
+
+def data_of_stages():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(STEPS, N, D, generator=generator), torch.randint(0, V, (STEPS, N), generator=generator)
+
+
+def train_rank(rank, target, names):
+    with lossd.Client(target) as client:
+        return {name: train_stages(rank, client, name, head_name) for name, head_name in names.items()}
+
+
+def train_stages(rank, client, name, head_name):
+    from torch.distributed import pipelining
+
+    from lossd.torch.schedules import overlapped
+    mine = SCHEDULES[name][rank]
+    modules = layers_of_stages()
+    stages = [pipelining.PipelineStage(modules[each], each, STAGES, torch.device("cpu")) for each in mine]
+    optimizer = torch.optim.SGD([p for each in mine for p in modules[each].parameters()], lr=0.5)
+    inputs, targets = data_of_stages()
+    last = STAGES - 1 in mine
+    head_optimizer, loss_fn = None, torch.nn.functional.cross_entropy  # of a rank that does not call it
+    if last:
+        head = LossHead(client, head_name, process_group=None)
+        head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
+        loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES)
+    kind = getattr(pipelining, name.removeprefix(OVERLAPPED))
+    schedule = (overlapped(kind, slack=2) if name.startswith(OVERLAPPED) else kind)(stages, MICROBATCHES, loss_fn=loss_fn)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        of_step = []
+        given = {"target": targets[step], "losses": of_step} if last else {}
+        schedule.step(*([inputs[step]] if 0 in mine else []), **given)
+        if last:
+            losses.append(torch.stack(of_step).mean().item())
+            head_optimizer.load_grad_norm()
+            head_optimizer.step()
+        optimizer.step()
+    return losses, {each: [p.detach() for p in modules[each].parameters()] for each in mine}
+
+
+def train_stages_alone(weight):
+    head = torch.nn.Linear(D, V, bias=False)
+    head.weight.data.copy_(weight)
+    modules = torch.nn.ModuleList([*layers_of_stages(), head])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.5)
+    inputs, targets = data_of_stages()
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        logits = inputs[step]
+        for module in modules:
+            logits = module(logits)
+        loss = torch.nn.functional.cross_entropy(logits, targets[step])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, modules
+
+
+def test_schedules_with_several_stages_on_a_rank(server, client, make_head):
+    names = {schedule: make_head(hidden_size=D, vocab_size=V, seed=1) for schedule in SCHEDULES}
+    losses, modules = train_stages_alone(torch.from_numpy(client.read_tensor(next(iter(names.values())))))
+    ranks = run_ranks(2, train_rank, server.target, names)
+    for schedule, name in names.items():
+        for rank in ranks:
+            means, parameters = rank[schedule]
+            for stage, values in parameters.items():
+                for got, expected in zip(values, modules[stage].parameters()):
+                    torch.testing.assert_close(got, expected.detach(), atol=1e-5, rtol=1e-5, msg=f"{schedule}, stage {stage}")
+            if means:
+                np.testing.assert_allclose(means, losses, rtol=1e-5, err_msg=schedule)
+        np.testing.assert_allclose(client.read_tensor(name), modules[-1].weight.detach().numpy(), atol=1e-5, err_msg=schedule)

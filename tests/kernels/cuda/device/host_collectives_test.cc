@@ -3,8 +3,6 @@
 // afterwards, and what becomes of an exchange that a rank stays away from. Once on a GPU, which all of them
 // share, and once with the calls of CUDA played by functions here, which the linker gives to the code: device
 // memory is that of the host then, and a stream does at once what it is given.
-#include "kernels/cuda/device/host_collectives.h"
-
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -21,6 +19,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/gloo_link.h"
+#include "kernels/cuda/device/collectives.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What becomes of an exchange that fails or hangs. NCCL is played by functions here, which the linker gives
 // to dlopen and dlsym; the streams are real.
-#include "kernels/cuda/device/nccl.h"
-
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <unistd.h>
@@ -19,6 +17,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/device/collectives.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
 
 namespace {

@@ -16,7 +16,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_backend.h"
-#include "kernels/device_choice.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels::cuda::shared_device_memory_test {
@@ -35,13 +34,13 @@ std::unique_ptr<Backend> Open(int device) {
   return backend.ok() ? *std::move(backend) : nullptr;
 }
 
-DeviceMemorySharer& SharerOf(Backend& backend) { return dynamic_cast<DeviceMemorySharer&>(backend); }
 
-// Memory of one GPU, by CUDA's runtime.
+// Memory of one GPU, by CUDA's runtime. Calls make this GPU the current one, which calls of the server's
+// memory change.
 class Buffer {
  public:
-  explicit Buffer(int device) {
-    EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+  explicit Buffer(int device) : device_(device) {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
     EXPECT_EQ(cudaMalloc(&data_, kBytes), cudaSuccess);
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
   }
@@ -53,8 +52,15 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
 
   uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+  // Waits until all of it has this value.
+  void Fill(uint8_t value) const {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, value, kBytes), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
   // A copy as a head makes it, by this GPU; in GB/s, of the fastest of several.
   double Copy(void* to, const void* from) const {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
     double fastest = 0;
     for (int i = 0; i < 8; ++i) {
       cudaEvent_t begin = nullptr, end = nullptr;
@@ -74,6 +80,7 @@ class Buffer {
   }
 
  private:
+  const int device_;
   void* data_ = nullptr;
   cudaStream_t stream_ = nullptr;
 };
@@ -82,11 +89,10 @@ TEST(SharedDeviceMemoryTest, IsOfTheGpuThatIsAskedForAndBeginsWithZeros) {
   if (Gpus() == 0) GTEST_SKIP() << "no GPU";
   const auto backend = Open(Gpus() - 1);
   ASSERT_NE(backend, nullptr);
-  DeviceMemorySharer& sharer = SharerOf(*backend);
-  ASSERT_EQ(sharer.SharingDevices(), backend->info().uuids);
-  const std::string device = sharer.SharingDevices().front();
+  ASSERT_EQ(backend->SharingDevices(), backend->info().uuids);
+  const std::string device = backend->SharingDevices().front();
   const int64_t before = backend->memory().current[MemoryKind::kSlots];
-  auto memory = sharer.ShareDeviceMemory(device, 1000);
+  auto memory = backend->ShareDeviceMemory(device, 1000);
   ASSERT_TRUE(memory.ok()) << memory.status();
   EXPECT_GE((*memory)->bytes().size(), 1000u);
   EXPECT_GE((*memory)->descriptor(), 0);
@@ -100,7 +106,7 @@ TEST(SharedDeviceMemoryTest, IsOfTheGpuThatIsAskedForAndBeginsWithZeros) {
   memory->reset();
   EXPECT_EQ(backend->memory().current[MemoryKind::kSlots], before);
   for (const std::string other : {"", "GPU-00000000-0000-0000-0000-000000000001"}) {
-    EXPECT_EQ(sharer.ShareDeviceMemory(other, 1000).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(backend->ShareDeviceMemory(other, 1000).status().code(), absl::StatusCode::kInvalidArgument);
   }
 }
 
@@ -119,24 +125,21 @@ TEST(SharedDeviceMemoryTest, OfEachGpuOfAGroupIsReachedByTheOthers) {
                          },
                          {});
   ASSERT_TRUE(group.ok()) << group.status();
-  DeviceMemorySharer& sharer = SharerOf(**group);
-  const std::vector<std::string> devices = sharer.SharingDevices();
+  const std::vector<std::string> devices = (*group)->SharingDevices();
   ASSERT_EQ(static_cast<int>(devices.size()), Gpus());
   for (int owner = 0; owner < Gpus(); ++owner) {
-    auto memory = sharer.ShareDeviceMemory(devices[static_cast<size_t>(owner)], kBytes);
+    auto memory = (*group)->ShareDeviceMemory(devices[static_cast<size_t>(owner)], kBytes);
     ASSERT_TRUE(memory.ok()) << memory.status();
     uint8_t* const shared = (*memory)->bytes().data();
     for (int device = 0; device < Gpus(); ++device) {
       const Buffer buffer(device);
       const auto value = static_cast<uint8_t>(1 + owner * Gpus() + device);
-      ASSERT_EQ(cudaMemset(buffer.data(), value, kBytes), cudaSuccess);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      buffer.Fill(value);
       const double writes = buffer.Copy(shared, buffer.data());
       std::vector<uint8_t> got(1000);
       ASSERT_TRUE((*memory)->CopyToHost({shared + kBytes - 1000, 1000}, got.data()).ok());
       EXPECT_THAT(got, ::testing::Each(value));
-      ASSERT_EQ(cudaMemset(buffer.data(), 0, kBytes), cudaSuccess);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      buffer.Fill(0);
       const double reads = buffer.Copy(buffer.data(), shared);
       ASSERT_EQ(cudaMemcpy(got.data(), buffer.data() + kBytes - 1000, 1000, cudaMemcpyDeviceToHost),
                 cudaSuccess);

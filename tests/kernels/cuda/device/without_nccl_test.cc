@@ -2,7 +2,7 @@
 // A build without NCCL's header says so, wherever NCCL is asked for.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/cuda/device/nccl.h"
+#include "kernels/cuda/device/collectives.h"
 
 namespace lossd::kernels::cuda::without_nccl_test {
 namespace {

@@ -9,8 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/cuda/heads/head_memory.h"
-#include "kernels/cuda/kernels/hopper/tiles.h"
-#include "kernels/cuda/paths/chunk_layout.h"
+#include "kernels/cuda/kernels/hopper/plan.h"
 #include "kernels/decision.h"
 
 // ---- Chunk plan ----

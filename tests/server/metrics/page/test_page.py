@@ -20,7 +20,7 @@ import lossd
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "client" / "python"))
 
-from server_process import ServerProcess  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parent))
 

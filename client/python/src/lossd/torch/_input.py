@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LossHead is given: checks before anything is sent, and what travels of it."""
+"""What a LossHead is given: checks before anything is sent, what travels of it, and tensors as memory that is sent from and
+written into."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import lossd
 from lossd import errors, types
 from lossd._arrays import as_targets
-from lossd.torch import _memory
+from lossd.types import DType
 from lossd.v1 import types_pb2
-
-# ---- Arguments of LossHead ----
 
 
 def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
@@ -104,7 +105,7 @@ def _is_transformed(tensor: torch.Tensor) -> bool:
 
 def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor, targets: torch.Tensor,
                  row_weights: torch.Tensor | None) -> None:
-    if hidden.dtype not in _memory.DTYPES:
+    if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden is {hidden.dtype}; lossd takes float32, float16 and bfloat16: use hidden.float()")
     if hidden.dim() == 0 or hidden.shape[-1] != hidden_size:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; head {head!r} needs (..., {hidden_size})")
@@ -169,3 +170,96 @@ def _old_autocast_dtype(kind: str) -> torch.dtype | None:
     if kind == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+# Tensors as memory that the client sends from and writes into.
+#
+# A CPU tensor is used where it lies. So is a CUDA tensor if the client can copy between it and memory of the server's GPU.
+# Otherwise it goes through pinned host memory, which torch caches: freed blocks are taken again only after the copies that use
+# them have run.
+
+Array = NDArray[Any]
+
+DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """A contiguous CPU tensor's memory, of the dtype that lossd.Client takes; bf16 as uint16."""
+    if tensor.dtype is torch.bfloat16:
+        bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: Array = tensor.numpy()
+    return array
+
+
+def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """The reverse of as_array."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+Place: TypeAlias = Literal["host", "device"]  # where a CUDA tensor's rows are when the client sends them
+
+
+def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
+    """The device if the client can copy from there to the server's GPU; may open the memory that takes."""
+    return "device" if tensor.device.type == "cuda" and client.shares_gpu(tensor.device.index) else "host"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Rows [N, D] as lossd.Client takes them."""
+
+    array: Any
+    ready: Callable[[], None] | None  # blocks until they may be read, and memory that was made before be written
+
+
+def to_send(tensor: torch.Tensor, place: Place) -> Sent:
+    if place == "device":
+        return Sent(as_sent(tensor.contiguous()), _work_so_far(tensor.device))
+    host, ready = to_host(tensor)
+    return Sent(as_array(host), ready)
+
+
+def as_sent(tensor: torch.Tensor) -> Any:
+    """A contiguous tensor as lossd.Client takes it; on a GPU bf16 as int16."""
+    if tensor.device.type == "cpu":
+        return as_array(tensor)
+    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+
+
+def settle(memory: torch.Tensor | None) -> None:
+    """Blocks until nothing that was enqueued before uses memory that was just made."""
+    if memory is not None and memory.device.type == "cuda":
+        _work_so_far(memory.device)()
+
+
+def _work_so_far(device: torch.device) -> Callable[[], None]:
+    """Blocks until what the current stream was given before this call has run."""
+    event = torch.cuda.Event(blocking=True)  # who waits takes no CPU time
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """The tensor in host memory, contiguous, and what to wait for before it may be read (None: nothing)."""
+    tensor = tensor.detach().contiguous()
+    if tensor.device.type == "cpu":
+        return tensor, None
+    host = empty(tensor.shape, tensor.dtype, tensor.device, "host")
+    host.copy_(tensor, non_blocking=True)
+    if tensor.device.type != "cuda":
+        return host, None
+    return host, _work_so_far(tensor.device)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, place: Place) -> torch.Tensor:
+    """Memory for a tensor on its way to or from `device`."""
+    if place == "device":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host if device.type == "cpu" else host.to(device, non_blocking=True)  # no copy if it is there

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
-from lossd.torch import _memory
+from lossd.torch import _input
 from lossd.torch._modes import Anchor, Deferred, Direct, FirstPasses, Pass, Plan, refuse_evaluation
 from lossd.torch._step_tracker import Continuation, StepTracker, Watch
 from lossd.types import DType, LossResult, Reduction, RowOutput
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def dtype(self) -> DType:
-        return _memory.DTYPES[self.hidden.dtype]
+        return _input.DTYPES[self.hidden.dtype]
 
     @property
     def wire_id(self) -> int:
@@ -167,11 +167,11 @@ class Job:
 
     def _start(self, accumulates: bool) -> None:
         module = self.module
-        place = _memory.place_of(self.hidden, module.client)
+        place = _input.place_of(self.hidden, module.client)
         gradient: Any = False
         if self.writes_hidden and not self.row_losses:
             gradient = self._gradient_memory(place)
-        sent = _memory.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
+        sent = _input.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
@@ -187,10 +187,10 @@ class Job:
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
             retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **module.transport)
 
-    def _gradient_memory(self, place: _memory.Place) -> Any:
+    def _gradient_memory(self, place: _input.Place) -> Any:
         shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
-        self._gradient = _memory.empty(shape, self.hidden.dtype, self.hidden.device, place)
-        return _memory.as_sent(self._gradient)
+        self._gradient = _input.empty(shape, self.hidden.dtype, self.hidden.device, place)
+        return _input.as_sent(self._gradient)
 
     def _wait(self) -> LossResult:
         if self._known is not None:
@@ -319,7 +319,7 @@ class Job:
             return None
         if factor != 1.0:
             self._gradient.mul_(factor)
-        gradient = _memory.to_device(self._gradient, self.hidden.device).reshape(self.hidden.shape)
+        gradient = _input.to_device(self._gradient, self.hidden.device).reshape(self.hidden.shape)
         self._gradient = None
         return gradient
 
@@ -337,8 +337,8 @@ class Job:
         if math.prod(self.shape) > 0:
             gradient: Any = False
             if self.writes_hidden:
-                gradient = self._gradient_memory(_memory.place_of(self.hidden, module.client))
-                _memory.settle(self._gradient)
+                gradient = self._gradient_memory(_input.place_of(self.hidden, module.client))
+                _input.settle(self._gradient)
             with steps.sending(self.number, self.plan.head):
                 pending = module.client.backward_async(
                     module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,

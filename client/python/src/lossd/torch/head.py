@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import known_arguments
-from lossd.torch import _data_parallel, _head_state, _input, _modes, _step_tracker
+from lossd.torch import _data_parallel, _input, _modes, _step_tracker
 from lossd.torch._modes import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
@@ -130,7 +130,7 @@ class LossHead(torch.nn.Module):
         self.watch = _step_tracker.Watch(client.target, head)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
-        self._states = _head_state.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
+        self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
         # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
         # has left them, if one has. Several trainers see those of their own alone.
         self.left_over, self.earlier = self._left_over(description)
@@ -220,11 +220,11 @@ class LossHead(torch.nn.Module):
 
     def get_extra_state(self) -> torch.Tensor:
         """What state_dict() holds of the head: save_state(), as a tensor."""
-        return _head_state.as_tensor(self.save_state())
+        return _step_tracker.as_tensor(self.save_state())
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """load_state() for load_state_dict()."""
-        self.load_state(_head_state.from_tensor(state))
+        self.load_state(_step_tracker.from_tensor(state))
 
     @outside_of_compile
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,

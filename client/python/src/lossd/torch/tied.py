@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from lossd.torch import _memory
+from lossd.torch import _input
 from lossd.torch.head import LossHead
 
 
@@ -44,27 +44,27 @@ class TiedEmbedding:
         if self.weight.grad is None:
             return
         number = head.steps.contribution()
-        host, ready = _memory.to_host(self.weight.grad.to_dense() if self.weight.grad.is_sparse else self.weight.grad)
+        host, ready = _input.to_host(self.weight.grad.to_dense() if self.weight.grad.is_sparse else self.weight.grad)
         if ready is not None:
             ready()
-        head.client.add_gradient(head.head_name, "weight", _memory.as_array(host), step=head.step,
-                                 id=head.steps.wire_id(number), dtype=_memory.DTYPES[host.dtype],
+        head.client.add_gradient(head.head_name, "weight", _input.as_array(host), step=head.step,
+                                 id=head.steps.wire_id(number), dtype=_input.DTYPES[host.dtype],
                                  scale=head.scale.of_finished_gradient(head.step))
         head.steps.contributed()
         self.weight.grad = None
 
     def pull(self) -> None:
         """Copies the head's weight into the embedding."""
-        self._copy(self.head.client.read_tensor(self.head.head_name, "weight", dtype=_memory.DTYPES[self.weight.dtype]))
+        self._copy(self.head.client.read_tensor(self.head.head_name, "weight", dtype=_input.DTYPES[self.weight.dtype]))
 
     def push(self) -> None:
         """Copies the embedding into the head's weight."""
-        host, ready = _memory.to_host(self.weight)
+        host, ready = _input.to_host(self.weight)
         if ready is not None:
             ready()
-        self.head.client.write_tensor(self.head.head_name, "weight", _memory.as_array(host),
-                                      dtype=_memory.DTYPES[host.dtype])
+        self.head.client.write_tensor(self.head.head_name, "weight", _input.as_array(host),
+                                      dtype=_input.DTYPES[host.dtype])
 
     @torch.no_grad()
-    def _copy(self, values: _memory.Array) -> None:
-        self.weight.copy_(_memory.as_tensor(values, self.weight.dtype))
+    def _copy(self, values: _input.Array) -> None:
+        self.weight.copy_(_input.as_tensor(values, self.weight.dtype))

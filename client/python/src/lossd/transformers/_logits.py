@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lossd.transformers._probe_batch import IGNORED, ProbeBatch, as_in_evaluation, inputs_without_labels, takes, takes_any
+from lossd.transformers._trainer import IGNORED, ProbeBatch, as_in_evaluation, inputs_without_labels, takes, takes_any
 
 _SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10 of the probe's logits
 _ITEMS = 7  # what a sum is divided by where the caller counts

@@ -17,10 +17,9 @@ from transformers.utils import ModelOutput
 import lossd
 from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
-from lossd.transformers._head_module import ServedHead, base_of
+from lossd.transformers._head_module import IfExists, ModelHead, ServedHead, Tied, base_of, existing, head_options
 from lossd.transformers._logits import HeadPlace, measure, random_tokens_loss
-from lossd.transformers._model_head import IfExists, ModelHead, Tied, existing, head_options
-from lossd.transformers._probe_batch import IGNORED, inputs_without_labels
+from lossd.transformers._trainer import IGNORED, inputs_without_labels
 
 
 @known_arguments

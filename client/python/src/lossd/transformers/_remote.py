@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server."""
+"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server; the options of its steps, and its steps
+under DeepSpeed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,10 +14,19 @@ import torch
 
 import lossd
 from lossd._arrays import known_arguments
-from lossd.torch import LossHead, TiedEmbedding, _data_parallel
+from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding, _data_parallel
 from lossd.torch._job import Extra
+from lossd.transformers._head_module import (
+    IfExists,
+    ModelHead,
+    ServedHead,
+    Tied,
+    existing,
+    head_options,
+    set_values,
+    values,
+)
 from lossd.transformers._logits import HeadPath, HeadPlace, measure, random_tokens_loss
-from lossd.transformers._model_head import IfExists, ModelHead, Tied, existing, head_options, set_values, values
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -184,3 +194,163 @@ class _FinalNorm:
         set_values(self.module.weight, client.read_tensor(head, "norm_gain") - np.float32(self.gain_offset))
         if self.kind == "layernorm":
             set_values(self.module.bias, client.read_tensor(head, "norm_shift"))
+
+
+# The hyper-parameters of a head's steps: those of the group of the trainer's optimizer that the head's weight is in.
+
+_NAMES = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+
+
+def algorithm_of(optimizer: Any) -> Literal["adamw", "sgd"]:
+    """ValueError if a server does not compute the steps of this optimizer."""
+    name = type(optimizer).__name__
+    if type(optimizer) is torch.optim.AdamW:
+        return "adamw"
+    if type(optimizer) is torch.optim.SGD:
+        return "sgd"
+    if getattr(optimizer, "adam_w_mode", False) and name in ("FusedAdam", "DeepSpeedCPUAdam"):
+        return "adamw"
+    raise ValueError(f"the trainer's optimizer is {name}; a head on a server steps with torch's AdamW (optim='adamw_torch') "
+                     "or SGD (optim='sgd')")
+
+
+class ParameterGroup:
+    """The group that the head's weight is in, by the trainer's own rules."""
+
+    def __init__(self, served: ServedHead, optimizer: Any, parameters: Sequence[Sequence[Any]], head_lr: float | None,
+                 head_weight_decay: float | None) -> None:
+        """`parameters` are those of each group of the optimizer, which may hold other tensors by now. ValueError if the head
+        is in none of them."""
+        self._optimizer, self._head_lr, self._head_weight_decay = optimizer, head_lr, head_weight_decay
+        found = {name: _index(parameters, served.tensors_of(name)) for name in served.stand_ins}
+        index = found["weight"]
+        if index is None and head_lr is None:
+            raise ValueError(
+                f"the trainer's optimizer has no group for the head {served.loss_head.head_name!r}, so it would not be "
+                "trained: give the optimizer model.parameters() after patch(), or give attach(head_lr=), or freeze the head "
+                "with patch(freeze=True)")
+        self._index = index or 0
+        self._first_lr = float(self._group["lr"])
+        if head_lr is not None and not self._initial_lr:
+            raise ValueError("head_lr is scaled as the learning rate of the trainer's optimizer is by its scheduler, and that is 0")
+        bias = found.get("bias")
+        self.decays_bias = bias is not None and optimizer.param_groups[bias]["weight_decay"] > 0.0
+        if bias is not None and index is not None and head_lr is None and (
+                optimizer.param_groups[bias]["lr"] != optimizer.param_groups[index]["lr"]):
+            raise ValueError("the head's bias and its weight are in groups of different learning rates; a server steps them with "
+                             "one: put them into groups of one rate, or give attach(head_lr=)")
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return groups[self._index if self._index < len(groups) else 0]  # some wrappers show one group at a time
+
+    @property
+    def _initial_lr(self) -> float:
+        return float(self._group.get("initial_lr", self._first_lr))
+
+    def copy_to(self, optimizer: HeadOptimizer) -> None:
+        """As they are now, after whatever a scheduler has made of them."""
+        group, ours = self._group, optimizer.param_groups[0]
+        for name in _NAMES:
+            if name in group:
+                ours[name] = group[name]
+        if self._head_lr is not None:
+            ours["lr"] = self._head_lr * float(group["lr"]) / self._initial_lr
+        if self._head_weight_decay is not None:
+            ours["weight_decay"] = self._head_weight_decay
+        optimizer.decay_vectors = self.decays_bias
+
+
+def _index(parameters: Sequence[Sequence[Any]], wanted: Sequence[Any]) -> int | None:
+    for index, group in enumerate(parameters):
+        if any(each is one for each in group for one in wanted):
+            return index
+    return None
+
+
+# Steps under DeepSpeed, whose engine clips and steps inside backward().
+#
+# ZeRO steps the trainer's optimizer once for each of its groups, and clips by a norm that it computes of its partitions. So the
+# head is stepped with ZeRO's own step, and its gradient joins ZeRO's norm.
+
+def check(trainer: Any, tied: bool) -> None:
+    """ValueError if a head on a server cannot take part in how the trainer shards its model."""
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise ValueError("fsdp= of TrainingArguments shards the head's place in the model as well; use DistributedDataParallel "
+                         "(torchrun without fsdp=), DeepSpeed's ZeRO 1 or 2, or fully_shard in a loop of your own")
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError("a model that from_pretrained has sharded over ranks clips by norms of its own, without the head; "
+                         "load it without tp_plan= and use DistributedDataParallel")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(f"the trainer would copy the model to {trainer.args.n_gpu} GPUs in one process (DataParallel); start it "
+                         "with torchrun, or show it one GPU with CUDA_VISIBLE_DEVICES")
+    if not trainer.is_deepspeed_enabled:
+        return
+    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+    if stage == 3:
+        raise ValueError("ZeRO 3 partitions the parameters that stand for the head; use ZeRO 1 or 2")
+    if tied:
+        raise ValueError('ZeRO steps its own copy of the embeddings that the head shares (tied="share"); use tied="part", or '
+                         "train without DeepSpeed")
+
+
+class ZeroSteps:
+    """What the head's steps need of DeepSpeed's engine."""
+
+    def __init__(self, engine: Any, norm: Any, apply: Any, discard: Any) -> None:
+        """
+        Args:
+          norm: () -> the norm of the head's gradient, which is loaded into the stand-in.
+          apply: (multiplier) steps the head with its gradient times that.
+          discard: () forgets the gradient of a step that DeepSpeed skips.
+        """
+        self._optimizer, self._norm, self._apply, self._discard = engine.optimizer, norm, apply, discard
+        self.base = engine.basic_optimizer
+        algorithm_of(self.base)
+        partitioned = hasattr(self._optimizer, "bit16_groups") and hasattr(self._optimizer, "scaled_global_norm")
+        self.parameters = (self._optimizer.bit16_groups if partitioned
+                           else [group["params"] for group in self.base.param_groups])
+        self.clips = float(engine.gradient_clipping() or 0.0)
+        if self.clips > 0.0 and not partitioned:
+            raise ValueError(f"{type(self._optimizer).__name__} of DeepSpeed clips by a norm that lacks the head: use ZeRO 1 or 2, "
+                             "or max_grad_norm=0")
+        if partitioned:
+            self._join_norm()
+        step = self._optimizer.step
+        self._optimizer.steps_a_head_of_lossd = True
+
+        def step_both(*args: Any, **options: Any) -> Any:
+            result = step(*args, **options)
+            if getattr(self._optimizer, "overflow", False):
+                self._discard()
+            else:
+                self._apply(self._multiplier() if partitioned else 1.0)
+            return result
+
+        self._optimizer.step = step_both
+
+    @staticmethod
+    def are_in(engine: Any) -> bool:
+        """Whether this engine's steps include the head's already."""
+        return getattr(engine.optimizer, "steps_a_head_of_lossd", False)
+
+    def _join_norm(self) -> None:
+        of_trunk = self._optimizer.scaled_global_norm
+
+        def scaled_global_norm(*args: Any, **options: Any) -> Any:
+            norm, head = of_trunk(*args, **options), self._norm() * float(self._optimizer.loss_scale)
+            if float(norm) < 0.0:  # how DeepSpeed says that it is not finite
+                return norm
+            if isinstance(norm, torch.Tensor):
+                return torch.sqrt(norm.double() ** 2 + head ** 2).to(norm.dtype)
+            return (norm ** 2 + head ** 2) ** 0.5
+
+        self._optimizer.scaled_global_norm = scaled_global_norm
+
+    def _multiplier(self) -> float:
+        """As unscale_and_clip_grads() of ZeRO."""
+        norm = getattr(self._optimizer, "_global_grad_norm", None)
+        if norm is None or self.clips <= 0.0:
+            return 1.0
+        return 1.0 / max((float(norm) + 1e-6) / self.clips, 1.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,10 @@ from transformers import TrainerCallback
 import lossd
 from lossd._arrays import known_arguments
 from lossd.torch import HeadOptimizer
-from lossd.transformers import _zero
+from lossd.transformers import _remote
 from lossd.transformers._head_module import ServedHead, base_of, served_head
-from lossd.transformers._parameter_group import ParameterGroup, algorithm_of
 from lossd.transformers._patch import summed_loss, wrap_forward
-
-
-# The losses that a Trainer computes itself, and what its evaluations need besides a loss.
+from lossd.transformers._remote import ParameterGroup, algorithm_of
 
 
 def serve_losses(trainer: Any, served: ServedHead) -> None:
@@ -218,7 +217,7 @@ def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("compute_loss_func is given logits, and these are on the server: leave it out (label smoothing, z-loss "
                          "and class weights are options of patch() and LossHead), or write a loop with LossHead")
-    _zero.check(trainer, served.tied is not None)
+    _remote.check(trainer, served.tied is not None)
 
 
 class _Attached(TrainerCallback):
@@ -232,7 +231,7 @@ class _Attached(TrainerCallback):
             self.rotation = Rotation(trainer, served)
         self.armed = False  # the trainer's optimizer is complete: its state includes the head
         self._group: ParameterGroup | None = None
-        self._zero: _zero.ZeroSteps | None = None
+        self._zero: _remote.ZeroSteps | None = None
         self._applied = -1  # the global step of the trainer that the head's last step was part of
 
     def wrap(self, head_optimizer: HeadOptimizer) -> None:
@@ -273,7 +272,7 @@ class _Attached(TrainerCallback):
     def bind_engine(self, engine: Any) -> None:
         """Of DeepSpeed."""
         assert self.optimizer is not None
-        self._zero = _zero.ZeroSteps(engine, self.load_norm, self.step, self.optimizer.discard)
+        self._zero = _remote.ZeroSteps(engine, self.load_norm, self.step, self.optimizer.discard)
         self.optimizer.algorithm = algorithm_of(self._zero.base)
         self._group = ParameterGroup(self.served, self._zero.base, self._zero.parameters, *self.wanted[:2])
 
@@ -323,7 +322,7 @@ class _Attached(TrainerCallback):
             raise RuntimeError(
                 f"training resumes at step {state.global_step}, but the optimizer's state does not say where the head "
                 f"{self.served.loss_head.head_name!r} is: it was saved without lossd.transformers.attach()")
-        if self.trainer.is_deepspeed_enabled and not _zero.ZeroSteps.are_in(self.trainer.model_wrapped):
+        if self.trainer.is_deepspeed_enabled and not _remote.ZeroSteps.are_in(self.trainer.model_wrapped):
             self.bind_engine(self.trainer.model_wrapped)
         self.served.forget_copies()
         self.optimizer.zero_grad()
@@ -333,3 +332,93 @@ class _Attached(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.armed = self.served.armed = False
         self.rotation.restored = None
+
+
+# A few tokens and labels with which a model's head is measured.
+
+IGNORED = -100  # transformers' own
+_SEQUENCES, _POSITIONS = 2, 8
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """What a model takes for some sequences of random tokens, none of which the configuration calls special."""
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor  # [B, T], int64; a few are ignored
+
+    @staticmethod
+    def of(model: Any, classes: int) -> ProbeBatch:
+        """Labels are below `classes`. Bounded: 16 tokens."""
+        embedding = model.get_input_embeddings().weight
+        special = _special_tokens(model.config)
+        known = min(classes, embedding.shape[0])
+        usual = torch.tensor([token for token in range(min(known, 1 << 16)) if token not in special] or [0])
+        generator = torch.Generator().manual_seed(7)
+
+        def draw() -> torch.Tensor:
+            return usual[torch.randint(0, len(usual), (_SEQUENCES, _POSITIONS), generator=generator)]
+
+        inputs, labels = {"input_ids": draw().to(embedding.device)}, draw().to(embedding.device)
+        labels[0, :2] = labels[1, 5] = IGNORED
+        if takes(model, "token_type_ids") and takes(model, "pixel_values"):  # says which positions are text
+            inputs["token_type_ids"] = torch.zeros_like(labels)
+        return ProbeBatch(inputs, labels)
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the model's own forward has an argument of this name."""
+    return name in inspect.signature(type(model).forward).parameters
+
+
+def takes_any(model: Any) -> bool:
+    """Whether the model's own forward has arguments that it passes on to the loss."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD
+               for each in inspect.signature(type(model).forward).parameters.values())
+
+
+def inputs_without_labels(model: Any, labels: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with which a model that is not given its labels computes what it computes with them.
+
+    The decoder of an encoder-decoder reads the labels, shifted to the right.
+    """
+    if labels is None or not takes(model, "decoder_input_ids"):
+        return inputs
+    inputs = {"use_cache": False, **inputs}
+    if inputs.get("decoder_input_ids") is None and inputs.get("decoder_inputs_embeds") is None:
+        inputs["decoder_input_ids"] = _shifted_right(model, labels)
+    return inputs
+
+
+def _shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels=labels)
+    config = model.config.get_text_config(decoder=True)
+    shifted = labels.roll(1, -1)
+    shifted[..., 0] = config.decoder_start_token_id
+    return shifted.masked_fill(shifted == IGNORED, config.pad_token_id)
+
+
+@contextlib.contextmanager
+def as_in_evaluation(model: Any) -> Iterator[None]:
+    """Inside, nothing is random and no graph is made; every module is in its mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _special_tokens(config: Any) -> set[int]:
+    found: set[int] = set()
+    waiting = [config.to_dict()]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            elif str(key).endswith(("token_id", "token_index", "token_ids", "_id")):
+                found.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    return found

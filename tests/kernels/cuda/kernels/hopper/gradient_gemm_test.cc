@@ -12,7 +12,6 @@
 
 #include "gtest/gtest.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
-#include "tests/kernels/cuda/kernels/hopper/device_values.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::cuda::hopper::gradient_gemm_test {

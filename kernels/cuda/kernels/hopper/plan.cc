@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/cuda/kernels/hopper/plan.h"
+
+#include <algorithm>
+
+namespace lossd::kernels::cuda::hopper {
+namespace {
+
+// Below these the tiles are too few to fill the device, and cuBLAS splits the inner dimension.
+constexpr int64_t kFewestFusedRows = 512;
+constexpr int64_t kFewestFusedTiles = 512;
+
+// The cost of a tile in stages of the main loop, and what its partial sums add to it.
+constexpr int64_t kTileStages = 4;
+constexpr int64_t kSegmentStages = 8;
+constexpr int64_t kMostSegments = 12;
+
+// Beside cuBLASLt, each alone at the card's power limit: docs/lab/2026-11-21-hopper-products.md.
+constexpr int64_t kFewestGemmRows = 768;
+
+}  // namespace
+
+TilePartials TilePartials::Carve(Carver& carver, int64_t capacity, int64_t vocab) {
+  const int64_t count = VocabTiles(vocab) * capacity;
+  TilePartials partials;
+  partials.ld = capacity;
+  partials.max = carver.Take<float>(count);
+  partials.sum = carver.Take<float>(count);
+  partials.spread = carver.Take<float>(count);
+  partials.arg = carver.Take<uint8_t>(count);
+  partials.target = carver.Take<float>(capacity);
+  return partials;
+}
+
+FusedRows FusedRows::Carve(Carver& carver, int64_t capacity) {
+  FusedRows w;
+  w.reference = carver.Take<float>(capacity);
+  w.sum_reference = w.reference;
+  w.threshold = carver.Take<float>(capacity);
+  w.max = carver.Take<float>(capacity);
+  w.sum = carver.Take<float>(capacity);
+  w.spread = carver.Take<float>(capacity);
+  w.arg = carver.Take<int32_t>(capacity);
+  w.factor = carver.Take<float>(capacity);
+  w.entropy = carver.Take<EntropyRow>(capacity);
+  w.marked_panels = carver.Take<int32_t>(1 + Panels(capacity));
+  w.claimed_positions = carver.Take<uint32_t>(kMostClusters);
+  return w;
+}
+
+absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters) {
+  if (clusters == 0) return "not a Hopper GPU";
+  if (compute == DType::kFloat32) return "fp32 compute";
+  if (compute == DType::kFloat16 && exponentials) return "fp16 has no room for exponentials";
+  if (terms.smoothing > 0.0f) return "label smoothing has a gradient everywhere";
+  return "";
+}
+
+absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
+  if (padded_rows < kFewestFusedRows) return "few rows";
+  if (CeilDiv(padded_rows, kRowTile) * VocabTiles(vocab) < kFewestFusedTiles) return "few tiles";
+  return "";
+}
+
+int64_t RowTilesPerGroup(int64_t row_tiles) {
+  constexpr int64_t kMost = 10;  // of 66 tiles at a time: then they are from at least six panels
+  return CeilDiv(row_tiles, CeilDiv(row_tiles, kMost));
+}
+
+int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters) {
+  const int64_t stages = CeilDiv(inner_tiles, segments) + kTileStages + (segments > 1 ? kSegmentStages : 0);
+  return CeilDiv(tiles * segments, clusters) * stages;
+}
+
+GradientGemmPlan PlanGradientGemm(int64_t rows, int64_t columns, int64_t inner, int clusters) {
+  GradientGemmPlan plan;
+  plan.clusters = clusters;
+  plan.panels = static_cast<int>(Panels(columns));
+  plan.row_tiles = static_cast<int>(CeilDiv(rows, kColumnTile));
+  plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
+  plan.group = static_cast<int>(RowTilesPerGroup(plan.row_tiles));
+  plan.whole = plan.panels * plan.row_tiles;
+  const int left = plan.whole % clusters;
+  int64_t fewest = StagesFor(left, 1, plan.inner_tiles, clusters);
+  const int64_t most_segments = left > kMostPartials ? 1 : std::min<int64_t>(kMostSegments, plan.inner_tiles);
+  for (int64_t s = 2; s <= most_segments; ++s) {
+    const int64_t stages = StagesFor(left, s, plan.inner_tiles, clusters);
+    if (stages >= fewest) continue;
+    fewest = stages;
+    plan.segments = static_cast<int>(s);
+  }
+  if (plan.segments > 1) {
+    plan.segmented = left;
+    plan.whole -= left;
+  }
+  plan.units = plan.whole + plan.segmented * plan.segments;
+  return plan;
+}
+
+absl::string_view WhyNoGradientGemms(DType compute, const DeviceLimits& limits) {
+  if (limits.fused_clusters == 0) return "not a Hopper GPU";
+  if (compute == DType::kFloat32) return "fp32 compute";
+  // Clusters that share a tile wait for each other: with kernels of two processes on the device at once, some
+  // of each might run and wait for ever for those that have no place.
+  if (limits.shared_by_mps) return "MPS is enabled";
+  return "";
+}
+
+absl::string_view WhyNoFasterGradientGemms(int64_t rows) { return rows < kFewestGemmRows ? "few rows" : ""; }
+
+}  // namespace lossd::kernels::cuda::hopper

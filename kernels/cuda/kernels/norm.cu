@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: Apache-2.0
+// LayerNorm and RMSNorm, forward and backward. The plan of the backward pass stands above its kernels.
+//
+// Forward: bytes: reads x, writes y, and gain and shift from L1 or L2. A block holds a row in registers, a
+// long one together with the next: of long rows gain and shift, in fp32, are twice what x and y are and would
+// not stay in L1 beside them. Rows of more than kMostNormColumns columns or of a number that 8 does not
+// divide are read again for each pass (the "any" kernel).
+#include <algorithm>
+
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/norm.h"
+#include "kernels/cuda/kernels/norm_rows.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+// ---- forward ----
+
+constexpr int64_t kPairColumns = 4096;  // rows of at least as many are worked on in pairs
+
+// Any dtype and number of columns; one block a row.
+__global__ __launch_bounds__(kNormThreads) void NormForwardAnyKernel(const __grid_constant__ NormParams p) {
+  __shared__ float scratch[33];
+  const int64_t row = blockIdx.x;
+  const int64_t cols = p.x.cols;
+  const float inverse_cols = 1.0f / static_cast<float>(cols);
+  const void* x_row = AnyNormRow(p.x, p.source != nullptr ? p.source[row] : row);
+  void* y_row = AnyNormRow(p.y, row);
+  const bool aligned = NormAligned(p.x);
+  float mean = 0.0f;
+  if (p.centred) {
+    float sum = 0.0f;
+    ForEachEight(cols, [&](int64_t c) {
+      float x[8];
+      Load8(x_row, p.x.dtype, c, cols, aligned, x);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += x[j];
+    });
+    mean = BlockSum(sum, scratch) * inverse_cols;
+  }
+  float squares = 0.0f;
+  ForEachEight(cols, [&](int64_t c) {
+    float x[8];
+    Load8(x_row, p.x.dtype, c, cols, aligned, x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float d = c + j < cols ? x[j] - mean : 0.0f;
+      squares += d * d;
+    }
+  });
+  const float r = 1.0f / sqrtf(BlockSum(squares, scratch) * inverse_cols + p.epsilon);
+  if (threadIdx.x == 0) {
+    p.mean[row] = mean;
+    p.inverse_deviation[row] = r;
+  }
+  ForEachEight(cols, [&](int64_t c) {
+    float x[8], gain[8], shift[8];
+    Load8(x_row, p.x.dtype, c, cols, aligned, x);
+    Load8(p.gain, DType::kFloat32, c, cols, true, gain);
+    if (p.centred) Load8(p.shift, DType::kFloat32, c, cols, true, shift);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[j] = (x[j] - mean) * r * gain[j] + (p.centred ? shift[j] : 0.0f);
+      if (c + j >= cols) x[j] = 0.0f;
+    }
+    Store8(y_row, p.y.dtype, c, p.y.ld, NormAligned(p.y), x);
+  });
+}
+
+// One thread's vectors of a row.
+template <typename T>
+struct HeldRow {
+  static constexpr int kPieces = sizeof(T) / 2;  // of 16 bytes in a vector
+  uint4 raw[kMostNormVectors][kPieces];
+
+  __device__ __forceinline__ void Load(const T* row, const RowGroup<true>& group, int vectors) {
+    const auto* from = reinterpret_cast<const uint4*>(row);
+#pragma unroll
+    for (int i = 0; i < kMostNormVectors; ++i) {
+      const int v = group.thread + i * group.size;
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) {
+        raw[i][k] =
+            v < vectors ? __ldcs(from + v * kPieces + k) : make_uint4(0, 0, 0, 0);  // read once: spare L1
+      }
+    }
+  }
+  __device__ __forceinline__ void Unpack(int i, float (&x)[8]) const { UnpackEight<T>(raw[i], x); }
+};
+
+// A block works on kRows rows at once, so that gain and shift are loaded once for them.
+template <typename T, int kRows>
+__global__ __launch_bounds__(kNormThreads, 2) void NormForwardKernel(const __grid_constant__ NormParams p) {
+  using Sums = GroupValues<kRows>;
+  __shared__ Sums scratch[2 * kNormThreads / 32];
+  const RowGroup<true> group(static_cast<int>(blockDim.x));
+  GroupSum<true, kRows> group_sum(group, scratch);
+  AwaitKernelBefore();
+  LetNextKernelStart();
+  const int64_t first = int64_t{blockIdx.x} * kRows;
+  const int vectors = static_cast<int>(p.x.cols) / 8;
+  const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  HeldRow<T> rows[kRows];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const int64_t row = min(first + k, p.rows - 1);
+    rows[k].Load(NormRow<T>(p.x, p.source != nullptr ? p.source[row] : row), group, vectors);
+  }
+  Sums mean = {};
+  if (p.centred) {
+    Sums sum = {};
+#pragma unroll
+    for (int i = 0; i < kMostNormVectors; ++i) {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        float x[8];
+        rows[k].Unpack(i, x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum.at[k] += x[j];
+      }
+    }
+    mean = group_sum(sum);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) mean.at[k] *= inverse_cols;
+  }
+  Sums squares = {};
+#pragma unroll
+  for (int i = 0; i < kMostNormVectors; ++i) {
+    if (group.thread + i * group.size >= vectors) continue;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      float x[8];
+      rows[k].Unpack(i, x);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) squares.at[k] += (x[j] - mean.at[k]) * (x[j] - mean.at[k]);
+    }
+  }
+  Sums r = group_sum(squares);
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    r.at[k] = rsqrtf(r.at[k] * inverse_cols + p.epsilon);
+    if (group.thread == 0 && first + k < p.rows) {
+      p.mean[first + k] = mean.at[k];
+      p.inverse_deviation[first + k] = r.at[k];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMostNormVectors; ++i) {
+    const int v = group.thread + i * group.size;
+    if (v >= vectors) continue;
+    float gain[8], shift[8];
+    Load8(p.gain, DType::kFloat32, 8 * v, p.x.cols, true, gain);
+    Load8(p.shift, DType::kFloat32, 8 * v, p.centred ? p.x.cols : 0, true, shift);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      if (first + k >= p.rows) continue;
+      float x[8];
+      rows[k].Unpack(i, x);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = fmaf((x[j] - mean.at[k]) * r.at[k], gain[j], shift[j]);
+      Store8(AnyNormRow(p.y, first + k), p.y.dtype, 8 * v, p.y.cols, true, x);
+    }
+  }
+}
+
+template <typename T, int kRows>
+cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((p.rows + kRows - 1) / kRows);
+  const auto threads = static_cast<unsigned>(NormGroupSize(p.x.cols, kMostNormVectors));
+  EarlyLaunch launch(blocks, threads, 0, limits.has_clusters, stream);
+  return cudaLaunchKernelEx(launch.config(), NormForwardKernel<T, kRows>, p);
+}
+
+template <typename T>
+cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  // Two fp32 rows do not fit into the registers.
+  if constexpr (sizeof(T) == 2) {
+    if (p.x.cols >= kPairColumns) return LaunchHeld<T, 2>(p, limits, stream);
+  }
+  return LaunchHeld<T, 1>(p, limits, stream);
+}
+
+absl::string_view WhyNotHeld(const NormParams& p) {
+  if (p.x.cols % 8 != 0) return "8 does not divide the columns";
+  if (p.x.cols > kMostNormColumns) return "long rows";
+  return p.y.ld != p.x.cols || !NormAligned(p.x) || !NormAligned(p.y) ? "rows that are not aligned" : "";
+}
+
+}  // namespace
+
+NormPlan PlanNormForward(const NormParams& params) {
+  const absl::string_view reason = WhyNotHeld(params);
+  return {reason.empty() ? NormRows::kRegisters : NormRows::kNowhere, reason};
+}
+
+cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  if (PlanNormForward(params).rows == NormRows::kNowhere) {
+    NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), NormThreadsForAny(params.x.cols), 0, stream>>>(
+        params);
+    return cudaGetLastError();
+  }
+  return WithElement(params.x.dtype, [&](auto element) {
+    return LaunchHeld<typename decltype(element)::Type>(params, limits, stream);
+  });
+}
+
+// ---- backward, with gain and shift gradients ----
+//
+// Bytes: reads x and dy, writes dx.
+//
+// One block a multiprocessor; its groups take rows in turn. Rows come through a ring of kStages rows a warp
+// in shared memory, into which each warp copies its own threads' vectors of rows to come: no barrier stands
+// between loads and arithmetic, only the sums over a row need one. A thread sums the parameter gradients of
+// its columns in registers over all rows of its group; groups are added in shared memory, blocks by a second
+// kernel over their partial sums: always in the same order.
+//
+// Short rows have two vectors a thread and the gain in registers; long rows, and rows that leave fewer
+// threads idle that way, four vectors and the gain in shared memory. Rows that do not fit kStages times into
+// shared memory, with a number of columns that 8 does not divide, or of a rare pair of dtypes are read again
+// for each pass (the "any" kernel). On Hopper most rows of 1024 to 32768 columns take
+// hopper/norm_backward.cu.
+
+namespace {
+
+constexpr int kStages = 2;  // a third gained nothing and starts later
+
+__device__ __forceinline__ void AddEight(float* sums, int64_t c, int64_t cols, const float (&x)[8]) {
+  for (int j = 0; j < 8 && c + j < cols; ++j) sums[c + j] += x[j];
+}
+
+// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's. All kernels of this file use
+// partials so.
+__global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
+    const __grid_constant__ NormParams p, const __grid_constant__ NormBackwardParams b) {
+  __shared__ float scratch[2][33];
+  const int64_t cols = p.x.cols;
+  const float inverse_cols = 1.0f / static_cast<float>(cols);
+  const bool x_aligned = NormAligned(p.x);
+  const bool y_aligned = NormAligned(p.y);
+  float* gain_sums = b.partials + blockIdx.x * cols;
+  float* shift_sums = gain_sums + gridDim.x * cols;
+  if (b.partials != nullptr) {
+    ForEachEight(cols, [&](int64_t c) {
+      for (int j = 0; j < 8 && c + j < cols; ++j) {
+        gain_sums[c + j] = 0.0f;
+        shift_sums[c + j] = 0.0f;
+      }
+    });
+  }
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const int64_t raw_row = p.source != nullptr ? p.source[row] : row;
+    const void* x_row = AnyNormRow(p.x, raw_row);
+    const void* y_row = AnyNormRow(p.y, row);
+    const float mean = p.centred ? p.mean[row] : 0.0f;
+    const float r = p.inverse_deviation[row];
+    const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
+    float sum_g = 0.0f;       // of gain dy
+    float sum_g_unit = 0.0f;  // of gain dy unit
+    ForEachEight(cols, [&](int64_t c) {
+      float unit[8], dy[8], gain[8], product[8];
+      Load8(x_row, p.x.dtype, c, cols, x_aligned, unit);
+      Load8(y_row, p.y.dtype, c, cols, y_aligned, dy);
+      Load8(p.gain, DType::kFloat32, c, cols, true, gain);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        unit[j] = (unit[j] - mean) * r;
+        dy[j] *= b.scale;
+        product[j] = dy[j] * unit[j];
+        sum_g += gain[j] * dy[j];
+        sum_g_unit += gain[j] * product[j];
+      }
+      if (kept) {
+        AddEight(gain_sums, c, cols, product);
+        if (p.centred) AddEight(shift_sums, c, cols, dy);
+      }
+    });
+    const float mean_g = p.centred ? BlockSum(sum_g, scratch[0]) * inverse_cols : 0.0f;
+    const float mean_g_unit = BlockSum(sum_g_unit, scratch[1]) * inverse_cols;
+    if (b.dx.data == nullptr) continue;
+    void* dx_row = AnyNormRow(b.dx, raw_row);
+    ForEachEight(cols, [&](int64_t c) {
+      float x[8], dy[8], gain[8];
+      Load8(x_row, p.x.dtype, c, cols, x_aligned, x);
+      Load8(y_row, p.y.dtype, c, cols, y_aligned, dy);
+      Load8(p.gain, DType::kFloat32, c, cols, true, gain);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        x[j] = r * (gain[j] * dy[j] * b.scale - mean_g - (x[j] - mean) * r * mean_g_unit);
+      }
+      Store8(dx_row, b.dx.dtype, c, cols, NormAligned(b.dx), x);
+    });
+  }
+}
+
+// ---- backward, with rows through shared memory ----
+
+// What a warp holds of a row, in 16-byte units: RowFacts, x, dy.
+template <typename X, typename Dy, int kVectors>
+struct Stage {
+  using XPart = WarpPart<X, kVectors>;
+  using DyPart = WarpPart<Dy, kVectors>;
+  static constexpr int kX = 1;
+  static constexpr int kDy = kX + XPart::kLength;
+  static constexpr int kLength = kDy + DyPart::kLength;
+};
+
+// Where a lane copies its word of RowFacts from; null: the word keeps its first value.
+__device__ __forceinline__ const void* FactColumn(const NormParams& p, const NormBackwardParams& b,
+                                                  int lane) {
+  if (lane == 0) return p.inverse_deviation;
+  if (lane == 1) return p.centred ? p.mean : nullptr;
+  if (lane == 2) return b.keep;
+  return lane == 3 ? p.source : nullptr;
+}
+
+// A warp's rows to come: each stage of its ring is filled with the next row of its group.
+template <typename X, typename Dy, int kVectors>
+class RowQueue {
+ public:
+  using Layout = Stage<X, Dy, kVectors>;
+
+  // All lanes. ring: [kStages][stride] units, of which each stage's first Layout::kLength are the warp's.
+  __device__ __forceinline__ RowQueue(const NormParams& p, const NormBackwardParams& b,
+                                      const RowGroup<false>& group, uint4* ring, int stride, int64_t first,
+                                      int64_t step)
+      : p_(p),
+        group_(group),
+        ring_(ring),
+        stride_(stride),
+        sources_(p, first, step),
+        facts_(static_cast<const int32_t*>(FactColumn(p, b, group.lane))) {}
+
+  __device__ __forceinline__ void Start() {
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (group_.lane == 0) *reinterpret_cast<RowFacts*>(at(stage)) = {0.0f, 0.0f, 1, 0};
+    }
+    __syncwarp();
+    for (int stage = 0; stage < kStages; ++stage) Fetch(stage);
+  }
+  // One batch of copies, empty past the last row. All lanes have read what was in the stage.
+  __device__ __forceinline__ void Fetch(int stage) {
+    const int64_t row = sources_.row();
+    const int64_t raw_row = sources_.Take();
+    if (raw_row >= 0) {
+      uint4* to = at(stage);
+      const int vectors = static_cast<int>(p_.x.cols / 8);
+      Layout::XPart::Fetch(to + Layout::kX, NormRow<X>(p_.x, raw_row), group_, vectors);
+      Layout::DyPart::Fetch(to + Layout::kDy, NormRow<Dy>(p_.y, row), group_, vectors);
+      if (facts_ != nullptr)
+        CopyAsync4(SharedAddress(to) + 4u * static_cast<uint32_t>(group_.lane), facts_ + row);
+    }
+    CommitCopies();
+  }
+  __device__ __forceinline__ uint4* at(int stage) const { return ring_ + stage * stride_; }
+
+ private:
+  const NormParams& p_;
+  const RowGroup<false>& group_;
+  uint4* ring_;
+  int stride_;
+  SourceRows sources_;
+  const int32_t* facts_;
+};
+
+// A row in a stage; unit = x r + offset.
+template <typename X, typename Dy, int kVectors>
+struct StagedRow {
+  using Layout = Stage<X, Dy, kVectors>;
+  const uint4* stage;
+  int lane;
+  RowFacts facts;
+  float offset;
+
+  __device__ __forceinline__ StagedRow(const uint4* from, int from_lane)
+      : stage(from),
+        lane(from_lane),
+        facts(*reinterpret_cast<const RowFacts*>(from)),
+        offset(-facts.mean * facts.inverse_deviation) {}
+  __device__ __forceinline__ void Load(int i, float (&x)[8], float (&dy)[8]) const {
+    Layout::XPart::Load(stage + Layout::kX, i, lane, x);
+    Layout::DyPart::Load(stage + Layout::kDy, i, lane, dy);
+  }
+};
+
+template <typename X, typename Dy, int kVectors>
+__global__ __launch_bounds__(kNormThreads,
+                             1) void NormBackwardKernel(const __grid_constant__ NormParams p,
+                                                        const __grid_constant__ NormBackwardParams b,
+                                                        int group_size) {
+  // [kStages][warps] parts of rows, at the end the groups' sums; then the gain, unless it is in registers.
+  extern __shared__ uint4 shared[];
+  __shared__ GroupValues<2> scratch[2 * kNormThreads / 32];
+  constexpr int kLength = Stage<X, Dy, kVectors>::kLength;
+  const RowGroup<false> group(group_size);
+  GroupSum<false, 2> group_sum(group, scratch);
+  const int groups = static_cast<int>(blockDim.x) / group_size;
+  const int vectors = static_cast<int>(p.x.cols / 8);
+  const int stride = static_cast<int>(blockDim.x) / 32 * kLength;
+  const float inverse_cols = 1.0f / static_cast<float>(p.x.cols);
+  const int64_t step = static_cast<int64_t>(groups) * gridDim.x;
+  const int64_t group_offset = static_cast<int64_t>(group.index) * gridDim.x;
+
+  AwaitKernelBefore();
+  RowQueue<X, Dy, kVectors> queue(p, b, group, shared + threadIdx.x / 32 * kLength, stride,
+                                  blockIdx.x + group_offset, step);
+  queue.Start();
+  const Gain<kVectors> gains(p.gain, reinterpret_cast<float4*>(shared + kStages * stride), vectors, group);
+  __syncthreads();
+
+  ColumnSums<kVectors> sums;
+  int stage = 0;
+  // All groups take part in every round, with a row or without.
+  for (int64_t round = blockIdx.x; round < p.rows; round += step) {
+    const int64_t row = round + group_offset;
+    AwaitCopies(kStages - 1);
+    __syncwarp();
+    const StagedRow<X, Dy, kVectors> staged(queue.at(stage), group.lane);
+    GroupValues<2> total = {};
+    if (row < p.rows) total = AddRow(staged, group, vectors, gains, sums);
+    total = group_sum(total);
+    if (row < p.rows && b.dx.data != nullptr) {
+      const int64_t raw_row = p.source != nullptr ? staged.facts.raw_row : row;
+      WriteGradient(staged, group, vectors, gains, b.scale, p.centred ? total.at[0] * inverse_cols : 0.0f,
+                    total.at[1] * inverse_cols, NormRow<X>(b.dx, raw_row));
+    }
+    __syncwarp();
+    queue.Fetch(stage);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  LetNextKernelStart();
+  if (b.partials == nullptr) return;
+  const PartialRow to = {b.partials, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), vectors, 0};
+  WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, to);
+}
+
+// How a launch divides a block; groups == 0: rows of this kind do not fit.
+struct Plan {
+  int group = 0;  // threads a row
+  int groups = 0;
+  int shared_bytes = 0;
+
+  int threads() const { return group * groups; }
+};
+
+template <typename X, typename Dy, int kVectors>
+Plan MakePlan(int64_t cols, const DeviceLimits& limits) {
+  constexpr int kWarpBytes = kStages * Stage<X, Dy, kVectors>::kLength * static_cast<int>(sizeof(uint4));
+  // A group's ring has room for its sums of both parameters.
+  static_assert(kWarpBytes >= 2 * kVectors * 8 * 32 * static_cast<int>(sizeof(float)));
+  Plan plan;
+  if (cols % 8 != 0 || cols > int64_t{kNormThreads} * kVectors * 8) return plan;
+  const int gain_bytes = Gain<kVectors>::kHeld ? 0 : static_cast<int>(cols * sizeof(float));
+  plan.group = NormGroupSize(cols, kVectors);
+  const int group_bytes = plan.group / 32 * kWarpBytes;
+  plan.groups =
+      std::min(kNormThreads / plan.group, (limits.shared_bytes_per_block - gain_bytes) / group_bytes);
+  if (plan.groups <= 0) return Plan{};
+  plan.shared_bytes = gain_bytes + plan.groups * group_bytes;
+  return plan;
+}
+
+// A launch of the kernel for rows through shared memory.
+struct Launch {
+  const NormParams& p;
+  const NormBackwardParams& b;
+  const DeviceLimits& limits;
+  unsigned blocks;
+  cudaStream_t stream;
+  bool asks = false;  // whether it would fit; launches nothing
+
+  template <typename X, typename Dy, int kVectors>
+  cudaError_t Run(const Plan& plan) const {
+    const auto kernel = NormBackwardKernel<X, Dy, kVectors>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    if (error != cudaSuccess) return error;
+    EarlyLaunch launch(blocks, plan.threads(), plan.shared_bytes, limits.has_clusters, stream);
+    return cudaLaunchKernelEx(launch.config(), kernel, p, b, plan.group);
+  }
+  // False for rows that do not fit; otherwise *error is the launch's.
+  template <typename X, typename Dy>
+  bool IfFits(cudaError_t* error) const {
+    const Plan two = MakePlan<X, Dy, 2>(p.x.cols, limits);
+    const Plan four = MakePlan<X, Dy, 4>(p.x.cols, limits);
+    if (two.groups == 0 && four.groups == 0) return false;
+    if (asks) return true;
+    *error = two.threads() >= four.threads() ? Run<X, Dy, 2>(two) : Run<X, Dy, 4>(four);
+    return true;
+  }
+};
+
+}  // namespace
+
+NormPlan PlanNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                          const DeviceLimits& limits) {
+  const absl::string_view why_no_vectors = WhyNotInVectors(params, backward);
+  if (!why_no_vectors.empty()) return {NormRows::kNowhere, why_no_vectors};
+  const absl::string_view why_not_hopper = hopper::WhyNoNormBackward(params, backward, limits);
+  if (why_not_hopper.empty()) return {NormRows::kBulkCopies, ""};
+  cudaError_t error = cudaSuccess;
+  const Launch launch = {params, backward, limits, 0, nullptr, /*asks=*/true};
+  if (LaunchIfPaired(launch, params, backward, &error)) return {NormRows::kWarpCopies, why_not_hopper};
+  return {NormRows::kNowhere, "long rows"};
+}
+
+cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParams& backward,
+                               const DeviceLimits& limits, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  NormBackwardParams b = backward;
+  if (b.gain_gradient == nullptr) b.partials = nullptr;
+  const int64_t cols = params.x.cols;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));
+  int64_t partial_rows = blocks;
+  cudaError_t error = cudaSuccess;
+  switch (PlanNormBackward(params, b, limits).rows) {
+    case NormRows::kBulkCopies:
+      hopper::LaunchNormBackwardIfFits(params, b, limits, stream, &partial_rows, &error);
+      break;
+    case NormRows::kWarpCopies:
+      LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error);
+      break;
+    case NormRows::kRegisters:
+    case NormRows::kNowhere:
+      NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
+      error = cudaGetLastError();
+      break;
+  }
+  if (error != cudaSuccess || b.partials == nullptr) return error;
+  return LaunchAddPartials(b.partials, partial_rows, cols, 1.0f, b.gain_gradient,
+                           params.centred ? b.shift_gradient : nullptr, limits.has_clusters, stream);
+}
+
+}  // namespace lossd::kernels::cuda

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launchers of the row kernels of heads that recompute logits: statistics of rows whose logits come a block
+// of classes at a time, and the gradient over such a block once the statistics are complete.
+// docs/kernels/recomputed.md has the whole picture.
+//
+// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+#ifndef LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_
+#define LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels/loss_rows.h"
+#include "kernels/cuda/kernels/rows.h"
+
+namespace lossd::kernels::cuda {
+
+// A block of classes, [first_class, first_class + logits.classes), of some rows.
+struct ClassBlock {
+  LogitMatrix logits;    // fp32
+  LogitMatrix gradient;  // InPlaceOf(logits) in the compute dtype
+  int64_t first_class = 0;
+};
+
+// running[r] = that of the block, or, unless it is the first, of it and the blocks before. `terms` and `in`
+// are of the whole vocabulary; `in` has target_dots.
+cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                            RunningRow* running, cudaStream_t stream);
+
+// Row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform: the rules have
+// the uniform part of label smoothing.
+cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
+                                const RowResults& out, const RunningRow* running, GradientRule* rules,
+                                bool with_uniform, cudaStream_t stream);
+
+// Makes the rules final: rows that may add nothing to any sum get a gradient of 0, and the first two kinds
+// hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (LaunchGuard),
+// and padding rows, [rows, padded_rows).
+struct SettleParams {
+  GradientRule* rules = nullptr;  // [padded_rows]
+  DeviceMatrix hidden;            // [rows]
+  int64_t rows = 0;
+  int64_t padded_rows = 0;
+  const int32_t* accumulate = nullptr;  // [rows]
+  const int32_t* keep = nullptr;        // [rows]
+};
+cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
+
+// Turns the logits of a block into its gradient, dL/ds over (scale * gradient unit), 0 in padding rows and
+// columns. `terms` and `in` as for LaunchFoldBlock(); rules: [padded_rows].
+cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                                const GradientRule* rules, cudaStream_t stream);
+// The same without the probabilities below epsilon, the target's excepted; no row has a gradient of its
+// entropy.
+struct BlockFilter {
+  float epsilon = 0.0f;
+  bool with_uniform = true;                // the uniform part of label smoothing is among the elements
+  const int32_t* with_gradient = nullptr;  // [rows]; the others drop nothing
+  float* dropped_mass = nullptr;           // out: [rows], of the block
+};
+cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
+                                const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream);
+
+}  // namespace lossd::kernels::cuda
+
+#endif  // LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_

@@ -1,3 +1,0 @@
-ABSL_FLAG(std::string, listen, "", "");
-ABSL_FLAG(
-    bool, forgotten, false, "");

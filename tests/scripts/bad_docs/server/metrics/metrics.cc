@@ -1,1 +1,0 @@
-const char* kNames[] = {"lossd_heads", "lossd_forgotten"};

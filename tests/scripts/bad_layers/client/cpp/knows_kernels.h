@@ -1,2 +1,0 @@
-#include <vector>
-#  include "kernels/backend.h"

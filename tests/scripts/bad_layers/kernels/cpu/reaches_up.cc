@@ -1,1 +1,0 @@
-#include "server/head/head.h"

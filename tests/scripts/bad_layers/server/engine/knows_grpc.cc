@@ -1,1 +1,0 @@
-#include <grpcpp/grpcpp.h>

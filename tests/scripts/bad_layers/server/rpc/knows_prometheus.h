@@ -1,1 +1,0 @@
-#include <prometheus/registry.h>

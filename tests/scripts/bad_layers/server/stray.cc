@@ -1,1 +1,0 @@
-#include "tests/reference.h"
