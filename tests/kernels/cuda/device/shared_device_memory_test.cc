@@ -34,7 +34,6 @@ std::unique_ptr<Backend> Open(int device) {
   return backend.ok() ? *std::move(backend) : nullptr;
 }
 
-
 // Memory of one GPU, by CUDA's runtime. Calls make this GPU the current one, which calls of the server's
 // memory change.
 class Buffer {
