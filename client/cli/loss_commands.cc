@@ -452,7 +452,7 @@ class Bench {
   absl::StatusOr<BenchTotals> Run() {
     for (uint64_t i = 0; i < flags_.warmup; ++i) {
       LOSSD_TRY(RowBuffer dx, MakeGradient());
-      LOSSD_TRY(const client::LossResult result, ComputeOne(dx));
+      LOSSD_RETURN_IF_ERROR(ComputeOne(dx).status());
     }
     start_ = clocks::SteadyNow();
     started_ = 0;

@@ -519,7 +519,7 @@ absl::Status RunRead(Context* context, const TensorFlags& flags, client::Client&
   TensorData tensor{FileDType(flags.dtype), extent.Shape(flags.param), {}};
   tensor.bytes.resize(extent.rows() * extent.cols * client::ElementSize(flags.dtype));
   const auto bytes = absl::MakeSpan(reinterpret_cast<char*>(tensor.bytes.data()), tensor.bytes.size());
-  LOSSD_TRY(const client::TensorShape read, client.ReadTensor(request, bytes, context->timeout()));
+  LOSSD_RETURN_IF_ERROR(client.ReadTensor(request, bytes, context->timeout()).status());
   LOSSD_TRY(const std::vector<uint8_t> values, ConvertTo(v1::DTYPE_FP32, tensor));
   const Statistics statistics = StatisticsOf(
       absl::MakeConstSpan(reinterpret_cast<const float*>(values.data()), values.size() / sizeof(float)));
