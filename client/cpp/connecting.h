@@ -47,7 +47,7 @@ class ChannelCredentials final : public Credentials {
 
 // The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
 // no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
-// `options`: what the client was given. tests/client/golden/listeners.json has cases that the Python client
+// `options`: what the client was given. tests/client/golden/connecting.json has cases that the Python client
 // shares (client/python/src/lossd/_diagnosis.py).
 absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
 

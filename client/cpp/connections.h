@@ -37,7 +37,7 @@ namespace lossd::client::internal {
 // much later.
 //
 // Both clients decide in the same way: client/python/src/lossd/_connections.py does the same, and
-// tests/client/golden/connections.json holds both to it. Times come from the caller.
+// tests/client/golden/connecting.json holds both to it. Times come from the caller.
 //
 // Thread-compatible.
 class ConnectionChooser {
