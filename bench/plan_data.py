@@ -114,7 +114,7 @@ def optimizer_entries(sources):
 
 
 def transport_entries(sources):
-    content = read("transports.json")
+    content = read("transports.json")["slices_of_1mib"]
     source = sources.add("transports.json", content, commit=content["server"])
     kernels = {(run["shape"], run["gradients"]): run["rows_per_second"]
                for run in content["kernels"] if run["data"] == "flat"}
@@ -134,8 +134,8 @@ def transport_entries(sources):
 
 def shared_memory_entries(sources):
     """Of the session in which the server's CPU time was measured, too."""
-    content = read("shared_memory.json")
-    source = sources.add("shared_memory.json", content)
+    content = read("transports.json")["shared_memory"]
+    source = sources.add("transports.json", content)
     hidden = {"phi3.5-mini": 3072, "llama3-8b": 4096}
     return [{"transport": "shared_memory", "connections": 1, "shape": run["head"], "gradients": run["gradients"],
              "rows_per_second": run["lossctl"], "kernels_rows_per_second": run["kernels"],
@@ -145,8 +145,8 @@ def shared_memory_entries(sources):
 
 
 def cuda_ipc_entries(sources):
-    content = read("cuda_ipc.json")
-    source = sources.add("cuda_ipc.json", content)
+    content = read("transports.json")["cuda_ipc"]
+    source = sources.add("transports.json", content)
     shapes = {"phi": ("phi3.5-mini", 3072), "llama3": ("llama3-8b", 4096)}
     entries = []
     for run in content["runs"]:

@@ -41,7 +41,7 @@ namespace lossd::client::internal {
 // much later.
 //
 // Both clients decide in the same way: client/python/src/lossd/_connections.py does the same, and
-// tests/client/golden/connections.json holds both to it. Times come from the caller.
+// tests/client/golden/connecting.json holds both to it. Times come from the caller.
 //
 // Thread-compatible.
 class ConnectionChooser {
@@ -201,7 +201,7 @@ class ChannelCredentials final : public Credentials {
 
 // The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
 // no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
-// `options`: what the client was given. tests/client/golden/listeners.json has cases that the Python client
+// `options`: what the client was given. tests/client/golden/connecting.json has cases that the Python client
 // shares (client/python/src/lossd/_diagnosis.py).
 absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
 

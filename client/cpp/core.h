@@ -238,7 +238,7 @@ class Core {
 
 // The functions below decide whether a call is sent again, and after how long. They are pure arithmetic,
 // except Jitter: the caller brings the time that is left and the random factor.
-// client/python/src/lossd/_connections.py does the same; tests/client/golden/waits.json holds both to it.
+// client/python/src/lossd/_connections.py does the same; tests/client/golden/errors.json holds both to it.
 
 // A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
 double Jitter();

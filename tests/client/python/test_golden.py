@@ -552,21 +552,21 @@ RUNS: dict[str, Callable[[Case], None]] = {
 
 
 FOLDER = Path(__file__).parents[1] / "golden"
-FILES = {path.name: json.loads(path.read_text()) for path in sorted(FOLDER.iterdir()) if path.name != "README.md"}
+FILES = [json.loads(path.read_text()) for path in sorted(FOLDER.iterdir()) if path.name != "README.md"]
+KINDS = [kind for file in FILES for kind in (file if isinstance(file, list) else [file])]
 
 
-def test_every_file_has_a_kind_of_its_own_that_is_known():
-    kinds = {name: content["kind"] for name, content in FILES.items()}
-    assert sorted(kinds.values()) == sorted(RUNS)
-    for name, content in FILES.items():
-        assert set(content) == {"kind", "cases"} and content["cases"], name
+def test_every_kind_is_known_and_stands_once():
+    assert sorted(content["kind"] for content in KINDS) == sorted(RUNS)
+    for content in KINDS:
+        assert set(content) == {"kind", "cases"} and content["cases"], content["kind"]
         names = [case["name"] for case in content["cases"]]
-        assert len(set(names)) == len(names), f"{name}: two cases of one name"
+        assert len(set(names)) == len(names), f"{content['kind']}: two cases of one name"
 
 
 @pytest.mark.parametrize("kind, case", [
     pytest.param(content["kind"], case, id=f"{content['kind']}: {case['name']}")
-    for content in FILES.values() for case in content["cases"]])
+    for content in KINDS for case in content["cases"]])
 def test_case(kind, case):
     assert kind in RUNS, f"no test knows how to run cases of kind {kind}"
     RUNS[kind](case)

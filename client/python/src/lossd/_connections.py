@@ -32,7 +32,7 @@ from lossd.v1 import server_pb2
 # When a call is sent again, and after how long. Stateless; only jitter() is not arithmetic.
 #
 # The caller brings the time that is left and the random factor. client/cpp/core.h does the same;
-# tests/client/golden/waits.json holds both to it.
+# tests/client/golden/errors.json holds both to it.
 
 
 def jitter() -> float:
@@ -154,7 +154,7 @@ def _gave_up(reason: errors.LossdError | None, options: ConnectionOptions) -> er
 #
 # It begins with one, which is all that small jobs ever have. Once payload keeps the present ones busy, it tries one more for
 # a while, and stays with it if that moved more; else it goes back, and tries again much later.
-# client/cpp/connections.h does the same; tests/client/golden/connections.json holds both to it.
+# client/cpp/connections.h does the same; tests/client/golden/connecting.json holds both to it.
 
 MOST = 8
 

@@ -27,7 +27,7 @@ from lossd.v1 import loss_pb2, types_pb2
 
 # The messages of one ComputeLoss call, apart from gRPC: the bytes of a slice, and what the server's answers mean.
 #
-# client/cpp/loss_call.h does the same; tests/client/golden/wire.json and stream_answers.json hold both to it.
+# client/cpp/loss_call.h does the same; tests/client/golden/messages.json and stream_answers.json hold both to it.
 
 
 def encode_slice(hidden: RowMemory, rows: Rows, row_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ from lossd.v1 import head_pb2, types_pb2
 
 # The messages of tensor transfers, apart from gRPC: rows on their way to the server, and rows that come from it.
 #
-# client/cpp/tensor_transfer.h does the same; tests/client/golden/wire.json and tensor_answers.json hold both to it.
+# client/cpp/tensor_transfer.h does the same; tests/client/golden/messages.json and tensor_answers.json hold both to it.
 
 M = TypeVar("M", bound=Message)
 
