@@ -204,6 +204,7 @@ TEST_F(FlightTest, RowsThatAreSettledWithTheResultsDoNotWaitForTheGradient) {
   };
   Fly(/*settles_with_results=*/true);
   EXPECT_TRUE(ended.ok()) << ended;
+  EXPECT_TRUE(b_.results->Wait().ok()) << b_.results->Wait();
   EXPECT_EQ(unsettled, 0);
   EXPECT_THAT(events_, ElementsAre("prepare", "good results", "left"));
   EXPECT_EQ(a_.results->summary().accumulated_rows, 4);

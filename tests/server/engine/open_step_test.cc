@@ -404,6 +404,8 @@ TEST_F(ContributionsTest, RowsAreAddedOnceWhateverTheSlices) {
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->rows, RowRange({0, kVocab}));
   EXPECT_EQ(first->cols, kHidden);
+  EXPECT_EQ(engine_->AwaitTurn(*first, [] { FAIL() << "by arrival it has its turn"; }), 0u);
+  EXPECT_FALSE(ForgetTurn(*first, 1));
   EXPECT_EQ(*Add(*first, {0, 4}), 4);
   const auto again = engine_->OpenContribution(Spec(1));  // after a broken call
   ASSERT_TRUE(again.ok());
