@@ -13,6 +13,43 @@
 #include "server/engine/schedule.h"
 
 namespace lossd::engine {
+namespace {
+
+// Of so many rows of hidden states, in the widest dtype.
+int64_t MostBytes(int64_t rows, const kernels::HeadConfig& config) {
+  return rows * config.hidden_size * static_cast<int64_t>(sizeof(float));
+}
+
+SliceLimits LimitsByArrival(const EngineOptions& options, const kernels::HeadConfig& config,
+                            int64_t slice_rows) {
+  return {.max_rows = slice_rows,
+          .max_bytes = options.slice_bytes,
+          .max_bytes_in_place = MostBytes(slice_rows, config)};
+}
+
+struct MadeSchedule {
+  std::shared_ptr<Schedule> schedule;
+  DeterministicSchedule* order = nullptr;  // that, if it is one
+};
+
+absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels::HeadKernels& kernels,
+                                          const std::shared_ptr<OpenStep>& step, MemoryReady memory_ready) {
+  const EngineOptions& options = context->options;
+  const kernels::HeadConfig& config = kernels.config();
+  const SliceLimits limits = LimitsByArrival(options, config, kernels.slice_rows());
+  if (!options.deterministic || !config.trainable) {
+    return MadeSchedule{std::make_shared<ArrivalSchedule>(
+        limits, kernels.chunk_rows(), context->staging.get(), &step->ledger(), std::move(memory_ready))};
+  }
+  absl::StatusOr<GroupAreas> areas =
+      GroupAreas::Allocate(context->backend, config.hidden_size, kernels.slice_rows(), options.staging_bytes);
+  if (!areas.ok()) return areas.status();
+  const auto order = std::make_shared<DeterministicSchedule>(
+      context, *std::move(areas), limits, kernels.chunk_rows(), step, std::move(memory_ready));
+  return MadeSchedule{order, order.get()};
+}
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
     EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels) {
@@ -22,7 +59,19 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
     // Not make_shared: the constructor is private.
     session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
   }
-  if (absl::Status made = session->MakeSchedule(); !made.ok()) return made;
+  absl::StatusOr<MadeSchedule> made =
+      MakeSchedule(context, session->head_->kernels(), session->step_,
+                   [weak = std::weak_ptr(session)](std::unique_ptr<SliceWork> slice) {
+                     const auto session = weak.lock();
+                     if (session == nullptr) return;
+                     StreamObserver& observer = slice->stream->observer();
+                     observer.OnMemory([session, slice = std::move(slice)]() mutable {
+                       session->CopyAndQueue(std::move(slice));
+                     });
+                   });
+  if (!made.ok()) return made.status();
+  session->schedule_ = std::move(made->schedule);
+  session->order_ = made->order;
   session->streams_ = std::make_unique<StreamSet>(session->schedule_.get(), session->order_,
                                                   &session->deferred_, &context->notifier, context->runtime);
   session->admission_ =
@@ -55,15 +104,6 @@ HeadSession::HeadSession(EngineContext* context, std::string name,
           context->options.max_step_microbatches,
           RowMemory::Account(&context->row_memory, absl::StrCat("head ", name_)))) {}
 
-namespace {
-
-// Of so many rows of hidden states, in the widest dtype.
-int64_t MostBytes(int64_t rows, const kernels::HeadConfig& config) {
-  return rows * config.hidden_size * static_cast<int64_t>(sizeof(float));
-}
-
-}  // namespace
-
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows) {
   SliceLimits limits{.max_rows = slice_rows, .max_bytes = options.slice_bytes};
@@ -73,42 +113,6 @@ SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfi
   }
   limits.max_bytes_in_place = MostBytes(limits.max_rows, config);
   return limits;
-}
-
-namespace {
-
-SliceLimits LimitsByArrival(const EngineOptions& options, const kernels::HeadConfig& config,
-                            int64_t slice_rows) {
-  return {.max_rows = slice_rows,
-          .max_bytes = options.slice_bytes,
-          .max_bytes_in_place = MostBytes(slice_rows, config)};
-}
-
-}  // namespace
-
-absl::Status HeadSession::MakeSchedule() {
-  const EngineOptions& options = context_->options;
-  const SliceLimits limits = LimitsByArrival(options, config_, slice_rows_);
-  MemoryReady memory_ready = [weak = weak_from_this()](std::unique_ptr<SliceWork> slice) {
-    const auto session = weak.lock();
-    if (session == nullptr) return;
-    StreamObserver& observer = slice->stream->observer();
-    observer.OnMemory(
-        [session, slice = std::move(slice)]() mutable { session->CopyAndQueue(std::move(slice)); });
-  };
-  if (!options.deterministic || !config_.trainable) {
-    schedule_ = std::make_shared<ArrivalSchedule>(limits, chunk_rows_, context_->staging.get(),
-                                                  &step_->ledger(), std::move(memory_ready));
-    return absl::OkStatus();
-  }
-  absl::StatusOr<GroupAreas> areas =
-      GroupAreas::Allocate(context_->backend, config_.hidden_size, slice_rows_, options.staging_bytes);
-  if (!areas.ok()) return areas.status();
-  const auto ordered = std::make_shared<DeterministicSchedule>(context_, *std::move(areas), limits,
-                                                               chunk_rows_, step_, std::move(memory_ready));
-  schedule_ = ordered;
-  order_ = ordered.get();
-  return absl::OkStatus();
 }
 
 // ---- HeadSession: slices ----

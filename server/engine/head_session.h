@@ -116,7 +116,6 @@ class HeadSession final : public DeviceLoop::Source,
  private:
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
               VersionCounter* counter);
-  absl::Status MakeSchedule();
 
   EngineContext* const context_;
   const std::string name_;
