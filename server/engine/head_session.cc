@@ -62,11 +62,11 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
   absl::StatusOr<MadeSchedule> made =
       MakeSchedule(context, session->head_->kernels(), session->step_,
                    [weak = std::weak_ptr(session)](std::unique_ptr<SliceWork> slice) {
-                     const auto session = weak.lock();
-                     if (session == nullptr) return;
+                     const auto alive = weak.lock();
+                     if (alive == nullptr) return;
                      StreamObserver& observer = slice->stream->observer();
-                     observer.OnMemory([session, slice = std::move(slice)]() mutable {
-                       session->CopyAndQueue(std::move(slice));
+                     observer.OnMemory([alive, slice = std::move(slice)]() mutable {
+                       alive->CopyAndQueue(std::move(slice));
                      });
                    });
   if (!made.ok()) return made.status();
