@@ -110,9 +110,7 @@ class Microbatch {
   // Of the last microbatch, per row.
   double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
   // The predicted relative error of the last microbatch; 0 unless it was sampled.
-  double predicted_error() const {
-    return sums_.squared_gradient > 0.0 ? std::sqrt(sums_.sampling_variance / sums_.squared_gradient) : 0.0;
-  }
+  double predicted_error() const { return sums_.gradient_error(); }
   float sample_threshold() const { return sample_threshold_; }
   // Of the microbatches from now on.
   void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
@@ -187,11 +185,7 @@ class Microbatch {
       Check(status, "on_done");
       absl::MutexLock lock(&mutex_);
       if (begin == 0) sums_ = {};
-      for (const kernels::Slice& slice : work->slices) {
-        sums_.dropped_mass += slice.sums.dropped_mass;
-        sums_.sampling_variance += slice.sums.sampling_variance;
-        sums_.squared_gradient += slice.sums.squared_gradient;
-      }
+      for (const kernels::Slice& slice : work->slices) sums_ += slice.sums;
       sample_threshold_ = work->chunk.sample_threshold;
       choices_ = work->chunk.choices;
       if (ends != nullptr) ends->push_back(Clock::now());
@@ -226,7 +220,7 @@ class Microbatch {
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
   // Of the last microbatch; written by the backend's thread, read when no chunk is under way.
-  kernels::SliceSums sums_;
+  kernels::LossSums sums_;
   float sample_threshold_ = 0.0f;
   std::vector<kernels::Choice> choices_;
   uint64_t sample_seed_ = 1;

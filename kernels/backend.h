@@ -22,6 +22,7 @@
 #define LOSSD_KERNELS_BACKEND_H_
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -106,9 +107,10 @@ struct RowOutputs {
   int32_t* argmax = nullptr;        // the smallest class among those with the largest logit
 };
 
-// Sums over the rows of a slice, in double. Ignored rows count in nothing; absent rows count as valid, and in
-// the entropy if theirs is finite.
-struct SliceSums {
+// Sums over rows, in double: of a slice, and added up of a stream, a chunk or a step. They go to the client
+// as lossd.v1.MicrobatchSummary. Ignored rows count in nothing; absent rows count as valid, and in the
+// entropy if theirs is finite.
+struct LossSums {
   double loss = 0.0;          // sum of row losses, z-loss included, row weights applied
   double z_loss = 0.0;        // the z-loss part alone, row weights applied
   double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
@@ -120,6 +122,22 @@ struct SliceSums {
   double squared_gradient = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
+
+  LossSums& operator+=(const LossSums& more) {
+    loss += more.loss;
+    z_loss += more.z_loss;
+    entropy += more.entropy;
+    dropped_mass += more.dropped_mass;
+    sampling_variance += more.sampling_variance;
+    squared_gradient += more.squared_gradient;
+    valid_rows += more.valid_rows;
+    correct_rows += more.correct_rows;
+    return *this;
+  }
+  // The predicted relative error of sampled gradients; 0 if nothing was sampled.
+  double gradient_error() const {
+    return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
+  }
 };
 
 // Some rows of one microbatch, in host memory. A slice is the unit of atomicity: either all its
@@ -155,7 +173,7 @@ struct Slice {
   // and it is not absent: the index of the first such row, else -1. A failed slice has unspecified outputs
   // and accumulated nothing.
   int64_t first_nonfinite_row = -1;
-  SliceSums sums;
+  LossSums sums;
 };
 
 // Device memory where hidden states of deferred microbatches wait for their backward pass. Made by

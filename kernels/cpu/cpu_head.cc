@@ -707,7 +707,7 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
   if (!reports_) return;
   const RowResult ignored;
   for (Slice& slice : chunk.slices) {
-    slice.sums = SliceSums();
+    slice.sums = LossSums();
     for (int64_t row = 0; row < slice.rows; ++row) {
       if (slice.targets[row] == kIgnoredTarget) StoreRow(slice.out, row, ignored);
     }

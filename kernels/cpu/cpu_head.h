@@ -134,7 +134,7 @@ inline void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result
   Store(out.argmax, row, result.argmax);
 }
 
-inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, SliceSums& sums) {
+inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, LossSums& sums) {
   sums.loss += result.loss;
   sums.z_loss += result.z_loss;
   if (slice.out.entropy != nullptr && std::isfinite(result.entropy)) sums.entropy += result.entropy;

@@ -74,7 +74,7 @@ struct RowStatistics {
 // alone the result is what that part says. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
 
-// What is said of the gradient of a row, as in SliceSums: of some of its classes, or of all.
+// What is said of the gradient of a row, as in LossSums: of some of its classes, or of all.
 struct GradientSums {
   double dropped_mass = 0.0;  // of a filtered gradient
   double sampling_variance = 0.0;

@@ -242,11 +242,11 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
     if (static_cast<int32_t>(v) == result.argmax[n]) continue;
     result.top_gap[n] = std::min(result.top_gap[n], *top - soft.z[v]);
   }
-  result.loss_sum += result.loss[n];
-  result.z_loss_sum += result.z_loss[n];
-  if (std::isfinite(soft.entropy)) result.entropy_sum += soft.entropy;
-  result.valid_rows += 1;
-  result.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
+  result.sums.loss += result.loss[n];
+  result.sums.z_loss += result.z_loss[n];
+  if (std::isfinite(soft.entropy)) result.sums.entropy += soft.entropy;
+  result.sums.valid_rows += 1;
+  result.sums.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
 }
 
 // gradient[i] += factor * from[j].
@@ -310,11 +310,14 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const Upstream upstream = UpstreamOf(rows, n);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     result.dropped_mass[n] = DroppedMass(options, soft, target);
+    result.sums.dropped_mass += result.dropped_mass[n];
 
     const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
     result.sample_scale[n] = ds.sample_scale;
     result.sampling_variance[n] = ds.sampling_variance;
     result.squared_gradient[n] = ds.squared_gradient;
+    result.sums.sampling_variance += ds.sampling_variance;
+    result.sums.squared_gradient += ds.squared_gradient;
     Gradient grad_y = Zeros(d);
     for (size_t v = 0; v < soft.z.size(); ++v) {
       for (size_t i = 0; i < d; ++i) Add(ds.gradient, v, head.weight[v * d + i], grad_y, i);

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/backend.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::reference {
@@ -131,11 +132,7 @@ struct Result {
   std::vector<double> sampling_variance;
   std::vector<double> squared_gradient;
 
-  double loss_sum = 0.0;
-  double z_loss_sum = 0.0;
-  double entropy_sum = 0.0;
-  int64_t valid_rows = 0;
-  int64_t correct_rows = 0;
+  LossSums sums;  // over all rows
 };
 
 ParamGradients ZeroGradients(const HeadConfig& config);

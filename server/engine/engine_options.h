@@ -6,7 +6,6 @@
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_OPTIONS_H_
 
-#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -57,24 +56,13 @@ struct SliceReport {
 // What became of a chunk.
 struct ChunkReport {
   absl::string_view head;
-  int64_t rows = 0;        // computed of those that were sent; zeros in their place do not count
-  int64_t valid_rows = 0;  // of them, those with a target
+  int64_t rows = 0;  // computed of those that were sent; zeros in their place do not count
   // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
-  // How many of the valid rows may reach the accumulators, and the sum of their losses, with row weights and
-  // z-loss.
-  int64_t loss_rows = 0;
-  double loss_sum = 0.0;
-  double dropped_mass = 0.0;  // probability left out of its gradients, summed over its valid rows
-  // Sums of sampled gradients over its valid rows, as in kernels::SliceSums.
-  double sampling_variance = 0.0;
-  double squared_gradient = 0.0;
-  // Predicted relative error of sampled gradients; 0 if nothing was sampled.
-  double gradient_error() const {
-    return squared_gradient > 0.0 ? std::sqrt(sampling_variance / squared_gradient) : 0.0;
-  }
-  double compute_seconds = 0.0;  // from its forming until its results were ready
-  double device_seconds = 0.0;   // from its forming until now: until it left the device, if it has
+  kernels::LossSums sums;          // over these rows
+  kernels::LossSums accumulating;  // over those of them that may reach the accumulators
+  double compute_seconds = 0.0;    // from its forming until its results were ready
+  double device_seconds = 0.0;     // from its forming until now: until it left the device, if it has
   // How long each of its slices was queued until the chunk was formed.
   std::vector<double> queue_seconds;
   std::vector<SliceReport> slices;  // in the same order

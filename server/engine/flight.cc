@@ -26,17 +26,6 @@ void CopyIf(bool wanted, const std::vector<T>& from, size_t index, size_t rows, 
   to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
 }
 
-void Add(const kernels::SliceSums& from, kernels::SliceSums& to) {
-  to.loss += from.loss;
-  to.z_loss += from.z_loss;
-  to.entropy += from.entropy;
-  to.dropped_mass += from.dropped_mass;
-  to.sampling_variance += from.sampling_variance;
-  to.squared_gradient += from.squared_gradient;
-  to.valid_rows += from.valid_rows;
-  to.correct_rows += from.correct_rows;
-}
-
 }  // namespace
 
 Flight::Flight(std::shared_ptr<Owner> owner, std::unique_ptr<ChunkWork> work)
@@ -122,7 +111,7 @@ void Flight::TakeResults() {
   for (size_t i = 0; i < work_->segments.size(); ++i) {
     const Segment& segment = work_->segments[i];
     for (SliceWork* slice : segment.slices) {
-      Add(slices_[i].sums, slice->sums);
+      slice->sums += slices_[i].sums;
       if (IsGood(i) && work_->accumulates) slice->accumulated_all_the_same = true;
       if (IsGood(i) || !slice->is_good()) continue;
       slice->bad_row = segment.rows.begin + std::max<int64_t>(0, slices_[i].first_nonfinite_row);
@@ -211,14 +200,8 @@ ChunkReport Flight::Report() const {
   for (size_t i = 0; i < work_->segments.size(); ++i) {
     if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
     report.rows += work_->segments[i].rows.size();
-    report.valid_rows += slices_[i].sums.valid_rows;
-    if (work_->accumulates && IsGood(i)) {
-      report.loss_rows += slices_[i].sums.valid_rows;
-      report.loss_sum += slices_[i].sums.loss;
-    }
-    report.dropped_mass += slices_[i].sums.dropped_mass;
-    report.sampling_variance += slices_[i].sums.sampling_variance;
-    report.squared_gradient += slices_[i].sums.squared_gradient;
+    report.sums += slices_[i].sums;
+    if (work_->accumulates && IsGood(i)) report.accumulating += slices_[i].sums;
   }
   for (const auto& slice : work_->slices) report.queue_seconds.push_back(slice->queue_seconds);
   for (const auto& slice : work_->slices) {

@@ -266,7 +266,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
   if (choices.empty()) return;  // it was refused
   {
     absl::MutexLock lock(&context_->mutex);
-    if (report.gradients == kernels::Gradients::kSampled) gradient_error_ = report.gradient_error();
+    if (report.gradients == kernels::Gradients::kSampled) gradient_error_ = report.sums.gradient_error();
     if (last_chunk_choices_ == choices) return;
     last_chunk_choices_ = choices;
   }

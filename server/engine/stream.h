@@ -178,17 +178,10 @@ struct SliceOutput {
   double compute_seconds = 0.0;  // of its chunk, until results were ready
 };
 
-// Sums over the rows of one stream; see lossd.v1.MicrobatchSummary.
+// What a stream has come to; see lossd.v1.MicrobatchSummary.
 struct StreamSummary {
   HeadState state;
-  double loss_sum = 0.0;
-  double z_loss_sum = 0.0;
-  double entropy_sum = 0.0;
-  double dropped_mass = 0.0;
-  double sampling_variance = 0.0;
-  double squared_gradient = 0.0;
-  int64_t valid_rows = 0;
-  int64_t correct_rows = 0;
+  kernels::LossSums sums;  // over the rows of the stream
   int64_t accumulated_rows = 0;
   int64_t repeated_rows = 0;
   double normalizer = 1.0;

@@ -431,7 +431,6 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
       unsent_rows_(spec().rows.size()),
       unsent_valid_rows_(valid_rows()) {
   summary_.state = head_state();
-  summary_.valid_rows = valid_rows();
   summary_.normalizer = terms().normalizer;
 }
 
@@ -474,15 +473,9 @@ void StreamState::OnQueued() {
   ++outstanding_;
 }
 
-void StreamState::FinishSlice(const kernels::SliceSums& sums, int64_t accumulated, int64_t repeated,
+void StreamState::FinishSlice(const kernels::LossSums& sums, int64_t accumulated, int64_t repeated,
                               double queue_seconds, double compute_seconds) {
-  summary_.loss_sum += sums.loss;
-  summary_.z_loss_sum += sums.z_loss;
-  summary_.entropy_sum += sums.entropy;
-  summary_.dropped_mass += sums.dropped_mass;
-  summary_.sampling_variance += sums.sampling_variance;
-  summary_.squared_gradient += sums.squared_gradient;
-  summary_.correct_rows += sums.correct_rows;
+  summary_.sums += sums;
   summary_.accumulated_rows += accumulated;
   summary_.repeated_rows += repeated;
   summary_.queue_seconds += queue_seconds;

@@ -51,7 +51,7 @@ struct SliceWork {
   int64_t bad_row = -1;  // of the microbatch: the first one without a result; -1: all have one
   // If it is bad: rows of it are accumulated that it shares with other slices, or that lie behind such rows.
   bool accumulated_all_the_same = false;
-  kernels::SliceSums sums;
+  kernels::LossSums sums;
   int64_t accumulated_rows = 0;
   int64_t repeated_rows = 0;
   SliceOutput output;

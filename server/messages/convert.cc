@@ -454,19 +454,19 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
 v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   v1::MicrobatchSummary message;
   *message.mutable_state() = ToProto(summary.state);
-  message.set_loss_sum(summary.loss_sum);
-  message.set_z_loss_sum(summary.z_loss_sum);
-  message.set_entropy_sum(summary.entropy_sum);
-  message.set_valid_rows(static_cast<uint64_t>(summary.valid_rows));
-  message.set_correct_rows(static_cast<uint64_t>(summary.correct_rows));
+  message.set_loss_sum(summary.sums.loss);
+  message.set_z_loss_sum(summary.sums.z_loss);
+  message.set_entropy_sum(summary.sums.entropy);
+  message.set_valid_rows(static_cast<uint64_t>(summary.sums.valid_rows));
+  message.set_correct_rows(static_cast<uint64_t>(summary.sums.correct_rows));
   message.set_accumulated_rows(static_cast<uint64_t>(summary.accumulated_rows));
   message.set_repeated_rows(static_cast<uint64_t>(summary.repeated_rows));
   message.set_normalizer(summary.normalizer);
   message.set_queue_seconds(summary.queue_seconds);
   message.set_compute_seconds(summary.compute_seconds);
-  message.set_dropped_mass(summary.dropped_mass);
-  message.set_sampling_variance(summary.sampling_variance);
-  message.set_squared_gradient(summary.squared_gradient);
+  message.set_dropped_mass(summary.sums.dropped_mass);
+  message.set_sampling_variance(summary.sums.sampling_variance);
+  message.set_squared_gradient(summary.sums.squared_gradient);
   return message;
 }
 

@@ -373,15 +373,11 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
   head.rows += report.rows;
-  head.valid_rows += report.valid_rows;
-  if (report.loss_rows == 0) return;  // it takes no part in the step
-  head.open.loss_sum += report.loss_sum;
-  head.open.loss_rows += report.loss_rows;
-  head.open.sampling_variance += report.sampling_variance;
-  head.open.squared_gradient += report.squared_gradient;
-  if (report.gradients != kernels::Gradients::kFiltered) return;
-  head.open.dropped_mass += report.dropped_mass;
-  head.open.filtered_rows += report.valid_rows;
+  head.valid_rows += report.sums.valid_rows;
+  if (report.accumulating.valid_rows == 0) return;  // it takes no part in the step
+  head.open.sums += report.sums;
+  head.open.accumulating += report.accumulating;
+  if (report.gradients == kernels::Gradients::kFiltered) head.open.filtered_rows += report.sums.valid_rows;
 }
 
 void HeadMetrics::OnStep(const engine::StepReport& report) {
@@ -394,12 +390,12 @@ void HeadMetrics::OnStep(const engine::StepReport& report) {
                .learning_rate = report.learning_rate,
                .rows = report.rows,
                .skipped = report.skipped};
-  const OpenStep& sums = head.open;
-  if (sums.loss_rows > 0) step.loss = sums.loss_sum / static_cast<double>(sums.loss_rows);
-  if (sums.squared_gradient > 0.0)
-    step.gradient_error = std::sqrt(sums.sampling_variance / sums.squared_gradient);
-  if (sums.filtered_rows > 0)
-    step.dropped_probability = sums.dropped_mass / static_cast<double>(sums.filtered_rows);
+  const OpenStep& open = head.open;
+  if (open.accumulating.valid_rows > 0)
+    step.loss = open.accumulating.loss / static_cast<double>(open.accumulating.valid_rows);
+  if (open.sums.squared_gradient > 0.0) step.gradient_error = open.sums.gradient_error();
+  if (open.filtered_rows > 0)
+    step.dropped_probability = open.sums.dropped_mass / static_cast<double>(open.filtered_rows);
   if (!head.steps.empty()) step.seconds = absl::ToDoubleSeconds(now - head.steps.front().closed);
   head.open = {};
   head.steps.push_front(step);
@@ -934,9 +930,9 @@ void Metrics::ForgetHead(absl::string_view head) {
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
   events_->Chunks(report.gradients).Increment();
-  events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.valid_rows));
-  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.gradient_error());
-  events_->dropped_mass.Increment(report.dropped_mass);
+  events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
+  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.sums.gradient_error());
+  events_->dropped_mass.Increment(report.sums.dropped_mass);
   for (const double seconds : report.queue_seconds) {
     ObservePhase(Phase::kQueue, seconds);
     ObservePhase(Phase::kCompute, report.compute_seconds);

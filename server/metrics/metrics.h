@@ -329,12 +329,9 @@ class HeadMetrics {
  private:
   // Sums over the chunks of a step that is not closed yet, as in engine::ChunkReport.
   struct OpenStep {
-    double loss_sum = 0.0;
-    int64_t loss_rows = 0;
-    double sampling_variance = 0.0;
-    double squared_gradient = 0.0;
-    double dropped_mass = 0.0;
-    int64_t filtered_rows = 0;
+    kernels::LossSums sums;
+    kernels::LossSums accumulating;
+    int64_t filtered_rows = 0;  // valid rows of filtered chunks
   };
   struct Head {
     int64_t rows = 0;

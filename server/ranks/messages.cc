@@ -237,7 +237,7 @@ std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<
   return out;
 }
 
-v1::SliceSums ToProto(const kernels::SliceSums& sums) {
+v1::SliceSums ToProto(const kernels::LossSums& sums) {
   v1::SliceSums out;
   out.set_loss(sums.loss);
   out.set_z_loss(sums.z_loss);
@@ -250,7 +250,7 @@ v1::SliceSums ToProto(const kernels::SliceSums& sums) {
   return out;
 }
 
-kernels::SliceSums FromProto(const v1::SliceSums& sums) {
+kernels::LossSums FromProto(const v1::SliceSums& sums) {
   return {.loss = sums.loss(),
           .z_loss = sums.z_loss(),
           .entropy = sums.entropy(),

@@ -52,8 +52,8 @@ void SetChoices(const std::vector<kernels::Choice>& choices,
                 google::protobuf::RepeatedPtrField<v1::Choice>* out);
 std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<v1::Choice>& choices);
 
-v1::SliceSums ToProto(const kernels::SliceSums& sums);
-kernels::SliceSums FromProto(const v1::SliceSums& sums);
+v1::SliceSums ToProto(const kernels::LossSums& sums);
+kernels::LossSums FromProto(const v1::SliceSums& sums);
 
 // What the writer of a file knows of it: its size and tensors. The leader knows its name and classes.
 v1::FileLine ToProto(const head::ManifestShard& shard);

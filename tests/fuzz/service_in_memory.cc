@@ -298,8 +298,8 @@ void ServiceInMemory::CheckSummary(const engine::StreamSummary& summary, const s
   FUZZ_CHECK(added == summary.accumulated_rows,
              absl::StrCat(summary.accumulated_rows, " rows acknowledged, ", added, " booked"));
   const int64_t acknowledged = summary.accumulated_rows + summary.repeated_rows;
-  FUZZ_CHECK(acknowledged == (accumulates ? summary.valid_rows : 0),
-             absl::StrCat(acknowledged, " rows acknowledged of ", summary.valid_rows));
+  FUZZ_CHECK(acknowledged == (accumulates ? summary.sums.valid_rows : 0),
+             absl::StrCat(acknowledged, " rows acknowledged of ", summary.sums.valid_rows));
 }
 
 // ---- Calls ----

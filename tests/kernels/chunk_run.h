@@ -24,7 +24,7 @@ struct SliceOutputs {
   std::vector<float> loss, lse, entropy, target_logprob;  // [rows]
   std::vector<int32_t> argmax;                            // [rows]
   std::vector<float> grad_hidden;                         // [rows, D], or empty
-  SliceSums sums;
+  LossSums sums;
   int64_t first_nonfinite_row = -1;
 };
 

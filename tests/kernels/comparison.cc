@@ -131,7 +131,7 @@ void ExpectDroppedMassMatches(const Tolerance& tolerance, const Problem& problem
 // A backend may estimate the sums from the classes that it has taken: kappa^2 tau times one number below tau
 // for each of them, so with at most this variance.
 void ExpectSamplingSumsMatch(DType compute, const Problem& problem, const SliceData& slice,
-                             const reference::Result& want, const SliceSums& got) {
+                             const reference::Result& want, const LossSums& got) {
   const double tau = double{problem.options.sample_threshold};
   const double smoothing = double{problem.options.label_smoothing};
   double variance = 0.0, square = 0.0, noise = 0.0, allowed = 1e-30;
@@ -149,7 +149,7 @@ void ExpectSamplingSumsMatch(DType compute, const Problem& problem, const SliceD
 }
 
 void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
-                     const reference::Result& want, const SliceSums& got, bool with_entropy) {
+                     const reference::Result& want, const LossSums& got, bool with_entropy) {
   double loss_tolerance = 1e-12;
   double entropy_tolerance = 1e-12;
   int64_t undecided = 0;
@@ -160,14 +160,14 @@ void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const S
                          LogitTolerance(tolerance, want, row);
     if (want.top_gap[row] <= 2 * LogitTolerance(tolerance, want, row)) ++undecided;
   }
-  EXPECT_NEAR(got.loss, want.loss_sum, loss_tolerance);
-  EXPECT_NEAR(got.z_loss, want.z_loss_sum, loss_tolerance);
+  EXPECT_NEAR(got.loss, want.sums.loss, loss_tolerance);
+  EXPECT_NEAR(got.z_loss, want.sums.z_loss, loss_tolerance);
   if (with_entropy) {
-    EXPECT_NEAR(got.entropy, want.entropy_sum, entropy_tolerance);
+    EXPECT_NEAR(got.entropy, want.sums.entropy, entropy_tolerance);
   }
   ExpectDroppedMassMatches(tolerance, problem, slice, want, got.dropped_mass);
-  EXPECT_EQ(got.valid_rows, want.valid_rows);
-  EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.correct_rows),
+  EXPECT_EQ(got.valid_rows, want.sums.valid_rows);
+  EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.sums.correct_rows),
               static_cast<double>(undecided));
 }
 

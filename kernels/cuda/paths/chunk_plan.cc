@@ -182,7 +182,7 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
 
 void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
                const RowOutputBlock& outputs) {
-  SliceSums& sums = slice.sums;
+  LossSums& sums = slice.sums;
   if (layout.planned == Gradients::kFiltered) {
     sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
   } else if (layout.planned != Gradients::kExact && *outputs.decision == Decision::kAsPlanned) {
@@ -313,7 +313,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
   }
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
-    slice.sums = SliceSums();
+    slice.sums = LossSums();
     slice.first_nonfinite_row = -1;
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];

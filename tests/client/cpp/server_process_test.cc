@@ -134,8 +134,8 @@ TEST_F(ServerProcessTest, LossAndGradientsMatchTheReference) {
       ASSERT_TRUE(result.ok()) << result.status();
       const auto want = reference::Compute(
           head_, reference_options, batch.AsRows(1.0 / static_cast<double>(result->valid_rows)), &gradients);
-      ASSERT_EQ(result->valid_rows, static_cast<uint64_t>(want.valid_rows));
-      EXPECT_NEAR(result->loss, want.loss_sum / static_cast<double>(want.valid_rows), 1e-5);
+      ASSERT_EQ(result->valid_rows, static_cast<uint64_t>(want.sums.valid_rows));
+      EXPECT_NEAR(result->loss, want.sums.loss / static_cast<double>(want.sums.valid_rows), 1e-5);
       EXPECT_LT(RelativeError(lse, want.lse), kTolerance);
       EXPECT_LT(RelativeError(entropy, want.entropy), kTolerance);
       EXPECT_LT(RelativeError(batch.dx, want.grad_hidden.value), kTolerance);
@@ -223,7 +223,7 @@ TEST_F(ServerProcessTest, CutConnectionsNeitherLoseNorRepeatGradients) {
     repeats += result->repeats;
     repeated_rows += result->repeated_rows;
     const auto want = reference::Compute(head_, {}, batches[i]->AsRows(1), &gradients);
-    EXPECT_NEAR(result->loss, want.loss_sum, 1e-5 * want.loss_sum);
+    EXPECT_NEAR(result->loss, want.sums.loss, 1e-5 * want.sums.loss);
     EXPECT_LT(RelativeError(batches[i]->dx, want.grad_hidden.value), kTolerance);
   }
   EXPECT_GT(proxy.cuts(), 0);

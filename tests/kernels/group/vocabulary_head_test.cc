@@ -152,7 +152,7 @@ TEST_F(VocabularyHeadTest, ErrorAndDroppedMassAreThoseOfAllClasses) {
     EXPECT_EQ(got.choices, want.choices);
     EXPECT_EQ(got.sample_threshold, want.sample_threshold);
     for (size_t i = 0; i < got.slices.size(); ++i) {
-      const SliceSums &sums = got.slices[i].sums, &all = want.slices[i].sums;
+      const LossSums &sums = got.slices[i].sums, &all = want.slices[i].sums;
       EXPECT_EQ(sums.dropped_mass > 0.0, gradients == Gradients::kFiltered);
       EXPECT_EQ(sums.sampling_variance > 0.0, gradients != Gradients::kFiltered);
       EXPECT_NEAR(sums.dropped_mass, all.dropped_mass, 1e-4 * all.dropped_mass);

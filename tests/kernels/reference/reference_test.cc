@@ -109,11 +109,11 @@ TEST(ReferenceTest, KnownValues) {
   EXPECT_NEAR(result.lse[0], lse, 1e-15);
   EXPECT_NEAR(result.loss[0], std::log(4.0) + 0.5 * lse * lse, 1e-14);
   EXPECT_NEAR(result.loss[1], std::log(4.0 / 3.0) + 0.5 * lse * lse, 1e-14);
-  EXPECT_NEAR(result.z_loss_sum, lse * lse, 1e-14);
+  EXPECT_NEAR(result.sums.z_loss, lse * lse, 1e-14);
   EXPECT_NEAR(result.entropy[0], 0.25 * std::log(4.0) + 0.75 * std::log(4.0 / 3.0), 1e-15);
   EXPECT_EQ(result.argmax, (std::vector<int32_t>{1, 1, -1}));
-  EXPECT_EQ(result.valid_rows, 2);
-  EXPECT_EQ(result.correct_rows, 1);
+  EXPECT_EQ(result.sums.valid_rows, 2);
+  EXPECT_EQ(result.sums.correct_rows, 1);
   EXPECT_EQ(result.loss[2], 0.0);
   EXPECT_EQ(result.grad_hidden.value[2], 0.0);
 }
@@ -153,7 +153,7 @@ TEST(ReferenceTest, MaskedRowsStayOutOfTheParameterGradients) {
   reference::ParamGradients few = reference::ZeroGradients(spec.config);
   reference::Compute(head, spec.options, rows, &few);
   EXPECT_EQ(masked.weight.value, few.weight.value);
-  EXPECT_EQ(all.valid_rows, 6);
+  EXPECT_EQ(all.sums.valid_rows, 6);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ class RowCounter final : public SilentObserver {
  public:
   void OnChunk(const ChunkReport& report) override {
     rows += report.rows;
-    valid_rows += report.valid_rows;
+    valid_rows += report.sums.valid_rows;
   }
   std::atomic<int64_t> rows{0};
   std::atomic<int64_t> valid_rows{0};

@@ -520,7 +520,7 @@ TEST_F(DeterministicTest, AGroupIsOneChunkHoweverItArrives) {
   EXPECT_TRUE(right.results->Wait().ok());
   EXPECT_THAT(device_.chunks(), ElementsAre(ElementsAre(4, 5, 1, 6)));
   EXPECT_THAT(device_.accumulated(), ElementsAreArray(Names(0, {0, 16})));
-  EXPECT_EQ(left.results->summary().loss_sum, 0 + 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8);
+  EXPECT_EQ(left.results->summary().sums.loss, 0 + 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8);
 }
 
 TEST_F(DeterministicTest, IgnoredRowsNeedNotBeSent) {
@@ -592,7 +592,7 @@ TEST_F(DeterministicTest, RowsSentByTwoCallsAreComputedOnceForBoth) {
   EXPECT_EQ(first.results->summary().accumulated_rows, 10);
   EXPECT_EQ(second.results->summary().accumulated_rows, 6);
   EXPECT_EQ(second.results->summary().repeated_rows, 6);
-  EXPECT_EQ(second.results->summary().loss_sum, 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11 + 12 + 13 + 14 + 15);
+  EXPECT_EQ(second.results->summary().sums.loss, 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11 + 12 + 13 + 14 + 15);
   EXPECT_EQ(second.results->grads().size(), 12u);
 }
 
@@ -674,7 +674,7 @@ TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
   struct Observer : SilentObserver {
     void OnChunk(const ChunkReport& report) override {
       EXPECT_EQ(report.head, "head");
-      dropped += report.dropped_mass;
+      dropped += report.sums.dropped_mass;
     }
     double dropped = 0.0;  // read when no chunk is under way
   } observer;
@@ -686,7 +686,7 @@ TEST_F(DeterministicTest, TellsWhatFilteredGradientsLeaveOut) {
   ASSERT_TRUE(Send(call, 0, {0, 16}));
   ASSERT_TRUE(Send(call, 0, {16, 20}));
   ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
-  EXPECT_EQ(call.results->summary().dropped_mass, 5.0);
+  EXPECT_EQ(call.results->summary().sums.dropped_mass, 5.0);
   EXPECT_EQ(observer.dropped, 5.0);
   call.stream.reset();
   engine_ = nullptr;  // before the observer

@@ -60,11 +60,11 @@ TEST_F(EngineTest, ComputesAndAccumulatesAMicrobatch) {
   ASSERT_TRUE(collector->Wait().ok());
   const StreamSummary& summary = collector->summary();
   EXPECT_EQ(summary.state.incarnation, 42u);
-  EXPECT_EQ(summary.valid_rows, 5);
+  EXPECT_EQ(summary.sums.valid_rows, 5);
   EXPECT_EQ(summary.accumulated_rows, 5);
   EXPECT_EQ(summary.repeated_rows, 0);
   EXPECT_EQ(summary.normalizer, 5.0);
-  EXPECT_EQ(summary.loss_sum, 1000 + 1001 + 1002 + 1003 + 1004);
+  EXPECT_EQ(summary.sums.loss, 1000 + 1001 + 1002 + 1003 + 1004);
   EXPECT_THAT(device_.accumulated(), UnorderedElementsAreArray(Names(1, {0, 5})));
   EXPECT_EQ(collector->grads().size(), 5u);
   for (const auto& [row, grad] : collector->grads()) EXPECT_FLOAT_EQ(grad[0], RowName(1, row) / 5.0f);
@@ -83,7 +83,7 @@ TEST_F(EngineTest, EmptyAndAllIgnoredMicrobatchesFinish) {
   auto second = Open(spec, ignored);
   second->HalfClose();
   EXPECT_TRUE(ignored->Wait().ok());
-  EXPECT_EQ(ignored->summary().valid_rows, 0);
+  EXPECT_EQ(ignored->summary().sums.valid_rows, 0);
 
   auto sent = std::make_shared<RowCollector>();
   spec.microbatch_id = 3;

@@ -128,12 +128,12 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(a_.results->losses().at(3), RowName(1, 3));
   EXPECT_EQ(b_.results->losses().at(3), RowName(1, 3));
   EXPECT_EQ(b_.results->losses().at(5), RowName(1, 5));
-  EXPECT_EQ(a_.results->summary().loss_sum, 1000 + 1001 + 1002 + 1003);
-  EXPECT_EQ(a_.results->summary().z_loss_sum, 4 * 0.25);
-  EXPECT_EQ(a_.results->summary().entropy_sum, 4 * 0.5);
-  EXPECT_EQ(a_.results->summary().dropped_mass, 4 * 0.125);
-  EXPECT_EQ(a_.results->summary().correct_rows, 1) << "row 1, with target 1";
-  EXPECT_EQ(b_.results->summary().correct_rows, 0);
+  EXPECT_EQ(a_.results->summary().sums.loss, 1000 + 1001 + 1002 + 1003);
+  EXPECT_EQ(a_.results->summary().sums.z_loss, 4 * 0.25);
+  EXPECT_EQ(a_.results->summary().sums.entropy, 4 * 0.5);
+  EXPECT_EQ(a_.results->summary().sums.dropped_mass, 4 * 0.125);
+  EXPECT_EQ(a_.results->summary().sums.correct_rows, 1) << "row 1, with target 1";
+  EXPECT_EQ(b_.results->summary().sums.correct_rows, 0);
   EXPECT_EQ(a_.results->summary().accumulated_rows, 4);
   EXPECT_EQ(a_.results->summary().repeated_rows, 0);
   EXPECT_EQ(b_.results->summary().accumulated_rows, 2);
@@ -141,7 +141,7 @@ TEST_F(FlightTest, DeliversAndBooksWhatSlicesShare) {
   EXPECT_EQ(Unsettled({0, 8}), 0);
   ASSERT_EQ(observer_.chunks.size(), 1u);
   EXPECT_EQ(observer_.chunks[0].rows, 6);
-  EXPECT_EQ(observer_.chunks[0].valid_rows, 6);
+  EXPECT_EQ(observer_.chunks[0].sums.valid_rows, 6);
   EXPECT_EQ(observer_.chunks[0].queue_seconds.size(), 2u);
   EXPECT_EQ(observer_.chunks[0].slices.size(), 2u);
   EXPECT_GE(observer_.chunks[0].device_seconds, observer_.chunks[0].compute_seconds);
@@ -403,7 +403,7 @@ TEST_P(FiniteRowsTest, RowsOfWeightZeroMayHoldAnything) {
   EXPECT_EQ(GetParam().deferred ? losses_ : got->losses(), losses);
   EXPECT_EQ(got->grads(), want->grads());
   EXPECT_EQ(got->summary().normalizer, want->summary().normalizer);
-  EXPECT_EQ(got->summary().valid_rows, kRows) << "they count as valid, whatever they hold";
+  EXPECT_EQ(got->summary().sums.valid_rows, kRows) << "they count as valid, whatever they hold";
   EXPECT_EQ(got->summary().accumulated_rows, kRows);
   EXPECT_EQ(GradientBits(*poisoned), GradientBits(*finite));
   for (int64_t row = 0; row < kRows; ++row) {

@@ -905,8 +905,8 @@ class Numbers {
 
 struct Observer : SilentObserver {
   void OnChunk(const ChunkReport& report) override {
-    variance += report.sampling_variance;
-    square += report.squared_gradient;
+    variance += report.sums.sampling_variance;
+    square += report.sums.squared_gradient;
     if (report.gradients == Gradients::kSampled) error = report.gradient_error();
   }
   double variance = 0.0, square = 0.0, error = 0.0;  // read when no chunk is under way
@@ -985,14 +985,14 @@ TEST_F(SampledTest, SumsReachTheSummaryTheObserversAndTheDescription) {
   Send(*stream, 1, {0, 3});
   Send(*stream, 1, {3, 8});
   ASSERT_TRUE(collector->Wait().ok()) << collector->Wait();
-  EXPECT_EQ(collector->summary().sampling_variance, 7 * 0.25);
-  EXPECT_EQ(collector->summary().squared_gradient, 7 * 4.0);
+  EXPECT_EQ(collector->summary().sums.sampling_variance, 7 * 0.25);
+  EXPECT_EQ(collector->summary().sums.squared_gradient, 7 * 4.0);
   EXPECT_EQ(engine_->Describe("head")->gradient_error, 0.25);
   auto exact = std::make_shared<RowCollector>();
   stream = Open(Whole(2, 8), exact);
   Send(*stream, 2, {0, 8});
   ASSERT_TRUE(exact->Wait().ok());
-  EXPECT_EQ(exact->summary().squared_gradient, 0.0);
+  EXPECT_EQ(exact->summary().sums.squared_gradient, 0.0);
   EXPECT_EQ(engine_->Describe("head")->gradient_error, 0.25) << "of the last chunk that was sampled";
   EXPECT_EQ(observer.variance, 7 * 0.25);
   EXPECT_EQ(observer.square, 7 * 4.0);
@@ -1015,8 +1015,8 @@ TEST_F(DeterministicSampledTest, RowsHaveTheNumbersOfTheirPlace) {
   for (const RowRange rows : {RowRange{0, 10}, {10, 16}, {16, 32}, {32, 40}})
     ASSERT_TRUE(Send(call, 0, rows));
   ASSERT_TRUE(call.results->Wait().ok()) << call.results->Wait();
-  EXPECT_EQ(call.results->summary().sampling_variance, 40 * 0.25);
-  EXPECT_EQ(call.results->summary().squared_gradient, 40 * 4.0);
+  EXPECT_EQ(call.results->summary().sums.sampling_variance, 40 * 0.25);
+  EXPECT_EQ(call.results->summary().sums.squared_gradient, 40 * 4.0);
   EXPECT_EQ(observer.variance, 40 * 0.25);
   numbers.Expect(0, {0, 40}, 0);
   spec = Spec(0, 40, {20, 40});  // a repeat of some rows: zeros are computed in place of the others
@@ -1025,7 +1025,7 @@ TEST_F(DeterministicSampledTest, RowsHaveTheNumbersOfTheirPlace) {
   ASSERT_TRUE(Send(repeat, 0, {20, 32}));
   ASSERT_TRUE(Send(repeat, 0, {32, 40}));
   ASSERT_TRUE(repeat.results->Wait().ok()) << repeat.results->Wait();
-  EXPECT_EQ(repeat.results->summary().squared_gradient, 20 * 4.0);
+  EXPECT_EQ(repeat.results->summary().sums.squared_gradient, 20 * 4.0);
   numbers.Expect(0, {0, 40}, 0);
   call.stream.reset();
   repeat.stream.reset();

@@ -46,9 +46,9 @@ class HeadMetricsTest : public testing::Test {
 };
 
 TEST_F(HeadMetricsTest, AStepHasTheMeanLossOfItsRows) {
-  metrics_.OnChunk({.head = "a", .rows = 10, .loss_rows = 8, .loss_sum = 20.0});
-  metrics_.OnChunk({.head = "b", .rows = 5, .loss_rows = 5, .loss_sum = 1.0});
-  metrics_.OnChunk({.head = "a", .rows = 4, .loss_rows = 2, .loss_sum = 10.0});
+  metrics_.OnChunk({.head = "a", .rows = 10, .accumulating = {.loss = 20.0, .valid_rows = 8}});
+  metrics_.OnChunk({.head = "b", .rows = 5, .accumulating = {.loss = 1.0, .valid_rows = 5}});
+  metrics_.OnChunk({.head = "a", .rows = 4, .accumulating = {.loss = 10.0, .valid_rows = 2}});
   metrics_.OnChunk({.head = "a", .rows = 3});  // loss only
   EXPECT_EQ(Value("lossd_rows_total", "a"), 17);
   EXPECT_TRUE(std::isnan(Value("lossd_head_loss", "a")));
@@ -62,8 +62,8 @@ TEST_F(HeadMetricsTest, AStepHasTheMeanLossOfItsRows) {
 }
 
 TEST_F(HeadMetricsTest, TokensAreTheRowsThatHaveATarget) {
-  metrics_.OnChunk({.head = "a", .rows = 10, .valid_rows = 8, .loss_rows = 8});
-  metrics_.OnChunk({.head = "a", .rows = 3, .valid_rows = 2});  // loss only
+  metrics_.OnChunk({.head = "a", .rows = 10, .sums = {.valid_rows = 8}, .accumulating = {.valid_rows = 8}});
+  metrics_.OnChunk({.head = "a", .rows = 3, .sums = {.valid_rows = 2}});  // loss only
   EXPECT_EQ(Value("lossd_valid_rows_total", "a"), 10);
 }
 
@@ -74,12 +74,12 @@ TEST_F(HeadMetricsTest, AStepHasTheErrorOfItsSampledAndFilteredGradients) {
                             double square) {
     metrics_.OnChunk({.head = "a",
                       .rows = rows,
-                      .valid_rows = rows,
                       .gradients = gradients,
-                      .loss_rows = rows,
-                      .dropped_mass = dropped,
-                      .sampling_variance = variance,
-                      .squared_gradient = square});
+                      .sums = {.dropped_mass = dropped,
+                               .sampling_variance = variance,
+                               .squared_gradient = square,
+                               .valid_rows = rows},
+                      .accumulating = {.valid_rows = rows}});
   };
   chunk(10, Gradients::kSampled, 0.0, 1e-4, 1.0);
   chunk(10, Gradients::kSampled, 0.0, 8e-4, 8.0);
@@ -89,10 +89,8 @@ TEST_F(HeadMetricsTest, AStepHasTheErrorOfItsSampledAndFilteredGradients) {
   // Gradients of hidden states alone take no part in the step.
   metrics_.OnChunk({.head = "a",
                     .rows = 4,
-                    .valid_rows = 4,
                     .gradients = Gradients::kSampled,
-                    .sampling_variance = 1.0,
-                    .squared_gradient = 1.0});
+                    .sums = {.sampling_variance = 1.0, .squared_gradient = 1.0, .valid_rows = 4}});
   EXPECT_TRUE(std::isnan(Value("lossd_head_gradient_error_ratio", "a")));
   metrics_.OnStep({.head = "a", .step = 1});
   EXPECT_NEAR(Value("lossd_head_gradient_error_ratio", "a"), 0.01, 1e-12);
@@ -104,11 +102,11 @@ TEST_F(HeadMetricsTest, AStepHasTheErrorOfItsSampledAndFilteredGradients) {
 }
 
 TEST_F(HeadMetricsTest, TheNextStepBeginsAgain) {
-  metrics_.OnChunk({.head = "a", .rows = 1, .loss_rows = 1, .loss_sum = 9.0});
+  metrics_.OnChunk({.head = "a", .rows = 1, .accumulating = {.loss = 9.0, .valid_rows = 1}});
   metrics_.OnStep({.head = "a", .step = 1});
   EXPECT_TRUE(std::isnan(Value("lossd_head_step_seconds", "a")));
   now_ += absl::Seconds(3);
-  metrics_.OnChunk({.head = "a", .rows = 2, .loss_rows = 2, .loss_sum = 4.0});
+  metrics_.OnChunk({.head = "a", .rows = 2, .accumulating = {.loss = 4.0, .valid_rows = 2}});
   metrics_.OnStep({.head = "a", .step = 2});
   EXPECT_EQ(Value("lossd_head_loss", "a"), 2.0);
   EXPECT_EQ(Value("lossd_head_step_seconds", "a"), 3.0);
@@ -145,7 +143,7 @@ TEST_F(HeadMetricsTest, NoSecondOfTheDeviceCountsTwice) {
 }
 
 TEST_F(HeadMetricsTest, AHeadsSeriesEndWithIt) {
-  metrics_.OnChunk({.head = "a", .rows = 10, .loss_rows = 8, .loss_sum = 20.0});
+  metrics_.OnChunk({.head = "a", .rows = 10, .accumulating = {.loss = 20.0, .valid_rows = 8}});
   metrics_.OnStep({.head = "a", .step = 1});
   metrics_.Forget("a");
   metrics_.Forget("never was");
@@ -226,24 +224,21 @@ TEST_F(MetricsTest, CountsSaves) {
 TEST_F(MetricsTest, CountsEvents) {
   metrics_.OnChunk({.head = "main",
                     .rows = 100,
-                    .valid_rows = 90,
+                    .sums = {.valid_rows = 90},
                     .compute_seconds = 0.02,
                     .queue_seconds = {0.001, 0.002}});
   for (const auto& [rows, valid_rows, mass] : {std::tuple{10, 10, 1.25}, {7, 6, 0.5}}) {
     metrics_.OnChunk({.head = "main",
                       .rows = rows,
-                      .valid_rows = valid_rows,
                       .gradients = Gradients::kFiltered,
-                      .dropped_mass = mass,
+                      .sums = {.dropped_mass = mass, .valid_rows = valid_rows},
                       .compute_seconds = 0.3,
                       .queue_seconds = {0.003}});
   }
   metrics_.OnChunk({.head = "main",
                     .rows = 3,
-                    .valid_rows = 2,
                     .gradients = Gradients::kSampled,
-                    .sampling_variance = 4e-4,
-                    .squared_gradient = 16.0});
+                    .sums = {.sampling_variance = 4e-4, .squared_gradient = 16.0, .valid_rows = 2}});
   metrics_.OnStep({.head = "main", .skipped = false});
   metrics_.OnStep({.head = "main", .skipped = true});
   metrics_.OnContribution({.head = "main", .added_rows = 7});
@@ -342,7 +337,7 @@ TEST_F(MetricsTest, PromtoolAgrees) {
     GTEST_SKIP() << "promtool is missing (Debian package prometheus)";
   }
   metrics_.OnChunk(
-      {.head = "main", .rows = 5, .valid_rows = 5, .compute_seconds = 0.1, .queue_seconds = {0.1}});
+      {.head = "main", .rows = 5, .sums = {.valid_rows = 5}, .compute_seconds = 0.1, .queue_seconds = {0.1}});
   metrics_.CountRequest("ComputeLoss");
   metrics_.CountError("ComputeLoss", "NOT_FOUND");
   test::TempFolder folder;

@@ -182,7 +182,7 @@ TEST_F(SamplerTest, TheDeviceIsBusyWhileItWorks) {
 TEST_F(SamplerTest, HeadsSayWhatTheirLastStepSaid) {
   SampleAfter(0);
   EXPECT_TRUE(Head()["loss"].back().is_null());
-  metrics_.OnChunk({.head = "lm", .rows = 4, .loss_rows = 4, .loss_sum = 10.0});
+  metrics_.OnChunk({.head = "lm", .rows = 4, .accumulating = {.loss = 10.0, .valid_rows = 4}});
   metrics_.OnStep({.head = "lm", .step = 1, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
   SampleAfter(2);
   EXPECT_EQ(Head()["loss"].back(), 2.5);

@@ -139,20 +139,15 @@ TEST_F(StatusPageTest, RatesAreOfTheServerAndNotOfTheViewer) {
 TEST_F(StatusPageTest, AHeadHasAPage) {
   metrics_.OnChunk({.head = "<b>main</b>",
                     .rows = 4,
-                    .valid_rows = 4,
                     .gradients = kernels::Gradients::kFiltered,
-                    .loss_rows = 4,
-                    .loss_sum = 10.0,
-                    .dropped_mass = 0.5});
+                    .sums = {.dropped_mass = 0.5, .valid_rows = 4},
+                    .accumulating = {.loss = 10.0, .valid_rows = 4}});
   metrics_.OnStep({.head = "<b>main</b>", .step = 6, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
   metrics_.OnChunk({.head = "<b>main</b>",
                     .rows = 4,
-                    .valid_rows = 4,
                     .gradients = kernels::Gradients::kSampled,
-                    .loss_rows = 4,
-                    .loss_sum = 12.0,
-                    .sampling_variance = 4e-4,
-                    .squared_gradient = 1.0});
+                    .sums = {.sampling_variance = 4e-4, .squared_gradient = 1.0, .valid_rows = 4},
+                    .accumulating = {.loss = 12.0, .valid_rows = 4}});
   metrics_.OnStep({.head = "<b>main</b>", .step = 7, .rows = 4, .grad_norm = 0.25, .learning_rate = 0.5});
   metrics_.OnStep({.head = "<b>main</b>", .skipped = true, .step = 8});
   metrics_.saves().OnSaved("<b>main</b>",

@@ -98,15 +98,15 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
 }
 
 TEST(RankMessagesTest, SumsOfSlices) {
-  const kernels::SliceSums sums = {.loss = 1,
-                                   .z_loss = 2,
-                                   .entropy = 3,
-                                   .dropped_mass = 4,
-                                   .sampling_variance = 5,
-                                   .squared_gradient = 6,
-                                   .valid_rows = 7,
-                                   .correct_rows = 8};
-  const kernels::SliceSums back = FromProto(ToProto(sums));
+  const kernels::LossSums sums = {.loss = 1,
+                                  .z_loss = 2,
+                                  .entropy = 3,
+                                  .dropped_mass = 4,
+                                  .sampling_variance = 5,
+                                  .squared_gradient = 6,
+                                  .valid_rows = 7,
+                                  .correct_rows = 8};
+  const kernels::LossSums back = FromProto(ToProto(sums));
   const auto& [a, b, c, d, e, f, g, h] = back;
   EXPECT_TRUE(a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8);
 }

@@ -90,10 +90,10 @@ std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, con
     if (!times.contains(static_cast<int64_t>(NameOf(duty.id, row))))
       return absl::StrCat("OK, and row ", row, " was not accumulated in its generation");
   }
-  if (summary.valid_rows != valid) return absl::StrCat("valid_rows is ", summary.valid_rows);
-  if (summary.correct_rows != stream.correct_rows)
-    return absl::StrCat("correct_rows is ", summary.correct_rows, " instead of ", stream.correct_rows);
-  if (summary.loss_sum != stream.loss_sum) return absl::StrCat("loss_sum is ", summary.loss_sum);
+  if (summary.sums.valid_rows != valid) return absl::StrCat("valid_rows is ", summary.sums.valid_rows);
+  if (summary.sums.correct_rows != stream.correct_rows)
+    return absl::StrCat("correct_rows is ", summary.sums.correct_rows, " instead of ", stream.correct_rows);
+  if (summary.sums.loss != stream.loss_sum) return absl::StrCat("loss_sum is ", summary.sums.loss);
   const int64_t booked = stream.accumulates ? valid : 0;
   const int64_t answered = summary.accumulated_rows + (stream.accumulates ? summary.repeated_rows : 0);
   if (answered != booked || summary.accumulated_rows < 0 || summary.repeated_rows < 0) {

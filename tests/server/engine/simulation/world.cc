@@ -7,8 +7,8 @@ void Totals::OnChunk(const ChunkReport& report) {
   scheduler_->Yield();
   ++chunks;
   rows += report.rows;
-  valid_rows += report.valid_rows;
-  negative = negative || report.rows <= 0 || report.valid_rows < 0 || report.queue_seconds.empty();
+  valid_rows += report.sums.valid_rows;
+  negative = negative || report.rows <= 0 || report.sums.valid_rows < 0 || report.queue_seconds.empty();
 }
 
 void Totals::OnContribution(const ContributionReport& report) {
