@@ -109,8 +109,10 @@ struct Computed {
   LossResult result;
 };
 
+// A server that shares memory of its GPUs and none of the host, so that a client without the former sends
+// messages.
 inline std::unique_ptr<test::ServerProcess> StartServer(std::vector<std::string> flags = {}) {
-  flags.insert(flags.begin(), "--backend=cuda");
+  flags.insert(flags.begin(), {"--backend=cuda", "--shared_memory_bytes=0"});
   return std::make_unique<test::ServerProcess>(LOSSD_WITH_SHARED_DEVICE, flags);
 }
 

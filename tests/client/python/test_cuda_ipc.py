@@ -38,7 +38,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def start(*flags: str) -> ServerProcess:
-    return ServerProcess("--backend=cuda", *flags, program="LOSSD_WITH_SHARED_DEVICE")
+    """A server that shares memory of its GPUs and none of the host, so that a client without the former sends messages."""
+    return ServerProcess("--backend=cuda", "--shared_memory_bytes=0", *flags, program="LOSSD_WITH_SHARED_DEVICE")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_arrays_of_the_host_take_memory_of_the_host(gpu_server: ServerProcess, g
     with connect(gpu_server) as client:
         head_on(client)
         compute(client, problem()[0], True)
-        assert client.transport[0] == "grpc", "this backend takes no memory of the host"
+        assert client.transport[0] == "grpc", "this server shares no memory of the host"
         assert not gpus.copies
 
 

@@ -68,10 +68,6 @@ class ForwardingBackend : public Backend {
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
     return backend_->AllocateStaging(bytes);
   }
-  absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
-                                                              const AdoptOptions& options) override {
-    return backend_->AdoptStaging(memory, options);
-  }
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     return backend_->AllocateRetained(bytes);
   }

@@ -487,7 +487,15 @@ TEST_F(WorkerStreamTest, RetainedRowsLieWhereTheirGradientsGoIfThatIsShared) {
   EXPECT_EQ(hidden_[1][0], 7);
 }
 
+// Memory of a backend that leaves ReadBytes and WriteBytes as they are.
+class OfTheDeviceAlone final : public kernels::RetainedMemory {
+ public:
+  int64_t size() const override { return kSliceBytes; }
+};
+
 TEST_F(WorkerStreamTest, RetainedRowsThatCannotBeReadAreALoss) {
+  OfTheDeviceAlone retained;
+  chunk_.retained = &retained;
   slices_[0].hidden = nullptr;
   slices_[0].retained_offset = 0;
   Submit();
