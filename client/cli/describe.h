@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The protocol's messages, the history of a head and the server's events, for people and for scripts. JSON
-// keys are stable: keys may be added, not changed. Incarnations are strings of sixteen hexadecimal digits;
-// other 64-bit numbers are JSON numbers.
+// Functions that describe the protocol's messages, the history of a head and the server's events: as text for
+// people, and as JSON for scripts. JSON keys are stable: keys may be added, not changed. Incarnations are
+// strings of sixteen hexadecimal digits; other 64-bit numbers are JSON numbers.
 //
 // Pure functions, thread-safe.
 #ifndef LOSSD_CLIENT_CLI_DESCRIBE_H_
@@ -33,8 +33,8 @@ std::string UtcText(int64_t unix_seconds);
 // Empty if nothing is known.
 std::string HistoryText(const v1::HeadHistory& history);
 
-// Steps that were closed since the head was saved, or loaded; nullopt if no checkpoint is known, or if it is
-// of another past of the head.
+// Steps that were closed since the head was saved, or loaded; nullopt if no checkpoint is known, or if the
+// checkpoint is of a later step than the head.
 std::optional<uint64_t> StepsSinceSave(const v1::HeadDescription& head);
 
 // `head "lm" is at step 180: 12 steps since checkpoint lm/best`, or `..., no checkpoint known`; with rows of
@@ -58,8 +58,8 @@ std::string EventLine(const nlohmann::ordered_json& event);
 
 uint64_t TotalBytes(const v1::MemoryUsage& memory);
 
-// The fields of a message by their names: lists, messages and enumerations (words of options.h), too. Numbers
-// of type fixed64 are incarnations. Memory has its total.
+// A JSON object with the fields of a message by their names, also fields that are lists, messages or
+// enumerations (in the words of options.h). Numbers of type fixed64 are incarnations. Memory has its total.
 nlohmann::ordered_json FieldsJson(const google::protobuf::Message& message);
 nlohmann::ordered_json ToJson(const v1::HeadDescription& head);
 nlohmann::ordered_json ToJson(const v1::ServerDescription& server);
@@ -69,7 +69,8 @@ std::string Shape(const v1::HeadSpec& spec);
 
 std::string HeadsTable(absl::Span<const v1::HeadDescription> heads, const Style& style = {});
 std::string HeadText(const v1::HeadDescription& head, const Style& style = {});
-// What each device has of a head whose classes are divided, and does; empty for other heads.
+// A row for each device of a head whose classes are divided: which part of the head it has, and how long it
+// computed. Empty for other heads.
 std::string DevicesTable(const v1::HeadDescription& head, const Style& style = {});
 std::string ServerText(const v1::ServerDescription& server, const std::string& address,
                        const Style& style = {});

@@ -17,7 +17,8 @@ namespace lossd::cli {
 
 namespace {
 
-// Of the sixteen colours that every terminal has, and that its owner may have chosen.
+// The codes are of the sixteen colours that every terminal has, so the colours that a user has chosen for
+// them hold.
 absl::string_view EscapeCodeOf(Tone tone) {
   switch (tone) {
     case Tone::kPlain:
@@ -51,7 +52,7 @@ bool HasColor(ColorMode mode, int descriptor) {
          EnvironmentVariable("NO_COLOR").empty();
 }
 
-// ---- Numbers, tables and fields ----
+// ---- Numbers and bars ----
 
 namespace {
 
@@ -143,6 +144,8 @@ std::string Bar(double share, size_t width) {
   return bar;
 }
 
+// ---- Text on a terminal ----
+
 size_t DisplayWidth(absl::string_view text) {
   size_t width = 0;
   bool escape = false;
@@ -213,6 +216,8 @@ std::string WithoutControls(absl::string_view text, bool lines) {
 std::string Printable(absl::string_view text) { return WithoutControls(text, /*lines=*/false); }
 std::string PrintableLines(absl::string_view text) { return WithoutControls(text, /*lines=*/true); }
 
+// ---- Tables and fields ----
+
 std::vector<size_t> Table::Widths(size_t width) const {
   std::vector<size_t> widths;
   size_t all = 0;
@@ -223,7 +228,7 @@ std::vector<size_t> Table::Widths(size_t width) const {
     all += widest + (i > 0 ? 2 : 0);
   }
   while (all > width) {
-    size_t least = 0;  // needed
+    size_t least = 0;  // the column that is needed least
     for (size_t i = 1; i < columns_.size(); ++i) {
       if (widths[i] > 0 && columns_[i].rank > (widths[least] > 0 ? columns_[least].rank : 0)) least = i;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands heads, describe, create, delete and reset.
+// The commands heads, describe, create, delete, reset and shares.
 #include "client/cli/head_commands.h"
 
 #include <algorithm>
@@ -24,6 +24,9 @@
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
+
+// ---- shares: the balance ----
+
 namespace {
 
 constexpr double kWhole = 1000.0;  // the sum of the shares, but for rounding
@@ -34,7 +37,7 @@ double ClassesOf(absl::Span<const DeviceLoad> devices) {
   return classes;
 }
 
-// Seconds of a class.
+// The seconds that one class takes on the device; for a device that has none, on all devices together.
 double CostOf(const DeviceLoad& device, absl::Span<const DeviceLoad> all) {
   if (device.classes > 0 && device.head_seconds > 0) {
     return device.head_seconds / static_cast<double>(device.classes);
@@ -52,7 +55,8 @@ std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return devices[a].stage_seconds < devices[b].stage_seconds; });
   const double classes = ClassesOf(devices);
-  // The devices with the least load take part, as many as end below the load of the next.
+  // Devices take part in the order of their stage's seconds, until those that take part end no later than the
+  // stage of the next device.
   double level = 0, rates = 0, done = 0;
   for (size_t n = 0; n < order.size(); ++n) {
     const DeviceLoad& device = devices[order[n]];
@@ -304,7 +308,7 @@ void AddResetCommand(CLI::App* app, Context* context) {
                   [=](client::Client& client) { return RunReset(context, *flags, *yes, client); });
 }
 
-// The command shares.
+// ---- shares: the command ----
 
 namespace {
 
@@ -350,14 +354,15 @@ absl::Status SetTo(Context* context, const SharesFlags& flags, const std::vector
   return absl::OkStatus();
 }
 
-// ---- The balance ----
+// ---- shares: what is measured ----
 
 absl::Status NotDivided(const SharesFlags& flags) {
   return absl::FailedPreconditionError(
       absl::StrCat("head ", flags.head, " is not split by vocabulary over several devices"));
 }
 
-// What each device did between two looks, for so many rows; 0: for all that it computed.
+// What each device did between two descriptions of the head, in seconds for flags.rows rows; 0: for all rows
+// that it computed meanwhile.
 absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& before,
                                                      const v1::HeadDescription& after,
                                                      const SharesFlags& flags) {

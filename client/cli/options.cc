@@ -22,11 +22,11 @@
 
 namespace lossd::cli {
 
-// ---- Confirm ----
+// ---- The question before a command (Confirm) ----
 
 namespace {
 
-// The next line of stdin, up to a few characters of it. Empty at its end.
+// The next line of stdin in lower case, cut after kMostCharacters; empty at the end of stdin.
 std::string ReadAnswer() {
   constexpr size_t kMostCharacters = 80;
   std::string answer;
@@ -114,7 +114,8 @@ CLI::Option* AddText(CLI::App* app, const std::string& name, std::string* value,
   return app->add_option(name, *value, description)->type_name(type)->check(NotEmpty());
 }
 
-// The variables that stand for these options are read by Context::Settle, since a context comes in between.
+// Context::Settle reads the environment variables that stand for these options: LOSSD_SERVER comes only after
+// --context.
 void AddServerOptions(CLI::App* app, ServerFlags* flags) {
   CLI::Option* server =
       AddText(app, "--server", &flags->server, "HOST:PORT",
@@ -179,11 +180,11 @@ void ReadGlobalOptions(std::vector<std::string> words, Context* context) {
   try {
     globals.parse(std::move(words));
   } catch (const CLI::ParseError&) {
-    // The rest of the words is as good as it is.
+    // A wrong or unfinished command line: what was read before the error is kept.
   }
 }
 
-// ---- Options of several commands ----
+// ---- Options and actions of several commands ----
 
 namespace {
 
@@ -343,7 +344,7 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
       ->group("Transport");
 }
 
-// ---- Checks ----
+// ---- Checks of values ----
 
 namespace {
 

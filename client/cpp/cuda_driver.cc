@@ -80,7 +80,7 @@ struct CudaDriver::Functions {
   Result (*record_event)(void*, void*) = nullptr;
   Result (*await_event)(void*) = nullptr;
   Result (*destroy_event)(void*) = nullptr;
-  absl::string_view missing;  // the first one that the library lacks
+  absl::string_view missing;  // the first function that the library lacks
 
   explicit Functions(void* library) {
     Find(library, "cuInit", init);
@@ -130,7 +130,8 @@ struct CudaDriver::Lane {
   void* end = nullptr;
 };
 
-// Makes a context the calling thread's while it lives.
+// Makes a device's primary context current on the calling thread. The destructor makes the former context
+// current again.
 class CudaDriver::Entered {
  public:
   Entered(CudaDriver* driver, int device) : driver_(driver) {
@@ -154,7 +155,7 @@ class CudaDriver::Entered {
 
 absl::StatusOr<CudaDriver*> CudaDriver::Get() {
   static auto* const mutex = new absl::Mutex();
-  static CudaDriver* driver = nullptr;  // once there is one
+  static CudaDriver* driver = nullptr;  // null until one has been loaded
   absl::MutexLock lock(mutex);
   if (driver != nullptr) return driver;
   LOSSD_TRY(std::unique_ptr<CudaDriver> loaded, Load(kLibrary));
@@ -163,7 +164,7 @@ absl::StatusOr<CudaDriver*> CudaDriver::Get() {
 }
 
 absl::StatusOr<std::unique_ptr<CudaDriver>> CudaDriver::Load(const std::string& library) {
-  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays, as the driver's threads do
+  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays open: it has threads
   if (handle == nullptr) return absl::UnavailableError(absl::StrCat("no CUDA driver: ", dlerror()));
   auto functions = std::make_unique<const Functions>(handle);
   if (!functions->missing.empty())
@@ -277,7 +278,7 @@ bool CudaDriver::LetReach(uint8_t* address, uint64_t bytes, int owner, int other
     absl::MutexLock lock(&mu_);
     if (const auto known = reached_.find(key); known != reached_.end()) return known->second;
   }
-  const bool connected = Connect(key.first, bytes, owner, other).ok();  // twice is as good as once
+  const bool connected = Connect(key.first, bytes, owner, other).ok();  // two threads may; that does no harm
   absl::MutexLock lock(&mu_);
   reached_[key] = connected;
   return connected;
@@ -412,7 +413,9 @@ void CudaDriver::Destroy(const Lane& lane) const {
   functions_->destroy_stream(lane.stream);
 }
 
-// The functions that do without a GPU where rows are the host's.
+// ---- Functions that load the driver themselves ----
+
+// Copies and fills of the host's memory need no driver.
 
 bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other) {
   const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();

@@ -24,13 +24,13 @@ uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
   return (open_bytes - kOpenOverhead) / bytes_per_row;
 }
 
-// What a caller says of one of its pointers.
+// An address that the caller gives, and the name of its field for errors.
 struct CallersRows {
   absl::string_view field;
   const void* address = nullptr;  // null: there are none
 };
 
-// The GPU that all of them are on; nullopt for memory of the host.
+// The GPU whose memory all these addresses are; nullopt: memory of the host.
 absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<CallersRows> all) {
   std::optional<int> gpu;
   absl::string_view first;
@@ -52,7 +52,8 @@ absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<C
   return gpu;
 }
 
-// A stream that is given, in the field of that name, is of the GPU of the rows.
+// What the caller's `stream` has been given so far. `field` names the stream in errors. The stream belongs to
+// the GPU of the rows. Null: there is no stream, or nothing to wait for.
 absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(absl::string_view field,
                                                            const std::optional<void*>& stream, Memory memory,
                                                            std::optional<int> gpu) {
@@ -655,7 +656,7 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
 
 void LossStream::Send() {
   if (left_.empty()) {
-    StartWriteLast(&request_, {});  // one piece, again
+    StartWriteLast(&request_, {});  // the end leaves with the message, in one piece
     ReleaseHold();
   } else {
     StartWrite(&request_);
@@ -757,6 +758,8 @@ void LossStream::OnDone(const grpc::Status& status) {
   DoneFn done = std::move(done_);
   done(std::move(end));  // may destroy this
 }
+
+// ---- LossCall ----
 
 namespace {
 
@@ -890,7 +893,8 @@ void LossCall::Launch(const HeadInfo& facts) {
 
 int LossCall::StreamsWanted() const {
   const int connections = core_->connections().count();
-  // Where rows have an order, a range of rows may only be answered after those before it.
+  // In deterministic mode (row_grid above 0) rows have an order: a range of rows may only be answered after
+  // the ranges before it.
   const uint64_t bytes = MovedBytes();
   if (bytes == 0 || work_->gpu().has_value() || facts_.limits.row_grid() > 0) return connections;
   if (core_->connections().RegionFor(std::nullopt, bytes) == nullptr) return connections;
@@ -904,7 +908,7 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  // Where rows have an order, those of other calls may have to come before a slice is answered.
+  // In deterministic mode rows of other calls may have to come before a slice is answered, so no slice waits.
   auto places = std::make_unique<SlicePlaces>(
       MovedBytes() > 0 ? core_->connections().RegionFor(work_->gpu(), MovedBytes()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
@@ -927,7 +931,7 @@ void LossCall::StartPart(size_t index) {
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
         auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
-        // After an error another attempt may begin, which may open a region.
+        // After an error another attempt may begin and open a region, which takes too long for RunOrPost.
         if (end.status.ok()) return self->core_->executor().RunOrPost(std::move(finish));
         self->core_->executor().Post(std::move(finish));
       });
@@ -1113,6 +1117,8 @@ void LossCall::Finish() {
   }
   core_->Remove(shared_from_this());  // the core may go from here on
 }
+
+// ---- Core ----
 
 Core::~Core() {
   absl::flat_hash_set<std::shared_ptr<LossCall>> calls;

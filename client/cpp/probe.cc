@@ -47,7 +47,7 @@ Finding NoConnection(int error) {
 
 Finding ProbeUnixSocket(const std::string& path) {
   const ProbeSocket socket = ProbeSocket::ToPath(path);
-  // One whose queue is full belongs to a server that is busy.
+  // A socket whose queue is full belongs to a server that is busy.
   return socket.error() == 0 || socket.error() == ETIMEDOUT ? Finding() : NoConnection(socket.error());
 }
 
@@ -220,7 +220,7 @@ Owned<BIO> Bio(const std::string& pem) {
   return Owned<BIO>(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
 }
 
-// Instead of asking whoever sits at the terminal.
+// OpenSSL calls this for a password, instead of asking whoever sits at the terminal.
 int NoPassword(char*, int, int, void*) { return 0; }
 
 Owned<X509> NextCertificate(BIO* bio) {
@@ -394,7 +394,7 @@ bool IsNumber(absl::string_view text) {
          std::all_of(text.begin(), text.end(), [](char c) { return absl::ascii_isdigit(c); });
 }
 
-// 0 if it is none.
+// 0 if the text is not a port.
 uint16_t PortOf(absl::string_view text) {
   uint32_t number = 0;
   const bool is_port = IsNumber(text) && absl::SimpleAtoi(text, &number) && number <= 65535;

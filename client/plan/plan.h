@@ -24,9 +24,10 @@
 
 namespace lossd::plan {
 
+// ---- The time of a step ----
 // How long a training step of a pipeline takes with the head on the last stage, on a server with GPUs of its
 // own, and on a server that has the GPUs of the stages (colocated); and how layers and the head are divided
-// over the stages (Balance). Pure functions; thread-safe.
+// over the stages (Balance).
 //
 // Every GPU takes its time T for a microbatch, the slowest one works on one after the other, and the first
 // and the last microbatch pass through all stages while others wait (1F1B; Overlapped1F1B with a server):
@@ -83,7 +84,7 @@ struct PipelineShape {
   int64_t replicas = 1;               // of the pipeline, >= 1; they share a server, if it has GPUs of its own
 };
 
-// The factors of the formulas at the head of this file; 1: each part takes the time that it takes alone.
+// The factors of the formulas above; 1: each part takes the time that it takes alone.
 struct PipelineFactors {
   double layer = 1.0;
   double local_head = 1.0;
@@ -124,6 +125,8 @@ PipelineLayout ColocatedLayout(const PipelineShape& shape, std::vector<int64_t> 
                                std::vector<int64_t> shares, double head_seconds,
                                const PipelineFactors& factors);
 
+// ---- The memory of a head ----
+
 struct Request;
 
 // The memory of a head on one GPU of the server, by the server's own arithmetic.
@@ -149,10 +152,12 @@ struct Placement {
 absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& card,
                                             const Placement& placement, kernels::Replica replica);
 
+// ---- Pipelines ----
+
 struct Plan;
 
-// What is asked about pipelines (`lossctl plan --stages`); each trainer is one. Seconds are of a microbatch,
-// alone on one GPU; 0: from the measured rates.
+// What is asked about pipelines (`lossctl plan --stages`); each trainer is one pipeline. Seconds are of a
+// microbatch, alone on one GPU; 0: from the measured rates.
 struct PipelineRequest {
   int stages = 0;  // 0: no pipeline is planned
   std::vector<double>
@@ -192,8 +197,7 @@ struct Pipeline {
 // makes it.
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters);
 
-// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps and the memory
-// of every GPU.
+// What `lossctl plan --stages` compares: the layouts of a pipeline, their steps and the memory of every GPU.
 struct Pipelines {
   std::vector<Pipeline> known;
   std::vector<std::string> left_out;  // layouts of which nothing can be said, and why, as sentences
@@ -207,6 +211,8 @@ absl::Status CheckPipeline(const Request& request);
 // with and without MPS if that was measured. Gradients are exact and sampled. `plan` has everything except
 // pipelines.
 absl::StatusOr<Pipelines> PipelinesOf(const Plan& plan, const Measured& measured);
+
+// ---- The plan ----
 
 // What a plan is asked for.
 struct Request {

@@ -19,9 +19,12 @@
 #include "server/messages/texts.h"
 
 namespace lossd::admin {
+
+// ---- The log of resets ----
+
 namespace {
 
-// Two requests of one content ask for the same.
+// Two requests with equal contents ask for the same reset.
 std::string ContentOf(const v1::ResetHeadRequest& request) {
   v1::ResetHeadRequest content = request;
   content.clear_head();
@@ -68,8 +71,8 @@ struct TensorFields {
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
 };
 
-// Which rows the fields are about. `prefix` of their names in errors; `open` gives a reader or writer of the
-// head.
+// The tensor and the rows that the fields name, with the reader or writer of the head that `open` gives.
+// `prefix` stands before the fields' names in errors.
 template <typename Opened, typename Open>
 absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view prefix, Open open) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(prefix, name); };
@@ -115,7 +118,7 @@ HeadOperations::HeadOperations(const HeadOperationsOptions& options, engine::Eng
 // ---- Creation ----
 
 absl::StatusOr<v1::HeadDescription> HeadOperations::CreateHead(const v1::CreateHeadRequest& request) {
-  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // of a checkpoint as a source
+  const absl::Cleanup end_reading = [this] { checkpoints_.EndReading(); };  // the source may be a checkpoint
   LOSSD_TRY(const kernels::HeadConfig config,
             messages::ToHeadConfig(request.spec(), "spec.", options_.default_compute_dtype));
   const std::string& name = request.spec().name();
@@ -168,7 +171,7 @@ absl::Status HeadOperations::FillHead(const std::string& head, const InitialValu
                      });
 }
 
-// ---- Description ----
+// ---- Description and deletion ----
 
 void HeadOperations::LogHead(absl::string_view kind, const v1::HeadDescription& head) {
   const std::string event = absl::StrReplaceAll(kind, {{"_", " "}});
@@ -291,8 +294,9 @@ absl::Status HeadOperations::CreateLoaded(const std::string& head, kernels::Head
   const auto create = [&] {
     return CreateFilled(head, config, [&] { return WriteLoaded(head, config, reader, /*is_new=*/true); });
   };
-  // Shares and replicas are of the devices that the head was saved on; what it holds does not depend on them.
-  // Of fewer devices each may be too small for what a replica leaves to it.
+  // Shares and replicas suit the devices that the head was saved on; the head's values do not depend on them.
+  // So a server on which they do not fit creates the head without them. The more replicas a head has, the
+  // more of its classes each device holds, and fewer devices may lack the memory for that.
   const auto drop_what_does_not_suit = [&config](const absl::Status& status) {
     const auto violation = errors::GetFieldViolation(status);
     const std::string field = violation ? violation->field : "";
@@ -383,6 +387,8 @@ absl::StatusOr<v1::HeadState> HeadOperations::WriteRows(const TensorWrite& write
   LOSSD_TRY(const auto state, write.writer->Write(rows, write.tensor.dtype, in));
   return messages::ToProto(state);
 }
+
+// ---- The start of the server ----
 
 absl::Status RestoreLatest(HeadOperations& operations) {
   const std::string& directory = operations.checkpoints().options().directory;

@@ -65,7 +65,7 @@ T ValueOf(T value) {
 
 }  // namespace
 
-// A flag for a field of ServerOptions, whose default is the flag's.
+// Defines a flag for a field of ServerOptions. The field's default is the flag's default.
 #define SERVER_FLAG(type, name, field, help)                \
   ABSL_FLAG(type, name, type{ServerOptions().field}, help); \
   [[maybe_unused]] static const bool g_has_##name =         \
@@ -249,7 +249,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   return rest;
 }
 
-// Every option of the server that has a flag, from the flags.
+// The options of the server, as its flags say them.
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;

@@ -150,6 +150,7 @@ void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = *head_.context;
   if (!settled_) Tell();
   context.observers.Tell(&EngineObserver::OnChunkLeft, Report());
+  // Broken: the head's accumulators can no longer be trusted (kernels::ChunkCallbacks::on_done).
   const bool broken = !status.ok() && (results_ok_ || absl::IsDataLoss(status));
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
@@ -198,7 +199,7 @@ ChunkReport Flight::Report() const {
                      .compute_seconds = compute_seconds_,
                      .device_seconds = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_)};
   for (size_t i = 0; i < work_->segments.size(); ++i) {
-    if (work_->segments[i].slices.empty()) continue;  // zeros in place of rows that were not sent again
+    if (work_->segments[i].slices.empty()) continue;  // a segment of zeros, for rows not sent again
     report.rows += work_->segments[i].rows.size();
     report.sums += slices_[i].sums;
     if (work_->accumulates && IsGood(i)) report.accumulating += slices_[i].sums;

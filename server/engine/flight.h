@@ -10,7 +10,7 @@
 // whatever the calls were told, the step is not applied.
 //
 // Threads. Constructed and launched on the device thread, the rest on whatever thread the backend calls from.
-// Shared by the backend's two callbacks; keeps its owner alive.
+// The backend's two callbacks share the flight, and the flight keeps its owner alive.
 #ifndef LOSSD_SERVER_ENGINE_FLIGHT_H_
 #define LOSSD_SERVER_ENGINE_FLIGHT_H_
 
@@ -33,7 +33,8 @@ class StreamSet;
 
 class Flight : public std::enable_shared_from_this<Flight> {
  public:
-  // What a flight uses of its head. Valid as long as the owner is, the kernels until the head is deleted.
+  // What a flight uses of its head. The kernels are valid until the head is deleted, and everything else as
+  // long as the owner lives.
   struct Parts {
     absl::string_view head;  // its name
     EngineContext* context = nullptr;
@@ -48,7 +49,7 @@ class Flight : public std::enable_shared_from_this<Flight> {
    public:
     virtual ~Owner() = default;
     virtual Parts flight_parts() = 0;
-    // The chunk was computed so; told once, before its rows are settled. Without the lock.
+    // How the chunk was computed. Called once, before the rows of the chunk are settled. Without the lock.
     virtual void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) = 0;
     // The accumulators may be half-written.
     virtual void OnAccumulationFailed(const absl::Status& status) = 0;

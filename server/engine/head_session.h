@@ -64,8 +64,8 @@ class HeadSession final : public DeviceLoop::Source,
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
   Magnitudes magnitudes;  // of what the head holds; also on the device thread only
-  // Ends the head, and lets go of what it keeps of the context's memory: the backend may hold the session
-  // longer than the engine lives.
+  // On the device thread, without the lock. Ends the head, and gives back the context's memory that the
+  // session holds, because the backend may keep the session longer than the engine lives.
   void DeleteHead();
 
   // ---- Slices ----
@@ -76,14 +76,15 @@ class HeadSession final : public DeviceLoop::Source,
   void CopyAndQueue(std::unique_ptr<SliceWork> slice);
 
   // ---- Versions ----
-  // Lets `enter` put another step in the place of the open one, and ends what was bound to that.
+  // Calls `enter`, which puts another step in the place of the open one, and then ends what was bound to the
+  // former step.
   void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
   // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
-  // what is past (OpenStep::CheckBound).
+  // versions of the past (OpenStep::CheckBound).
   void EndStale();
   // On the device thread, without the lock, while nothing is under way: kernels::SetShares of the head.
   absl::Status SetShares(const std::vector<int32_t>& shares);
-  // The weights may be half-written.
+  // Notes that the weights may be half-written.
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
 
@@ -203,7 +204,7 @@ class HeadDirectory {
   absl::Status CheckFree(absl::string_view name) const;
   // Gives a reserved name its session.
   void Fill(absl::string_view name, SessionPtr session);
-  // Makes a head visible. As Find.
+  // Makes a head visible. Errors as those of Find.
   absl::Status Publish(absl::string_view name);
 
   // ---- Deletion ----
@@ -221,7 +222,7 @@ class HeadDirectory {
   absl::StatusOr<SessionPtr> Find(absl::string_view name) const;
   // The same for a head that has been published; UNAVAILABLE before.
   absl::StatusOr<SessionPtr> FindPublished(absl::string_view name) const;
-  // By name.
+  // Both lists are in the order of the names.
   std::vector<SessionPtr> Sessions() const;  // of all heads that are there, also those that are being deleted
   std::vector<SessionPtr> Published() const;  // of those that Find finds
   int64_t published() const;                  // those that are being deleted are counted

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kRowBytes = sizeof(int32_t) + sizeof(uint8_t);  // target and state
 
-// Finds nothing, and fast, in the usual case.
+// A fast test for the usual case: rows come again with the same contents.
 template <typename T>
 bool SameBytes(const T* a, const T* b, size_t count) {
   return std::memcmp(a, b, count * sizeof(T)) == 0;
@@ -53,7 +53,7 @@ MicrobatchRecord::Segment MicrobatchRecord::Segment::Part(size_t first, size_t c
 }
 
 std::vector<std::pair<size_t, size_t>> MicrobatchRecord::Segment::Staying(size_t first, size_t last) const {
-  // A shorter run takes less than the bookkeeping of a segment more.
+  // A shorter run stays: it takes less memory than the bookkeeping of one more segment.
   constexpr size_t kShortest = 64;
   const auto goes = [&](size_t i) {
     return i >= first && i < last && (states[i] == kPending || states[i] == kIgnored);
@@ -319,7 +319,7 @@ std::string MicrobatchRecord::DescribeMissing() const {
   return absl::StrCat(text, " of ", terms_.microbatch_rows);
 }
 
-// ---- Ledger ----
+// ---- Ledger: texts ----
 
 namespace {
 
@@ -487,7 +487,7 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   int64_t more = 0;
   auto it = microbatches_.begin();
   for (uint64_t id : ids) {
-    if (it != microbatches_.end() && it->first < id) ++it;  // the usual case: the ids are all there are
+    if (it != microbatches_.end() && it->first < id) ++it;  // the usual case: `ids` has all of them
     if (it == microbatches_.end() || it->first != id) it = microbatches_.lower_bound(id);
     const bool known = it != microbatches_.end() && it->first == id;
     if (known && it->second.complete()) continue;
@@ -557,7 +557,8 @@ float FiniteValue(kernels::DType dtype, uint32_t bits) {
   return std::bit_cast<float>(bits);
 }
 
-// The least magnitude that is not finite or whose product with the scale, rounded to fp32, is not.
+// The least magnitude that overflows: it is not finite, or its product with the scale, rounded to fp32, is
+// not finite.
 uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   uint32_t fits = 0;
   uint32_t overflows = FloatBits::Of(dtype).infinity;

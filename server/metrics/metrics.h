@@ -46,11 +46,11 @@
 
 namespace lossd::metrics {
 
+// ---- Families ----
 // Short functions that build metric families: in a registry, or by hand for values that are pulled when
-// metrics are collected. The file also has two small groups of such families: of the process
-// (CollectProcess), and of the memory that clients share with the server (AddSharedMemoryFamilies).
-//
-// All functions are stateless and thread-safe.
+// metrics are collected. Two of them build whole groups: CollectProcess those of the process, and
+// AddSharedMemoryFamilies those of the memory that clients share with the server. These functions are
+// stateless and thread-safe.
 
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
@@ -138,13 +138,12 @@ using ReadSharedMemory = std::function<std::vector<SharedMemoryUse>()>;
 void AddSharedMemoryFamilies(const std::vector<SharedMemoryUse>& uses,
                              std::vector<prometheus::MetricFamily>* families);
 
+// ---- A GPU ----
 // GpuMonitor watches one GPU through NVML, NVIDIA's management library. It reports power, temperature,
 // memory, utilisation, throttling and ECC errors as metrics, and critical errors (Xid) as they happen, so the
-// server also notices the loss of an idle device. Nvml has the functions of the library that the server uses.
-//
-// Both classes are thread-safe.
+// server also notices the loss of an idle device. GpuMonitor and Nvml are thread-safe.
 
-// ---- The part of NVML's interface that the server uses ----
+// The part of NVML's interface that the server uses.
 
 inline constexpr char kNvmlLibrary[] = "libnvidia-ml.so.1";
 
@@ -268,8 +267,8 @@ class GpuMonitor {
   const std::unique_ptr<Nvml> nvml_;
   NvmlDevice device_ = nullptr;
   NvmlEventSet events_ = nullptr;  // null: the GPU reports none
-  bool lost_ = false;              // of the thread
-  bool shared_ = false;            // of the thread: on_shared was called
+  bool lost_ = false;              // used by the thread alone
+  bool shared_ = false;            // used by the thread alone: on_shared was called
 
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
@@ -279,10 +278,9 @@ class GpuMonitor {
   std::thread thread_;
 };
 
-// The metrics of each head. HeadMetrics counts a head's rows and keeps its last steps as a trainer would plot
-// them. SaveMetrics counts saved checkpoints and keeps the last saves of a head.
-//
-// Both classes are thread-safe.
+// ---- Heads and saves ----
+// HeadMetrics counts a head's rows and keeps its last steps as a trainer would plot them. SaveMetrics counts
+// saved checkpoints and keeps the last saves of a head. Both classes are thread-safe.
 
 // Rows and steps of each head. The series of a head begin with its first chunk or step and end with the head,
 // so their number is bounded by the number of heads. The last kSteps steps of a head take 4 KiB.
@@ -402,11 +400,10 @@ class SaveMetrics {
   std::map<std::string, std::deque<Save>, std::less<>> last_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The metrics of the ranks of one server: AddRankFamilies says which ranks (processes or devices) there are
-// and what each holds, and PlainFamily is the form in which a worker, a rank that serves no clients, sends
-// its own metrics to rank 0.
-//
-// All functions are stateless and thread-safe.
+// ---- Ranks ----
+// AddRankFamilies says which ranks (processes or devices) of a server there are and what each holds, and
+// PlainFamily is the form in which a worker, a rank that serves no clients, sends its own metrics to rank 0.
+// These functions are stateless and thread-safe.
 
 // What is known of one rank.
 struct RankReading {
@@ -446,6 +443,8 @@ std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
 std::vector<PlainFamily> ToPlain(const std::vector<prometheus::MetricFamily>& families);
 std::vector<prometheus::MetricFamily> FromPlain(const std::vector<PlainFamily>& families);
 
+// ---- The server ----
+
 // Labels of lossd_build_info.
 struct BuildInfo {
   std::string version;
@@ -476,11 +475,10 @@ struct Totals {
   double errors = 0.0;
 };
 
-// Metrics holds everything the server counts and measures, in Prometheus's terms. There is one object per
-// server.
+// Everything the server counts and measures; one object per server.
 //
-// The parts that do the work push counters and histograms. What the engine, the backend and the process know
-// anyway (memory, queues, streams) is pulled when metrics are collected.
+// The parts of the server that do the work push counters and histograms. What the engine, the backend and the
+// process know anyway (memory, queues, streams) is pulled when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
 // and `code` by the protocol, `gradients` is exact, filtered or sampled.

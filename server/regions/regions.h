@@ -2,12 +2,12 @@
 // Regions is the table of a server's regions of shared memory, by their ids, which cannot be guessed. A
 // region is memory of the host or of a device of the server that a client of this host has opened.
 // RegionMemory is the memory of one region, and RegionBudget bounds what all regions of one kind of memory
-// take.
+// take. SessionServer opens a session for each client that connects, and makes a region for it.
 //
-// A region is in the table as long as its session (SessionServer) is open. Code that uses a region holds a
+// A region is in the table as long as its session is open. Code that uses a region holds a
 // share of it, so the memory stays until the last use has ended; it counts as used until then.
 //
-// All classes and functions are thread-safe.
+// All classes and functions are thread-safe, but for the end of SessionServer.
 #ifndef LOSSD_SERVER_REGIONS_REGIONS_H_
 #define LOSSD_SERVER_REGIONS_REGIONS_H_
 
@@ -74,8 +74,9 @@ class RegionBudget {
         most_(static_cast<int64_t>(peer_share * static_cast<double>(bytes))),
         shares_(bytes, peer_share) {}
 
-  // `bytes`, but at most the share, which holds for the first region as well; or half of it, and so on, as
-  // long as that is at least `least` and `holder` may have it; 0: it may not.
+  // Takes `bytes` for `holder`, or the share of one holder if that is less; the share holds for a holder's
+  // first region, too. If `holder` may not have so much, takes half of it, or a quarter, and so on, but not
+  // less than `least`. Returns what was taken; 0: nothing.
   int64_t Take(absl::string_view holder, int64_t bytes, int64_t least) ABSL_LOCKS_EXCLUDED(mutex_);
   void Give(absl::string_view holder, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t used() const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -160,19 +161,19 @@ class Regions {
   absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
 };
 
-// SessionServer is the side of region.proto that clients connect to. It makes a region for each connection
-// that asks for one. It forgets the region when the connection closes, or when the process that made the
-// connection has ended, even if a child of that process holds the connection.
-//
-// SessionServer has one thread, and no client can make it wait: what a client has sent is closed on another
-// thread (server/connections/closer.h). Thread-safe, but for its end.
-
+// Of SessionServer.
 struct SessionLimits {
   int64_t in_all = 256;
   int64_t per_user = 128;
   absl::Duration request_timeout = absl::Seconds(10);  // for the request, after connecting
 };
 
+// SessionServer is the side of region.proto that clients connect to. It makes a region for each connection
+// that asks for one. It forgets the region when the connection closes, or when the process that made the
+// connection has ended, even if a child of that process holds the connection.
+//
+// SessionServer has one thread, and no client can make it wait: what a client has sent is closed on another
+// thread (server/connections/closer.h). Thread-safe, but for its end.
 class SessionServer {
  public:
   // `listener`: SOCK_SEQPACKET. `regions` outlives this.

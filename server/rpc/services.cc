@@ -218,13 +218,13 @@ void Describe(const PeerTable::Entry& entry, absl::Time now, v1::PeerDescription
 
 }  // namespace
 
-// Calls that have not opened their microbatch yet count in the registry but not in the engine: twice as
-// many calls as streams leave room for them.
 LossService::LossService(const LossServiceOptions& options, engine::Engine* engine,
                          const AccessControl* access, metrics::Metrics* metrics,
                          const RequestEnvironment* requests)
     : requests_(requests),
       peers_(kPeers),
+      // Calls that have not opened their microbatch yet count in the registry, but not in the engine. So the
+      // registry takes twice as many calls as the engine takes streams.
       registry_({.max_calls = 2 * options.max_streams,
                  .peer_share = options.peer_share,
                  .timeouts = options.timeouts,

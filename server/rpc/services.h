@@ -43,7 +43,7 @@ namespace lossd::rpc {
 struct HeadServiceOptions {
   admin::HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;  // for a worker, and so many for their request
+  int64_t max_waiting_calls = 256;  // that wait for a worker; as many more may wait for their request
   int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
   int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
   double peer_share = 0.5;          // of each of the three
@@ -60,7 +60,8 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
 
   // As admin::RestoreLatest; before the service has calls.
   absl::Status RestoreLatest() { return admin::RestoreLatest(operations_); }
-  // For the calls of the other services whose clients send one request: one bound for all of them.
+  // The other services use this for their calls whose clients send one request, so that one bound holds for
+  // such calls of all services.
   const RequestEnvironment* requests() const { return &request_environment_; }
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   void Drain() { environment_.draining = true; }
@@ -77,7 +78,7 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
                                                          grpc::ByteBuffer* response) override;
 
  private:
-  // What does a request.
+  // The member that carries out a request.
   template <typename Request, typename Response>
   using Operation = absl::StatusOr<Response> (admin::HeadOperations::*)(const Request&);
 
@@ -112,8 +113,9 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
   const RequestEnvironment request_environment_;
   CallRegistry registry_;  // of calls that move tensors
   CallRegistry saves_;     // saves have places of their own, which other calls cannot take
-  WorkerPool savers_;      // one thread: saves take turns, and never keep workers from other calls
-  AdminWorkers workers_;   // both first to go: their last tasks use the others
+  // savers_ and workers_ are destroyed first, because their last tasks use the members above.
+  WorkerPool savers_;  // one thread: saves take turns, and never keep workers from other calls
+  AdminWorkers workers_;
 };
 
 struct LossServiceOptions {
@@ -153,7 +155,7 @@ class LossService final : public WithRequestMethods<
   const RequestEnvironment* const requests_;
   PeerTable peers_;  // outlives the calls
   CallRegistry registry_;
-  WorkerPool senders_;  // first to go but one: its last turns use the others
+  WorkerPool senders_;  // destroyed before the members above, which its last turns use
   Periodic expiry_;     // of retained microbatches
 };
 
