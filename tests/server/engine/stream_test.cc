@@ -907,7 +907,7 @@ struct Observer : SilentObserver {
   void OnChunk(const ChunkReport& report) override {
     variance += report.sums.sampling_variance;
     square += report.sums.squared_gradient;
-    if (report.gradients == Gradients::kSampled) error = report.gradient_error();
+    if (report.gradients == Gradients::kSampled) error = report.sums.gradient_error();
   }
   double variance = 0.0, square = 0.0, error = 0.0;  // read when no chunk is under way
 };

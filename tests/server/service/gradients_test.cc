@@ -446,8 +446,8 @@ TEST_P(GradientsTest, AbsentRows) {
   reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
   const std::vector<reference::Result> want = kernels::testing::ComputeReference(problem, &gradients);
   ExpectGradients(*client, "head", problem.config, gradients, kernels::testing::MaxAbsLogit(want));
-  EXPECT_NEAR(answers.summary->loss_sum(), want[0].loss_sum, 1e-3);
-  EXPECT_EQ(answers.summary->valid_rows(), static_cast<uint64_t>(want[0].valid_rows));
+  EXPECT_NEAR(answers.summary->loss_sum(), want[0].sums.loss, 1e-3);
+  EXPECT_EQ(answers.summary->valid_rows(), static_cast<uint64_t>(want[0].sums.valid_rows));
   const kernels::testing::SliceOutputs out = Collect(problem, data, {answers});
   for (size_t row = 0; row < 30; row += 3) {
     if (data.targets[row] == kernels::kIgnoredTarget) continue;
