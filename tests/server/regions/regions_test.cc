@@ -121,6 +121,10 @@ class SharingBackend final : public kernels::ForwardingBackend {
     return std::make_unique<Memory>(bytes);
   }
   absl::Status ReachDeviceMemory(absl::Span<uint8_t>) override { return absl::OkStatus(); }
+  absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AdoptStaging(
+      absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) override {
+    return backend()->AdoptStaging(memory, options);
+  }
 
   std::string apart;  // a device that shares none after all
   int asked = 0;
