@@ -16,9 +16,8 @@ import lossd
 import lossd.transformers
 from lossd.torch import HeadOptimizer, LossHead
 from lossd.transformers import RemoteHeadCausalLM
-from lossd.transformers._logits import HeadPath, HeadPlace, measure
 from lossd.transformers._head_module import ModelHead, head_options
-from lossd.transformers._trainer import ProbeBatch
+from lossd.transformers._logits import HeadPath, HeadPlace, ProbeBatch, measure
 
 
 # RemoteHeadCausalLM with tiny random models, against transformers' own loss; in fp32, on a GPU too.

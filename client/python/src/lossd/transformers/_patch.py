@@ -18,8 +18,7 @@ import lossd
 from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.transformers._head_module import IfExists, ModelHead, ServedHead, Tied, base_of, existing, head_options
-from lossd.transformers._logits import HeadPlace, measure, random_tokens_loss
-from lossd.transformers._trainer import IGNORED, inputs_without_labels
+from lossd.transformers._logits import IGNORED, HeadPlace, inputs_without_labels, measure, random_tokens_loss
 
 
 @known_arguments
