@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connections, _contexts, _regions, _version, _wire, errors, types
+from lossd import _arrays, _connections, _contexts, _regions, _run, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
 from lossd._head_cache import HeadCache
 from lossd._head_calls import HeadCalls
@@ -100,7 +100,7 @@ class Client(HeadCalls):
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        name = _version.given_or_default(run)
+        name = _run.given_or_default(run)
         _wire.keep_freed_memory()
         address, credentials = _contexts.resolve(target, context, ca, cert, key, token)
         connections = Connections(ConnectionOptions(
