@@ -21,20 +21,29 @@ double* PlaceOf(kernels::TensorId id, Magnitudes* most) {
   return id.param == kernels::Param::kWeight ? &most->matrix : &most->vectors;
 }
 
-void Add(absl::Span<const float> values, double* most, int64_t* not_finite) {
+void Add(absl::Span<const float> values, double* most, NotFinite* not_finite) {
   float largest = 0.0f;
-  int64_t odd = 0;
+  int64_t odd = 0, nan = 0, minus_infinite = 0;
   for (const float value : values) {
     const bool finite = std::isfinite(value);
     odd += finite ? 0 : 1;
+    nan += std::isnan(value) ? 1 : 0;
+    minus_infinite += value == -std::numeric_limits<float>::infinity() ? 1 : 0;
     largest = std::max(largest, finite ? std::fabs(value) : 0.0f);
   }
-  *not_finite += odd;
+  not_finite->nan += nan;
+  not_finite->infinite += odd - nan - minus_infinite;
+  not_finite->minus_infinite += minus_infinite;
   if (most == nullptr) return;
   *most = odd > 0 ? Magnitudes::kUnknown : std::max(*most, double{largest});
 }
 
 }  // namespace
+
+int64_t NotFinite::MoreThan(const NotFinite& before) const {
+  return std::max<int64_t>(0, nan - before.nan) + std::max<int64_t>(0, infinite - before.infinite) +
+         std::max<int64_t>(0, minus_infinite - before.minus_infinite);
+}
 
 absl::StatusOr<Measurement> Measure(head::Head& head) {
   const kernels::HeadConfig& config = head.config();

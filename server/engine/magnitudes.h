@@ -28,9 +28,19 @@ struct Magnitudes {
   double moment2 = 0.0;
 };
 
+// How many values and moments are no finite numbers, by kind. A bias may be: -infinity keeps a class out.
+struct NotFinite {
+  int64_t nan = 0;
+  int64_t infinite = 0;
+  int64_t minus_infinite = 0;
+
+  // How many more there are of each kind than before. So it counts a -infinity that has become NaN, too.
+  int64_t MoreThan(const NotFinite& before) const;
+};
+
 struct Measurement {
   Magnitudes most;
-  int64_t not_finite = 0;  // values and moments. A bias may be: -infinity keeps a class out
+  NotFinite not_finite;
 };
 // Reads all values and moments. Fails as Head::ReadRows.
 absl::StatusOr<Measurement> Measure(head::Head& head);

@@ -97,7 +97,7 @@ absl::StatusOr<Measurement> MeasureHead(HeadSession& session) {
 // What an update will do.
 struct PlannedUpdate {
   Reach reach;
-  int64_t not_finite = 0;  // before an update that may do anything
+  NotFinite not_finite;  // before an update that may do anything
 };
 
 // Fails if the update is refused. Reads what the head holds if the outcome depends on it and it is not known.
@@ -122,12 +122,13 @@ absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest
 
 // After an update that may have done anything. If it has made values infinite or NaN, the head is not to be
 // used any more: what was there is gone.
-absl::Status CheckFinite(HeadSession& session, const StepRequest& request, int64_t not_finite_before) {
+absl::Status CheckFinite(HeadSession& session, const StepRequest& request,
+                         const NotFinite& not_finite_before) {
   const absl::StatusOr<Measurement> measured = MeasureHead(session);
   if (!measured.ok()) return TensorsFailed(session, "reading the weights of", measured.status());
   session.magnitudes = measured->most;
-  const int64_t more = measured->not_finite - not_finite_before;
-  if (more <= 0) return absl::OkStatus();
+  const int64_t more = measured->not_finite.MoreThan(not_finite_before);
+  if (more == 0) return absl::OkStatus();
   session.context().observers.Tell(&EngineObserver::OnStep,
                                    {.head = session.name(), .step = request.step, .made_not_finite = more});
   absl::MutexLock lock(&session.context().mutex);
