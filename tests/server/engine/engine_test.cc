@@ -1030,6 +1030,18 @@ class UpdatePropertyTest : public ::testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
+// The bias goes from -infinity to NaN, so as many values as before are not finite.
+TEST_F(UpdatePropertyTest, AMaskThatBecomesNanIsTold) {
+  masked_ = true;
+  Tensors tensors = Calm();
+  tensors.at(head::TensorName({Param::kBias, Role::kMoment1}))[2] = -1e37f;
+  for (int i = 0; i < 20 && counts_["diverged"] == 0; ++i) {  // some begin with moments of 0
+    Load(tensors);
+    Step({.learning_rate = 1e-4, .beta2 = 0.0, .epsilon = 1e-8});
+  }
+  EXPECT_EQ(counts_["diverged"], 1);
+}
+
 TEST_F(UpdatePropertyTest, AStepThatSaysOkLeavesNumbers) {
   for (int i = 0; i < 4000 && !HasFailure(); ++i) {
     if (draw_.Chance(0.02)) {
