@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,14 @@ import lossd
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")
     config.addinivalue_line("markers", "nightly: takes minutes; make test-integrations-nightly runs it")
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets() -> None:
+    """Accelerate keeps the data loaders of a process in one list, and a Trainer that ends within an epoch leaves its own there:
+    the next test's gradient accumulation would take that loader's last batch for the end of its own."""
+    if state := sys.modules.get("accelerate.state"):
+        state.GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")
