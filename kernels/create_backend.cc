@@ -8,6 +8,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/group/group_backend.h"
 
 namespace lossd::kernels {
@@ -94,7 +95,7 @@ absl::Status Check(const BackendChoice& choice) {
   if (choice.collectives != "auto" && choice.collectives != kNccl && choice.collectives != kGloo) {
     return errors::FieldError("collectives", "be auto, nccl or gloo", choice.collectives);
   }
-  if (absl::Status status = SplitOf(choice).status(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(SplitOf(choice).status());
   const bool one_device = choice.cpu_devices == 1 && choice.devices.empty();
   if (choice.replicas >= 1 && (choice.replicas == 1 || !one_device)) return absl::OkStatus();
   return errors::FieldError("replicas", "be at least 1, and 1 on one device", choice.replicas);
@@ -151,7 +152,7 @@ absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
 }
 
 absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice) {
-  if (absl::Status status = Check(choice); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Check(choice));
   if (!choice.devices.empty()) return CreateOnGpus(choice);
   // One on a GPU, if that is what "auto" takes: `cpu_devices` says nothing of GPUs.
   BackendChoice one = choice;

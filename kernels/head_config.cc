@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::kernels {
 namespace {
@@ -224,12 +225,12 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.split > Split::kVocabulary) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
-  if (absl::Status status = ValidateReplicas(config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ValidateReplicas(config));
   return ValidateShares(config);
 }
 
 absl::Status ValidateOn(const HeadConfig& config, int devices) {
-  if (absl::Status status = Validate(config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Validate(config));
   const int replicas = ReplicasOf(config);
   if (devices % replicas != 0) {
     return errors::FieldError("replicas", absl::StrCat("divide the server's devices, ", devices),

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::kernels {
 namespace {
@@ -75,7 +76,7 @@ absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
 }  // namespace
 
 absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const Chunk& chunk) {
-  if (absl::Status status = Validate(chunk.options); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Validate(chunk.options));
   if (chunk.options.use_class_weights && !config.has_class_weights) {
     return errors::FieldError("use_class_weights", "be false: the head has no class weights", "true");
   }
@@ -85,7 +86,7 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
   if (chunk.hidden_dtype > DType::kBFloat16) {
     return errors::FieldError("hidden_dtype", "be fp32, fp16 or bf16", static_cast<int>(chunk.hidden_dtype));
   }
-  if (absl::Status status = ValidateRowCount(chunk_rows, chunk); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ValidateRowCount(chunk_rows, chunk));
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     if (absl::Status status = ValidateSlice(config, i, chunk.slices[i], chunk); !status.ok()) return status;
   }
@@ -143,7 +144,7 @@ absl::Status CheckTrainedBy(const HeadConfig& config, const OptimizerOptions& op
 }
 
 absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& options, int64_t update) {
-  if (absl::Status status = Validate(options); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Validate(options));
   if (update < 1) return errors::FieldError("update", "be >= 1", update);
   return CheckTrainedBy(config, options);
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/group/group_head.h"
 #include "kernels/group/members.h"
 #include "kernels/group/vocabulary_head.h"
@@ -99,7 +100,7 @@ class GroupBackend final : public Backend {
     HeadConfig planned =
         SplitOf(options_, config) == Split::kVocabulary ? ByVocabulary(options_, config) : config;
     planned.split = SplitOf(options_, config);
-    if (absl::Status status = CheckSplit(planned); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckSplit(planned));
     MemoryBytes sum;
     for (int i = 0; i < members_.size(); ++i) {
       absl::StatusOr<MemoryBytes> plan = members_.backend(i).PlanHead(planned);
@@ -241,7 +242,7 @@ class GroupBackend final : public Backend {
 
   absl::StatusOr<PlannedHead> PlanByVocabulary(const HeadConfig& config, const MemoryBytes& beside) const {
     const HeadConfig split = ByVocabulary(options_, config);
-    if (absl::Status status = CheckSplit(split); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckSplit(split));
     if (ReplicasOf(split) > 1) return PlanReplicas(config, split, beside);
     absl::StatusOr<PlannedHead> all = PlanHeads(split, beside, WithMostClasses(split, members_.size()));
     if (!all.ok()) return all;
@@ -252,7 +253,7 @@ class GroupBackend final : public Backend {
   }
 
   absl::Status CheckSplit(const HeadConfig& config) const {
-    if (absl::Status status = ValidateOn(config, members_.size()); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(ValidateOn(config, members_.size()));
     if (ReplicasOf(config) > 1 && !options_.may_have_replicas) {
       return errors::FieldError("replicas", kOneReplica, config.replicas);
     }
@@ -281,7 +282,7 @@ class GroupBackend final : public Backend {
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateByVocabulary(const HeadConfig& config) {
     const HeadConfig split = ByVocabulary(options_, config);
-    if (absl::Status status = CheckSplit(split); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(CheckSplit(split));
     if (ReplicasOf(split) > 1) return CreateReplicas(config, split);
     return CreateDivided(config);
   }
@@ -298,7 +299,7 @@ class GroupBackend final : public Backend {
     return std::make_unique<VocabularyHead>(
         config, WhyByVocabulary(options_, config), &members_, std::move(heads),
         [this](const HeadConfig& other) -> absl::StatusOr<std::unique_ptr<VocabularyHead>> {
-          if (absl::Status checked = CheckSplit(ByVocabulary(options_, other)); !checked.ok()) return checked;
+          LOSSD_RETURN_IF_ERROR(CheckSplit(ByVocabulary(options_, other)));
           return CreateDivided(other);
         });
   }
@@ -377,8 +378,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::uni
                                                             const GroupOptions& options) {
   if (members.empty()) return errors::FieldError("members", "not be empty", 0);
   if (options.least_rows < 0) return errors::FieldError("least_rows", "be >= 0", options.least_rows);
-  if (absl::Status status = CheckReplicas(options, static_cast<int>(members.size())); !status.ok())
-    return status;
+  LOSSD_RETURN_IF_ERROR(CheckReplicas(options, static_cast<int>(members.size())));
   const BackendInfo first = members.front()->info();
   for (size_t i = 1; i < members.size(); ++i) {
     const BackendInfo info = members[i]->info();

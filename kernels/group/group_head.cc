@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -63,7 +64,7 @@ std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, const HeadCon
 // ---- Chunks ----
 
 absl::Status GroupHead::Check(const Chunk& chunk) const {
-  if (absl::Status status = ValidateChunk(config_, chunk_rows(), chunk); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, chunk_rows(), chunk));
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     if (chunk.slices[i].rows <= slice_rows()) continue;
     return errors::FieldError(absl::StrCat("slices[", i, "].rows"),
@@ -214,23 +215,23 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
 }
 
 absl::StatusOr<double> GroupHead::GradNorm() {
-  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(heads_.CheckTrainable());
   heads_.WaitUntilIdle();
-  if (absl::Status status = SumGradients(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(SumGradients());
   return heads_.GradNorm();
 }
 
 absl::Status GroupHead::ApplyStep(const OptimizerOptions& options, int64_t update) {
   heads_.WaitUntilIdle();
-  if (absl::Status status = SumGradients(); !status.ok()) return status;
-  if (absl::Status status = heads_.ApplyStep(options, update); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(SumGradients());
+  LOSSD_RETURN_IF_ERROR(heads_.ApplyStep(options, update));
   return members_->WithAll([this] { return replicas_->SpreadValues(); });
 }
 
 absl::Status GroupHead::ZeroGradients() {
-  if (absl::Status status = heads_.CheckTrainable(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(heads_.CheckTrainable());
   heads_.WaitUntilIdle();
-  if (absl::Status status = heads_.ZeroGradients(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(heads_.ZeroGradients());
   summed_ = true;
   sum_lost_ = absl::OkStatus();
   return absl::OkStatus();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -132,8 +133,8 @@ absl::Status VocabularyHead::SetShares(const std::vector<int32_t>& shares, Accep
         divided.status().message()));
   }
   if (!divided.ok()) return divided.status();
-  if (absl::Status status = accept(**divided); !status.ok()) return status;
-  if (absl::Status status = CopyTensors(*this, **divided); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(accept(**divided));
+  LOSSD_RETURN_IF_ERROR(CopyTensors(*this, **divided));
   heads_.swap((*divided)->heads_);
   config_.shares = shares;
   return absl::OkStatus();
@@ -154,7 +155,7 @@ absl::Status VocabularyHead::AddGradient(Param param, int64_t row_begin, int64_t
 }
 
 absl::StatusOr<double> VocabularyHead::GradNorm() {
-  if (absl::Status status = heads_->CheckTrainable(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(heads_->CheckTrainable());
   heads_->WaitUntilIdle();
   return heads_->GradNorm();
 }
@@ -165,7 +166,7 @@ absl::Status VocabularyHead::ApplyStep(const OptimizerOptions& options, int64_t 
 }
 
 absl::Status VocabularyHead::ZeroGradients() {
-  if (absl::Status status = heads_->CheckTrainable(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(heads_->CheckTrainable());
   heads_->WaitUntilIdle();
   return heads_->ZeroGradients();
 }

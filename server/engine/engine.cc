@@ -8,6 +8,7 @@
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
 #include "server/engine/operations.h"
@@ -18,7 +19,7 @@ namespace {
 
 // What a head needs beside what its backend checks.
 absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig& config) {
-  if (auto status = kernels::Validate(config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(kernels::Validate(config));
   const int64_t slice_bytes = options.slice_bytes;
   if (config.hidden_size <= slice_bytes / 4) return absl::OkStatus();
   return InvalidField(
@@ -103,7 +104,7 @@ EngineStats Engine::stats() const {
 
 absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
                                               const kernels::HeadConfig& config) const {
-  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckConfig(context_->options, config));
   {
     absl::MutexLock lock(&context_->mutex);
     if (context_->loop.stopping()) return ShuttingDown();
@@ -124,7 +125,7 @@ absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
 }
 
 absl::Status Engine::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
-  if (auto status = CheckConfig(context_->options, config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckConfig(context_->options, config));
   {
     absl::MutexLock lock(&context_->mutex);
     if (context_->loop.stopping()) return ShuttingDown();
@@ -254,7 +255,7 @@ absl::StatusOr<GradNormResult> Engine::GradNorm(absl::string_view name, std::opt
 absl::StatusOr<StepResult> Engine::ApplyStep(absl::string_view name, const StepRequest& request) {
   assert(kernels::Validate(request.optimizer).ok());
   StepRequest ordered = request;
-  if (auto status = OrderExpected(context_->options, ordered); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(OrderExpected(context_->options, ordered));
   absl::StatusOr<StepResult> result;
   absl::Status status = RunOnHead(name, [&](HeadSession& session) {
     result = engine::ApplyStep(session, ordered);
@@ -329,7 +330,7 @@ uint64_t Engine::AwaitTurn(const Contribution& contribution, absl::AnyInvocable<
 
 absl::StatusOr<AddedRows> Engine::AddRows(const Contribution& contribution, RowRange rows,
                                           absl::Span<const uint8_t> values) {
-  if (auto status = CheckRows(contribution, rows, values); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckRows(contribution, rows, values));
   const std::vector<uint64_t> checksums = RowChecksums(values, contribution.row_bytes());
   absl::StatusOr<AddedRows> added;
   HeadSession& session = *contribution.session;
@@ -357,7 +358,7 @@ absl::StatusOr<std::unique_ptr<Stream>> Engine::Open(StreamSpec spec,
 
 absl::StatusOr<std::unique_ptr<Stream>> Engine::OpenBackward(BackwardSpec spec,
                                                              std::shared_ptr<StreamObserver> observer) {
-  if (auto status = CheckBackward(spec); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckBackward(spec));
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("backward.", session.status());

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/group/group_backend.h"
 #include "kernels/validation.h"
 #include "server/engine/deterministic_schedule.h"
@@ -160,7 +161,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
     if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
     return status;
   };
-  if (absl::Status status = kernels.SetShares(shares, accept); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(kernels.SetShares(shares, accept));
   absl::MutexLock lock(&context_->mutex);
   config_.shares = kernels.config().shares;
   chunk_rows_ = kernels.chunk_rows();
@@ -411,7 +412,7 @@ absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
 }
 
 absl::Status HeadDirectory::Reserve(absl::string_view name) {
-  if (absl::Status status = CheckFree(name); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckFree(name));
   slots_.try_emplace(std::string(name), Slot{.number = ++last_number_});
   return absl::OkStatus();
 }

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -401,8 +402,8 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
     added += piece.size();
     bytes += MicrobatchRecord::BytesToDeclare(piece, contents);
   }
-  if (auto status = CheckLimits(id, is_new, added); !status.ok()) return status;
-  if (auto status = memory_.Take(bytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckLimits(id, is_new, added));
+  LOSSD_RETURN_IF_ERROR(memory_.Take(bytes));
   if (is_new) {
     it = microbatches_.emplace(id, fresh).first;
     Count(it->second);
@@ -643,9 +644,9 @@ absl::Status ContributionLedger::CheckDeclare(uint64_t id, const ContributionTer
 }
 
 absl::Status ContributionLedger::Declare(uint64_t id, const ContributionTerms& terms) {
-  if (auto status = CheckDeclare(id, terms); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckDeclare(id, terms));
   if (Contains(id)) return absl::OkStatus();
-  if (auto status = memory_.Take(kRecordBytes + terms.rows.size() * kRowBytes); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(memory_.Take(kRecordBytes + terms.rows.size() * kRowBytes));
   Record entry{.terms = terms, .checksums = std::vector<uint64_t>(static_cast<size_t>(terms.rows.size()))};
   contributions_.emplace(id, std::move(entry));
   rows_ += terms.rows.size();

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/errors/status_macros.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -28,7 +29,7 @@ void LastStep::SetLoaded(uint64_t number, const std::optional<head::AppliedStep>
 
 absl::Status LastStep::CheckRepeat(const StepRequest& request) const {
   const head::AppliedStep& last = *applied_;
-  if (auto meant = CheckIncarnation(request.incarnation, last.incarnation); !meant.ok()) return meant;
+  LOSSD_RETURN_IF_ERROR(CheckIncarnation(request.incarnation, last.incarnation));
   if (last.generation != 0 && request.generation.value_or(last.generation) != last.generation)
     return WithCurrentStep(OtherGeneration("generation", *request.generation, last.generation), number_ + 1);
   if (!(last.optimizer == request.optimizer)) {
@@ -184,7 +185,7 @@ absl::Status OpenStep::CheckWeights() const {
 }
 
 absl::Status OpenStep::CheckTensors() const {
-  if (absl::Status weights = CheckWeights(); !weights.ok()) return weights;
+  LOSSD_RETURN_IF_ERROR(CheckWeights());
   if (!versions_.being_written()) return absl::OkStatus();
   return absl::UnavailableError("the optimizer's state is being written (WriteTensor)");
 }
@@ -208,12 +209,12 @@ absl::Status OpenStep::CheckBound(const Binding& binding) const {
 
 absl::Status OpenStep::CheckComplete(const StepRequest& request, absl::string_view waits_for,
                                      absl::Time now) const {
-  if (auto meant = CheckIncarnation(request.incarnation, incarnation_); !meant.ok()) return meant;
-  if (auto meant = CheckGeneration("generation", request.generation); !meant.ok()) return meant;
+  LOSSD_RETURN_IF_ERROR(CheckIncarnation(request.incarnation, incarnation_));
+  LOSSD_RETURN_IF_ERROR(CheckGeneration("generation", request.generation));
   if (auto open = CheckNumber("step", {.step = request.step, .run = request.run}, now); !open.ok())
     return open;
-  if (absl::Status valid = CheckValid(); !valid.ok()) return valid;
-  if (absl::Status valid = CheckTensors(); !valid.ok()) return valid;
+  LOSSD_RETURN_IF_ERROR(CheckValid());
+  LOSSD_RETURN_IF_ERROR(CheckTensors());
   std::vector<std::string> lines = ledgers_.Missing(request.expected_microbatches);
   if (!request.expected_microbatches.empty()) {
     for (std::string& line : ledgers_.Incomplete(request.expected_microbatches))

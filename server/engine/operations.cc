@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 #include "server/engine/errors.h"
 #include "server/engine/head_session.h"
@@ -114,7 +115,7 @@ absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest
   const absl::StatusOr<Measurement> measured = MeasureHead(session);
   if (!measured.ok()) return measured.status();
   session.magnitudes = measured->most;
-  if (auto harmless = CheckDecay(request.optimizer, measured->most); !harmless.ok()) return harmless;
+  LOSSD_RETURN_IF_ERROR(CheckDecay(request.optimizer, measured->most));
   reach = reach_from(measured->most);
   if (!reach.ok()) return reach.status();
   return PlannedUpdate{.reach = *reach, .not_finite = measured->not_finite};
@@ -173,15 +174,14 @@ absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
 
 absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint64_t> step,
                                         absl::string_view run) {
-  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
+  LOSSD_RETURN_IF_ERROR(CheckTrained(session));
   GradNormResult result;
   {
     absl::MutexLock lock(&session.context().mutex);
     const OpenStep& open = session.step();
     const NamedStep named{.step = step.value_or(open.number()), .run = run};
-    if (auto meant = open.CheckNumber("step", named, session.context().runtime->WallNow()); !meant.ok())
-      return meant;
-    if (auto valid = open.CheckValid(); !valid.ok()) return valid;
+    LOSSD_RETURN_IF_ERROR(open.CheckNumber("step", named, session.context().runtime->WallNow()));
+    LOSSD_RETURN_IF_ERROR(open.CheckValid());
     result.state = open.state();
   }
   const absl::StatusOr<double> norm = NormOnDevice(session);
@@ -197,7 +197,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   {
     absl::MutexLock lock(&mutex);
     if (step.last().IsRepeat(request)) {
-      if (auto same = step.last().CheckRepeat(request); !same.ok()) return same;
+      LOSSD_RETURN_IF_ERROR(step.last().CheckRepeat(request));
       StepResult result = step.last().Result(step.state());
       result.repeated = true;
       return result;
@@ -209,7 +209,7 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
   }
   auto valid = kernels::CheckTrainedBy(session.config(), request.optimizer);
   if (!valid.ok()) return valid;
-  if (auto fits = CheckOptionsFit(request.optimizer, update); !fits.ok()) return fits;
+  LOSSD_RETURN_IF_ERROR(CheckOptionsFit(request.optimizer, update));
   const absl::StatusOr<double> norm = NormOnDevice(session);
   if (!norm.ok()) return norm.status();
   const bool skip = !std::isfinite(*norm);
@@ -240,14 +240,14 @@ absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& re
 }
 
 absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, absl::string_view run) {
-  if (auto trained = CheckTrained(session); !trained.ok()) return trained;
+  LOSSD_RETURN_IF_ERROR(CheckTrained(session));
   {
     absl::MutexLock lock(&session.context().mutex);
     const NamedStep named{.step = step, .run = run};
     auto open = session.step().CheckNumber("step", named, session.context().runtime->WallNow());
     if (!open.ok()) return open;
   }
-  if (auto status = ClearGradients(session); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(ClearGradients(session));
   absl::MutexLock lock(&session.context().mutex);
   session.EnterStep([](OpenStep& open) { open.Restart(); });
   return session.step().state();
@@ -289,11 +289,11 @@ absl::StatusOr<HeadState> Reset(HeadSession& session, ResetScope scope) {
   if (auto trained = CheckTrained(session); !all && !trained.ok()) return trained;
   {
     absl::MutexLock lock(&session.context().mutex);
-    if (auto idle = CheckNothingOpen(session); !idle.ok()) return idle;
+    LOSSD_RETURN_IF_ERROR(CheckNothingOpen(session));
     if (auto usable = session.step().CheckTensors(); !all && !usable.ok()) return usable;
   }
   if (session.config().trainable) {
-    if (auto status = ClearGradients(session); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(ClearGradients(session));
     if (auto status = ClearMoments(session); !status.ok()) return status;
   }
   absl::MutexLock lock(&session.context().mutex);
@@ -353,7 +353,7 @@ absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& 
 // Whether the call may still add to the head's gradients.
 absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
   const OpenStep& step = session.step();
-  if (auto bound = step.CheckBound(contribution.binding); !bound.ok()) return bound;
+  LOSSD_RETURN_IF_ERROR(step.CheckBound(contribution.binding));
   if (session.order() != nullptr && !session.order()->HasTurn(contribution.id)) {
     return absl::UnavailableError(
         absl::StrCat("contribution ", contribution.id,
@@ -371,7 +371,7 @@ absl::Status CheckId(OpenStep& step, uint64_t id) {
 
 // Enters the contribution in the ledger, if it is not there.
 absl::Status Declare(OpenStep& step, const Contribution& contribution) {
-  if (auto status = CheckId(step, contribution.id); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckId(step, contribution.id));
   absl::Status declared = step.contributions().Declare(contribution.id, contribution.terms);
   if (declared.ok()) step.history().OnRows(contribution.run);
   return declared;
@@ -381,8 +381,8 @@ absl::Status Declare(OpenStep& step, const Contribution& contribution) {
 absl::StatusOr<std::vector<RowRange>> Pending(HeadSession& session, const Contribution& contribution,
                                               const ContributionRows& rows) {
   absl::MutexLock lock(&session.context().mutex);
-  if (auto open = CheckOpen(session, contribution); !open.ok()) return open;
-  if (auto declared = Declare(session.step(), contribution); !declared.ok()) return declared;
+  LOSSD_RETURN_IF_ERROR(CheckOpen(session, contribution));
+  LOSSD_RETURN_IF_ERROR(Declare(session.step(), contribution));
   return session.step().contributions().Pending(contribution.id, rows.rows, rows.checksums);
 }
 
@@ -402,13 +402,12 @@ absl::Status AddOnDevice(HeadSession& session, const Contribution& contribution,
 
 absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const ContributionSpec& spec) {
   OpenStep& step = session.step();
-  if (auto status = CheckSpec(spec, session.config()); !status.ok()) return status;
-  if (auto meant = step.CheckGeneration("open.generation", spec.generation); !meant.ok()) return meant;
+  LOSSD_RETURN_IF_ERROR(CheckSpec(spec, session.config()));
+  LOSSD_RETURN_IF_ERROR(step.CheckGeneration("open.generation", spec.generation));
   const NamedStep named{.step = spec.step, .run = spec.run};
-  if (auto open = step.CheckNumber("open.step", named, session.context().runtime->WallNow()); !open.ok())
-    return open;
-  if (auto valid = step.CheckValid(); !valid.ok()) return valid;
-  if (auto status = CheckId(step, spec.contribution_id); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(step.CheckNumber("open.step", named, session.context().runtime->WallNow()));
+  LOSSD_RETURN_IF_ERROR(step.CheckValid());
+  LOSSD_RETURN_IF_ERROR(CheckId(step, spec.contribution_id));
   const kernels::TensorShape shape = kernels::ShapeOf(session.config(), spec.param);
   Contribution contribution{.session = session.shared_from_this(),
                             .state = step.state(),
@@ -428,7 +427,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
     if (!possible.ok()) return possible;
     return contribution;
   }
-  if (auto status = Declare(step, contribution); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(Declare(step, contribution));
   if (session.order() != nullptr) session.order()->OnContribution();
   return contribution;
 }
@@ -460,7 +459,7 @@ absl::StatusOr<AddedRows> AddRows(HeadSession& session, const Contribution& cont
   for (RowRange run : *pending) {
     const auto values = rows.values.subspan(static_cast<size_t>((run.begin - rows.rows.begin) * row_bytes),
                                             static_cast<size_t>(run.size() * row_bytes));
-    if (auto status = AddOnDevice(session, contribution, run, values); !status.ok()) return status;
+    LOSSD_RETURN_IF_ERROR(AddOnDevice(session, contribution, run, values));
     added.rows += run.size();
   }
   absl::MutexLock lock(&session.context().mutex);
@@ -680,10 +679,10 @@ absl::StatusOr<HeadState> TensorReader::Read(kernels::TensorId id, RowRange rows
       OpenStep& step = session_->step();
       if (!binding_.has_value()) {
         const bool gradient = id.role == kernels::Role::kGradient;
-        if (auto usable = gradient ? step.CheckGradients() : step.CheckTensors(); !usable.ok()) return usable;
+        LOSSD_RETURN_IF_ERROR(gradient ? step.CheckGradients() : step.CheckTensors());
         binding_ = BindingOf(id.role, step.versions());
       }
-      if (auto same = step.CheckBound(*binding_); !same.ok()) return same;
+      LOSSD_RETURN_IF_ERROR(step.CheckBound(*binding_));
       state = step.state();
     }
     return session_->context().NoteIfLost(session_->head().ReadRows(id, rows.begin, rows.size(), dtype, out));

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/engine/errors.h"
 #include "server/engine/staging.h"
 #include "server/engine/stream_state.h"
@@ -141,14 +142,12 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
 
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec,
                                                                    std::shared_ptr<StreamObserver> observer) {
-  if (auto places = CheckPlaces(spec.peer); !places.ok()) return places;
-  if (auto meant = parts_.step->CheckGeneration("open.generation", spec.generation); !meant.ok())
-    return meant;
+  LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
+  LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("open.generation", spec.generation));
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
-  if (auto open = CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run); !open.ok())
-    return open;
-  if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
+  LOSSD_RETURN_IF_ERROR(CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run));
+  LOSSD_RETURN_IF_ERROR(parts_.step->CheckWeights());
   if ((*stream)->spec().retain) {
     if (auto status = ReserveRetained(**stream); !status.ok()) return status;
   }
@@ -157,11 +156,10 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec sp
 
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
     BackwardSpec spec, std::shared_ptr<StreamObserver> observer) {
-  if (auto places = CheckPlaces(spec.peer); !places.ok()) return places;
-  if (auto meant = parts_.step->CheckGeneration("backward.generation", spec.generation); !meant.ok())
-    return meant;
-  if (auto open = CheckStep("backward.step", spec.step, spec.run); !open.ok()) return open;
-  if (auto usable = parts_.step->CheckWeights(); !usable.ok()) return usable;
+  LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
+  LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("backward.generation", spec.generation));
+  LOSSD_RETURN_IF_ERROR(CheckStep("backward.step", spec.step, spec.run));
+  LOSSD_RETURN_IF_ERROR(parts_.step->CheckWeights());
   if (spec.accumulate_gradients && !parts_.config->trainable) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "backward.accumulate_gradients",
                       "needs a head that is not frozen", "true");
@@ -218,7 +216,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Admit(std::shared_
   parts_.context->mutex.AssertHeld();
   const StreamSpec& spec = stream->spec();
   const int64_t host_bytes = stream->HostBytes();
-  if (auto taken = AccountOf(*stream).Take(host_bytes); !taken.ok()) return taken;
+  LOSSD_RETURN_IF_ERROR(AccountOf(*stream).Take(host_bytes));
   if (spec.accumulate_gradients) {
     if (auto declared = Declare(*stream); !declared.ok()) {
       AccountOf(*stream).Give(host_bytes);
@@ -240,7 +238,7 @@ RowMemory::Account StreamAdmission::AccountOf(const StreamState& stream) {
 }
 
 absl::Status StreamAdmission::Declare(const StreamState& stream) {
-  if (auto valid = parts_.step->CheckValid(); !valid.ok()) return valid;
+  LOSSD_RETURN_IF_ERROR(parts_.step->CheckValid());
   const StreamSpec& spec = stream.spec();
   if (parts_.step->contributions().Contains(spec.microbatch_id)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "open.microbatch_id",

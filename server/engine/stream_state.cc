@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/engine/errors.h"
 
 namespace lossd::engine {
@@ -198,14 +199,14 @@ StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits)
 absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::HeadConfig& config,
                                               HeadState state, SliceLimits limits) {
   ResolveOptions(config, spec);
-  if (auto status = CheckRanges(spec); !status.ok()) return status;
-  if (auto status = CheckNumbers(spec); !status.ok()) return status;
-  if (auto status = CheckHead(spec, config); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckRanges(spec));
+  LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
+  LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
 
   StreamRows rows(std::move(spec), state, limits);
   rows.hidden_size_ = config.hidden_size;
-  if (auto status = rows.MapTargets(config.vocab_size); !status.ok()) return status;
-  if (auto status = rows.ResolveNormalizer(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
+  LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
   return rows;
 }
 
@@ -436,7 +437,7 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
 
 absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes, bool in_place) const {
   if (half_closed_) return InvalidField("slice.rows", "came after the half-close", Text(rows));
-  if (absl::Status status = CheckSlice(rows, bytes, in_place); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckSlice(rows, bytes, in_place));
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     if (sent_[Index(row)]) return InvalidField("slice.rows", absl::StrCat("repeats row ", row), Text(rows));
   }
@@ -457,7 +458,7 @@ absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes, bool in_place) 
 }
 
 absl::Status StreamState::AddSlice(RowRange rows, int64_t bytes, bool in_place) {
-  if (absl::Status status = CheckNew(rows, bytes, in_place); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckNew(rows, bytes, in_place));
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     sent_[Index(row)] = 1;
     if (HasTarget(row)) --unsent_valid_rows_;

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::memory {
 namespace {
@@ -25,7 +26,7 @@ absl::Status Failed(absl::string_view what, int64_t bytes) {
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t bytes) {
   absl::StatusOr<std::unique_ptr<SharedMemory>> memory = Reserve(bytes);
   if (!memory.ok()) return memory;
-  if (absl::Status status = (*memory)->Fill(); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR((*memory)->Fill());
   return memory;
 }
 

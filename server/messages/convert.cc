@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/errors/status_macros.h"
 #include "server/messages/texts.h"
 
 namespace lossd::messages {
@@ -165,7 +166,7 @@ absl::StatusOr<std::vector<int32_t>> ToShares(const google::protobuf::RepeatedFi
 absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl::string_view field_prefix,
                                                  kernels::DType default_compute_dtype) {
   const auto field = [&](absl::string_view name) { return absl::StrCat(field_prefix, name); };
-  if (absl::Status status = CheckName(field("name"), spec.name()); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(CheckName(field("name"), spec.name()));
   const auto hidden_size = ToSize(spec.hidden_size(), field("hidden_size"));
   if (!hidden_size.ok()) return hidden_size.status();
   const auto vocab_size = ToSize(spec.vocab_size(), field("vocab_size"));
@@ -240,8 +241,8 @@ absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& re
   engine::StepRequest step;
   const auto optimizer = ToOptimizerOptions(request.optimizer(), "optimizer.");
   if (!optimizer.ok()) return optimizer.status();
-  if (auto status = TakeGeneration(request, "", &step.generation); !status.ok()) return status;
-  if (auto status = TakeRun(request, "", &step.run); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(TakeGeneration(request, "", &step.generation));
+  LOSSD_RETURN_IF_ERROR(TakeRun(request, "", &step.run));
   step.step = request.step();
   step.optimizer = *optimizer;
   step.expected_microbatches.assign(request.expected_microbatches().begin(),
@@ -257,8 +258,8 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   engine::StreamSpec spec;
   spec.head = open.head();
   if (open.has_step()) spec.step = open.step();
-  if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
-  if (auto status = TakeRun(open, "open.", &spec.run); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(TakeGeneration(open, "open.", &spec.generation));
+  LOSSD_RETURN_IF_ERROR(TakeRun(open, "open.", &spec.run));
   spec.microbatch_id = open.microbatch_id();
   if (open.microbatch_rows() > static_cast<uint64_t>(kMaxMicrobatchRows)) {
     return FieldError("open.microbatch_rows", "be below 2^31", open.microbatch_rows());
@@ -297,8 +298,8 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   engine::BackwardSpec spec;
   spec.head = backward.head();
   if (backward.has_step()) spec.step = backward.step();
-  if (auto status = TakeGeneration(backward, "backward.", &spec.generation); !status.ok()) return status;
-  if (auto status = TakeRun(backward, "backward.", &spec.run); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(TakeGeneration(backward, "backward.", &spec.generation));
+  LOSSD_RETURN_IF_ERROR(TakeRun(backward, "backward.", &spec.run));
   spec.microbatch_id = backward.microbatch_id();
   const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
   if (!rows.ok()) return rows.status();
@@ -316,8 +317,8 @@ absl::StatusOr<engine::ContributionSpec> ToContributionSpec(const v1::OpenGradie
   engine::ContributionSpec spec;
   spec.head = open.head();
   spec.step = open.step();
-  if (auto status = TakeGeneration(open, "open.", &spec.generation); !status.ok()) return status;
-  if (auto status = TakeRun(open, "open.", &spec.run); !status.ok()) return status;
+  LOSSD_RETURN_IF_ERROR(TakeGeneration(open, "open.", &spec.generation));
+  LOSSD_RETURN_IF_ERROR(TakeRun(open, "open.", &spec.run));
   spec.contribution_id = open.contribution_id();
   const auto param = ToParam(open.param(), "open.param");
   if (!param.ok()) return param.status();
