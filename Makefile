@@ -77,7 +77,7 @@ fuzz: ## run the fuzzers for FUZZ_SECONDS each, one a core (ARGS="NAME..." for s
 soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if anything grows (ARGS=--seconds=600)
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossd_shared
 	@ctest --preset $(PRESET) -R '^python_package_test$$' --output-on-failure
 	@LOSSD_BINARY=$(CURDIR)/build/$(PRESET)/bin/lossd build/$(PRESET)/tests/client/python/venv/bin/python tests/soak/soak.py \
 	  --report=build/$(PRESET)/soak.json $(ARGS)
@@ -85,7 +85,7 @@ soak: ## train for an hour under kills, cuts, slow readers and scrapes; fails if
 test-integrations: ## test the Python client with current torch, transformers, trl, ... from PyPI (700 MB), on the CPU
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET) -DLOSSD_TESTS=ON -DLOSSD_BENCH=ON -DLOSSD_EXAMPLES=ON
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossd_shared lossctl
 	@scripts/test-integrations build/$(PRESET) $(ARGS)
 
 test-integrations-nightly: ## what of test-integrations takes minutes: every class of models of transformers
@@ -116,7 +116,7 @@ figures: ## draw the figures of docs/ from bench/results, with matplotlib from P
 docs: ## build the documentation as a site that needs no network, in build/docs/site
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET)
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossd_shared lossctl
 	@scripts/docs $(ARGS) build/$(PRESET)
 
 bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist/
@@ -128,13 +128,13 @@ bundle: ## pack server, CLI, tests and benchmarks with their libraries into dist
 packages: ## make wheels, a source distribution and a Debian package, to install without a compiler, in dist/packages
 	@scripts/install-deps build test
 	@cmake --preset $(PRESET)
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossd_shared lossctl
 	@scripts/packages build/$(PRESET)
 
 install: ## install server and CLI below PREFIX
 	@scripts/install-deps build
 	@cmake --preset $(PRESET)
-	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossctl
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target lossd lossd_shared lossctl
 	@cmake --install build/$(PRESET) --prefix $(PREFIX)
 
 format: ## format the C++ files

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -21,21 +22,28 @@
 #include "absl/flags/usage.h"
 #include "absl/flags/usage_config.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
 #include "server/app/addresses.h"
 #include "server/app/process.h"
 #include "server/app/server.h"
 #include "server/app/server_options.h"
 #include "server/log/log.h"
+#include "server/ranks/start.h"
 #include "server/rpc/transport.h"
 #include "server/rpc/workers.h"
 
 using lossd::app::ByteSize;
+using lossd::app::FileMode;
 using lossd::app::kGrace;
+using lossd::app::RankOptions;
 using lossd::app::Server;
 using lossd::app::ServerOptions;
 using lossd::app::ServiceManager;
@@ -43,179 +51,68 @@ using lossd::app::StopEvents;
 using lossd::log::Log;
 using lossd::log::LogFormat;
 using lossd::log::LogLevel;
+using lossd::ranks::LaunchFlags;
 
-namespace {
+#define LOSSD_OPTION(type, name, field, help) ABSL_FLAG(type, name, type{ServerOptions().field}, help);
+#include "server/app/option_table.inc"
 
-// The functions that take an option from its flag, one for each SERVER_FLAG.
-using SetOption = void (*)(ServerOptions& options);
-std::vector<SetOption>& Setters() {
-  static auto* const setters = new std::vector<SetOption>();
-  return *setters;
-}
-bool AddSetter(SetOption set) {
-  Setters().push_back(set);
-  return true;
-}
-
-int64_t ValueOf(ByteSize size) { return size.bytes; }
-template <typename T>
-T ValueOf(T value) {
-  return value;
-}
-
-}  // namespace
-
-// Defines a flag for a field of ServerOptions. The field's default is the flag's default.
-#define SERVER_FLAG(type, name, field, help)                \
-  ABSL_FLAG(type, name, type{ServerOptions().field}, help); \
-  [[maybe_unused]] static const bool g_has_##name =         \
-      AddSetter([](ServerOptions& options) { options.field = ValueOf(absl::GetFlag(FLAGS_##name)); })
-
-SERVER_FLAG(std::string, http, http,
-            "Address for /metrics, /livez, /readyz and the status page; port 0: any free one; empty: none");
-SERVER_FLAG(std::string, tls_cert, security.tls_cert,
-            "The server's certificate chain for gRPC over TLS, a PEM file; needs --tls_key");
-SERVER_FLAG(
-    std::string, tls_key, security.tls_key,
-    "The private key of --tls_cert, a PEM file that only its owner can read; read again when it changes, as "
-    "all files of this group");
-SERVER_FLAG(
-    std::string, tls_client_ca, security.tls_client_ca,
-    "Certificate authorities of clients, a PEM file. Clients need a certificate of one of them, or with "
-    "--token_file a token");
-SERVER_FLAG(std::string, role_file, security.role_file,
-            "Roles of client certificates: lines \"role name\", role reader, trainer or admin, name dns:..., "
-            "uri:..., "
-            "email:... or ip:... as the certificate's alternative names have it, or * for any; needs "
-            "--tls_client_ca");
-SERVER_FLAG(
-    std::string, token_file, security.token_file,
-    "Bearer tokens: lines role:name:token or role:name:sha256:hash; a file that only its owner can read");
-SERVER_FLAG(
-    bool, insecure, security.insecure,
-    "Allow addresses that other machines can reach without TLS, or without asking clients who they are. "
-    "Whoever reaches the ports can then read weights and change gradients");
-SERVER_FLAG(bool, http_tls, security.http_tls, "Serve HTTP over TLS (HTTPS) with --tls_cert and --tls_key");
-SERVER_FLAG(
-    bool, http_token, security.http_token,
-    "Answer HTTP requests for / and /metrics only with a token of --token_file (Authorization: Bearer)");
 ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
-SERVER_FLAG(std::string, checkpoint_dir, checkpoint_directory,
-            "Directory of checkpoints and tensor files; clients name files below it only");
-SERVER_FLAG(
-    std::string, restore, restore,
-    "latest: before it listens, the server loads the newest checkpoint of every head that has one below "
-    "--checkpoint_dir; empty: it starts without heads");
-SERVER_FLAG(
-    int64_t, keep_checkpoints, keep_checkpoints,
-    "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
-    "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
-SERVER_FLAG(
-    ByteSize, checkpoint_limit_bytes, checkpoint_limit_bytes,
-    "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
-    "anything is written. 0: no limit");
-SERVER_FLAG(
-    ByteSize, checkpoint_buffer_bytes, checkpoint_buffer_bytes,
-    "Memory a running save may take to read a head ahead of the disk, as far as it needs it. Steps wait "
-    "only for the part of a checkpoint that does not fit");
-SERVER_FLAG(ByteSize, checkpoint_shard_bytes, checkpoint_shard_bytes,
-            "The most that one file of a checkpoint holds of the tensors; a larger checkpoint has several, "
-            "each with a "
-            "range of the classes");
-SERVER_FLAG(int, checkpoint_threads, checkpoint_threads,
-            "Threads that write the files of a checkpoint, or read them, at once; a checkpoint that is large "
-            "enough has a file for each. 0: 4, or as many as there are devices if those are more");
-SERVER_FLAG(std::string, backend, backend, "What computes: cpu, cuda, or auto: a GPU if there is one");
-SERVER_FLAG(
-    std::string, device, device,
-    "CUDA backend: index among the visible GPUs, or the UUID of one as nvidia-smi -L prints it (GPU-...)");
-SERVER_FLAG(
-    std::string, devices, devices,
-    "CUDA backend: several GPUs, as --device names them with commas between them, or all. Every head is "
-    "on all of them, and they share the rows (docs/scaling.md). With --ranks, or a launcher, those of this "
-    "process");
 ABSL_FLAG(
     bool, exit_on_device_loss, true,
     "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
     "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
-SERVER_FLAG(int, threads, threads, "Threads of the CPU backend; 0: all the process may use");
-SERVER_FLAG(
-    int, cpu_devices, cpu_devices,
-    "CPU backend: divide the threads among so many devices, which share the rows of every head as several "
-    "GPUs do; to try that out. With --ranks, or a launcher, those of this process");
-SERVER_FLAG(std::string, stream_priority, stream_priority,
-            "GPU: what goes before other programs' work (docs/mps.md): dx (not dW), all, or none");
-SERVER_FLAG(std::string, split, split,
-            "Several devices: how heads that do not say lie on them (docs/scaling.md): rows, vocabulary, or "
-            "any, which is by rows if every device has room for all classes, and else by vocabulary");
-SERVER_FLAG(int, replicas, replicas,
-            "Several devices: how many replicas heads by vocabulary have that do not say (docs/scaling.md)");
-SERVER_FLAG(
-    ByteSize, workspace_bytes, workspace_bytes,
-    "Workspace of each head (on a GPU with its slots) that has no limit of its own; bounds the rows computed "
-    "at once. 0: 256MiB (CPU), or 2220MiB and at most a quarter of the free memory (CUDA). Heads that "
-    "recompute their logits take at most 64MiB on a GPU");
-SERVER_FLAG(ByteSize, memory_limit_bytes, memory_limit_bytes,
-            "Refuse heads that would take the planned memory beyond this, of each GPU or rank; 0: no limit");
-SERVER_FLAG(
-    ByteSize, memory_reserve_bytes, memory_reserve_bytes,
-    "Leave so much of the host's memory (of what is available, and within the limits of the control groups "
-    "and of the process) to others: a head on the CPU that would take it is refused, and the buffer of a "
-    "save gets smaller");
-SERVER_FLAG(
-    bool, deterministic, deterministic,
-    "Accumulate in the order of microbatch ids, which then have to be 0, 1, 2, ... in each step, so that "
-    "the same microbatches give the same weights, bit for bit, whatever arrives first. Takes up to "
-    "staging_bytes more for each trainable head");
-SERVER_FLAG(ByteSize, slice_bytes, slice_bytes, "Largest slice of hidden states a message may hold");
-SERVER_FLAG(ByteSize, staging_bytes, staging_bytes,
-            "Memory for slices that are being received, computed or sent");
-SERVER_FLAG(int64_t, max_streams, max_streams, "Most ComputeLoss calls open at once");
-SERVER_FLAG(int64_t, max_heads, max_heads, "Most heads");
-SERVER_FLAG(absl::Duration, drain_timeout, drain_timeout,
-            "After SIGTERM or SIGINT, open calls may finish for so long");
-SERVER_FLAG(ByteSize, retained_bytes, retained_bytes,
-            "Memory for hidden states of deferred microbatches (reduction none); 0: none are kept");
-SERVER_FLAG(absl::Duration, liveness_timeout, liveness_timeout,
-            "/livez answers 503 when the device has had something to do and finished none of it for so long");
-SERVER_FLAG(absl::Duration, retained_timeout, retained_timeout,
-            "Release a deferred microbatch that no call has used for so long");
-SERVER_FLAG(
-    ByteSize, ledger_bytes, ledger_bytes,
-    "Memory for what is remembered of rows: targets and weights of open calls, ledgers of open steps. 0: "
-    "256MiB, and at most an eighth of --memory_limit_bytes");
-SERVER_FLAG(
-    double, peer_share, peer_share,
-    "What one client may hold of calls, places in queues, staging and ledger memory, in (0, 1]; 1: all. It "
-    "may also never hold more than it leaves to all others");
-SERVER_FLAG(ByteSize, transport_bytes, transport.bytes,
-            "Memory of gRPC for connections and messages that are being received. When it is used up, new "
-            "connections are refused and calls are cancelled. 0: 256MiB, or 16 messages if that is more");
-SERVER_FLAG(int64_t, max_connections, max_connections, "Most gRPC connections open at once");
-SERVER_FLAG(int64_t, max_connections_per_address, max_connections_per_address,
-            "Most of them from one address");
-SERVER_FLAG(int64_t, max_calls_per_connection, transport.max_calls_per_connection,
-            "Most calls at once on one gRPC connection");
-SERVER_FLAG(int64_t, max_tensor_calls, max_tensor_calls,
-            "Most ReadTensor, WriteTensor and AddGradient calls open at once");
-SERVER_FLAG(int64_t, max_saves, max_saves, "Most SaveCheckpoint calls that wait or run");
-SERVER_FLAG(int64_t, max_waiting_calls, max_waiting_calls,
-            "Most other calls on heads that wait for a thread");
-SERVER_FLAG(absl::Duration, handshake_timeout, transport.handshake_timeout,
-            "Close a gRPC connection that has not begun to speak the protocol for so long");
-SERVER_FLAG(absl::Duration, idle_connection_timeout, transport.idle_connection_timeout,
-            "Close a gRPC connection that had no call for so long; clients connect again by themselves");
-SERVER_FLAG(absl::Duration, open_timeout, timeouts.open,
-            "End a call whose first message does not come for so long");
-SERVER_FLAG(absl::Duration, idle_timeout, timeouts.idle,
-            "End a call whose client sends nothing for so long while the server has nothing to do for it");
-SERVER_FLAG(absl::Duration, turn_timeout, timeouts.turn,
-            "End a call that waits for memory, its turn or the device for so long without progress");
-SERVER_FLAG(absl::Duration, send_timeout, timeouts.send,
-            "Cancel a call whose answers the client does not take for so long");
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
+
+// Several processes that are one server.
+ABSL_FLAG(
+    std::string, launcher, LaunchFlags().launcher,
+    "Several processes are one server (docs/scaling.md), started by torchrun, slurm, lws (LeaderWorkerSet) "
+    "or jobset, whose environment says which of them this one is; auto: by whichever of these; none: --rank "
+    "and "
+    "--ranks say it, or there is one process");
+ABSL_FLAG(int, ranks, 0,
+          "How many processes are one server; 0: as the launcher says, or one. Each may have several devices "
+          "(--devices, --cpu_devices), all as many");
+ABSL_FLAG(
+    int, rank, -1,
+    "Which of them this one is; 0 serves clients, and the others compute for it. -1: as the launcher says");
+ABSL_FLAG(std::string, leader, "",
+          "Where the other ranks reach rank 0, host:port or host; empty: as the launcher says");
+ABSL_FLAG(int, rank_port, LaunchFlags().port,
+          "The port of rank 0 where --leader and the launcher give a host only");
+ABSL_FLAG(
+    std::string, rank_listen, RankOptions().listen,
+    "Address where rank 0 waits for the others, host:port; empty: the port of --leader on all interfaces, "
+    "or on the loopback if --leader is there");
+ABSL_FLAG(
+    std::string, collectives, RankOptions().collectives,
+    "What carries sums and exchanges between ranks: nccl (GPUs, of which each rank has one of its own), "
+    "gloo (through the memory of the hosts) or auto: nccl where it is there and the GPUs differ, else gloo");
+ABSL_FLAG(std::string, rank_host, RankOptions().host,
+          "Collectives gloo: an address of this host that the other ranks reach; empty: that of the way to "
+          "--leader");
+ABSL_FLAG(
+    bool, rank_shared_memory, RankOptions().shared_memory,
+    "Rows lie in memory that rank 0 shares with the ranks of its host; off, or where that cannot be, they "
+    "travel over the ranks' connections");
+ABSL_FLAG(
+    std::string, rank_secret_file, RankOptions().secret_file,
+    "A secret that all ranks have, and that admits them: a file of one line that only its owner can read");
+ABSL_FLAG(std::string, rank_ca, RankOptions().ca,
+          "Certificate authorities of rank 0's --tls_cert, a PEM file; the ranks' connections to it then are "
+          "encrypted");
+ABSL_FLAG(std::string, worker_http, RankOptions().worker_http,
+          "Address for /livez and /readyz of the ranks that serve no clients; empty: none");
+ABSL_FLAG(absl::Duration, rank_timeout, RankOptions().timeout,
+          "End with an error if not all ranks have come together within this time");
+ABSL_FLAG(absl::Duration, rank_silence_timeout, RankOptions().silence_timeout,
+          "A rank that answers no ping for so long is lost, and all ranks end");
+ABSL_FLAG(
+    absl::Duration, collective_timeout, RankOptions().collective_timeout,
+    "How long one rank or GPU may wait for another while gradients are added up, values are spread or a "
+    "chunk of a head that is split by vocabulary is computed; then the device is lost");
 
 namespace {
 
@@ -239,7 +136,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   absl::FlagsUsageConfig config;
   config.version_string = [] { return std::string("lossd " LOSSD_VERSION "\n"); };
   config.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/server_options.cc");
+    return absl::EndsWith(file, "server/app/main.cc") || absl::EndsWith(file, "server/app/option_table.inc");
   };
   config.contains_helpshort_flags = config.contains_help_flags;
   absl::SetFlagsUsageConfig(config);
@@ -253,8 +150,41 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;
-  lossd::app::SetListenOptions(&options);
-  for (const SetOption set : Setters()) set(options);
+#define LOSSD_OPTION(type, name, field, help) \
+  options.field = lossd::app::FieldOf(absl::GetFlag(FLAGS_##name));
+#include "server/app/option_table.inc"
+  return options;
+}
+
+lossd::ranks::Environment ReadEnvironment() {
+  lossd::ranks::Environment environment;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    environment.insert(std::pair<std::string, std::string>(absl::StrSplit(*entry, absl::MaxSplits('=', 1))));
+  }
+  return environment;
+}
+
+// INVALID_ARGUMENT as ranks::ReadLaunch.
+absl::StatusOr<RankOptions> RankOptionsFromFlags() {
+  LaunchFlags flags;
+  flags.launcher = absl::GetFlag(FLAGS_launcher);
+  if (const int ranks = absl::GetFlag(FLAGS_ranks); ranks != 0) flags.ranks = ranks;
+  if (const int rank = absl::GetFlag(FLAGS_rank); rank != -1) flags.rank = rank;
+  flags.leader = absl::GetFlag(FLAGS_leader);
+  flags.port = absl::GetFlag(FLAGS_rank_port);
+  LOSSD_TRY(lossd::ranks::Launch launch, lossd::ranks::ReadLaunch(flags, ReadEnvironment()));
+  RankOptions options;
+  options.launch = std::move(launch);
+  options.listen = absl::GetFlag(FLAGS_rank_listen);
+  options.collectives = absl::GetFlag(FLAGS_collectives);
+  options.host = absl::GetFlag(FLAGS_rank_host);
+  options.shared_memory = absl::GetFlag(FLAGS_rank_shared_memory);
+  options.secret_file = absl::GetFlag(FLAGS_rank_secret_file);
+  options.ca = absl::GetFlag(FLAGS_rank_ca);
+  options.worker_http = absl::GetFlag(FLAGS_worker_http);
+  options.timeout = absl::GetFlag(FLAGS_rank_timeout);
+  options.silence_timeout = absl::GetFlag(FLAGS_rank_silence_timeout);
+  options.collective_timeout = absl::GetFlag(FLAGS_collective_timeout);
   return options;
 }
 
@@ -313,7 +243,7 @@ int Run() {
   if (!manager.ok()) return Fail(manager.status());
   const lossd::rpc::Periodic give_back(absl::Seconds(10), lossd::app::GiveBackFreedMemory);
   ServerOptions options = OptionsFromFlags();
-  absl::StatusOr<lossd::app::RankOptions> ranks = lossd::app::RankOptionsFromFlags();
+  absl::StatusOr<RankOptions> ranks = RankOptionsFromFlags();
   if (!ranks.ok()) return Fail(ranks.status());
   options.ranks = *std::move(ranks);
   options.ranks.stop_requested = [&events] { return events.Pending() != 0; };

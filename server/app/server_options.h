@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The options of a server, as flags or a test set them: ServerOptions, with RankOptions for several processes
 // that are one server (docs/scaling.md) and SecurityOptions for encryption and for who may do what
-// (docs/security.md). Plain data. At the end stand the flags that main.cc does not define.
+// (docs/security.md). Plain data. option_table.inc lists the options that have a flag; SetOption sets one by
+// its name.
 #ifndef LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 #define LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 
@@ -9,7 +10,7 @@
 #include <functional>
 #include <string>
 
-#include "absl/status/statusor.h"
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/ranks/start.h"
@@ -132,16 +133,6 @@ struct ServerOptions {
   std::function<void()> on_device_lost = [] {};
 };
 
-// The flags that main.cc does not define, and the types of flags (FileMode, ByteSize). RankOptionsFromFlags
-// reads the flags of several processes that are one server. SetListenOptions reads the flags of the server's
-// addresses.
-//
-// All functions are thread-safe once the flags are parsed.
-
-// The options of several processes that are one server, from the flags and the environment. INVALID_ARGUMENT
-// as ranks::ReadLaunch.
-absl::StatusOr<RankOptions> RankOptionsFromFlags();
-
 // Permissions of a file, as a flag takes them: octal, "0660".
 struct FileMode {
   uint32_t bits = 0;
@@ -149,14 +140,19 @@ struct FileMode {
 bool AbslParseFlag(absl::string_view text, FileMode* mode, std::string* error);
 std::string AbslUnparseFlag(FileMode mode);
 
-// Sets the options that say how clients reach a server (its addresses), from the flags.
-void SetListenOptions(ServerOptions* options);
-
 // A number of bytes as people write it on a command line: "4096", "64KiB", "256MiB", "1.5GiB".
 struct ByteSize {
   int64_t bytes = 0;
   friend bool operator==(const ByteSize&, const ByteSize&) = default;
 };
+
+// The value of a field whose option is read as one of these types.
+inline int64_t FieldOf(ByteSize size) { return size.bytes; }
+inline uint32_t FieldOf(FileMode mode) { return mode.bits; }
+template <typename T>
+T FieldOf(T value) {
+  return value;
+}
 
 // Parses a flag: a number, possibly with a fraction, and one of the units B, KiB, MiB, GiB, TiB (1024
 // each) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. Refuses negative numbers and
@@ -164,6 +160,11 @@ struct ByteSize {
 bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error);
 // The largest unit that divides the size: "256MiB".
 std::string AbslUnparseFlag(const ByteSize& size);
+
+// Sets one option. `name` is the flag of lossd without dashes ("staging_bytes"), `text` what the flag would
+// be given ("64MiB"). INVALID_ARGUMENT naming the option and the text; the options are as before then.
+// Thread-safe.
+absl::Status SetOption(absl::string_view name, absl::string_view text, ServerOptions* options);
 
 }  // namespace lossd::app
 

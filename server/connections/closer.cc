@@ -55,6 +55,10 @@ class Closer {
  public:
   Closer() {
     struct sigaction action = {};
+    if (sigaction(kInterrupt, nullptr, &action) == 0 && action.sa_handler != SIG_DFL &&
+        action.sa_handler != SIG_IGN)
+      return;  // the process has a handler of its own, which interrupts as well
+    action = {};
     action.sa_handler = &Ignore;  // without SA_RESTART
     sigaction(kInterrupt, &action, nullptr);
   }

@@ -85,7 +85,7 @@ def test_pip_installs_in_a_virtual_environment() -> None:
 
 def test_no_page_takes_lossd_from_an_index() -> None:
     """The names are not ours there."""
-    for page in (*pages(), "client/python/src/lossd/quickstart/server.py"):
+    for page in (*pages(), "client/python/src/lossd/_embedded.py"):
         for line in (ROOT / page).read_text().split("\n"):
             for words in re.findall(r"pip install ([^`#]*)", line):
                 assert not re.search(r"(^|[\s\"'])lossd([-_]server)?(\[[\w-]*\])?($|[\s\"',.])", words), f"{page}: {line}"

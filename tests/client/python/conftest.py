@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import ServerProcess
+from servers import EmbeddedServer, ServerProcess
 
 import lossd
 
@@ -31,14 +31,15 @@ def accelerate_forgets() -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
-    process = ServerProcess()
-    yield process
-    process.stop()
+def server() -> Iterator[ServerProcess | EmbeddedServer]:
+    """A process of its own, or with LOSSD_TEST_EMBEDDED a server in this one."""
+    made = EmbeddedServer() if os.environ.get("LOSSD_TEST_EMBEDDED") else ServerProcess()
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="session")
-def client(server: ServerProcess) -> Iterator[lossd.Client]:
+def client(server: ServerProcess | EmbeddedServer) -> Iterator[lossd.Client]:
     with lossd.Client(server.target) as made:
         yield made
 

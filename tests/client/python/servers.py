@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# The server as a library lies beside the program.
+if program := os.environ.get("LOSSD_BINARY"):
+    os.environ.setdefault("LOSSD_LIBRARY", str(Path(program).resolve().parent / "liblossd.so.0"))
+
 
 # A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback.
 #
@@ -78,6 +82,22 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(how)
         self._process.wait(timeout=60)
+
+
+class EmbeddedServer:
+    """A lossd in this process, as lossd.embedded() starts it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lossd-test.")
+        self.folder = Path(self._folder.name)
+        import lossd  # some who start servers have no client
+
+        self._client = lossd.embedded(checkpoint_dir=self.folder / "checkpoints", threads=2)
+        self.target = self._client.target
+
+    def stop(self) -> None:
+        self._client.close()
+        self._folder.cleanup()
 
 
 # A fake server of scripted faults (tests/client/scripted_server.h): the program that LOSSD_FAKE_SERVER names.

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import lossd
+from lossd import _embedded
 from lossd.quickstart.__main__ import main
 from lossd.quickstart.chart import draw
 from lossd.quickstart.model import CONTEXT, Trunk
-from lossd.quickstart.server import NoServer, OwnServer, find_program
 from lossd.quickstart.text import CLASSES, Text
 
 
@@ -23,30 +23,23 @@ def test_it_learns_and_leaves_nothing(capsys: pytest.CaptureFixture[str], tmp_pa
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert main([f"--program={os.environ['LOSSD_BINARY']}", "--steps=100", "--seconds=600"]) == 0
+    assert main(["--steps=100", "--seconds=600"]) == 0
     told = capsys.readouterr().out
     assert "the model has learnt: yes" in told and "100 steps" in told
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_few_steps_have_learnt_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--program={os.environ['LOSSD_BINARY']}", "--steps=2"]) == 1
+    assert main(["--steps=2"]) == 1
     assert "the model has learnt: no" in capsys.readouterr().out
 
 
-def test_a_program_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NoServer, match="there is no file /no/such"):
-        find_program("/no/such")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "lossd_server", None)
+def test_no_library_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOSSD_LIBRARY", "/no/such")
+    _embedded._library.cache_clear()
     assert main([]) == 2
     told = capsys.readouterr().err
-    assert "the wheel lossd_server-*.whl" in told and "pip install" not in told  # on an index the name is anyone's
-
-
-def test_a_program_that_ends_at_once() -> None:
-    with pytest.raises(NoServer, match="/bin/false did not start: it wrote nothing"), OwnServer("/bin/false"):
-        pass
+    assert "LOSSD_LIBRARY is /no/such" in told and "pip install" not in told  # on an index the name is anyone's
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -66,14 +59,14 @@ def test_numbers_that_make_no_sense(arguments: list[str], words: str, capsys: py
 def test_a_plot_that_cannot_be_drawn_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["--program=/no/such", f"--plot={tmp_path}/curve.png"]) == 2
+    assert main([f"--plot={tmp_path}/curve.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_a_server_that_is_used_by_others_keeps_no_head_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with OwnServer(os.environ["LOSSD_BINARY"]) as server, lossd.Client(server.target) as client:
+def test_a_server_that_is_used_by_others_keeps_no_head_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with lossd.embedded(checkpoint_dir=tmp_path) as client:
         client.create_head("quickstart", hidden_size=8, vocab_size=8)  # as somebody left it
-        assert main([f"--server={server.target}", "--steps=2"]) == 1
+        assert main([f"--server={client.target}", "--steps=2"]) == 1
         assert [head.spec.name for head in client.list_heads()] == ["quickstart"]
     assert "the model has learnt: no" in capsys.readouterr().out
 
@@ -84,8 +77,7 @@ def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_interrupting_stops_the_server(tmp_path: Path) -> None:
-    trainer = subprocess.Popen([sys.executable, "-u", "-m", "lossd.quickstart", f"--program={os.environ['LOSSD_BINARY']}",
-                                "--seconds=600"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    trainer = subprocess.Popen([sys.executable, "-u", "-m", "lossd.quickstart", "--seconds=600"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                env={**os.environ, "TMPDIR": str(tmp_path)})
     assert trainer.stdout is not None
     for line in trainer.stdout:

@@ -4,6 +4,7 @@
 lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
 """
 
+from lossd._embedded import EmbeddedClient, embedded
 from lossd._loss_call import PendingLoss
 from lossd._version import VERSION
 from lossd.client import Client
@@ -55,12 +56,12 @@ from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
 
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
-    "ClientClosed", "DataLoss", "DeadlineExceeded", "FailedPrecondition", "ForkedClient", "HeadDescription",
+    "ClientClosed", "DataLoss", "DeadlineExceeded", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadDevice", "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
     "MemoryUsage", "NonFinite", "NotFound", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
-    "StepDiscarded", "StepResult", "StreamDescription", "StreamList", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__",
+    "StepDiscarded", "StepResult", "StreamDescription", "StreamList", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__", "embedded",
 ]
 
 __version__ = VERSION

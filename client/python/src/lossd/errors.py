@@ -168,6 +168,11 @@ def from_rpc(error: grpc.RpcError, target: str, server_version: str | None = Non
     return kind(message, _detail(error))
 
 
+def from_code(code: int, message: str) -> LossdError:
+    """The exception for one of gRPC's status codes, as a number."""
+    return next((kind for status, kind in _CLASSES.items() if status.value[0] == code), Internal)(message)
+
+
 def _unimplemented(message: str, target: str, server_version: str | None) -> str:
     if server_version is None:
         return (f"the gRPC server at {target} does not know lossd.v1, the protocol of this client (lossd {VERSION}): it is "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs lossd and lossctl, and where they are."""
+"""The programs lossd and lossctl, the server as a library, and where they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 __version__: str = metadata.version("lossd-server")
-__all__ = ["__version__", "program", "run_lossctl", "run_lossd"]
+__all__ = ["__version__", "library", "program", "run_lossctl", "run_lossd"]
 
 
 def program(name: str) -> Path:
@@ -19,6 +19,11 @@ def program(name: str) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"lossd-server has no program {name}: there are lossd and lossctl")
     return path
+
+
+def library() -> Path:
+    """The file of the server as a library, which lossd.embedded() loads."""
+    return Path(__file__).resolve().parent / "lib" / "liblossd.so.0"
 
 
 def run_lossd() -> NoReturn:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a tiny character model of Python's own source text, whose loss head is on a lossd server.
 
-    python -m lossd.quickstart                        # starts a server, trains for 30 seconds, stops the server
+    python -m lossd.quickstart                        # starts a server in this process, trains for 30 seconds
     python -m lossd.quickstart --server HOST:PORT     # uses a server that runs already
     python -m lossd.quickstart --plot loss.png        # also draws the curve with matplotlib
 
-Everything but the head is NumPy in this process, so it needs nothing but the packages lossd and lossd-server.
+Everything but the head is NumPy, so it needs nothing but the packages lossd and lossd-server.
 
 Exit status: 0 if the model learnt, 1 if it did not, 2 if it could not run.
 """
@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,6 @@ from pathlib import Path
 import lossd
 from lossd.quickstart.chart import draw
 from lossd.quickstart.model import CONTEXT, Trunk
-from lossd.quickstart.server import NoServer, OwnServer
 from lossd.quickstart.text import CLASSES, Text
 
 HIDDEN = 128
@@ -55,13 +55,20 @@ def whole_number(least: int) -> Callable[[str], int]:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lossd.quickstart", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", help="HOST:PORT of a server that runs already; default: one is started")
-    parser.add_argument("--program", help="the lossd program; default: of the package lossd-server, or on the PATH")
+    parser.add_argument("--server", help="HOST:PORT of a server that runs already; default: one is started in this process")
     parser.add_argument("--seconds", type=seconds_above_zero, default=30.0, help="of training at most; default 30")
     parser.add_argument("--steps", type=whole_number(1), help="of training at most; default: as many as the seconds allow")
     parser.add_argument("--seed", type=whole_number(0), default=0, help="of the first weights and of the order of the text; default 0")
     parser.add_argument("--plot", type=Path, help="file for the curve (.png, .svg, ...); needs matplotlib")
     return parser.parse_args(arguments)
+
+
+def own_server(stack: ExitStack) -> lossd.Client:
+    """A client of a server in this process, both until the stack is left."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lossd-quickstart."))
+    client = stack.enter_context(lossd.embedded(http="127.0.0.1:0", checkpoint_dir=folder))
+    print(f"started a server in this process: status page on http://{client.http_address}/")
+    return client
 
 
 def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) -> list[float]:
@@ -116,12 +123,11 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             if options.plot is not None:
                 check_plot(options.plot)  # before half a minute of training
-            target = options.server or stack.enter_context(OwnServer(options.program)).target
-            client = stack.enter_context(lossd.Client(target))
+            client = stack.enter_context(lossd.Client(options.server)) if options.server else own_server(stack)
             server = client.get_server()
-            print(f"lossd {server.version} at {target}, {server.backend} backend: {server.device}")
+            print(f"lossd {server.version} at {client.target}, {server.backend} backend: {server.device}")
             losses = train(client, options.seconds, options.steps, options.seed)
-        except (NoPlot, NoServer, lossd.LossdError) as error:
+        except (NoPlot, lossd.LossdError) as error:
             print(f"quickstart: {error}", file=sys.stderr)
             return 2
     print(draw(losses, width=min(100, os.get_terminal_size().columns if sys.stdout.isatty() else 80)))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lossd server inside this process: embedded() and EmbeddedClient."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lossd import _cuda, errors
+from lossd._interrupts import run_apart
+from lossd._version import VERSION
+from lossd.client import Client
+
+T = TypeVar("T")
+
+_LIBRARY = "liblossd.so.0"
+_NOT_HERE = ("an embedded server needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings "
+             "it, as do the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
+
+
+def _library_path() -> str:
+    """The library: that of LOSSD_LIBRARY, that of the package lossd-server, or the system's."""
+    if given := os.environ.get("LOSSD_LIBRARY"):
+        if not Path(given).is_file():
+            raise errors.Unavailable(f"LOSSD_LIBRARY is {given}, and there is no such file")
+        return given
+    try:
+        return str(importlib.import_module("lossd_server").library())
+    except (ImportError, AttributeError, FileNotFoundError):
+        return _LIBRARY
+
+
+@functools.lru_cache(maxsize=None)
+def _library() -> ctypes.CDLL:
+    path = _library_path()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
+    server, text = ctypes.c_void_p, ctypes.c_void_p  # a text to be freed
+    for name, result, arguments in (
+            ("lossd_version", ctypes.c_char_p, ()),
+            ("lossd_start", server, (ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(text))),
+            ("lossd_address", ctypes.c_char_p, (server,)),
+            ("lossd_http_address", ctypes.c_char_p, (server,)),
+            ("lossd_stop", None, (server,)),
+            ("lossd_free", None, (text,))):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    found = library.lossd_version().decode()
+    if found != VERSION:
+        raise errors.Unavailable(f"{path} is of lossd {found}, and this client of lossd {VERSION}: install both of one release")
+    return library
+
+
+def _text_of(value: object) -> str:
+    """An option's value as the flag of the program is given it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _own_gpu() -> str | None:
+    """The UUID of the GPU that the calling thread works on; None: it works on none."""
+    try:
+        driver = _cuda.driver()
+        device = driver.current()
+        return None if device is None else driver.uuid(device)
+    except errors.Unavailable:
+        return None
+
+
+def _to_its_end(body: Callable[[], T]) -> T:
+    """What `body` returns or raises. An interrupt is raised when `body` has ended: half a start or half a stop leaves a folder."""
+    return run_apart(body, cancel=lambda: None)
+
+
+def _stop(library: ctypes.CDLL, server: int, pid: int) -> None:
+    if pid == os.getpid():  # a fork has no server
+        library.lossd_stop(server)
+
+
+class _Server:
+    """A server of this process, until stop(), or until the object or the process goes. Thread-safe."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        library = _library()
+        texts = [os.fsencode(f"{name}={_text_of(value)}") for name, value in options.items()]
+        code, error = ctypes.c_int(), ctypes.c_void_p()
+        server = library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code), ctypes.byref(error))
+        if server is None:
+            why = ctypes.string_at(error).decode(errors="replace") if error else "no memory"
+            library.lossd_free(error)
+            raise errors.from_code(code.value, f"the embedded server does not start: {why}")
+        self.stop = weakref.finalize(self, _stop, library, server, os.getpid())  # the first call counts
+        self.address = os.fsdecode(library.lossd_address(server))
+        self.http_address = os.fsdecode(library.lossd_http_address(server))
+
+
+class EmbeddedClient(Client):
+    """A Client whose server is in this process; closing the client, or the end of the process, stops the server.
+
+    Thread-safe, as Client is. Other processes of the same user reach the server at `target` while it runs, for
+    example lossctl. A fork has neither the client nor the server.
+    """
+
+    def __init__(self, server: _Server, options: Mapping[str, Any]) -> None:
+        self._server = server
+        super().__init__(server.address, **{"ca": "", "cert": "", "key": "", "token": "", **options})
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the status page and of the metrics; "" without the option `http`."""
+        return self._server.http_address
+
+    def close(self) -> None:
+        """Closes the client as Client.close does, and then stops the server, whose heads are gone. May be repeated."""
+        super().close()
+        _to_its_end(self._server.stop)
+
+
+def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
+             device: str | int | None = None, threads: int | None = None, deterministic: bool | None = None,
+             http: str | None = None, log_level: str | None = None, flags: Mapping[str, Any] | None = None,
+             client: Mapping[str, Any] | None = None) -> EmbeddedClient:
+    """Starts a lossd server in this process and returns a client of it.
+
+        client = lossd.embedded(checkpoint_dir="checkpoints")
+        client.create_head("lm", hidden_size=64, vocab_size=1000)
+
+    The server is the one that the program lossd runs: the same kernels, optimizers, checkpoints, metrics and errors. It
+    listens on a Unix socket in a folder that only the user of this process can enter, and on no port. Where a run
+    outgrows the process, `lossd.Client(address)` takes the place of `lossd.embedded()`, and load_checkpoint brings the
+    heads along. Heads that were not saved go with the process.
+
+    Args:
+      checkpoint_dir: the folder of checkpoints and tensor files. None: ./lossd-checkpoints.
+      restore: "latest": the server loads the newest checkpoint of every head that has one below `checkpoint_dir`.
+      backend: what computes: "cpu", "cuda", or "auto": a GPU if there is one. None: "auto".
+      device: the GPU, its index among the visible ones or its UUID. None: the one that the calling thread works on, or 0
+        if the thread works on none.
+      threads: of the CPU backend. None: as many as the process may use.
+      deterministic: gradients are accumulated in the order of microbatch ids, so that the same microbatches give the same
+        weights, bit for bit.
+      http: the address of the status page and of the metrics, "127.0.0.1:7071"; port 0: any free one. None: there are none.
+      log_level: "debug", "info", "warning", "error" or "off"; it counts for all servers of the process. None: "warning".
+      flags: further flags of the program (`lossd --help`), by name, as numbers, truth values or texts:
+        `{"staging_bytes": "64MiB", "max_heads": 4}`.
+      client: arguments of Client, by name: `{"loss_timeout": 60.0}`.
+
+    Raises:
+      Unavailable: the library of the server is not installed, or is of another version, or the server cannot start.
+      InvalidArgument: an option or an argument is wrong; the text names it and what it was given.
+      ResourceExhausted: there is not enough memory for the server's buffers.
+    """
+    options = {"checkpoint_dir": checkpoint_dir, "restore": restore, "backend": backend, "device": device, "threads": threads,
+               "deterministic": deterministic, "http": http, "log_level": log_level}
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in (flags or {}).items():
+        if name in given:
+            raise errors.InvalidArgument(f"{name} is an argument, and one of flags too")
+        given[name] = value
+    if "device" not in given and "devices" not in given and given.get("backend") != "cpu" and (gpu := _own_gpu()) is not None:
+        given["device"] = gpu
+    return EmbeddedClient(_to_its_end(lambda: _Server(given)), client or {})

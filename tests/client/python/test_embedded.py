@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lossd.embedded(): a server in the process of its client."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from servers import ServerProcess
+
+import lossd
+from lossd import _embedded
+
+D, V, N = 16, 60, 24
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sockets of servers are, and nothing else."""
+    path = tmp_path / "sockets"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
+
+
+@pytest.fixture
+def here(folder: Path, tmp_path: Path) -> Iterator[lossd.EmbeddedClient]:
+    with lossd.embedded(threads=1, checkpoint_dir=tmp_path / "checkpoints", deterministic=True) as made:
+        yield made
+    assert list(folder.iterdir()) == []
+
+
+def rows(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    return rng.standard_normal((N, D)).astype(np.float32), rng.integers(0, V, N)
+
+
+def train(client: lossd.Client, steps: range, seed: int = 5) -> list[bytes]:
+    """Makes steps with rows of a seed; every bit of losses, gradients and weights."""
+    seen = []
+    for step in steps:
+        hidden, targets = rows(np.random.default_rng([seed, step]))
+        result = client.compute_loss("lm", hidden, targets, step=step, accumulate=True, grad_hidden=True)
+        client.apply_step("lm", step, lossd.AdamW(lr=0.01), expected_microbatches=[0])
+        assert result.grad_hidden is not None
+        seen += [np.float64(result.loss).tobytes(), result.grad_hidden.tobytes(), client.read_tensor("lm").tobytes()]
+    return seen
+
+
+def make(client: lossd.Client) -> None:
+    client.create_head("lm", hidden_size=D, vocab_size=V, seed=3, compute_dtype="fp32")
+
+
+def test_it_computes_what_a_server_does(here: lossd.EmbeddedClient) -> None:
+    server = ServerProcess("--deterministic")
+    try:
+        with lossd.Client(server.target) as client:
+            make(client)
+            make(here)
+            assert train(here, range(3)) == train(client, range(3))
+    finally:
+        server.stop()
+
+
+def test_a_run_that_outgrows_the_process(here: lossd.EmbeddedClient, tmp_path: Path) -> None:
+    make(here)
+    train(here, range(2))
+    saved = here.save_checkpoint("lm").checkpoint
+    expected = train(here, range(2, 4))
+    server = ServerProcess("--deterministic", f"--checkpoint_dir={tmp_path / 'checkpoints'}")
+    try:
+        with lossd.Client(server.target) as client:
+            client.load_checkpoint(saved, "lm")
+            assert train(client, range(2, 4)) == expected
+            back = client.save_checkpoint("lm").checkpoint
+            ahead = train(client, range(4, 5))
+    finally:
+        server.stop()
+    here.delete_head("lm")
+    here.load_checkpoint(back, "lm")
+    assert train(here, range(4, 5)) == ahead
+
+
+def test_restore_brings_the_newest_checkpoint(folder: Path, tmp_path: Path) -> None:
+    with lossd.embedded(threads=1, checkpoint_dir=tmp_path / "checkpoints") as client:
+        make(client)
+        train(client, range(2))
+        client.save_checkpoint("lm")
+        weight = client.read_tensor("lm")
+    with lossd.embedded(threads=1, checkpoint_dir=tmp_path / "checkpoints", restore="latest") as client:
+        assert client.describe_head("lm").state.step == 2
+        np.testing.assert_array_equal(client.read_tensor("lm"), weight)
+
+
+def test_rows_lie_in_memory_of_the_process(here: lossd.EmbeddedClient) -> None:
+    make(here)
+    train(here, range(1))
+    assert here.transport[0] == "shared_memory", here.transport
+
+
+def test_several_servers_in_a_process(here: lossd.EmbeddedClient, folder: Path) -> None:
+    make(here)
+    with lossd.embedded(threads=1, http="127.0.0.1:0") as other:
+        assert other.http_address.startswith("127.0.0.1:") and here.http_address == ""
+        assert other.list_heads() == []
+        assert len(list(folder.iterdir())) == 2
+    assert [head.spec.name for head in here.list_heads()] == ["lm"]
+
+
+def test_the_folder_is_the_users_alone(here: lossd.EmbeddedClient, folder: Path) -> None:
+    socket = Path(here.target.removeprefix("unix:"))
+    assert socket.parent.parent == folder
+    assert socket.parent.stat().st_mode & 0o777 == 0o700 and socket.stat().st_mode & 0o777 == 0o600
+
+
+def test_another_process_may_look(here: lossd.EmbeddedClient) -> None:
+    make(here)
+    code = f"import lossd; print([head.spec.name for head in lossd.Client({here.target!r}).list_heads()])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told == "['lm']\n"
+
+
+# ---- Its end ----
+
+def test_close_stops_the_server(folder: Path) -> None:
+    client = lossd.embedded(threads=1)
+    make(client)
+    target = client.target
+    client.close()
+    client.close()
+    assert client.closed and list(folder.iterdir()) == []
+    with pytest.raises(lossd.ClientClosed):
+        client.list_heads()
+    with pytest.raises(lossd.Unavailable):
+        lossd.Client(target)
+
+
+def test_a_client_that_nobody_has_any_more_takes_its_server_along(folder: Path) -> None:
+    client = lossd.embedded(threads=1)
+    gone = weakref.ref(client)
+    del client
+    gc.collect()
+    assert gone() is None and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["", "client.close()", "sys.exit(0)", "os.abort", "raise KeyboardInterrupt",
+                                    "threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start()",
+                                    "client.compute_loss_async('lm', hidden, targets)"])
+def test_the_end_of_the_process_stops_the_server(folder: Path, ending: str) -> None:
+    code = f"""
+import os, sys, threading, time, numpy as np, lossd
+client = lossd.embedded(threads=1)
+client.create_head("lm", hidden_size={D}, vocab_size={V})
+hidden, targets = np.ones(({N}, {D}), np.float32), np.zeros({N}, int)
+client.compute_loss("lm", hidden, targets)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    wanted = 0 if ending != "raise KeyboardInterrupt" else -2
+    assert done.returncode in (wanted, 130), done.stderr
+    assert "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_a_fork_has_neither_client_nor_server(here: lossd.EmbeddedClient) -> None:
+    make(here)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            here.list_heads()
+            told = "it answers"
+        except lossd.ForkedClient:
+            told = "ForkedClient"
+        here.close()
+        gc.collect()
+        os.write(write, told.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"ForkedClient"
+    assert [head.spec.name for head in here.list_heads()] == ["lm"]
+    train(here, range(2))
+
+
+def test_threads_share_it(here: lossd.EmbeddedClient) -> None:
+    make(here)
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            hidden, targets = rows(np.random.default_rng(number))
+            for _ in range(20):
+                here.compute_loss("lm", hidden, targets)
+        except BaseException as error:
+            problems.append(error)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_an_interrupted_start_leaves_nothing(folder: Path) -> None:
+    code = """
+import signal, threading, time, os, lossd
+threading.Thread(target=lambda: (time.sleep(0.005), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+try:
+    while True:
+        lossd.embedded(threads=1).close()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "interrupted\n"
+    assert list(folder.iterdir()) == []
+
+
+# ---- What is wrong is said ----
+
+@pytest.mark.parametrize(("options", "kind", "words"), [
+    ({"threads": -1}, lossd.InvalidArgument, "threads"),
+    ({"backend": "tpu"}, lossd.InvalidArgument, "backend must be auto, cpu or cuda, got tpu"),
+    ({"log_level": "loud"}, lossd.InvalidArgument, "log_level is \"loud\"; it must be"),
+    ({"flags": {"staging": 1}}, lossd.InvalidArgument, "there is no option staging"),
+    ({"flags": {"staging_bytes": "much"}}, lossd.InvalidArgument, "staging_bytes is \"much\"; it must be a number of bytes"),
+    ({"threads": 1, "flags": {"threads": 2}}, lossd.InvalidArgument, "threads is an argument, and one of flags too"),
+    ({"flags": {"listen": "unix:/no/such/folder/grpc"}}, lossd.Unavailable, "/no/such/folder/grpc"),
+    ({"client": {"max_pending": 0}}, lossd.InvalidArgument, "max_pending is 0"),
+])
+def test_what_is_wrong_is_named(folder: Path, options: dict[str, object], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        lossd.embedded(**options)  # type: ignore[arg-type]
+    gc.collect()
+    assert list(folder.iterdir()) == []
+
+
+def test_truth_values_and_numbers_are_texts_of_flags() -> None:
+    assert [_embedded._text_of(value) for value in (True, False, 3, 0.5, "64MiB")] == ["true", "false", "3", "0.5", "64MiB"]
+
+
+def test_the_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _embedded._library.cache_clear()
+    monkeypatch.setenv("LOSSD_LIBRARY", str(tmp_path / "liblossd.so.0"))
+    with pytest.raises(lossd.Unavailable, match="LOSSD_LIBRARY is .*, and there is no such file"):
+        lossd.embedded()
+    (tmp_path / "liblossd.so.0").write_text("no library")
+    with pytest.raises(lossd.Unavailable, match="an embedded server needs the library liblossd.so"):
+        lossd.embedded()
+
+
+def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    _embedded._library.cache_clear()
+    monkeypatch.setattr(_embedded, "VERSION", "0.0.7")
+    with pytest.raises(lossd.Unavailable, match="is of lossd .*, and this client of lossd 0.0.7: install both of one release"):
+        lossd.embedded()
+    _embedded._library.cache_clear()
+
+
+def test_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def current(self) -> int:
+            return 1
+
+        def uuid(self, device: int) -> str:
+            return f"GPU-{device}"
+    monkeypatch.setattr(_embedded._cuda, "driver", Driver)
+    given: list[dict[str, object]] = []
+
+    class NoServer:
+        def __init__(self, options: dict[str, object]) -> None:
+            given.append(options)
+            raise lossd.Unavailable("none")
+    monkeypatch.setattr(_embedded, "_Server", NoServer)
+    for options in ({}, {"device": 0}, {"backend": "cpu"}, {"flags": {"devices": "all"}}):
+        with pytest.raises(lossd.Unavailable):
+            lossd.embedded(**options)  # type: ignore[arg-type]
+    assert [each.get("device") for each in given] == ["GPU-1", 0, None, None]
