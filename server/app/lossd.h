@@ -1,6 +1,5 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The server as a library, liblossd.so: lossd_start starts a server in the calling process, and lossd_stop
+// SPDX-License-Identifier: Apache-2.0
+/* The server as a library, liblossd.so: lossd_start starts a server in the calling process, and lossd_stop
  * ends it. A process may have several servers at once, and start and stop servers as often as it likes.
  *
  *   const char* const options[] = {"backend=cpu", "checkpoint_dir=/data/checkpoints", NULL};
