@@ -7,7 +7,7 @@ foreach(program lossd lossctl)
     install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   endif()
 endforeach()
-install(TARGETS lossd_shared LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS lossd_shared LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}/lossd)
 install(FILES server/app/lossd.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 # A package has its own of these, in their places (LossdPackage.cmake).
 install(FILES deploy/lossd.flags deploy/lossd.service DESTINATION ${CMAKE_INSTALL_DATADIR}/lossd COMPONENT examples)

@@ -43,13 +43,10 @@ file(WRITE ${CMAKE_BINARY_DIR}/package/postrm "#!/bin/sh
 set -e
 if [ \"$1\" = remove ] && [ -z \"$DPKG_ROOT\" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload || true; fi
 ")
-# The loader learns of the library.
-file(WRITE ${CMAKE_BINARY_DIR}/package/triggers "activate-noawait ldconfig\n")
 file(CHMOD ${CMAKE_BINARY_DIR}/package/postinst ${CMAKE_BINARY_DIR}/package/prerm ${CMAKE_BINARY_DIR}/package/postrm
      PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA ${CMAKE_BINARY_DIR}/package/conffiles ${CMAKE_BINARY_DIR}/package/postinst
-                                       ${CMAKE_BINARY_DIR}/package/prerm ${CMAKE_BINARY_DIR}/package/postrm
-                                       ${CMAKE_BINARY_DIR}/package/triggers)
+                                       ${CMAKE_BINARY_DIR}/package/prerm ${CMAKE_BINARY_DIR}/package/postrm)
 install(FILES ${CMAKE_BINARY_DIR}/package/lossd.service DESTINATION lib/systemd/system COMPONENT package
         EXCLUDE_FROM_ALL)
 install(FILES deploy/lossd.flags DESTINATION /etc/lossd COMPONENT package EXCLUDE_FROM_ALL)

@@ -8,11 +8,14 @@
 #include <memory>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/memory/memory.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
@@ -21,7 +24,9 @@
 #include "kernels/errors/status_macros.h"
 #include "server/app/server.h"
 #include "server/app/server_options.h"
+#include "server/app/server_parts.h"
 #include "server/log/log.h"
+#include "server/ranks/start.h"
 
 namespace lossd::app {
 namespace {
@@ -57,13 +62,26 @@ class PrivateFolder {
 // What a server has become, for those who wait. Outlives the server, whose threads set it.
 class State {
  public:
-  void Set(lossd_state state) ABSL_LOCKS_EXCLUDED(mutex_) {
+  // The end is told once: what comes later is what follows from it.
+  void Set(lossd_state state, absl::Status why = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    if (state_ != LOSSD_DEVICE_LOST) state_ = state;
+    joined_ = true;
+    if (state_ != LOSSD_SERVES) return;
+    state_ = state;
+    why_ = std::move(why);
+  }
+  void SetJoined() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    joined_ = true;
   }
   lossd_state Get() const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     return state_;
+  }
+  // Why the ranks ended; OK if that was no error.
+  absl::Status Why() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return why_;
   }
   // The state once the server does not serve any more, or after `limit`.
   lossd_state Await(absl::Duration limit) const ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -75,15 +93,23 @@ class State {
     clocks::AwaitFor(mutex_, absl::Condition(&ended), limit);
     return state_;
   }
+  // Waits until the ranks have joined rank 0, or have ended.
+  void AwaitJoined() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&joined_));
+  }
 
  private:
   mutable absl::Mutex mutex_;
+  bool joined_ ABSL_GUARDED_BY(mutex_) = false;
   lossd_state state_ ABSL_GUARDED_BY(mutex_) = LOSSD_SERVES;
+  absl::Status why_ ABSL_GUARDED_BY(mutex_);
 };
 
 // The options of the server, and what its process logs.
 struct Options {
   ServerOptions server;
+  ranks::LaunchFlags launch;
   log::LogLevel level = log::LogLevel::kWarning;
   log::LogFormat format = log::LogFormat::kText;
   bool listens_in_a_folder = true;
@@ -94,6 +120,12 @@ absl::Status Parse(absl::string_view name, absl::string_view text, T* value) {
   std::string error;
   if (AbslParseFlag(text, value, &error)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(name, " is \"", text, "\"; it ", error));
+}
+
+absl::StatusOr<int> ParseNumber(absl::string_view name, absl::string_view text) {
+  int number = 0;
+  if (absl::SimpleAtoi(text, &number)) return number;
+  return absl::InvalidArgumentError(absl::StrCat(name, " is \"", text, "\"; it must be a number"));
 }
 
 absl::StatusOr<Options> ReadOptions(const char* const* texts) {
@@ -111,11 +143,16 @@ absl::StatusOr<Options> ReadOptions(const char* const* texts) {
       LOSSD_RETURN_IF_ERROR(Parse(name, value, &options.level));
     } else if (name == "log_format") {
       LOSSD_RETURN_IF_ERROR(Parse(name, value, &options.format));
+    } else if (name == "rank" || name == "ranks") {
+      LOSSD_TRY((name == "rank" ? options.launch.rank : options.launch.ranks), ParseNumber(name, value));
+    } else if (name == "leader") {
+      options.launch.leader = std::string(value);
     } else {
       LOSSD_RETURN_IF_ERROR(SetOption(name, value, &options.server));
       if (name == "listen") options.listens_in_a_folder = false;
     }
   }
+  LOSSD_TRY(options.server.ranks.launch, ranks::ReadLaunch(options.launch, {}));
   return options;
 }
 
@@ -128,78 +165,201 @@ char* CopyOf(absl::string_view text) {
   return copy;
 }
 
+// How much longer than its drain another process may take to end the ranks.
+constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
+
 }  // namespace
 }  // namespace lossd::app
 
+using lossd::app::LocalRanks;
 using lossd::app::Options;
 using lossd::app::PrivateFolder;
 using lossd::app::Server;
+using lossd::app::ServerOptions;
 using lossd::app::State;
 
+// A server, or the ranks of this process that compute for rank 0 of another one. Thread-safe.
 struct lossd_server {
-  std::unique_ptr<PrivateFolder> folder;  // null: the option listen says where
-  std::shared_ptr<State> state = std::make_shared<State>();
-  std::unique_ptr<Server> server;
-  std::string address;
-  std::string http_address;
+ public:
+  static absl::StatusOr<std::unique_ptr<lossd_server>> Start(const char* const* texts);
+
+  const std::string& address() const { return address_; }
+  const std::string& http_address() const { return http_address_; }
+  lossd_state Await(absl::Duration limit) const { return state_->Await(limit); }
+  absl::Status Live() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Whether no call had to be cancelled. Where there are several ranks, all of them end.
+  bool Drain(absl::Duration limit) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Gives back what the server has, and returns whether that was possible; if not, the object stays for ever.
+  bool Stop() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  explicit lossd_server(ServerOptions options) : options_(std::move(options)) {}
+  absl::Status StartServer() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status StartRanks() ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnLeaving() ABSL_LOCKS_EXCLUDED(mutex_);
+  // What is there, if it is there still.
+  std::shared_ptr<Server> server() ABSL_LOCKS_EXCLUDED(mutex_);
+  std::shared_ptr<LocalRanks> ranks() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  ServerOptions options_;
+  std::unique_ptr<PrivateFolder> folder_;  // null: the option listen says where
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::string address_;
+  std::string http_address_;
+  absl::Mutex mutex_;
+  std::shared_ptr<Server> server_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<LocalRanks> ranks_ ABSL_GUARDED_BY(mutex_);
+  std::thread leaver_ ABSL_GUARDED_BY(mutex_);  // drains, because another rank leaves
 };
 
-namespace {
-
-absl::StatusOr<std::unique_ptr<lossd_server>> Start(const char* const* texts) {
+absl::StatusOr<std::unique_ptr<lossd_server>> lossd_server::Start(const char* const* texts) {
   LOSSD_TRY(Options options, lossd::app::ReadOptions(texts));
   lossd::log::Configure(options.level, options.format);
-  auto started = std::make_unique<lossd_server>();
-  if (options.listens_in_a_folder) {
-    LOSSD_TRY(started->folder, PrivateFolder::Make());
-    options.server.listen = absl::StrCat("unix:", started->folder->path(), "/grpc");
+  auto started = absl::WrapUnique(new lossd_server(std::move(options.server)));
+  absl::Status status;
+  if (started->options_.ranks.launch.rank != 0) {
+    status = started->StartRanks();
+  } else {
+    if (options.listens_in_a_folder) {
+      LOSSD_TRY(started->folder_, PrivateFolder::Make());
+      started->options_.listen = absl::StrCat("unix:", started->folder_->path(), "/grpc");
+    }
+    status = started->StartServer();
   }
-  options.server.on_device_lost = [state = started->state] { state->Set(LOSSD_DEVICE_LOST); };
-  LOSSD_TRY(started->server, Server::Start(options.server));
-  started->address = started->server->grpc_address();
-  started->http_address = started->server->http_address();
-  return started;
+  if (status.ok()) return started;
+  if (!started->Stop()) (void)started.release();
+  return status;
 }
 
-}  // namespace
+absl::Status lossd_server::StartServer() {
+  options_.on_device_lost = [state = state_] { state->Set(LOSSD_DEVICE_LOST); };
+  options_.ranks.on_leaving = [this] { OnLeaving(); };
+  LOSSD_TRY(std::shared_ptr<Server> server, Server::Start(options_));
+  address_ = server->grpc_address();
+  http_address_ = server->http_address();
+  absl::MutexLock lock(&mutex_);
+  server_ = std::move(server);
+  // A rank that has left meanwhile found nothing to drain.
+  return state_->Get() == LOSSD_DRAINED ? absl::UnavailableError("another rank has left") : absl::OkStatus();
+}
+
+// On a thread of the server, which the end of the server waits for.
+void lossd_server::OnLeaving() {
+  absl::MutexLock lock(&mutex_);
+  if (!leaver_.joinable()) leaver_ = std::thread([this] { Drain(options_.drain_timeout); });
+}
+
+absl::Status lossd_server::StartRanks() {
+  LOSSD_RETURN_IF_ERROR(lossd::app::CheckOptions(options_));
+  LOSSD_TRY(lossd::app::Backends own, lossd::app::CreateOwnBackends(options_));
+  const auto devices = static_cast<int>(own.size());
+  absl::StatusOr<std::unique_ptr<LocalRanks>> ranks =
+      LocalRanks::Start(options_, std::move(own),
+                        {.first_rank = options_.ranks.launch.rank * devices,
+                         .devices = devices,
+                         .on_joined = [state = state_] { state->SetJoined(); },
+                         .on_end =
+                             [state = state_](const lossd::app::RanksEnd& end) {
+                               state->Set(end.status.ok() ? LOSSD_DRAINED : LOSSD_DEVICE_LOST, end.status);
+                             }});
+  if (!ranks.ok()) return ranks.status();
+  {
+    absl::MutexLock lock(&mutex_);
+    ranks_ = *std::move(ranks);
+  }
+  state_->AwaitJoined();
+  return state_->Why();
+}
+
+std::shared_ptr<Server> lossd_server::server() {
+  absl::MutexLock lock(&mutex_);
+  return server_;
+}
+
+std::shared_ptr<LocalRanks> lossd_server::ranks() {
+  absl::MutexLock lock(&mutex_);
+  return ranks_;
+}
+
+absl::Status lossd_server::Live() {
+  if (const std::shared_ptr<Server> served = server()) return served->Live();
+  if (!state_->Why().ok()) return state_->Why();
+  const std::shared_ptr<LocalRanks> computing = ranks();
+  if (computing == nullptr) return absl::OkStatus();
+  return lossd::app::Live({.device_lost = computing->device_lost(), .device_silence = computing->Silence()},
+                          options_.liveness_timeout);
+}
+
+bool lossd_server::Drain(absl::Duration limit) {
+  bool clean = true;
+  if (const std::shared_ptr<LocalRanks> computing = ranks()) {
+    // Rank 0 drains, and ends all ranks.
+    if (state_->Get() == LOSSD_SERVES) computing->Leave("a request to stop");
+    state_->Await(limit + options_.drain_timeout + lossd::app::kWorkerGrace);
+  }
+  if (std::shared_ptr<Server> served = server()) {
+    clean = served->Drain(lossd::clocks::SteadyNow() + limit);
+    // The ranks end with the server, but a lost device could not be given back.
+    if (options_.ranks.several() && state_->Get() != LOSSD_DEVICE_LOST) {
+      absl::MutexLock lock(&mutex_);
+      server_ = nullptr;
+    }
+  }
+  state_->Set(LOSSD_DRAINED);
+  return clean;
+}
+
+bool lossd_server::Stop() {
+  Drain(absl::ZeroDuration());
+  std::thread leaver;
+  {
+    absl::MutexLock lock(&mutex_);
+    leaver = std::move(leaver_);
+  }
+  if (leaver.joinable()) leaver.join();
+  if (state_->Get() == LOSSD_DEVICE_LOST) {
+    folder_ = nullptr;
+    return false;
+  }
+  std::shared_ptr<Server> served;  // both go without the mutex, which their threads may wait for
+  std::shared_ptr<LocalRanks> computing;
+  absl::MutexLock lock(&mutex_);
+  served.swap(server_);
+  computing.swap(ranks_);
+  return true;
+}
 
 const char* lossd_version() { return LOSSD_VERSION; }
 
 lossd_server* lossd_start(const char* const* options, int* code, char** error) {
-  absl::StatusOr<std::unique_ptr<lossd_server>> started = Start(options);
+  absl::StatusOr<std::unique_ptr<lossd_server>> started = lossd_server::Start(options);
   if (started.ok()) return started->release();
   if (code != nullptr) *code = static_cast<int>(started.status().code());
   if (error != nullptr) *error = lossd::app::CopyOf(started.status().message());
   return nullptr;
 }
 
-const char* lossd_address(const lossd_server* server) { return server->address.c_str(); }
+const char* lossd_address(const lossd_server* server) { return server->address().c_str(); }
 
-const char* lossd_http_address(const lossd_server* server) { return server->http_address.c_str(); }
+const char* lossd_http_address(const lossd_server* server) { return server->http_address().c_str(); }
 
 lossd_state lossd_wait(lossd_server* server, double seconds) {
-  return server->state->Await(seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds));
+  return server->Await(seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds));
 }
 
-int lossd_live(const lossd_server* server, char** why) {
-  const absl::Status status = server->server->Live();
+int lossd_live(lossd_server* server, char** why) {
+  const absl::Status status = server->Live();
   if (status.ok()) return 1;
   if (why != nullptr) *why = lossd::app::CopyOf(status.message());
   return 0;
 }
 
 int lossd_drain(lossd_server* server, double seconds) {
-  const bool clean = server->server->Drain(lossd::clocks::SteadyNow() + absl::Seconds(seconds));
-  server->state->Set(LOSSD_DRAINED);
-  return clean ? 1 : 0;
+  return server->Drain(absl::Seconds(seconds)) ? 1 : 0;
 }
 
 void lossd_stop(lossd_server* server) {
-  if (server == nullptr) return;
-  lossd_drain(server, 0);
-  // What lies on a lost device could not be given back.
-  if (server->state->Get() == LOSSD_DEVICE_LOST) (void)server->server.release();
-  delete server;
+  if (server != nullptr && server->Stop()) delete server;
 }
 
 void lossd_free(char* text) { std::free(text); }

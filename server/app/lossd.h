@@ -68,7 +68,7 @@ enum lossd_state lossd_wait(lossd_server* server, double seconds);
 
 /* Whether the server is well, as /livez says: 1, or 0 and `*why`, to be given to lossd_free. `why` may be
  * NULL. */
-int lossd_live(const lossd_server* server, char** why);
+int lossd_live(lossd_server* server, char** why);
 
 /* Refuses new calls, lets open ones finish for at most `seconds`, cancels the rest, and stops listening. 1:
  * no call had to be cancelled. A later call does nothing and returns 1. */

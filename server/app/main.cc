@@ -30,7 +30,6 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/errors/status_macros.h"
 #include "server/app/addresses.h"
 #include "server/app/process.h"
 #include "server/app/server.h"
@@ -54,6 +53,7 @@ using lossd::log::LogLevel;
 using lossd::ranks::LaunchFlags;
 
 #define LOSSD_OPTION(type, name, field, help) ABSL_FLAG(type, name, type{ServerOptions().field}, help);
+#define LOSSD_RANK_OPTION(type, name, field, help) ABSL_FLAG(type, name, type{RankOptions().field}, help);
 #include "server/app/option_table.inc"
 
 ABSL_FLAG(std::string, port_file, "",
@@ -82,37 +82,6 @@ ABSL_FLAG(std::string, leader, "",
           "Where the other ranks reach rank 0, host:port or host; empty: as the launcher says");
 ABSL_FLAG(int, rank_port, LaunchFlags().port,
           "The port of rank 0 where --leader and the launcher give a host only");
-ABSL_FLAG(
-    std::string, rank_listen, RankOptions().listen,
-    "Address where rank 0 waits for the others, host:port; empty: the port of --leader on all interfaces, "
-    "or on the loopback if --leader is there");
-ABSL_FLAG(
-    std::string, collectives, RankOptions().collectives,
-    "What carries sums and exchanges between ranks: nccl (GPUs, of which each rank has one of its own), "
-    "gloo (through the memory of the hosts) or auto: nccl where it is there and the GPUs differ, else gloo");
-ABSL_FLAG(std::string, rank_host, RankOptions().host,
-          "Collectives gloo: an address of this host that the other ranks reach; empty: that of the way to "
-          "--leader");
-ABSL_FLAG(
-    bool, rank_shared_memory, RankOptions().shared_memory,
-    "Rows lie in memory that rank 0 shares with the ranks of its host; off, or where that cannot be, they "
-    "travel over the ranks' connections");
-ABSL_FLAG(
-    std::string, rank_secret_file, RankOptions().secret_file,
-    "A secret that all ranks have, and that admits them: a file of one line that only its owner can read");
-ABSL_FLAG(std::string, rank_ca, RankOptions().ca,
-          "Certificate authorities of rank 0's --tls_cert, a PEM file; the ranks' connections to it then are "
-          "encrypted");
-ABSL_FLAG(std::string, worker_http, RankOptions().worker_http,
-          "Address for /livez and /readyz of the ranks that serve no clients; empty: none");
-ABSL_FLAG(absl::Duration, rank_timeout, RankOptions().timeout,
-          "End with an error if not all ranks have come together within this time");
-ABSL_FLAG(absl::Duration, rank_silence_timeout, RankOptions().silence_timeout,
-          "A rank that answers no ping for so long is lost, and all ranks end");
-ABSL_FLAG(
-    absl::Duration, collective_timeout, RankOptions().collective_timeout,
-    "How long one rank or GPU may wait for another while gradients are added up, values are spread or a "
-    "chunk of a head that is split by vocabulary is computed; then the device is lost");
 
 namespace {
 
@@ -152,6 +121,7 @@ ServerOptions OptionsFromFlags() {
   options.version = LOSSD_VERSION;
 #define LOSSD_OPTION(type, name, field, help) \
   options.field = lossd::app::FieldOf(absl::GetFlag(FLAGS_##name));
+#define LOSSD_RANK_OPTION(type, name, field, help) options.ranks.field = absl::GetFlag(FLAGS_##name);
 #include "server/app/option_table.inc"
   return options;
 }
@@ -165,27 +135,14 @@ lossd::ranks::Environment ReadEnvironment() {
 }
 
 // INVALID_ARGUMENT as ranks::ReadLaunch.
-absl::StatusOr<RankOptions> RankOptionsFromFlags() {
+absl::StatusOr<lossd::ranks::Launch> LaunchFromFlags() {
   LaunchFlags flags;
   flags.launcher = absl::GetFlag(FLAGS_launcher);
   if (const int ranks = absl::GetFlag(FLAGS_ranks); ranks != 0) flags.ranks = ranks;
   if (const int rank = absl::GetFlag(FLAGS_rank); rank != -1) flags.rank = rank;
   flags.leader = absl::GetFlag(FLAGS_leader);
   flags.port = absl::GetFlag(FLAGS_rank_port);
-  LOSSD_TRY(lossd::ranks::Launch launch, lossd::ranks::ReadLaunch(flags, ReadEnvironment()));
-  RankOptions options;
-  options.launch = std::move(launch);
-  options.listen = absl::GetFlag(FLAGS_rank_listen);
-  options.collectives = absl::GetFlag(FLAGS_collectives);
-  options.host = absl::GetFlag(FLAGS_rank_host);
-  options.shared_memory = absl::GetFlag(FLAGS_rank_shared_memory);
-  options.secret_file = absl::GetFlag(FLAGS_rank_secret_file);
-  options.ca = absl::GetFlag(FLAGS_rank_ca);
-  options.worker_http = absl::GetFlag(FLAGS_worker_http);
-  options.timeout = absl::GetFlag(FLAGS_rank_timeout);
-  options.silence_timeout = absl::GetFlag(FLAGS_rank_silence_timeout);
-  options.collective_timeout = absl::GetFlag(FLAGS_collective_timeout);
-  return options;
+  return lossd::ranks::ReadLaunch(flags, ReadEnvironment());
 }
 
 int Fail(const absl::Status& status) {
@@ -243,9 +200,9 @@ int Run() {
   if (!manager.ok()) return Fail(manager.status());
   const lossd::rpc::Periodic give_back(absl::Seconds(10), lossd::app::GiveBackFreedMemory);
   ServerOptions options = OptionsFromFlags();
-  absl::StatusOr<RankOptions> ranks = RankOptionsFromFlags();
-  if (!ranks.ok()) return Fail(ranks.status());
-  options.ranks = *std::move(ranks);
+  absl::StatusOr<lossd::ranks::Launch> launch = LaunchFromFlags();
+  if (!launch.ok()) return Fail(launch.status());
+  options.ranks.launch = *std::move(launch);
   options.ranks.stop_requested = [&events] { return events.Pending() != 0; };
   options.ranks.on_leaving = [&events] { events.NotifyStop(); };
   if (options.ranks.launch.rank != 0) return RunAsWorker(options, **manager, events);

@@ -78,17 +78,23 @@ std::string AbslUnparseFlag(const ByteSize& size) {
 namespace {
 
 // Reads the text into the field that has the value; false, and the error, if the text is wrong.
+template <typename Type, typename Field>
+bool SetField(absl::string_view text, Field* field, std::string* error) {
+  Type value{*field};
+  if (!absl::ParseFlag(text, &value, error)) return false;
+  *field = FieldOf(value);
+  return true;
+}
+
 using Set = bool (*)(absl::string_view text, ServerOptions* options, std::string* error);
 
 const std::map<absl::string_view, Set>& Setters() {
   static const auto* const setters = new std::map<absl::string_view, Set>({
 #define LOSSD_OPTION(type, name, field, help)                                      \
   {#name, [](absl::string_view text, ServerOptions* options, std::string* error) { \
-     type value{options->field};                                                   \
-     if (!absl::ParseFlag(text, &value, error)) return false;                      \
-     options->field = FieldOf(value);                                              \
-     return true;                                                                  \
+     return SetField<type>(text, &options->field, error);                          \
    }},
+#define LOSSD_RANK_OPTION(type, name, field, help) LOSSD_OPTION(type, name, ranks.field, help)
 #include "server/app/option_table.inc"
   });
   return *setters;

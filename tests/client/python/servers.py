@@ -20,7 +20,7 @@ from typing import Any
 
 # The server as a library lies beside the program.
 if program := os.environ.get("LOSSD_BINARY"):
-    os.environ.setdefault("LOSSD_LIBRARY", str(Path(program).resolve().parent / "liblossd.so.0"))
+    os.environ.setdefault("LOSSD_LIBRARY", str(Path(program).resolve().parent / "liblossd.so"))
 
 
 # A lossd of its own for a test: starts the program that LOSSD_BINARY names on a free port of the loopback.

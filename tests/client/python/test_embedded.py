@@ -248,10 +248,10 @@ def test_truth_values_and_numbers_are_texts_of_flags() -> None:
 
 def test_the_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _embedded._library.cache_clear()
-    monkeypatch.setenv("LOSSD_LIBRARY", str(tmp_path / "liblossd.so.0"))
+    monkeypatch.setenv("LOSSD_LIBRARY", str(tmp_path / "liblossd.so"))
     with pytest.raises(lossd.Unavailable, match="LOSSD_LIBRARY is .*, and there is no such file"):
         lossd.embedded()
-    (tmp_path / "liblossd.so.0").write_text("no library")
+    (tmp_path / "liblossd.so").write_text("no library")
     with pytest.raises(lossd.Unavailable, match="an embedded server needs the library liblossd.so"):
         lossd.embedded()
 
@@ -278,7 +278,7 @@ def test_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, options: dict[str, object]) -> None:
             given.append(options)
             raise lossd.Unavailable("none")
-    monkeypatch.setattr(_embedded, "_Server", NoServer)
+    monkeypatch.setattr(_embedded, "Member", NoServer)
     for options in ({}, {"device": 0}, {"backend": "cpu"}, {"flags": {"devices": "all"}}):
         with pytest.raises(lossd.Unavailable):
             lossd.embedded(**options)  # type: ignore[arg-type]

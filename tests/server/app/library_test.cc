@@ -18,6 +18,7 @@
 #include <iterator>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,7 @@
 #include "absl/time/time.h"
 #include "server/app/lossd.h"
 #include "tests/support/raw_http.h"
+#include "tests/support/server_process.h"
 #include "tests/support/temp_folder.h"
 
 namespace lossd::library_test {
@@ -80,18 +82,19 @@ class LibraryTest : public testing::Test {
   LibraryTest() { setenv("TMPDIR", folder_.path().c_str(), 1); }
   ~LibraryTest() override { unsetenv("TMPDIR"); }
 
-  lossd_server* Start(const std::vector<std::string>& more = {}) {
+  lossd_server* Start(const std::vector<std::string>& more = {}) { return Start(more, &code_, &error_); }
+  lossd_server* Start(const std::vector<std::string>& more, int* code, std::string* error) const {
     std::vector<std::string> texts = {"backend=cpu", "threads=1",
                                       absl::StrCat("checkpoint_dir=", folder_.path(), "/checkpoints")};
     texts.insert(texts.end(), more.begin(), more.end());
     std::vector<const char*> options;
     for (const std::string& text : texts) options.push_back(text.c_str());
     options.push_back(nullptr);
-    code_ = 0;
-    char* error = nullptr;
-    lossd_server* const server = TheLibrary().start(options.data(), &code_, &error);
-    error_ = error == nullptr ? "" : error;
-    TheLibrary().free(error);
+    *code = 0;
+    char* text = nullptr;
+    lossd_server* const server = TheLibrary().start(options.data(), code, &text);
+    *error = text == nullptr ? "" : text;
+    TheLibrary().free(text);
     return server;
   }
 
@@ -171,7 +174,9 @@ TEST_F(LibraryTest, AWrongOptionIsNamedAndNothingIsLeft) {
   } cases[] = {
       {"threads", 3, "option \"threads\" is not name=text"},
       {"thread=1", 3, "there is no option thread"},
-      {"ranks=2", 3, "there is no option ranks"},
+      {"ranks=2", 3, "rank"},
+      {"ranks=two", 3, "ranks is \"two\"; it must be a number"},
+      {"rank_timeout=soon", 3, "rank_timeout is \"soon\""},
       {"threads=many", 3, "threads is \"many\""},
       {"staging_bytes=1XB", 3, "staging_bytes is \"1XB\"; it must be a number of bytes"},
       {"unix_socket_mode=9", 3, "unix_socket_mode is \"9\"; it must be octal"},
@@ -274,6 +279,61 @@ TEST_F(LibraryTest, AForkGoesItsWay) {
   EXPECT_EQ(status, 0);
   EXPECT_THAT(Lossctl("heads -o json", server).second, HasSubstr("lm"));
   TheLibrary().stop(server);
+}
+
+// ---- Several processes, or here threads, that are one server ----
+
+class RanksTest : public LibraryTest {
+ protected:
+  // The options of one of two ranks.
+  std::vector<std::string> Rank(int rank, const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> options = {absl::StrCat("rank=", rank), "ranks=2",
+                                        absl::StrCat("leader=127.0.0.1:", port_), "split=vocabulary",
+                                        "collectives=gloo"};
+    options.insert(options.end(), more.begin(), more.end());
+    return options;
+  }
+  // Starts both.
+  void StartBoth() {
+    int code = 0;
+    std::string error;
+    std::thread other([&] { ranks_[1] = Start(Rank(1), &code, &error); });
+    ranks_[0] = Start(Rank(0));
+    other.join();
+    ASSERT_NE(ranks_[0], nullptr) << error_;
+    ASSERT_NE(ranks_[1], nullptr) << error;
+  }
+
+  const int port_ = test::FreePort();
+  lossd_server* ranks_[2] = {};
+};
+
+TEST_F(RanksTest, AreOneServer) {
+  StartBoth();
+  EXPECT_STREQ(TheLibrary().address(ranks_[1]), "");
+  Train(ranks_[0]);
+  EXPECT_THAT(Lossctl("server -o json", ranks_[0]).second, HasSubstr("\"rank\": 1"));
+  EXPECT_EQ(TheLibrary().live(ranks_[1], nullptr), 1);
+  TheLibrary().stop(ranks_[0]);
+  EXPECT_EQ(TheLibrary().wait(ranks_[1], 60), LOSSD_DRAINED);
+  TheLibrary().stop(ranks_[1]);
+}
+
+TEST_F(RanksTest, OneThatLeavesEndsTheServer) {
+  StartBoth();
+  Train(ranks_[0]);
+  TheLibrary().stop(ranks_[1]);
+  EXPECT_EQ(TheLibrary().wait(ranks_[0], 60), LOSSD_DRAINED);
+  EXPECT_NE(Lossctl("heads", ranks_[0]).first, 0);
+  TheLibrary().stop(ranks_[0]);
+}
+
+TEST_F(RanksTest, OneThatDoesNotComeIsNamed) {
+  EXPECT_EQ(Start(Rank(0, {"rank_timeout=300ms"})), nullptr);
+  EXPECT_EQ(code_, 4);
+  EXPECT_THAT(error_, HasSubstr("rank 1"));
+  EXPECT_EQ(Start(Rank(1, {"rank_timeout=300ms"})), nullptr);
+  EXPECT_THAT(error_, HasSubstr("rank 1 was not taken"));
 }
 
 TEST_F(LibraryTest, ALostDeviceIsSaidAndDoesNotEndTheProcess) {

@@ -347,6 +347,7 @@ class Connections:
         self.options = options
         self._pid = os.getpid()
         self._closed = False
+        self._ended = ""  # why the server has ended, if something other than a call has told
         self._first = self._open()
         self._lock = threading.Lock()  # guards what follows
         self._all = [Connection(self._first)]
@@ -371,9 +372,17 @@ class Connections:
             self.close()
             raise
 
+    def fail(self, why: str) -> None:
+        """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
+        self._ended = why
+        self._close()
+
     def close(self) -> None:
         """Ends the calls under way."""
         self._closed = True
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             channels = [each.channel for each in (*self._all, *self._dropped)]
             if self._next is not None:
@@ -434,6 +443,8 @@ class Connections:
                 "or start processes with multiprocessing's spawn")
         if self._closed:
             raise errors.ClientClosed("this client is closed; make a new lossd.Client")
+        if self._ended:
+            raise errors.Unavailable(self._ended)
 
     def unary(self, method: str, request: Message, answer: type[M], deadline: Deadline, *, repeat: bool = False,
               cancellation: Cancellation | None = None) -> M:
@@ -579,12 +590,16 @@ class Connections:
             try:
                 return rpc()
             except grpc.RpcError as error:  # reading it takes locks, too
+                if self._ended:
+                    raise errors.Unavailable(self._ended) from None
                 raise errors.from_rpc(error, self.options.target, self._server_version) from None
             except grpc.FutureCancelledError:
                 raise errors.Cancelled("cancelled by the caller") from None
             except ValueError as error:  # gRPC's answer on a closed channel
                 if self._closed:
                     raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
+                if self._ended:
+                    raise errors.Unavailable(self._ended) from None
                 raise
 
         return run_apart(body, cancel)

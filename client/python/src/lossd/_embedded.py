@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +22,11 @@ from lossd.client import Client
 
 T = TypeVar("T")
 
-_LIBRARY = "liblossd.so.0"
+_NAME = "liblossd.so"
+_PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
+_DRAIN_SECONDS = 5.0
+_DEVICE_LOST = 2  # LOSSD_DEVICE_LOST
+_LAST_WORDS = 2.0  # seconds in which a server that lives says itself what is lost
 _NOT_HERE = ("an embedded server needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings "
              "it, as do the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
 
@@ -30,10 +37,9 @@ def _library_path() -> str:
         if not Path(given).is_file():
             raise errors.Unavailable(f"LOSSD_LIBRARY is {given}, and there is no such file")
         return given
-    try:
+    with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
         return str(importlib.import_module("lossd_server").library())
-    except (ImportError, AttributeError, FileNotFoundError):
-        return _LIBRARY
+    return next((str(path) for path in (Path(place, _NAME) for place in _PLACES) if path.is_file()), _NAME)
 
 
 @functools.lru_cache(maxsize=None)
@@ -49,6 +55,9 @@ def _library() -> ctypes.CDLL:
             ("lossd_start", server, (ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(text))),
             ("lossd_address", ctypes.c_char_p, (server,)),
             ("lossd_http_address", ctypes.c_char_p, (server,)),
+            ("lossd_wait", ctypes.c_int, (server, ctypes.c_double)),
+            ("lossd_live", ctypes.c_int, (server, ctypes.POINTER(text))),
+            ("lossd_drain", ctypes.c_int, (server, ctypes.c_double)),
             ("lossd_stop", None, (server,)),
             ("lossd_free", None, (text,))):
         function = getattr(library, name)
@@ -76,31 +85,66 @@ def _own_gpu() -> str | None:
         return None
 
 
-def _to_its_end(body: Callable[[], T]) -> T:
+def to_its_end(body: Callable[[], T]) -> T:
     """What `body` returns or raises. An interrupt is raised when `body` has ended: half a start or half a stop leaves a folder."""
     return run_apart(body, cancel=lambda: None)
 
 
-def _stop(library: ctypes.CDLL, server: int, pid: int) -> None:
-    if pid == os.getpid():  # a fork has no server
-        library.lossd_stop(server)
+def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
+    if pid != os.getpid():
+        return  # a fork has no server
+    library.lossd_drain(server, drain)
+    for each in watch:  # which uses the server
+        if each is not threading.current_thread():
+            each.join()
+    library.lossd_stop(server)
 
 
-class _Server:
-    """A server of this process, until stop(), or until the object or the process goes. Thread-safe."""
+class Member:
+    """A server of this process, or its ranks of a server of several; until stop(), or until the object or the process goes.
+    Thread-safe."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        library = _library()
+        self._library = _library()
         texts = [os.fsencode(f"{name}={_text_of(value)}") for name, value in options.items()]
         code, error = ctypes.c_int(), ctypes.c_void_p()
-        server = library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code), ctypes.byref(error))
+        server = self._library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code),
+                                           ctypes.byref(error))
         if server is None:
-            why = ctypes.string_at(error).decode(errors="replace") if error else "no memory"
-            library.lossd_free(error)
-            raise errors.from_code(code.value, f"the embedded server does not start: {why}")
-        self.stop = weakref.finalize(self, _stop, library, server, os.getpid())  # the first call counts
-        self.address = os.fsdecode(library.lossd_address(server))
-        self.http_address = os.fsdecode(library.lossd_http_address(server))
+            raise errors.from_code(code.value, f"the embedded server does not start: {self._taken(error)}")
+        self._server: int = server
+        self._watch: list[threading.Thread] = []
+        # Calls of other processes may be open where there are several ranks.
+        drain = _DRAIN_SECONDS if "ranks" in options else 0.0
+        self.stop = weakref.finalize(self, _stop, self._library, server, os.getpid(), drain, self._watch)  # the first call counts
+        self.address = os.fsdecode(self._library.lossd_address(server))
+        self.http_address = os.fsdecode(self._library.lossd_http_address(server))
+
+    def _taken(self, text: ctypes.c_void_p) -> str:
+        """What the library has written; "" for nothing."""
+        words = ctypes.string_at(text).decode(errors="replace") if text else ""
+        self._library.lossd_free(text)
+        return words
+
+    def watch(self, tell: Callable[[str], None]) -> None:
+        """Has a thread say why when the server has ended, or the part of it that is in this process, without stop(). To be
+        called once."""
+        library, server, me = self._library, self._server, weakref.ref(self)
+
+        def wait() -> None:
+            state = library.lossd_wait(server, -1.0)
+            alive = me()
+            if alive is None or not alive.stop.alive:
+                return
+            if state == _DEVICE_LOST:
+                time.sleep(_LAST_WORDS)
+                why = ctypes.c_void_p()
+                library.lossd_live(server, ctypes.byref(why))
+                tell(f"a rank of the server is lost: {alive._taken(why)}")
+            else:
+                tell("the server has ended, because one of its ranks has closed its client or has ended")
+        self._watch.append(threading.Thread(target=wait, name="lossd-ranks", daemon=True))
+        self._watch[0].start()
 
 
 class EmbeddedClient(Client):
@@ -110,9 +154,14 @@ class EmbeddedClient(Client):
     example lossctl. A fork has neither the client nor the server.
     """
 
-    def __init__(self, server: _Server, options: Mapping[str, Any]) -> None:
+    def __init__(self, server: Member, options: Mapping[str, Any], address: str | None = None) -> None:
+        """lossd.embedded() makes one. `address`: of a server of several ranks."""
         self._server = server
-        super().__init__(server.address, **{"ca": "", "cert": "", "key": "", "token": "", **options})
+        given: dict[str, Any] = {"ca": "", "cert": "", "key": "", "token": "", **options}
+        super().__init__(address or server.address, **given)
+        if address is not None:
+            mine = weakref.ref(self._connections)
+            server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
 
     @property
     def http_address(self) -> str:
@@ -122,7 +171,19 @@ class EmbeddedClient(Client):
     def close(self) -> None:
         """Closes the client as Client.close does, and then stops the server, whose heads are gone. May be repeated."""
         super().close()
-        _to_its_end(self._server.stop)
+        to_its_end(self._server.stop)
+
+
+def options_of(*, flags: Mapping[str, Any] | None, **arguments: Any) -> dict[str, Any]:
+    """The options of a server: those of embedded()'s arguments that were given, and the further flags."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in (flags or {}).items():
+        if name in given:
+            raise errors.InvalidArgument(f"{name} is an argument, and one of flags too")
+        given[name] = value
+    if "device" not in given and "devices" not in given and given.get("backend") != "cpu" and (gpu := _own_gpu()) is not None:
+        given["device"] = gpu
+    return given
 
 
 def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
@@ -159,13 +220,6 @@ def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: s
       InvalidArgument: an option or an argument is wrong; the text names it and what it was given.
       ResourceExhausted: there is not enough memory for the server's buffers.
     """
-    options = {"checkpoint_dir": checkpoint_dir, "restore": restore, "backend": backend, "device": device, "threads": threads,
-               "deterministic": deterministic, "http": http, "log_level": log_level}
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in (flags or {}).items():
-        if name in given:
-            raise errors.InvalidArgument(f"{name} is an argument, and one of flags too")
-        given[name] = value
-    if "device" not in given and "devices" not in given and given.get("backend") != "cpu" and (gpu := _own_gpu()) is not None:
-        given["device"] = gpu
-    return EmbeddedClient(_to_its_end(lambda: _Server(given)), client or {})
+    options = options_of(checkpoint_dir=checkpoint_dir, restore=restore, backend=backend, device=device, threads=threads,
+                         deterministic=deterministic, http=http, log_level=log_level, flags=flags)
+    return EmbeddedClient(to_its_end(lambda: Member(options)), client or {})

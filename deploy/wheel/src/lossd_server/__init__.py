@@ -23,7 +23,7 @@ def program(name: str) -> Path:
 
 def library() -> Path:
     """The file of the server as a library, which lossd.embedded() loads."""
-    return Path(__file__).resolve().parent / "lib" / "liblossd.so.0"
+    return Path(__file__).resolve().parent / "lib" / "liblossd.so"
 
 
 def run_lossd() -> NoReturn:

@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def own_server(stack: ExitStack) -> lossd.Client:
+def own_server(stack: ExitStack) -> lossd.EmbeddedClient:
     """A client of a server in this process, both until the stack is left."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lossd-quickstart."))
     client = stack.enter_context(lossd.embedded(http="127.0.0.1:0", checkpoint_dir=folder))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One lossd server inside the processes of a torch.distributed group."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lossd import errors
+from lossd._embedded import EmbeddedClient, Member, options_of, to_its_end
+
+T = TypeVar("T")
+
+_CHOSEN = {"rank", "ranks", "leader", "rank_listen", "rank_secret_file", "listen"}
+_LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups hardly ever draw the same address
+
+
+def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: str | os.PathLike[str] | None = None,
+             restore: str | None = None, backend: str | None = None, device: str | int | None = None, threads: int | None = None,
+             deterministic: bool | None = None, http: str | None = None, log_level: str | None = None,
+             flags: Mapping[str, Any] | None = None, client: Mapping[str, Any] | None = None) -> EmbeddedClient:
+    """Makes the processes of a group one lossd server, and returns a client of it in each. Every rank calls it.
+
+        client = lossd.torch.colocate()
+        if dist.get_rank() == 0:
+            client.create_head("lm", hidden_size=64, vocab_size=1000)
+        dist.barrier()
+
+    The devices of all ranks compute together: with split "vocabulary" each has a part of the classes, with "rows" each has all
+    classes and computes a part of the rows. There is no program to start and no launcher of its own, and on a GPU no MPS is needed, because a
+    process computes its part of the head beside its own work. Rank 0 of the group serves the clients.
+
+    The ranks end together. When a rank closes its client or ends, the server drains and ends in all of them; when a
+    rank dies or hangs, calls end with Unavailable once the rank is lost: within `rank_silence_timeout` (30 s).
+
+    Args:
+      group: the ranks; None: all of them. They are processes of one host.
+      split: how heads that do not say lie on the devices: "vocabulary", "rows", or "any".
+      checkpoint_dir, restore, backend, device, threads, deterministic, http, log_level, flags, client: as lossd.embedded();
+        every rank gives the same, but for `device`, `threads` and `client`. Flags of several ranks are `collectives`,
+        `rank_timeout` (here 2 minutes), `rank_silence_timeout`, `collective_timeout`.
+
+    Raises:
+      Unavailable, InvalidArgument, ResourceExhausted: as lossd.embedded(), in the rank that it is about.
+      DeadlineExceeded: not all ranks came together within `rank_timeout`; the text names those that are missing.
+      FailedPrecondition: the ranks are not on one host, or the group is not one of torch.distributed that this process is in.
+    """
+    rank, size = _place_in(group)
+    if taken := sorted(_CHOSEN & {*(flags or {})}):
+        raise errors.InvalidArgument(f"flags has {taken[0]}, which colocate() chooses itself")
+    options = options_of(checkpoint_dir=checkpoint_dir, restore=restore, backend=backend, device=device, threads=threads,
+                         deterministic=deterministic, http=http, log_level=log_level, flags={"split": split, **(flags or {})})
+    hosts = _gathered(group, size, _this_host())
+    if len(set(hosts)) > 1:
+        raise errors.FailedPrecondition(f"the ranks of the group are on {len(set(hosts))} hosts ({', '.join(sorted(set(hosts)))}); "
+                                        "colocate() is for one host: start the program lossd on several (docs/scaling.md)")
+    leader, secret = _from_first(group, rank, lambda: (_free_address(), secrets.token_hex(32)))
+    with tempfile.NamedTemporaryFile("w", prefix="lossd-rank-") as file:  # which its owner alone can read
+        file.write(secret)
+        file.flush()
+        of_ranks = {"rank_timeout": "2m", "rank": rank, "ranks": size, "leader": leader, "rank_secret_file": file.name}
+        member = to_its_end(lambda: Member({**of_ranks, **options} if size > 1 else options))
+    address = _from_first(group, rank, lambda: member.address)
+    return EmbeddedClient(member, client or {}, address if size > 1 else None)
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """The rank in the group, and how many there are."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise errors.FailedPrecondition("torch.distributed has no group yet: torch.distributed.init_process_group() makes one; "
+                                        "a process that is alone takes lossd.embedded()")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise errors.FailedPrecondition("this process is not in the group that colocate() was given")
+    return rank, dist.get_world_size(group)
+
+
+def _this_host() -> str:
+    """A name of the host, and what tells it from others that are called the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _free_address() -> str:
+    host = _LOOPBACK.format(*(1 + secrets.randbelow(254) for _ in range(3)))
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _gathered(group: Any, size: int, value: T) -> list[T]:
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _from_first(group: Any, rank: int, make: Callable[[], T]) -> T:
+    """What the group's first rank makes, in all of them."""
+    values: list[Any] = [make() if rank == 0 else None]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    value: T = values[0]
+    return value
