@@ -163,6 +163,9 @@ class EmbeddedClient(Client):
             mine = weakref.ref(self._connections)
             server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
 
+    def __enter__(self) -> EmbeddedClient:
+        return self
+
     @property
     def http_address(self) -> str:
         """host:port of the status page and of the metrics; "" without the option `http`."""
