@@ -25,7 +25,7 @@ std::string AuditText(absl::string_view text) {
 }
 
 void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
-  const std::optional<int64_t> left_out = outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.identity);
+  const std::optional<int64_t> left_out = outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.holder);
   if (!left_out.has_value()) return;
   const std::string identity = IdentityText(call.identity);
   const std::string address = AuditText(call.address);
@@ -57,9 +57,9 @@ void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
   }
 }
 
-void AuditLog::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
-                      absl::string_view error) {
-  const std::optional<int64_t> left_out = failed_.Take(peer);
+void AuditLog::Failed(const log::LineHolder& holder, absl::string_view peer, absl::string_view method,
+                      absl::string_view code, absl::string_view error) {
+  const std::optional<int64_t> left_out = failed_.Take(holder);
   if (!left_out.has_value()) return;
   const std::string who = AuditText(peer);
   if (*left_out > 0) {
@@ -76,7 +76,7 @@ void AuditLog::Failed(absl::string_view peer, absl::string_view method, absl::st
 }
 
 void AuditLog::Refused(const AuditedCall& call, const absl::Status& why) {
-  const std::optional<int64_t> left_out = refused_.Take();
+  const std::optional<int64_t> left_out = (call.identity.empty() ? unknown_ : refused_).Take(call.holder);
   if (!left_out.has_value()) return;
   log::Log(log::LogLevel::kWarning, "audit",
            {{"identity", call.identity.empty() ? "unknown" : AuditText(call.identity)},
