@@ -260,7 +260,10 @@ void Checkpoints::OnFailed(const v1::SaveCheckpointRequest& request, const absl:
                            absl::IsAlreadyExists(status)  // whose message has a name that the client chose
                                ? "checkpoint not saved: its name is taken, or the same is saved already"
                                : absl::StrCat("checkpoint not saved: ", status.message()));
-  const std::optional<int64_t> left_out = failed_lines_.Take();
+  const bool exists = engine_->Describe(request.head()).ok();
+  const std::optional<int64_t> left_out = failed_lines_.Take(
+      {.name = absl::StrCat(intended ? "client " : "server ", exists ? request.head() : ""),
+       .is_known = true});
   if (!left_out.has_value()) return;
   log::Log(LogLevel::kError, "checkpoint not saved",
            {{"head", request.head()}, {"error", status.message()}, {"failures_left_out", *left_out}});

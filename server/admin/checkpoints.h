@@ -194,7 +194,9 @@ class Checkpoints {
   NamedLocks* const head_locks_;
   CheckpointDeletions deletions_;
   std::atomic<bool> saves_cancelled_{false};
-  log::LineBudget failed_lines_{20};
+  // By head, and what a client could have known apart from troubles of the disk, which none of these lines
+  // may leave out.
+  log::LineBudgets failed_lines_{20, 200};
 
   absl::Mutex save_mutex_;  // one save at a time
   absl::Mutex directory_mutex_;

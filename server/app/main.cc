@@ -110,7 +110,8 @@ SERVER_FLAG(
 SERVER_FLAG(
     int64_t, keep_checkpoints, keep_checkpoints,
     "After a save that the server named (step-...), keep so many of those per head, the newest, and remove "
-    "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number");
+    "older ones; checkpoints named by clients stay. 0: keep all. A save may ask for another number. Where "
+    "the server asks who calls, only an admin asks for fewer, or deletes one that the server named");
 SERVER_FLAG(
     ByteSize, checkpoint_limit_bytes, checkpoint_limit_bytes,
     "What all files below --checkpoint_dir may take together. A save that would pass it is refused before "
