@@ -42,6 +42,7 @@ struct AuditedCall {
   absl::string_view method;          // "CreateHead"
   std::string head;                  // may be empty
   std::vector<std::string> removed;  // checkpoints that a save has pruned
+  bool leaves_nothing = false;       // also with the outcome OK: rpc::MethodAccess
 };
 
 class AuditLog {
@@ -54,9 +55,11 @@ class AuditLog {
       : refused_(kLines, kLinesOfAll, now),
         unknown_(kLines, kLinesOfAll, now),
         failed_(kLines, kLinesOfAll, now),
-        changed_nothing_(kLines, kLinesOfAll, now) {}
+        changed_nothing_(kLines, kLinesOfAll, now),
+        left_nothing_(kLines, kLinesOfAll, now) {}
 
-  // A holder has a budget of lines for calls with an outcome other than "OK".
+  // A holder has a budget of lines for calls with an outcome other than "OK", and one for the calls with the
+  // outcome "OK" of each method that leaves nothing behind.
   void Ended(const AuditedCall& call, absl::string_view outcome);
   void Refused(const AuditedCall& call, const absl::Status& why);
   // Writes "call failed" for a call that was not refused because of its caller. `peer`: the peer that made
@@ -69,6 +72,7 @@ class AuditLog {
   log::LineBudgets unknown_;          // and of others
   log::LineBudgets failed_;           // "call failed"
   log::LineBudgets changed_nothing_;  // audit lines of calls with another outcome than OK
+  log::LineBudgets left_nothing_;     // and with OK, by holder and method
 };
 
 // `text` as audit lines show it.

@@ -36,12 +36,12 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "GradNorm", Role::kTrainer, false},            //
     {kHeads, "ApplyStep", Role::kTrainer, false},           //
     {kHeads, "ReadTensor", Role::kTrainer, false},          //
-    {kHeads, "ZeroGradients", Role::kTrainer, true},        //
+    {kHeads, "ZeroGradients", Role::kTrainer, true, true},  //
     {kHeads, "SaveCheckpoint", Role::kTrainer, true},       //
     {kHeads, "DeleteCheckpoint", Role::kTrainer, true},     //
 
     {kHeads, "CreateHead", Role::kAdmin, true},      //
-    {kHeads, "PlanHead", Role::kAdmin, true},        //
+    {kHeads, "PlanHead", Role::kAdmin, true, true},  //
     {kHeads, "DeleteHead", Role::kAdmin, true},      //
     {kHeads, "ResetHead", Role::kAdmin, true},       //
     {kHeads, "SetShares", Role::kAdmin, true},       //
@@ -180,7 +180,8 @@ void AccessControl::Ended(const AdmittedCall& call, absl::string_view head, absl
                  .address = call.address,
                  .method = call.method->method,
                  .head = std::string(head),
-                 .removed = removed},
+                 .removed = removed,
+                 .leaves_nothing = call.method->leaves_nothing},
                 outcome);
 }
 

@@ -36,6 +36,9 @@ struct MethodAccess {
   absl::string_view method;   // "CreateHead"; no two services have a method of one name
   access::Role role = access::Role::kAdmin;
   bool audited = true;  // each call of it is an audit line
+  // Calls of it take next to no time and leave nothing behind that lasts, so a client could fill a disk with
+  // the lines of calls that ended well: those have a budget, too.
+  bool leaves_nothing = false;
 };
 
 absl::Span<const MethodAccess> MethodAccessTable();

@@ -384,6 +384,25 @@ TEST_F(AuditLogTest, AuditedCallsThatFailHaveABudgetForEachIdentity) {
   EXPECT_EQ(end("a", "OK", 500), 500) << "what was done is always told";
 }
 
+// A trainer may zero the gradients of a step without end.
+TEST_F(AuditLogTest, CallsThatLeaveNothingHaveABudgetToo) {
+  const auto end = [&](const char* method, int times) {
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < times; ++i) {
+      AuditedCall call = CallOf("token:a", i);
+      call.method = method;
+      call.leaves_nothing = true;
+      audit_.Ended(call, "OK");
+    }
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(Lines(end("ZeroGradients", 100'000)), AuditLog::kLines);
+  EXPECT_EQ(Lines(end("PlanHead", 1)), 1) << "another call of the same identity";
+  now_ += absl::Seconds(1);
+  EXPECT_THAT(end("ZeroGradients", 1),
+              HasSubstr("method=ZeroGradients head=lm outcome=OK calls_left_out=99980"));
+}
+
 // Whatever addresses it calls from.
 TEST_F(AuditLogTest, AnIdentityHasOneBudgetForAllItsAddresses) {
   EXPECT_EQ(LinesOf([&] {
