@@ -258,6 +258,17 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
   return absl::OkStatus();
 }
 
+namespace {
+
+// Whether two answers are about one head, which was not deleted between them; true if the server does not
+// say.
+bool SameHead(const v1::HeadState& before, const v1::HeadState& now) {
+  if (before.creation() == 0 || now.creation() == 0) return true;
+  return before.incarnation() == now.incarnation() && before.creation() == now.creation();
+}
+
+}  // namespace
+
 absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param param, v1::Role role,
                                           absl::Duration timeout) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
@@ -273,7 +284,7 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   const absl::StatusOr<TensorShape> read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted, [&] {
     return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape.rows);
   });
-  if (!read.ok()) return IfMadeAgain(read.status(), head, param, shape, deadline);
+  if (!read.ok()) return IfMadeAgain(read.status(), description, param, deadline);
   return tensor;
 }
 
@@ -303,7 +314,7 @@ absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor
   LOSSD_TRY(v1::HeadDescription description, DescribeHead(open.head(), deadline - clocks::SteadyNow()));
   LOSSD_TRY(TensorShape shape, internal::ParamShape(description.spec(), open.param()));
   auto written = internal::WriteTensor(*core_, open, shape, payload, deadline);
-  if (!written.ok()) return IfMadeAgain(written.status(), open.head(), open.param(), shape, deadline);
+  if (!written.ok()) return IfMadeAgain(written.status(), description, open.param(), deadline);
   return written;
 }
 
@@ -326,25 +337,31 @@ absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradie
   auto result = Repeated(*core_, deadline, Repeat::kIfTransient, attempt);
   if (!result.ok()) {
     const absl::Status error = cache.Interpret(at, result.status());
-    return IfMadeAgain(error, open.head(), open.param(), shape, deadline);
+    return IfMadeAgain(error, *description, open.param(), deadline);
   }
   LOSSD_RETURN_IF_ERROR(cache.NoteAccumulation(at, GradientsId::Of(result->state())));
   return result;
 }
 
-absl::Status Client::IfMadeAgain(const absl::Status& error, absl::string_view head, v1::Param param,
-                                 const TensorShape& shape, absl::Time deadline) {
+absl::Status Client::IfMadeAgain(const absl::Status& error, const v1::HeadDescription& before,
+                                 v1::Param param, absl::Time deadline) {
   if (!absl::IsInternal(error) && !absl::IsInvalidArgument(error) && !absl::IsFailedPrecondition(error)) {
     return error;
   }
-  const auto description = DescribeHead(head, deadline - clocks::SteadyNow());
-  if (absl::IsNotFound(description.status())) return description.status();  // it is not there at all
-  if (!description.ok()) return error;
-  const auto now = internal::ParamShape(description->spec(), param);
-  if (!now.ok() || (now->rows == shape.rows && now->cols == shape.cols)) return error;
-  return absl::AbortedError(
-      absl::StrCat("head \"", head, "\" was made again during the call: its tensor has ", now->rows, " x ",
-                   now->cols, " values, and had ", shape.rows, " x ", shape.cols));
+  const auto now = DescribeHead(before.spec().name(), deadline - clocks::SteadyNow());
+  if (absl::IsNotFound(now.status())) return now.status();  // it is not there at all
+  if (!now.ok()) return error;
+  const auto had = internal::ParamShape(before.spec(), param), has = internal::ParamShape(now->spec(), param);
+  if (!had.ok() || !has.ok()) return error;
+  const std::string again =
+      absl::StrCat("head \"", before.spec().name(), "\" was made again during the call");
+  if (has->rows != had->rows || has->cols != had->cols) {
+    return absl::AbortedError(absl::StrCat(again, ": its tensor has ", has->rows, " x ", has->cols,
+                                           " values, and had ", had->rows, " x ", had->cols));
+  }
+  // A head of the same shape may be another one all the same, and a third one may have been there in between.
+  if (SameHead(before.state(), now->state())) return error;
+  return absl::AbortedError(absl::StrCat(again, ", which failed with: ", error.message()));
 }
 
 absl::StatusOr<v1::GradNormResponse> Client::GradNorm(absl::string_view head, std::optional<uint64_t> step,

@@ -281,10 +281,10 @@ class Client : public CheckpointCalls {
 
  private:
   explicit Client(std::unique_ptr<internal::Core> core);
-  // `error`, or ABORTED if it comes from a head that was made again, so that the tensor has not `shape` any
-  // more.
-  absl::Status IfMadeAgain(const absl::Status& error, absl::string_view head, v1::Param param,
-                           const TensorShape& shape, absl::Time deadline);
+  // `error` of a call that moved a tensor, or ABORTED if the head is not the one that was described `before`
+  // the call: the error may be that of a head which took its place.
+  absl::Status IfMadeAgain(const absl::Status& error, const v1::HeadDescription& before, v1::Param param,
+                           absl::Time deadline);
 
   const std::unique_ptr<internal::Core> core_;
 };

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 
@@ -25,7 +26,13 @@ std::string AuditText(absl::string_view text) {
 }
 
 void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
-  const std::optional<int64_t> left_out = outcome == "OK" ? int64_t{0} : changed_nothing_.Take(call.identity);
+  std::optional<int64_t> left_out = 0;
+  if (outcome != "OK") {
+    left_out = changed_nothing_.Take(call.holder);
+  } else if (call.leaves_nothing) {
+    left_out = left_nothing_.Take(
+        {.name = absl::StrCat(call.method, " ", call.holder.name), .is_known = call.holder.is_known});
+  }
   if (!left_out.has_value()) return;
   const std::string identity = IdentityText(call.identity);
   const std::string address = AuditText(call.address);
@@ -46,7 +53,7 @@ void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
               {"method", call.method},
               {"head", head},
               {"outcome", outcome},
-              {"failures_left_out", *left_out}});
+              {outcome == "OK" ? "calls_left_out" : "failures_left_out", *left_out}});
   } else {
     log::Log(log::LogLevel::kInfo, "audit",
              {{"identity", identity},
@@ -57,9 +64,9 @@ void AuditLog::Ended(const AuditedCall& call, absl::string_view outcome) {
   }
 }
 
-void AuditLog::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
-                      absl::string_view error) {
-  const std::optional<int64_t> left_out = failed_.Take(peer);
+void AuditLog::Failed(const log::LineHolder& holder, absl::string_view peer, absl::string_view method,
+                      absl::string_view code, absl::string_view error) {
+  const std::optional<int64_t> left_out = failed_.Take(holder);
   if (!left_out.has_value()) return;
   const std::string who = AuditText(peer);
   if (*left_out > 0) {
@@ -76,7 +83,7 @@ void AuditLog::Failed(absl::string_view peer, absl::string_view method, absl::st
 }
 
 void AuditLog::Refused(const AuditedCall& call, const absl::Status& why) {
-  const std::optional<int64_t> left_out = refused_.Take();
+  const std::optional<int64_t> left_out = (call.identity.empty() ? unknown_ : refused_).Take(call.holder);
   if (!left_out.has_value()) return;
   log::Log(log::LogLevel::kWarning, "audit",
            {{"identity", call.identity.empty() ? "unknown" : AuditText(call.identity)},

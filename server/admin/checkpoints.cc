@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
@@ -12,6 +13,7 @@
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/checkpoint_store.h"
+#include "server/head/paths.h"
 #include "server/messages/convert.h"
 #include "server/messages/texts.h"
 
@@ -192,6 +194,23 @@ absl::Status Checkpoints::CheckKeep(const v1::SaveCheckpointRequest& request) co
                             request.keep(), absl::StatusCode::kPermissionDenied);
 }
 
+absl::Status Checkpoints::CheckDelete(const v1::DeleteCheckpointRequest& request) const {
+  const std::pair<absl::string_view, absl::string_view> names =
+      absl::StrSplit(request.checkpoint(), absl::MaxSplits('/', 1));
+  // What is wrong with a name, the deletion says.
+  const bool is_name =
+      head::ValidateName("head", names.first).ok() && head::ValidateName("name", names.second).ok();
+  if (options_.keep == 0 || !is_name) return absl::OkStatus();
+  const head::CheckpointInfo info = head::InfoOf(options_.directory, request.checkpoint());
+  if (!info.status.ok() || !info.automatic) return absl::OkStatus();
+  return errors::FieldError(
+      "checkpoint",
+      absl::StrCat("have a name that a client gave it, unless an admin asks: the server "
+                   "keeps those that it names (--keep_checkpoints=",
+                   options_.keep, ")"),
+      request.checkpoint(), absl::StatusCode::kPermissionDenied);
+}
+
 absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheckpointRequest& request,
                                                              const SaveCallbacks& callbacks) {
   if (!request.name().empty()) LOSSD_RETURN_IF_ERROR(messages::CheckName("name", request.name()));
@@ -241,7 +260,10 @@ void Checkpoints::OnFailed(const v1::SaveCheckpointRequest& request, const absl:
                            absl::IsAlreadyExists(status)  // whose message has a name that the client chose
                                ? "checkpoint not saved: its name is taken, or the same is saved already"
                                : absl::StrCat("checkpoint not saved: ", status.message()));
-  const std::optional<int64_t> left_out = failed_lines_.Take();
+  const bool exists = engine_->Describe(request.head()).ok();
+  const std::optional<int64_t> left_out = failed_lines_.Take(
+      {.name = absl::StrCat(intended ? "client " : "server ", exists ? request.head() : ""),
+       .is_known = true});
   if (!left_out.has_value()) return;
   log::Log(LogLevel::kError, "checkpoint not saved",
            {{"head", request.head()}, {"error", status.message()}, {"failures_left_out", *left_out}});

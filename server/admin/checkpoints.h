@@ -151,6 +151,8 @@ class Checkpoints {
   // PERMISSION_DENIED naming the field if a save would keep fewer checkpoints than --keep_checkpoints says,
   // which is for admins to ask for. A server whose flag is 0 leaves the number to each save.
   absl::Status CheckKeep(const v1::SaveCheckpointRequest& request) const;
+  // The same for a deletion: of an automatic checkpoint, which --keep_checkpoints keeps. Reads its manifest.
+  absl::Status CheckDelete(const v1::DeleteCheckpointRequest& request) const;
 
   // Both callbacks run on this thread; `cancelled` is asked a few times a second, true ends the save.
   struct SaveCallbacks {
@@ -192,7 +194,9 @@ class Checkpoints {
   NamedLocks* const head_locks_;
   CheckpointDeletions deletions_;
   std::atomic<bool> saves_cancelled_{false};
-  log::LineBudget failed_lines_{20};
+  // By head, and what a client could have known apart from troubles of the disk, which none of these lines
+  // may leave out.
+  log::LineBudgets failed_lines_{20, 200};
 
   absl::Mutex save_mutex_;  // one save at a time
   absl::Mutex directory_mutex_;

@@ -204,7 +204,8 @@ absl::Status CheckHttpAddress(const SecurityOptions& options, const Address& add
       address.text());
 }
 
-absl::StatusOr<std::unique_ptr<Security>> Security::Create(const SecurityOptions& options) {
+absl::StatusOr<std::unique_ptr<Security>> Security::Create(const SecurityOptions& options,
+                                                           rpc::AccessControl::NameAt name_at) {
   LOSSD_RETURN_IF_ERROR(CheckTogether(options));
   std::unique_ptr<access::ReloadedTls> tls;
   if (HasTls(options)) {
@@ -215,7 +216,8 @@ absl::StatusOr<std::unique_ptr<Security>> Security::Create(const SecurityOptions
   }
   LOSSD_TRY(auto authority,
             access::Authority::Create({"role_file", options.role_file}, {"token_file", options.token_file}));
-  return std::unique_ptr<Security>(new Security(options, std::move(tls), std::move(authority)));
+  return std::unique_ptr<Security>(
+      new Security(options, std::move(tls), std::move(authority), std::move(name_at)));
 }
 
 std::shared_ptr<grpc::ServerCredentials> Security::MakeCredentials() const {
@@ -245,17 +247,26 @@ std::optional<metrics::HttpResponse> Security::GuardHttp(const metrics::HttpRequ
         .status = 403,
         .body = "only for operators, whom this server knows over HTTP if it has --http_token\n"};
   }
-  const absl::Status allowed = CheckHttp(request, path);
+  std::string identity;
+  const absl::Status allowed = CheckHttp(request, path, &identity);
   if (allowed.ok()) return std::nullopt;
-  audit_.Refused({.identity = "", .address = request.peer, .method = "HTTP", .head = ""}, allowed);
+  const bool is_known = !identity.empty();
+  audit_.Refused({.identity = identity,
+                  .holder = {.name = is_known ? identity : request.peer_name, .is_known = is_known},
+                  .address = request.peer,
+                  .method = "HTTP",
+                  .head = ""},
+                 allowed);
   return metrics::HttpResponse{.status = absl::IsUnauthenticated(allowed) ? 401 : 403,
                                .body = absl::StrCat(allowed.message(), "\n")};
 }
 
-absl::Status Security::CheckHttp(const metrics::HttpRequest& request, absl::string_view path) const {
+absl::Status Security::CheckHttp(const metrics::HttpRequest& request, absl::string_view path,
+                                 std::string* name) const {
   access::Presented presented;
   if (request.authorizations.size() == 1) presented.authorization = request.authorizations.front();
   LOSSD_TRY(const access::Identity identity, authority_->Identify(presented));
+  *name = identity.name;
   if (!Contains(metrics::kOperatorPaths, path)) return absl::OkStatus();  // every role may read
   return access::CheckRole(identity, access::Role::kAdmin, path);
 }

@@ -77,8 +77,9 @@ absl::Status CheckHttpAddress(const SecurityOptions& options, const Address& add
 class Security {
  public:
   // Reads the files. INVALID_ARGUMENT, naming option and path, if one is not in order or options do not go
-  // together.
-  static absl::StatusOr<std::unique_ptr<Security>> Create(const SecurityOptions& options);
+  // together. `name_at`: whose connections of gRPC come from an address of the loopback; for the log.
+  static absl::StatusOr<std::unique_ptr<Security>> Create(const SecurityOptions& options,
+                                                          rpc::AccessControl::NameAt name_at = nullptr);
 
   // Whether callers have to say who they are.
   bool asks() const { return authority_->asks(); }
@@ -95,11 +96,11 @@ class Security {
 
  private:
   Security(const SecurityOptions& options, std::unique_ptr<access::ReloadedTls> tls,
-           std::unique_ptr<access::Authority> authority)
+           std::unique_ptr<access::Authority> authority, rpc::AccessControl::NameAt name_at)
       : options_(options),
         tls_(std::move(tls)),
         authority_(std::move(authority)),
-        access_control_(authority_.get(), &audit_),
+        access_control_(authority_.get(), &audit_, std::move(name_at)),
         credentials_(MakeCredentials()),
         rank_credentials_(tls_ == nullptr ? grpc::InsecureServerCredentials()
                                           : rpc::TlsCredentials(tls_.get(), rpc::ClientCertificates::kNone)) {
@@ -107,8 +108,10 @@ class Security {
 
   std::shared_ptr<grpc::ServerCredentials> MakeCredentials() const;
   std::optional<metrics::HttpResponse> GuardHttp(const metrics::HttpRequest& request, absl::string_view path);
-  // OK if the token of the request has the role that the path needs.
-  absl::Status CheckHttp(const metrics::HttpRequest& request, absl::string_view path) const;
+  // OK if the token of the request has the role that the path needs. `name`: whose the token is, if the
+  // server knows it.
+  absl::Status CheckHttp(const metrics::HttpRequest& request, absl::string_view path,
+                         std::string* name) const;
 
   const SecurityOptions options_;
   const std::unique_ptr<access::ReloadedTls> tls_;  // null: no TLS

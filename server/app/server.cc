@@ -63,7 +63,10 @@ absl::Status Server::CreateSecurity() {
     allowed = CheckHttpAddress(options_.security, http_bind_);
   }
   if (!allowed.ok()) return allowed;
-  LOSSD_TRY(security_, Security::Create(options_.security));
+  // Calls come when the acceptor is there.
+  LOSSD_TRY(security_, Security::Create(options_.security, [this](absl::string_view address) {
+              return acceptor_ == nullptr ? "" : acceptor_->NameAt(address);
+            }));
   return absl::OkStatus();
 }
 
@@ -161,7 +164,7 @@ absl::Status Server::Listen() {
   grpc_ = builder.BuildAndStart();
   if (grpc_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
-  acceptor_->Start(std::move(take));
+  acceptor_->Start("lossd-accept", std::move(take));
   pulse_->Start();
   return absl::OkStatus();
 }
@@ -199,6 +202,7 @@ absl::Status Server::StartHttp() {
       [this](absl::string_view limit, absl::string_view peer) { OnRefused(limit, peer); });
   if (!http.ok()) return http.status();
   http_ = *std::move(http);
+  http_watched_ = http_.get();
   http_url_.Set(absl::StrCat(options_.security.http_tls ? "https://" : "http://", http_->address()));
   return absl::OkStatus();
 }
@@ -226,7 +230,8 @@ Health Server::health() const {
           .threads = {{{"gRPC's threads", pulse_->Silence()},
                        {"the thread that accepts connections", acceptor_->Silence()},
                        {"the thread of the region socket", SilenceOf(shared_memory_)},
-                       {"a thread of the ranks' sockets", SilenceOf(leader_)}}}};
+                       {"a thread of the ranks' sockets", SilenceOf(leader_)},
+                       {"HTTP's threads", SilenceOf(http_watched_.load())}}}};
 }
 
 // What is on the device cannot be reached any more: have this server replaced.
@@ -293,6 +298,7 @@ void Server::WaitForStaging() {
 
 Server::~Server() {
   if (grpc_ != nullptr) Drain(clocks::SteadyNow());
+  http_watched_ = nullptr;
   http_.reset();
   pages_.reset();
   grpc_.reset();
@@ -336,7 +342,9 @@ class WorkerApp {
   absl::Status StartHttp();
   metrics::HttpHandlers Handlers() const;
   Health health() const {
-    return {.device_lost = ranks_->device_lost(), .device_silence = ranks_->Silence()};
+    return {.device_lost = ranks_->device_lost(),
+            .device_silence = ranks_->Silence(),
+            .threads = {{{"HTTP's threads", SilenceOf(http_watched_.load())}}}};
   }
   // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
   absl::Status AwaitEnd(absl::Duration limit);
@@ -347,6 +355,7 @@ class WorkerApp {
   std::unique_ptr<Security> security_;
   std::unique_ptr<LocalRanks> ranks_;
   std::unique_ptr<metrics::HttpServer> http_;
+  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};  // http_, for health, from its start on
   std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;
   std::optional<RanksEnd> end_ ABSL_GUARDED_BY(mutex_);
@@ -400,6 +409,7 @@ absl::Status WorkerApp::StartHttp() {
   LOSSD_RETURN_IF_ERROR(CheckHttpAddress(options_.security, address));
   if (address.host == "localhost") address.host = "127.0.0.1";
   LOSSD_TRY(http_, metrics::HttpServer::Start(address.text(), Handlers(), security_->http()));
+  http_watched_ = http_.get();
   log::Log(log::LogLevel::kInfo, "probes", {{"http", http_->address()}});
   return absl::OkStatus();
 }

@@ -173,6 +173,7 @@ class Server {
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
+  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};  // http_, for health, from its start on
 };
 
 // RunWorker is the program as a process that serves no clients: its devices compute for rank 0 until rank 0

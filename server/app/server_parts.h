@@ -55,12 +55,13 @@ struct Health {
   bool device_lost = false;
   absl::Duration device_silence;  // engine::Engine::DeviceSilence
   // Threads that clients cannot do without, and since when they have shown no sign of life. They show one
-  // every second.
+  // every second. Of HTTP's threads a probe over HTTP hears nothing that it would not notice by itself; the
+  // service manager does.
   struct Thread {
     absl::string_view name;
     absl::Duration silence;
   };
-  std::array<Thread, 4> threads;
+  std::array<Thread, 5> threads;
 };
 
 // A thread that is busy for longer than that does something that it should not do.
@@ -186,9 +187,9 @@ rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
                                              head::FileSites* sites);
 rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
-// How long a part has shown no sign of life; zero without a part.
-template <typename Part>
-absl::Duration SilenceOf(const std::unique_ptr<Part>& part) {
+// How long a part has shown no sign of life; zero without a part. `part` points to it.
+template <typename Pointer>
+absl::Duration SilenceOf(const Pointer& part) {
   return part == nullptr ? absl::ZeroDuration() : part->Silence();
 }
 

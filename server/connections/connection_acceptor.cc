@@ -2,6 +2,7 @@
 #include "server/connections/connection_acceptor.h"
 
 #include <poll.h>
+#include <pthread.h>
 
 #include <cerrno>
 
@@ -14,12 +15,18 @@ constexpr absl::Duration kBeat = absl::Seconds(1);
 
 ConnectionAcceptor::~ConnectionAcceptor() { Stop(); }
 
-void ConnectionAcceptor::Start(Take take) {
+void ConnectionAcceptor::Start(const char* thread_name, Take take) {
   take_ = std::move(take);
-  thread_ = std::thread([this] { Run(); });
+  beat_.Beat();
+  runs_ = true;
+  thread_ = std::thread([this, thread_name] {
+    pthread_setname_np(pthread_self(), thread_name);
+    Run();
+  });
 }
 
 void ConnectionAcceptor::Stop() {
+  runs_ = false;
   if (thread_.joinable()) {
     eventfd_write(wake_.get(), 1);
     thread_.join();

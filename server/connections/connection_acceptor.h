@@ -14,12 +14,15 @@
 #include <grpcpp/server_builder.h>
 #include <sys/eventfd.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/exchange_times.h"
 #include "server/connections/closer.h"
@@ -38,16 +41,20 @@ class ConnectionAcceptor {
   ConnectionAcceptor(const ConnectionAcceptor&) = delete;
   ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
 
-  // Call once.
-  void Start(Take take);
+  // Call once. `thread_name`: as debuggers show it; at most 15 characters.
+  void Start(const char* thread_name, Take take);
   // Accepts nothing more, and closes the listening sockets. Later calls do nothing.
   void Stop();
   // The reader is about to close a connection (EntranceOptions::oldest_makes_room).
   void Closing(int connection) { entrance_.Closing(connection); }
+  // Whose a connection is (Entrance).
+  std::string NameAt(absl::string_view loopback_address) const { return entrance_.NameAt(loopback_address); }
+  std::string NameOf(int connection) const { return entrance_.NameOf(connection); }
   // Connections that are open.
   int64_t connections() { return entrance_.connections(); }
-  // How long ago the thread last had nothing to do or ended something.
-  absl::Duration Silence() const { return thread_.joinable() ? beat_.Silence() : absl::ZeroDuration(); }
+  // How long ago the thread last had nothing to do or ended something. Zero before Start and after Stop. At
+  // any time.
+  absl::Duration Silence() const { return runs_ ? beat_.Silence() : absl::ZeroDuration(); }
 
  private:
   void Run();
@@ -58,6 +65,7 @@ class ConnectionAcceptor {
   Take take_;
   std::unique_ptr<Relay> relay_;  // of the thread, made when it is needed
   kernels::Heartbeat beat_;
+  std::atomic<bool> runs_{false};
   std::thread thread_;
 };
 

@@ -97,6 +97,20 @@ std::string TextOf(const sockaddr_storage& address) {
   return text;
 }
 
+// As gRPC writes an address: of an IPv4 address in IPv6 the IPv4 address.
+std::string LoopbackText(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET)
+    return absl::StrCat(TextOf(address), ":", ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port));
+  const auto& ipv6 = reinterpret_cast<const sockaddr_in6&>(address);
+  if (!IN6_IS_ADDR_V4MAPPED(&ipv6.sin6_addr))
+    return absl::StrCat("[", TextOf(address), "]:", ntohs(ipv6.sin6_port));
+  sockaddr_storage ipv4 = {.ss_family = AF_INET};
+  auto& mapped = reinterpret_cast<sockaddr_in&>(ipv4);
+  std::memcpy(&mapped.sin_addr, ipv6.sin6_addr.s6_addr + 12, sizeof(mapped.sin_addr));
+  mapped.sin_port = ipv6.sin6_port;
+  return LoopbackText(ipv4);
+}
+
 }  // namespace
 
 Peer PeerOf(int connection, const sockaddr_storage& from) {
@@ -105,12 +119,15 @@ Peer PeerOf(int connection, const sockaddr_storage& from) {
     if (!who.ok()) return {.name = "unix", .user = std::nullopt};
     return {.name = absl::StrCat("uid ", who->user), .user = who->user, .process = who->process};
   }
-  Peer peer{.name = TextOf(from), .user = std::nullopt, .is_loopback = IsLoopback(from)};
+  if (!IsLoopback(from)) return {.name = TextOf(from), .user = std::nullopt};
+  // A program chooses its address on the loopback: the address says nothing about who it is.
+  Peer peer{
+      .name = "loopback", .loopback_address = LoopbackText(from), .user = std::nullopt, .is_loopback = true};
   sockaddr_storage to = {};
   socklen_t size = sizeof(to);
-  if (!peer.is_loopback || getsockname(connection, reinterpret_cast<sockaddr*>(&to), &size) != 0) return peer;
+  if (getsockname(connection, reinterpret_cast<sockaddr*>(&to), &size) != 0) return peer;
   peer.user = UserAt(from, to);
-  if (peer.user.has_value()) absl::StrAppend(&peer.name, " uid ", *peer.user);
+  if (peer.user.has_value()) peer.name = absl::StrCat("uid ", *peer.user);
   return peer;
 }
 
@@ -180,14 +197,14 @@ std::optional<Connection> Entrance::Accept(int listener) {
   }
   const int descriptor = connection.socket.get();
   connection.is_unix = from.ss_family == AF_UNIX;
-  connection.peer = PeerOf(descriptor, from);
+  connection.peer = options_.peer_of(descriptor, from);
   const bool lets_in = LetsIn(connection.peer, listener);
   absl::string_view refusal = lets_in ? "" : kStranger;
   if (lets_in && options_.oldest_makes_room) {
-    for (const Ended& ended : CountAndMakeRoom(descriptor, connection.peer.name))
+    for (const Ended& ended : CountAndMakeRoom(descriptor, connection.peer))
       options_.on_refused(-1, ended.reason, {.name = ended.name, .user = std::nullopt});
   } else if (lets_in) {
-    refusal = Count(descriptor, connection.peer.name);
+    refusal = Count(descriptor, connection.peer);
   }
   if (!refusal.empty()) {
     options_.on_refused(descriptor, refusal, connection.peer);
@@ -213,13 +230,17 @@ bool Entrance::LetsIn(const Peer& peer, int listener) const {
   });
 }
 
-absl::string_view Entrance::Count(int descriptor, const std::string& name) {
+absl::string_view Entrance::Count(int descriptor, const Peer& peer) {
   absl::MutexLock lock(&mutex_);
   connections_.erase(descriptor);  // what had the number before is closed
-  if (!LimitReached(name).empty()) ForgetClosed();
-  const absl::string_view limit = LimitReached(name);
-  if (limit.empty())
-    connections_[descriptor] = {.inode = InodeOf(descriptor), .name = name, .opened = clocks::SteadyNow()};
+  if (!LimitReached(peer.name).empty()) ForgetClosed();
+  const absl::string_view limit = LimitReached(peer.name);
+  if (limit.empty()) {
+    connections_[descriptor] = {.inode = InodeOf(descriptor),
+                                .name = peer.name,
+                                .loopback_address = peer.loopback_address,
+                                .opened = clocks::SteadyNow()};
+  }
   return limit;
 }
 
@@ -242,7 +263,7 @@ bool Entrance::HasRoom() {
   return connections_.size() < most;
 }
 
-std::vector<Entrance::Ended> Entrance::CountAndMakeRoom(int descriptor, const std::string& name) {
+std::vector<Entrance::Ended> Entrance::CountAndMakeRoom(int descriptor, const Peer& peer) {
   const absl::Time now = clocks::SteadyNow();
   std::vector<Ended> made_room;
   absl::MutexLock lock(&mutex_);
@@ -257,9 +278,12 @@ std::vector<Entrance::Ended> Entrance::CountAndMakeRoom(int descriptor, const st
     made_room.push_back({.name = oldest->second.name, .reason = limit});
   };
   // The peer's own first: then there may be room in all.
-  if (CountOf(name) >= options_.per_peer) end_oldest(name, kMaxPerPeer);
+  if (CountOf(peer.name) >= options_.per_peer) end_oldest(peer.name, kMaxPerPeer);
   if (CountOf("") >= options_.in_all) end_oldest("", kMaxConnections);
-  connections_[descriptor] = {.inode = InodeOf(descriptor), .name = name, .opened = now};
+  connections_[descriptor] = {.inode = InodeOf(descriptor),
+                              .name = peer.name,
+                              .loopback_address = peer.loopback_address,
+                              .opened = now};
   return made_room;
 }
 
@@ -291,6 +315,23 @@ int64_t Entrance::connections() {
   absl::MutexLock lock(&mutex_);
   ForgetClosed();
   return static_cast<int64_t>(connections_.size());
+}
+
+std::string Entrance::NameAt(absl::string_view loopback_address) const {
+  if (loopback_address.empty()) return "";
+  absl::MutexLock lock(&mutex_);
+  for (const auto& [descriptor, connection] : connections_) {
+    // Another connection from the address may have been closed already.
+    if (connection.loopback_address == loopback_address && InodeOf(descriptor) == connection.inode)
+      return connection.name;
+  }
+  return "";
+}
+
+std::string Entrance::NameOf(int descriptor) const {
+  absl::MutexLock lock(&mutex_);
+  const auto found = connections_.find(descriptor);
+  return found == connections_.end() ? "" : found->second.name;
 }
 
 bool BringsDescriptors(const Connection& connection) {

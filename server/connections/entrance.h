@@ -40,9 +40,12 @@
 namespace lossd::connections {
 
 struct Peer {
-  // Whose connections are counted together: "10.0.0.5", "127.0.0.1 uid 1000" on the loopback, or "uid 1000"
-  // of a Unix socket.
+  // Whose connections are counted together: "10.0.0.5", or "uid 1000" of a program of this host, over the
+  // loopback, whatever address of it, and over Unix sockets. "loopback" of a program there that the kernel
+  // does not name.
   std::string name;
+  // Over the loopback, as gRPC writes it: "127.0.0.1:41234", "[::1]:41234". Else empty.
+  std::string loopback_address;
   // Of a program of this host, where the kernel says so: always over a Unix socket, and over the loopback
   // unless the program has closed its end already or the kernel has no sock_diag.
   std::optional<uid_t> user;
@@ -74,6 +77,8 @@ struct EntranceOptions {
   bool oldest_makes_room = false;
   absl::Duration age = absl::InfiniteDuration();
   absl::Duration dead_peer_timeout = absl::Seconds(20);  // data sent and not acknowledged for so long ends it
+  // Says who the peer of a connection is; for tests that play several peers.
+  std::function<Peer(int connection, const sockaddr_storage& from)> peer_of = &PeerOf;
   // Called for a connection that is not admitted, to which it may still write; must not wait. `reason`: the
   // flag of a limit, or kStranger. For a connection that made room `connection` is -1, and only the peer's
   // name is known.
@@ -111,11 +116,17 @@ class Entrance {
   void Closing(int descriptor) ABSL_LOCKS_EXCLUDED(mutex_);
   // Connections that are open.
   int64_t connections() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Peer::name of the admitted connection from this address of the loopback (Peer::loopback_address); empty
+  // if there is none.
+  std::string NameAt(absl::string_view loopback_address) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same of an admitted connection that the caller has not closed.
+  std::string NameOf(int descriptor) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Counted {
     uint64_t inode = 0;  // of the socket
     std::string name;
+    std::string loopback_address;
     absl::Time opened;
     bool ended = false;  // it made room
   };
@@ -126,12 +137,12 @@ class Entrance {
 
   bool LetsIn(const Peer& peer, int listener) const;
   // The flag of the limit that keeps a connection out; "": none does.
-  absl::string_view Count(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::string_view Count(int descriptor, const Peer& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::string_view LimitReached(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasRoom() ABSL_LOCKS_EXCLUDED(mutex_);
   // Counts a connection, and shuts down connections to make room for it; returns the connections that a limit
   // ended.
-  std::vector<Ended> CountAndMakeRoom(int descriptor, const std::string& name) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::vector<Ended> CountAndMakeRoom(int descriptor, const Peer& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   // The counted connection that came first; of this peer unless `name` is empty.
   std::map<int, Counted>::iterator Oldest(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void End(int descriptor, Counted* connection);
@@ -141,7 +152,7 @@ class Entrance {
 
   std::vector<ListeningSocket> sockets_;
   const EntranceOptions options_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   std::map<int, Counted> connections_ ABSL_GUARDED_BY(mutex_);  // by descriptor, which is the caller's
 };
 

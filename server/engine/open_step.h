@@ -122,7 +122,8 @@ class OpenStep {
     return {.incarnation = incarnation_,
             .step = number(),
             .generation = versions_.generation(),
-            .weights_version = versions_.weights()};
+            .weights_version = versions_.weights(),
+            .creation = versions_.creation()};
   }
   const LastStep& last() const { return last_; }
   StepHistory& history() { return history_; }

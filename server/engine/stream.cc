@@ -20,6 +20,7 @@ absl::Status Changed(absl::string_view what) {
 
 HeadVersions::HeadVersions(VersionCounter* counter)
     : counter_(counter),
+      creation_(counter->Next()),
       generation_(counter->Next()),
       weights_(counter->Next()),
       moments_(counter->Next()),

@@ -149,6 +149,7 @@ struct HeadState {
   uint64_t step = 0;
   uint64_t generation = 0;
   uint64_t weights_version = 0;
+  uint64_t creation = 0;
   friend bool operator==(const HeadState&, const HeadState&) = default;
 };
 
@@ -342,6 +343,7 @@ class HeadVersions {
   // Step 0 of a new head. The counter outlives this.
   explicit HeadVersions(VersionCounter* counter);
 
+  uint64_t creation() const { return creation_; }  // of the head itself: it never changes
   uint64_t step() const { return step_; }
   uint64_t generation() const { return generation_; }  // of the gradients: since they were last zero
   uint64_t weights() const { return weights_; }        // of the values of all parameters
@@ -374,6 +376,7 @@ class HeadVersions {
   void Change(Written what, absl::string_view why);
 
   VersionCounter* const counter_;
+  const uint64_t creation_;
   uint64_t step_ = 0;
   uint64_t generation_;
   uint64_t weights_;

@@ -157,15 +157,16 @@ std::optional<int64_t> LineBudget::Take() {
   return std::exchange(left_out_, 0);
 }
 
-std::optional<int64_t> LineBudgets::Take(absl::string_view name) {
+std::optional<int64_t> LineBudgets::Take(const LineHolder& who) {
   absl::MutexLock lock(&mutex_);
-  auto found = holders_.find(name);
+  auto found = holders_.find(who.name);
   if (found == holders_.end()) {
-    found = holders_.emplace(std::string(name), Holder{std::make_unique<LineBudget>(at_once_, now_)}).first;
+    found = holders_.emplace(who.name, Holder{std::make_unique<LineBudget>(at_once_, now_)}).first;
     found->second.place = order_.insert(order_.end(), found->first);
     if (holders_.size() > kMostHolders) {
       holders_.erase(order_.front());
       order_.pop_front();
+      forgets_ = true;
     }
   }
   Holder& holder = found->second;
@@ -173,10 +174,14 @@ std::optional<int64_t> LineBudgets::Take(absl::string_view name) {
   const std::optional<int64_t> own = holder.budget->Take();
   if (!own.has_value()) return std::nullopt;
   holder.left_out_by_all += *own;
-  if (!all_.Take().has_value()) {
+  const absl::Time now = now_();
+  // A clock that is set back makes nobody quiet.
+  const bool was_quiet = who.is_known && !forgets_ && now - holder.logged >= kQuiet;
+  if (!all_.Take().has_value() && !was_quiet) {
     ++holder.left_out_by_all;
     return std::nullopt;
   }
+  holder.logged = now;
   return std::exchange(holder.left_out_by_all, 0);
 }
 

@@ -95,30 +95,42 @@ class LineBudget {
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// One budget for each of several holders, for example peers, and one budget for all holders together. When
-// there are more than kMostHolders, the holder that has been quiet longest is forgotten; the budget of all
-// then still bounds what the holders may log. Thread-safe.
+// Whose budget a line is taken from.
+struct LineHolder {
+  std::string name;
+  // The holder is one of a bounded number, which no stranger can make grow: somebody gave it its name.
+  bool is_known = false;
+};
+
+// One budget for each of several holders, and one budget for all holders together. A known holder that has
+// logged nothing for kQuiet has a line all the same when the others have used up the budget of all, so that
+// holders who log without end leave no first line of another one out. When there are more than kMostHolders,
+// the holder that has been quiet longest is forgotten; the budget of all then bounds what the holders may
+// log, without exception. Thread-safe.
 class LineBudgets {
  public:
   static constexpr size_t kMostHolders = 1'000;
+  static constexpr absl::Duration kQuiet = absl::Minutes(1);
 
   LineBudgets(int64_t at_once, int64_t at_once_of_all, std::function<absl::Time()> now = &clocks::SteadyNow)
       : at_once_(at_once), now_(now), all_(at_once_of_all, std::move(now)) {}
 
   // As LineBudget::Take, of the holder's lines.
-  std::optional<int64_t> Take(absl::string_view holder) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::optional<int64_t> Take(const LineHolder& holder) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Holder {
     std::unique_ptr<LineBudget> budget;
     int64_t left_out_by_all = 0;
-    std::list<std::string>::iterator place;  // in order_
+    absl::Time logged = absl::InfinitePast();  // its last line
+    std::list<std::string>::iterator place;    // in order_
   };
 
   const int64_t at_once_;
   const std::function<absl::Time()> now_;
   LineBudget all_;
   absl::Mutex mutex_;
+  bool forgets_ ABSL_GUARDED_BY(mutex_) = false;          // there have been more than kMostHolders
   std::list<std::string> order_ ABSL_GUARDED_BY(mutex_);  // last heard of last
   std::map<std::string, Holder, std::less<>> holders_ ABSL_GUARDED_BY(mutex_);
 };

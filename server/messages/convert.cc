@@ -346,6 +346,7 @@ v1::HeadState ToProto(const engine::HeadState& state) {
   message.set_step(state.step);
   message.set_generation(state.generation);
   message.set_weights_version(state.weights_version);
+  message.set_creation(state.creation);
   return message;
 }
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/memory/memory.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -262,9 +263,14 @@ struct HttpServer::Callbacks {
   // read.
   static MHD_Result OnRequest(void* self, MHD_Connection* connection, const char* target, const char* method,
                               const char* version, const char*, size_t*, void**) {
-    const auto* server = static_cast<const HttpServer*>(self);
+    auto* const server = static_cast<HttpServer*>(self);
+    server->handler_begins_.Beat();
+    server->handler_runs_ = true;
+    const auto runs = absl::MakeCleanup([server] { server->handler_runs_ = false; });
     HttpRequest request = {.method = method, .target = target, .version = version};
     request.peer = PeerOf(connection);
+    request.peer_name = server->acceptor_->NameOf(
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd);
     MHD_get_connection_values(connection, MHD_HEADER_KIND, &CollectField, &request);
     MHD_get_connection_values(connection, MHD_GET_ARGUMENT_KIND, &CollectParameter, &request);
     return Send(connection, Route(request, server->handlers_, server->audience_, server->guard_));
@@ -298,6 +304,11 @@ HttpServer::~HttpServer() {
   if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
 }
 
+absl::Duration HttpServer::Silence() const {
+  const absl::Duration handler = handler_runs_ ? handler_begins_.Silence() : absl::ZeroDuration();
+  return std::max(acceptor_->Silence(), handler);
+}
+
 // With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
 // library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
 // times out.
@@ -320,7 +331,7 @@ bool HttpServer::Run() {
                              MHD_OPTION_NOTIFY_CONNECTION, &Callbacks::OnConnection, this,  //
                              MHD_OPTION_END);
   if (daemon_ == nullptr) return false;
-  acceptor_->Start([this](int, int connection) { Take(connection); });
+  acceptor_->Start("lossd-accept-h", [this](int, int connection) { Take(connection); });
   return true;
 }
 

@@ -24,6 +24,7 @@
 #include <gnutls/abstract.h>
 #include <gnutls/gnutls.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -40,6 +41,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "kernels/exchange_times.h"
 #include "server/access/certificates.h"
 #include "server/connections/listening_socket.h"
 #include "server/metrics/events.h"
@@ -125,6 +127,7 @@ struct HttpRequest {
   std::vector<absl::string_view> origins;         // of all Origin fields
   std::vector<absl::string_view> fetch_sites;     // of all Sec-Fetch-Site fields
   std::string peer;                               // the client's address, without the port
+  std::string peer_name;                          // and whose connection it is (connections::Peer::name)
 };
 
 // Whose requests are answered.
@@ -204,6 +207,10 @@ class HttpServer {
 
   // "host:port" with the port that was chosen.
   std::string address() const { return address_; }
+  // How long the thread that accepts connections has shown no sign of life, or a handler has been running,
+  // whichever is longer. Takes no lock. Whether the library's thread would answer the next request it does
+  // not know: a request is the only sign of that.
+  absl::Duration Silence() const;
 
  private:
   struct Callbacks;  // of the library
@@ -226,6 +233,8 @@ class HttpServer {
   const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
   const std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
   MHD_Daemon* daemon_ = nullptr;
+  kernels::Heartbeat handler_begins_;
+  std::atomic<bool> handler_runs_{false};
 };
 
 // The certificate of the HTTP server, as GnuTLS takes it, parsed again when the files have changed.

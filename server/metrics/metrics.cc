@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -920,7 +921,10 @@ void Metrics::CountError(absl::string_view method, absl::string_view code) {
 
 void Metrics::CountLimit(absl::string_view flag) {
   limits_.Add({{"limit", std::string(flag)}}).Increment();
-  event_log_.Count(EventLevel::kWarning, "limit_reached", "", absl::StrCat("--", flag, " was reached"));
+  // The limits of HTTP are no flags.
+  const bool is_flag = !absl::StartsWith(flag, "http_connections");
+  event_log_.Count(EventLevel::kWarning, "limit_reached", "",
+                   absl::StrCat(is_flag ? "--" : "", flag, " was reached"));
 }
 
 void Metrics::ForgetHead(absl::string_view head) {

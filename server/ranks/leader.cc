@@ -93,7 +93,8 @@ absl::Status Leader::Listen() {
       *std::move(listeners), connections::EntranceOptions{.own_user_on_loopback = options_.secret.empty(),
                                                           .in_all = kMostRanks + kSpareConnections,
                                                           .per_peer = options_.ranks + kSpareConnections});
-  acceptor_->Start([=](int from, int connection) { (from == local ? by_local : by_port)(from, connection); });
+  acceptor_->Start("lossd-accept-r",
+                   [=](int from, int connection) { (from == local ? by_local : by_port)(from, connection); });
   return absl::OkStatus();
 }
 

@@ -36,12 +36,12 @@ constexpr MethodAccess kTable[] = {
     {kHeads, "GradNorm", Role::kTrainer, false},            //
     {kHeads, "ApplyStep", Role::kTrainer, false},           //
     {kHeads, "ReadTensor", Role::kTrainer, false},          //
-    {kHeads, "ZeroGradients", Role::kTrainer, true},        //
+    {kHeads, "ZeroGradients", Role::kTrainer, true, true},  //
     {kHeads, "SaveCheckpoint", Role::kTrainer, true},       //
     {kHeads, "DeleteCheckpoint", Role::kTrainer, true},     //
 
     {kHeads, "CreateHead", Role::kAdmin, true},      //
-    {kHeads, "PlanHead", Role::kAdmin, true},        //
+    {kHeads, "PlanHead", Role::kAdmin, true, true},  //
     {kHeads, "DeleteHead", Role::kAdmin, true},      //
     {kHeads, "ResetHead", Role::kAdmin, true},       //
     {kHeads, "SetShares", Role::kAdmin, true},       //
@@ -61,6 +61,13 @@ const MethodAccess* FindMethodAccess(absl::string_view method) {
 }
 
 namespace {
+
+// The names that PeerOf gives to peers of this machine.
+constexpr absl::string_view kUnixPeer = "unix#";
+bool IsLoopbackPeer(absl::string_view peer) {
+  return absl::StartsWith(peer, "127.") || absl::StartsWith(peer, "[::1]") ||
+         absl::StartsWith(peer, "[::ffff:127.");
+}
 
 constexpr size_t kMaxNames = 100;  // of one certificate that are looked at
 
@@ -105,9 +112,18 @@ absl::StatusOr<std::string> AccessControl::Identify(const grpc::CallbackServerCo
   if (!authority_->asks()) return std::string();
   absl::StatusOr<access::Identity> identity = authority_->Identify(PresentedWith(context));
   if (identity.ok()) return std::move(identity->name);
-  audit_->Refused({.identity = "", .address = PeerAddress(context), .method = method, .head = ""},
-                  identity.status());
+  audit_->Refused(Audited(context, "", method, ""), identity.status());
   return identity.status();
+}
+
+access::AuditedCall AccessControl::Audited(const grpc::CallbackServerContext& context,
+                                           const std::string& identity, absl::string_view method,
+                                           absl::string_view head) const {
+  return {.identity = identity,
+          .holder = {.name = HolderOf(PeerKey(context, identity)), .is_known = !identity.empty()},
+          .address = PeerAddress(context),
+          .method = method,
+          .head = std::string(head)};
 }
 
 absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerContext& context,
@@ -127,29 +143,32 @@ absl::StatusOr<AdmittedCall> AccessControl::Admit(const grpc::CallbackServerCont
     }
   }
   if (!status.ok()) {
-    audit_->Refused({.identity = call.identity,
-                     .address = PeerAddress(context),
-                     .method = method,
-                     .head = std::string(head)},
-                    status);
+    audit_->Refused(Audited(context, call.identity, method, head), status);
     return status;
   }
-  if (line != nullptr && line->audited) call.address = PeerAddress(context);
+  if (line != nullptr && line->audited) {
+    call.address = PeerAddress(context);
+    call.holder = {.name = HolderOf(PeerKey(context, call.identity)), .is_known = authority_->asks()};
+  }
   return call;
+}
+
+std::string AccessControl::HolderOf(absl::string_view peer) const {
+  if (absl::StartsWith(peer, kUnixPeer)) return "unix";
+  if (!IsLoopbackPeer(peer)) return std::string(peer);
+  const std::string name = name_at_ == nullptr ? "" : name_at_(peer);
+  return name.empty() ? "loopback" : name;
 }
 
 void AccessControl::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
                            absl::string_view error) const {
-  audit_->Failed(peer, method, code, error);
+  // A call that was not refused is of somebody whom the server knows, if it asks.
+  audit_->Failed({.name = HolderOf(peer), .is_known = authority_->asks()}, peer, method, code, error);
 }
 
 absl::Status AccessControl::Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,
                                    absl::string_view head, absl::Status status) const {
-  audit_->Refused({.identity = call.identity,
-                   .address = PeerAddress(context),
-                   .method = call.method->method,
-                   .head = std::string(head)},
-                  status);
+  audit_->Refused(Audited(context, call.identity, call.method->method, head), status);
   return status;
 }
 
@@ -157,10 +176,12 @@ void AccessControl::Ended(const AdmittedCall& call, absl::string_view head, absl
                           const std::vector<std::string>& removed) const {
   if (call.method == nullptr || !call.method->audited) return;
   audit_->Ended({.identity = call.identity,
+                 .holder = call.holder,
                  .address = call.address,
                  .method = call.method->method,
                  .head = std::string(head),
-                 .removed = removed},
+                 .removed = removed,
+                 .leaves_nothing = call.method->leaves_nothing},
                 outcome);
 }
 
@@ -197,14 +218,12 @@ std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_vie
 
 std::string PeerOf(absl::string_view uri, uint64_t connection) {
   if (absl::StartsWith(uri, "inproc")) return "";
-  if (absl::StartsWith(uri, "unix:")) return absl::StrCat("unix#", absl::Hex(connection));
+  if (absl::StartsWith(uri, "unix:")) return absl::StrCat(kUnixPeer, absl::Hex(connection));
   const bool is_ipv4 = absl::ConsumePrefix(&uri, "ipv4:");
   const bool is_ipv6 = !is_ipv4 && absl::ConsumePrefix(&uri, "ipv6:");
   if (!is_ipv4 && !is_ipv6) return std::string(uri);
   const std::string text = absl::StrReplaceAll(uri, {{"%5B", "["}, {"%5D", "]"}, {"%25", "%"}});
-  const bool loopback = is_ipv4 ? absl::StartsWith(text, "127.")
-                                : absl::StartsWith(text, "[::1]") || absl::StartsWith(text, "[::ffff:127.");
-  if (loopback) return text;
+  if (IsLoopbackPeer(text)) return text;
   return text.substr(0, text.rfind(':'));
 }
 

@@ -11,7 +11,9 @@
 #include <grpcpp/server_context.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -23,6 +25,7 @@
 #include "server/access/authority.h"
 #include "server/access/certificates.h"
 #include "server/access/roles.h"
+#include "server/log/log.h"
 
 namespace lossd::rpc {
 
@@ -33,6 +36,9 @@ struct MethodAccess {
   absl::string_view method;   // "CreateHead"; no two services have a method of one name
   access::Role role = access::Role::kAdmin;
   bool audited = true;  // each call of it is an audit line
+  // Calls of it take next to no time and leave nothing behind that lasts, so a client could fill a disk with
+  // the lines of calls that ended well: those have a budget, too.
+  bool leaves_nothing = false;
 };
 
 absl::Span<const MethodAccess> MethodAccessTable();
@@ -47,14 +53,19 @@ struct AdmittedCall {
   absl::Time until = absl::InfiniteFuture();  // when what identifies the caller ends, and the call with it
   access::Role role = access::Role::kAdmin;   // of the caller; admin if the server does not ask
   std::string address;                        // "10.0.0.5:40112"; empty unless the method is audited
+  log::LineHolder holder;                     // as AuditedCall::holder; likewise
 };
 
 // Admits and refuses calls, by what the authority knows of callers and by MethodAccessTable.
 class AccessControl {
  public:
+  // Says whose connection comes from an address of the loopback ("127.0.0.1:41234"), as
+  // connections::ConnectionAcceptor::NameAt: "uid 1000". "": not known. Thread-safe.
+  using NameAt = std::function<std::string(absl::string_view address)>;
+
   // `authority` and `audit` outlive this object.
-  AccessControl(const access::Authority* authority, access::AuditLog* audit)
-      : authority_(authority), audit_(audit) {}
+  AccessControl(const access::Authority* authority, access::AuditLog* audit, NameAt name_at = nullptr)
+      : authority_(authority), audit_(audit), name_at_(std::move(name_at)) {}
 
   // Who calls; empty: the server asks no caller. UNAUTHENTICATED, with an audit line, if the caller is not
   // known. For calls whose request has not come yet, so that the request of a stranger is not received.
@@ -70,7 +81,13 @@ class AccessControl {
   absl::Status Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,
                       absl::string_view head, absl::Status status) const;
 
-  // Writes the log line of a call that has failed. A peer has a budget of them (AuditLog::Failed).
+  // Whose budget of log lines a line about a call of this peer is taken from. `peer`: PeerKey. An identity
+  // and an address have one each. A program of the server's own machine may open connections without end, so
+  // there a user has one ("uid 1000"), all users that the kernel does not name ("loopback"), and all that
+  // come over Unix sockets ("unix"), whose users gRPC does not tell.
+  std::string HolderOf(absl::string_view peer) const;
+
+  // Writes the log line of a call that has failed. A holder has a budget of them (AuditLog::Failed).
   // `peer`: PeerKey.
   void Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
               absl::string_view error) const;
@@ -82,10 +99,14 @@ class AccessControl {
 
  private:
   access::Presented PresentedWith(const grpc::CallbackServerContext& context) const;
+  // What an audit line says of a call that is refused.
+  access::AuditedCall Audited(const grpc::CallbackServerContext& context, const std::string& identity,
+                              absl::string_view method, absl::string_view head) const;
 
   mutable access::CertificateEnds ends_;
   const access::Authority* const authority_;
   access::AuditLog* const audit_;
+  const NameAt name_at_;
 };
 
 // Whether a call ended with this status because of who made it. Such calls are audit lines, of a bounded

@@ -138,27 +138,48 @@ void HeadService::Unary(absl::string_view method, AdminKind kind, Operation<Requ
   });
 }
 
+namespace {
+
+// What a caller who is no admin may not ask for: PERMISSION_DENIED.
+template <typename Request>
+absl::Status CheckAsked(const admin::Checkpoints&, const Request&) {
+  return absl::OkStatus();
+}
+absl::Status CheckAsked(const admin::Checkpoints& checkpoints, const v1::DeleteCheckpointRequest& request) {
+  return checkpoints.CheckDelete(request);
+}
+
+}  // namespace
+
 template <typename Request, typename Response>
 void HeadService::Run(absl::string_view method, AdminKind kind, Operation<Request, Response> operation,
                       UnaryCall* call, const grpc::ByteBuffer& bytes) {
   const auto request = std::make_shared<Request>();
   const auto decoded = wire::Decode(bytes, request.get());
-  if (!decoded.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, decoded.status()));
+  if (!decoded.ok()) request->Clear();
   absl::StatusOr<AdmittedCall> admitted = access_->Admit(*call->context(), method, SubjectOf(*request));
   if (!admitted.ok()) return call->Finish(Ended(PeerKey(*call->context(), ""), method, admitted.status()));
   const AdminTask task{
       .peer = PeerKey(*call->context(), admitted->identity), .head = HeadOf(*request), .kind = kind};
-  const auto end = [this, method, call, request, peer = task.peer,
-                    admitted = *std::move(admitted)](const absl::StatusOr<Response>& result) {
+  const bool is_admin = admitted->role == access::Role::kAdmin;
+  const auto end = [this, method, call, request, peer = task.peer, admitted = *std::move(admitted)](
+                       const absl::StatusOr<Response>& result, bool is_refused = false) {
     const grpc::Status status = Ended(peer, method, result.status());
-    access_->Ended(admitted, SubjectOf(*request), CodeName(status));
+    if (is_refused) {
+      access_->Refuse(*call->context(), admitted, SubjectOf(*request), result.status()).IgnoreError();
+    } else {
+      access_->Ended(admitted, SubjectOf(*request), CodeName(status));
+    }
     result.ok() ? call->Answer(wire::Encode(*result)) : call->Finish(status);
   };
+  if (!decoded.ok()) return end(decoded.status());
   if (environment_.draining && Changes(kind)) return end(absl::UnavailableError("the server is draining"));
   const absl::Status scheduled = workers_.Schedule(task, [=, this] {
     if (call->context()->IsCancelled()) return end(absl::CancelledError("the client no longer waits"));
     CountUnfinished(1);
-    end((operations_.*operation)(*request));
+    const absl::Status allowed =
+        is_admin ? absl::OkStatus() : CheckAsked(operations_.checkpoints(), *request);
+    allowed.ok() ? end((operations_.*operation)(*request)) : end(allowed, /*is_refused=*/true);
     CountUnfinished(-1);
   });
   if (!scheduled.ok()) end(scheduled);

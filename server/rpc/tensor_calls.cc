@@ -309,15 +309,16 @@ void SaveCall::OnRequest(const grpc::ByteBuffer& request) {
 }
 
 absl::Status SaveCall::Schedule(const grpc::ByteBuffer& request) {
-  LOSSD_TRY(const wire::PayloadView decoded, wire::Decode(request, &request_));
-  peer_ = PeerKey(*context(), "");
+  const absl::StatusOr<wire::PayloadView> decoded = wire::Decode(request, &request_);
+  if (!decoded.ok()) request_.Clear();
   LOSSD_TRY(admitted_, environment_->access->Admit(*context(), "SaveCheckpoint", request_.head()));
+  peer_ = PeerKey(*context(), admitted_.identity);
+  LOSSD_RETURN_IF_ERROR(decoded.status());
   if (admitted_.role < access::Role::kAdmin) {
     absl::Status keeps = environment_->checkpoints->CheckKeep(request_);
     if (!keeps.ok())
       return environment_->access->Refuse(*context(), admitted_, request_.head(), std::move(keeps));
   }
-  peer_ = PeerKey(*context(), admitted_.identity);
   LOSSD_RETURN_IF_ERROR(environment_->registry->Add(this, peer_));
   environment_->count(1);
   if (environment_->workers->Schedule([call = self_] { call->Run(); })) return absl::OkStatus();
@@ -356,7 +357,8 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 
 void SaveCall::End(absl::Status status) {
   grpc::Status end = environment_->ended(peer_, std::move(status));
-  environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
+  // A refusal has its line already.
+  if (!IsRefusal(end)) environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);
   Continue();

@@ -37,6 +37,7 @@ struct Head {
   uint64_t step = 0;
   uint64_t generation = 0;
   uint64_t weights_version = 0;
+  uint64_t creation = 0;
   std::map<v1::Param, std::vector<float>> values;
   std::vector<double> weight_gradient;            // [V], of the first column
   std::map<uint64_t, std::set<uint64_t>> ledger;  // microbatch id -> rows
@@ -75,6 +76,7 @@ struct FakeState {
     for (auto& [name, head] : heads) {
       if (fault.discard) Discard(&head);
       if (fault.new_weights) head.weights_version = ++drawn;
+      if (fault.make_again) head = MakeHead(v1::HeadSpec(head.spec));
     }
     if (fault.max_rows > 0) faults.sudden_max_rows = fault.max_rows;
     const auto code = static_cast<grpc::StatusCode>(fault.code);
@@ -99,6 +101,7 @@ struct FakeState {
     if (!options.versions) return state;
     state.set_generation(head.generation);
     state.set_weights_version(head.weights_version);
+    state.set_creation(head.creation);
     return state;
   }
   // Zeroes what belongs to the open step.
@@ -162,6 +165,7 @@ struct FakeState {
     Head head;
     head.generation = ++drawn;
     head.weights_version = ++drawn;
+    head.creation = ++created;
     head.spec = spec;
     if (spec.norm() == v1::NORM_UNSPECIFIED) head.spec.set_norm(v1::NORM_NONE);
     if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED)
@@ -178,7 +182,8 @@ struct FakeState {
   mutable absl::Mutex mu;
   Faults faults ABSL_GUARDED_BY(mu);
   uint64_t incarnation ABSL_GUARDED_BY(mu) = 0;
-  uint64_t drawn ABSL_GUARDED_BY(mu) = 0;  // generations and weights versions: 1, 2, ...
+  uint64_t drawn ABSL_GUARDED_BY(mu) = 0;    // generations and weights versions: 1, 2, ...
+  uint64_t created ABSL_GUARDED_BY(mu) = 0;  // creations: 1, 2, ...
   std::map<std::string, Head> heads ABSL_GUARDED_BY(mu);
   std::map<std::string, std::string> deletions ABSL_GUARDED_BY(mu);  // deletion_id -> checkpoint
   uint64_t streams_seen ABSL_GUARDED_BY(mu) = 0;
@@ -746,6 +751,9 @@ class FakeHeadService final : public v1::HeadService::Service {
       bytes += request.payload();
     }
     absl::MutexLock lock(&state_->mu);
+    if (state_->faults.on_write) {
+      if (grpc::Status status = state_->Apply(state_->faults.on_write(open)); !status.ok()) return status;
+    }
     Head* head = state_->Find(open.head());
     if (head == nullptr) return state_->NotFound(open.head());
     if (open.role() == v1::ROLE_GRADIENT) {

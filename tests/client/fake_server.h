@@ -34,6 +34,7 @@ struct Fault {
   bool restart = false;      // first the server restarts, as Restart()
   bool discard = false;      // first somebody zeroes the gradients of every head
   bool new_weights = false;  // first somebody writes the weights of every head
+  bool make_again = false;   // first every head is deleted and made again as it was created
   uint64_t max_rows = 0;     // not 0: replaces Options::max_slice_rows from now on
 };
 
@@ -64,6 +65,7 @@ struct Faults {
   // what the call opened.
   std::function<Fault(const v1::ComputeLossRequest&)> on_request;
   std::function<Fault()> on_describe;
+  std::function<Fault(const v1::OpenTensor&)> on_write;  // every WriteTensor call, when its rows are there
   std::function<Fault(const v1::OpenGradient&)> on_add;
   // Every ReadTensor call with slice 0, and then each of its slices but the first, before it is sent.
   std::function<Fault(uint64_t slice)> on_read;
@@ -78,7 +80,7 @@ class FakeServer {
     uint64_t max_slice_bytes = 1 << 20;
     int port = 0;                        // 0: any
     bool numbered_incarnations = false;  // 1, 2, ... instead of random ones
-    bool versions = true;                // false: as a server that knows no generation and no weights_version
+    bool versions = true;                // false: as a server that knows neither these nor creations
   };
   FakeServer() : FakeServer(Options()) {}
   explicit FakeServer(Options options);

@@ -7,8 +7,10 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/fsuid.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +28,19 @@
 #include "absl/time/time.h"
 
 namespace lossd::test {
+
+// While it lives, the sockets that this thread makes belong to another user, as the kernel tells a server
+// over the loopback. Only root can play others. Thread-compatible; one at a time.
+class AsUser {
+ public:
+  explicit AsUser(uid_t user) : own_(static_cast<uid_t>(setfsuid(user))) {}
+  ~AsUser() { setfsuid(own_); }
+  AsUser(const AsUser&) = delete;
+  AsUser& operator=(const AsUser&) = delete;
+
+ private:
+  const uid_t own_;
+};
 
 // A TCP connection to an HTTP server that sends exactly the bytes it is given, well-formed or not, and reads
 // what comes back. Thread-compatible.

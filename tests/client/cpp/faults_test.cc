@@ -414,6 +414,48 @@ TEST_F(FaultsTest, CutContributionsAreSentAgainAndAddedOnce) {
   EXPECT_EQ(Addition(8).Send(*client_).status().code(), absl::StatusCode::kOutOfRange);
 }
 
+// The error may be that of a head with another shape, which has gone again when the client asks.
+TEST_F(FaultsTest, ErrorsOfAHeadThatWasMadeAgainSayIt) {
+  for (const int code : {grpc::StatusCode::INVALID_ARGUMENT, grpc::StatusCode::FAILED_PRECONDITION}) {
+    const lossd::fake::Fault fault{.code = code, .make_again = true};
+    server_.SetFaults({.on_write = [&](const v1::OpenTensor&) { return fault; },
+                       .on_add = [&](const v1::OpenGradient&) { return fault; },
+                       .on_read = [&](uint64_t) { return fault; }});
+    const std::vector<float> bias(10, 1.0f);
+    const absl::Status statuses[] = {client_->WriteTensor("head", v1::PARAM_BIAS, bias).status(),
+                                     Addition(7).Send(*client_).status(),
+                                     client_->ReadTensor("head", v1::PARAM_WEIGHT).status()};
+    for (const absl::Status& status : statuses) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+      EXPECT_THAT(
+          std::string(status.message()),
+          HasSubstr("head \"head\" was made again during the call, which failed with: injected fault"));
+    }
+  }
+}
+
+TEST_F(FaultsTest, ErrorsOfTheHeadThatIsMeantStay) {
+  const lossd::fake::Fault fault{.code = grpc::StatusCode::INVALID_ARGUMENT};
+  server_.SetFaults({.on_write = [&](const v1::OpenTensor&) { return fault; },
+                     .on_add = [&](const v1::OpenGradient&) { return fault; }});
+  const std::vector<float> bias(10, 1.0f);
+  EXPECT_EQ(client_->WriteTensor("head", v1::PARAM_BIAS, bias).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Addition(7).Send(*client_).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(EarlierServersTest, OneThatDoesNotNumberHeadsIsTakenAtItsWord) {
+  lossd::fake::FakeServer server({.versions = false});
+  server.AddHead("head", kD, 10);
+  server.SetFaults({.on_write = [](const v1::OpenTensor&) {
+    return lossd::fake::Fault{.code = grpc::StatusCode::INVALID_ARGUMENT, .make_again = true};
+  }});
+  const auto client = Client::Connect({.target = server.target()}).value();
+  const std::vector<float> bias(10, 1.0f);
+  EXPECT_EQ(client->WriteTensor("head", v1::PARAM_BIAS, bias).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
 TEST_F(FaultsTest, RandomCutsNeverLoseOrRepeatARow) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);

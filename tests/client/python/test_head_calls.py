@@ -472,6 +472,50 @@ def test_a_head_that_is_the_former_one_again_when_it_is_asked_for(server, client
     assert len(reads) == 2
 
 
+@pytest.mark.parametrize("param", ["weight", "bias"])
+@pytest.mark.parametrize("latter", LATTER)
+@pytest.mark.parametrize("sends", ["write_tensor", "add_gradient"])
+def test_rows_that_meet_another_head_which_has_gone_when_it_is_asked_for(server, client, make_head, monkeypatch, param,
+                                                                       latter, sends):
+    """Before and after the transfer the shape is the same one: the head is another one all the same."""
+    name = make_head(hidden_size=FORMER[0], vocab_size=FORMER[1], bias=True)
+    transfer = getattr(_tensors, sends)
+
+    def make_again(shape: tuple[int, int]) -> None:
+        with lossd.Client(server.target) as other:
+            other.delete_head(name)
+            other.create_head(name, hidden_size=shape[0], vocab_size=shape[1], bias=True)
+
+    def to_another(*arguments: Any) -> Any:
+        make_again(latter)
+        try:
+            return transfer(*arguments)
+        finally:
+            make_again(FORMER)
+
+    monkeypatch.setattr(_tensors, sends, to_another)
+    values = np.ones(FORMER[::-1] if param == "weight" else FORMER[1:], np.float32)
+    with pytest.raises(lossd.Aborted, match="was made again during the call, which failed with: .*"):
+        if sends == "write_tensor":
+            client.write_tensor(name, param, values)
+        else:
+            client.add_gradient(name, param, values, step=0, id=1)
+
+
+def test_a_head_has_a_number_of_its_own(client, make_head):
+    """It stays with steps, resets and writes; a head that is made again has another one."""
+    name, other = make_head(hidden_size=D, vocab_size=V), make_head(hidden_size=D, vocab_size=V)
+    first = client.describe_head(name).state.creation
+    assert first not in (0, client.describe_head(other).state.creation)
+    train(client, name, range(2))
+    client.reset_head(name, "all")
+    assert client.write_tensor(name, "weight", np.ones((V, D), np.float32)).creation == first
+    client.save_checkpoint(name, "here")
+    assert client.load_checkpoint(f"{name}/here").state.creation == first
+    client.delete_head(name)
+    assert client.load_checkpoint(f"{name}/here").state.creation not in (0, first)
+
+
 def test_a_head_that_is_gone_when_it_is_asked_for(server, client, between_and_gone):
     for call in (lambda: client.read_tensor(between_and_gone, "weight"),
                  lambda: client.write_tensor(between_and_gone, "weight", np.ones(FORMER[::-1], np.float32))):

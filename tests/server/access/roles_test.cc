@@ -263,10 +263,28 @@ class AuditLogTest : public testing::Test {
   std::string Refuse(int times) {
     testing::internal::CaptureStderr();
     for (int i = 0; i < times; ++i) {
-      audit_.Refused({.identity = "", .address = "10.0.0.5:1", .method = "ListHeads", .head = ""},
+      audit_.Refused({.identity = "",
+                      .holder = {.name = "10.0.0.5"},
+                      .address = "10.0.0.5:1",
+                      .method = "ListHeads",
+                      .head = ""},
                      absl::UnauthenticatedError("who"));
     }
     return testing::internal::GetCapturedStderr();
+  }
+  // Lines of each kind about one call of an identity; `number` tells the calls' addresses apart.
+  static log::LineHolder Known(const std::string& name) { return {.name = name, .is_known = true}; }
+  static AuditedCall CallOf(const std::string& identity, int number) {
+    return {.identity = identity,
+            .holder = Known(identity),
+            .address = "10.0." + std::to_string(number % 256) + ".7:" + std::to_string(number),
+            .method = "DeleteHead",
+            .head = "lm"};
+  }
+  int64_t LinesOf(const std::function<void()>& calls) {
+    testing::internal::CaptureStderr();
+    calls();
+    return Lines(testing::internal::GetCapturedStderr());
   }
   static int64_t Lines(const std::string& text) { return std::count(text.begin(), text.end(), '\n'); }
 
@@ -294,13 +312,13 @@ TEST_F(AuditLogTest, ALineIsBoundedAndCannotForgeAnother) {
 }
 
 TEST_F(AuditLogTest, RefusedCallsCannotFillADisk) {
-  EXPECT_EQ(Lines(Refuse(100'000)), AuditLog::kRefusedLines);
+  EXPECT_EQ(Lines(Refuse(100'000)), AuditLog::kLines);
   now_ += absl::Seconds(3);
   const std::string later = Refuse(100'000);
   EXPECT_EQ(Lines(later), 3);
   EXPECT_THAT(later, HasSubstr("refusals_left_out=99980"));
   now_ += absl::Hours(1000);
-  EXPECT_EQ(Lines(Refuse(100'000)), AuditLog::kRefusedLines);
+  EXPECT_EQ(Lines(Refuse(100'000)), AuditLog::kLines);
 }
 
 TEST_F(AuditLogTest, AClockThatIsSetBackDoesNotStopTheLines) {
@@ -334,16 +352,17 @@ TEST_F(AuditLogTest, ASaveSaysWhatItRemoved) {
 TEST_F(AuditLogTest, FailedCallsHaveABudgetForEachPeer) {
   const auto fail = [&](const std::string& peer, int times) {
     testing::internal::CaptureStderr();
-    for (int i = 0; i < times; ++i) audit_.Failed(peer, "DescribeHead", "NOT_FOUND", "no head");
+    for (int i = 0; i < times; ++i)
+      audit_.Failed({.name = peer}, peer, "DescribeHead", "NOT_FOUND", "no head");
     return testing::internal::GetCapturedStderr();
   };
-  EXPECT_EQ(Lines(fail("a", 100'000)), AuditLog::kFailedLines);
+  EXPECT_EQ(Lines(fail("a", 100'000)), AuditLog::kLines);
   EXPECT_EQ(Lines(fail("b", 1)), 1);
   now_ += absl::Seconds(1);
   EXPECT_THAT(fail("a", 1), HasSubstr("failures_left_out=99980"));
   int64_t lines = 0;
   for (int i = 0; i < 5'000; ++i) lines += Lines(fail("peer" + std::to_string(i), 1));
-  EXPECT_LE(lines, AuditLog::kFailedLinesOfAll) << "of peers that come and go";
+  EXPECT_LE(lines, AuditLog::kLinesOfAll) << "of peers that come and go";
 }
 
 // A trainer may delete checkpoints, and so may ask for ones that are not there.
@@ -351,14 +370,107 @@ TEST_F(AuditLogTest, AuditedCallsThatFailHaveABudgetForEachIdentity) {
   const auto end = [&](const std::string& identity, const char* outcome, int times) {
     testing::internal::CaptureStderr();
     for (int i = 0; i < times; ++i) {
-      audit_.Ended({.identity = identity, .address = "x", .method = "DeleteCheckpoint", .head = "lm"},
+      audit_.Ended({.identity = identity,
+                    .holder = Known(identity),
+                    .address = "x",
+                    .method = "DeleteCheckpoint",
+                    .head = "lm"},
                    outcome);
     }
     return Lines(testing::internal::GetCapturedStderr());
   };
-  EXPECT_EQ(end("a", "NOT_FOUND", 100'000), AuditLog::kFailedLines);
+  EXPECT_EQ(end("a", "NOT_FOUND", 100'000), AuditLog::kLines);
   EXPECT_EQ(end("b", "NOT_FOUND", 1), 1);
   EXPECT_EQ(end("a", "OK", 500), 500) << "what was done is always told";
+}
+
+// A trainer may zero the gradients of a step without end.
+TEST_F(AuditLogTest, CallsThatLeaveNothingHaveABudgetToo) {
+  const auto end = [&](const char* method, int times) {
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < times; ++i) {
+      AuditedCall call = CallOf("token:a", i);
+      call.method = method;
+      call.leaves_nothing = true;
+      audit_.Ended(call, "OK");
+    }
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(Lines(end("ZeroGradients", 100'000)), AuditLog::kLines);
+  EXPECT_EQ(Lines(end("PlanHead", 1)), 1) << "another call of the same identity";
+  now_ += absl::Seconds(1);
+  EXPECT_THAT(end("ZeroGradients", 1),
+              HasSubstr("method=ZeroGradients head=lm outcome=OK calls_left_out=99980"));
+}
+
+// Whatever addresses it calls from.
+TEST_F(AuditLogTest, AnIdentityHasOneBudgetForAllItsAddresses) {
+  EXPECT_EQ(LinesOf([&] {
+              for (int i = 0; i < 50'000; ++i)
+                audit_.Refused(CallOf("token:a", i), absl::PermissionDeniedError("no"));
+            }),
+            AuditLog::kLines);
+  EXPECT_EQ(LinesOf([&] {
+              for (int i = 0; i < 50'000; ++i) audit_.Ended(CallOf("token:a", i), "NOT_FOUND");
+            }),
+            AuditLog::kLines);
+  EXPECT_EQ(LinesOf([&] {
+              for (int i = 0; i < 50'000; ++i)
+                audit_.Failed(Known("token:a"), "token:a", "DescribeHead", "NOT_FOUND", "no head");
+            }),
+            AuditLog::kLines);
+}
+
+// Fifty identities whose calls are refused, and fail, without end: a line about another one is not left out.
+TEST_F(AuditLogTest, IdentitiesLeaveNoLineAboutAnotherOut) {
+  for (int minute = 0; minute < 20; ++minute) {
+    const int64_t lines = LinesOf([&] {
+      for (int second = 0; second < 60; ++second) {
+        now_ += absl::Seconds(1);
+        for (int i = 0; i < 50; ++i) {
+          const std::string identity = "token:" + std::to_string(i);
+          for (int k = 0; k < 3; ++k) {
+            audit_.Refused(CallOf(identity, i), absl::PermissionDeniedError("no"));
+            audit_.Ended(CallOf(identity, i), "NOT_FOUND");
+          }
+        }
+      }
+    });
+    EXPECT_LE(lines, 2 * (AuditLog::kLinesOfAll + 60 + 50)) << "the log is bounded";
+    EXPECT_EQ(LinesOf([&] { audit_.Refused(CallOf("dns:rare", 1), absl::PermissionDeniedError("no")); }), 1)
+        << minute;
+    EXPECT_EQ(LinesOf([&] { audit_.Ended(CallOf("dns:rare", 1), "NOT_FOUND"); }), 1) << minute;
+  }
+}
+
+// However many addresses strangers have.
+TEST_F(AuditLogTest, StrangersLeaveNoLineAboutAKnownCallerOut) {
+  EXPECT_LE(LinesOf([&] {
+              for (int i = 0; i < 50'000; ++i) {
+                const std::string address = "10.1." + std::to_string(i / 256) + "." + std::to_string(i % 256);
+                audit_.Refused({.identity = "",
+                                .holder = {.name = address},
+                                .address = address + ":1",
+                                .method = "ListHeads",
+                                .head = ""},
+                               absl::UnauthenticatedError("who"));
+              }
+            }),
+            AuditLog::kLinesOfAll);
+  EXPECT_EQ(LinesOf([&] {
+              for (int i = 0; i < 10; ++i)
+                audit_.Refused(CallOf("token:a", i), absl::PermissionDeniedError("no"));
+            }),
+            10);
+}
+
+// Names that nobody gave out, or too many: the budget of all holds without exception.
+TEST_F(AuditLogTest, NoNumberOfNamesFillsTheLog) {
+  EXPECT_LE(LinesOf([&] {
+              for (int i = 0; i < 100'000; ++i)
+                audit_.Ended(CallOf("token:" + std::to_string(i % 3'000), i), "NOT_FOUND");
+            }),
+            AuditLog::kLinesOfAll + static_cast<int64_t>(log::LineBudgets::kMostHolders));
 }
 
 }  // namespace

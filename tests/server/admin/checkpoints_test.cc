@@ -552,6 +552,21 @@ TEST_F(CheckpointTroublesTest, ADirectoryThatCannotBeMadeIsNoMissingHead) {
             absl::StatusCode::kNotFound);
 }
 
+// A client that saves under a name that is taken, over and over.
+TEST_F(CheckpointTroublesTest, AClientsFailuresLeaveNoTroubleOfTheDiskOut) {
+  ASSERT_TRUE(server_.Save("a").ok());
+  log::Configure(log::LogLevel::kError, log::LogFormat::kText);
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 300; ++i)
+    EXPECT_EQ(server_.Save("a").status().code(), absl::StatusCode::kAlreadyExists);
+  disk_.full = true;
+  EXPECT_EQ(server_.Save("b").status().code(), absl::StatusCode::kResourceExhausted);
+  const std::string lines = testing::internal::GetCapturedStderr();
+  EXPECT_LT(std::count(lines.begin(), lines.end(), '\n'), 290) << "they are bounded";
+  EXPECT_THAT(lines, HasSubstr("checkpoint not saved head=head error=\""));
+  EXPECT_THAT(lines, HasSubstr("No space left on device"));
+}
+
 // While a save is under way.
 TEST_F(CheckpointTroublesTest, ADirectoryThatVanishesDuringASave) {
   ASSERT_TRUE(server_.Save("a").ok());

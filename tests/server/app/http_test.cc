@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -388,7 +390,7 @@ class HttpLoadTest : public ::testing::Test {
   static constexpr int kServerDescriptors = 1024;  // the common limit of a process
 
   static void SetUpTestSuite() { AllowDescriptors(kServerDescriptors); }
-  HttpLoadTest() : server_(LOSSD_BINARY, {"--http=127.0.0.1:0"}) {
+  HttpLoadTest() : server_(LOSSD_BINARY, {"--http=127.0.0.1:0", "--log_level=warning"}) {
     AllowDescriptors(4096);  // of this process; the server has started with fewer
   }
   ~HttpLoadTest() override { AllowDescriptors(kServerDescriptors); }
@@ -439,6 +441,63 @@ TEST_F(HttpLoadTest, AThousandHalfOpenConnectionsFromTenAddresses) {
       OpenAndSend(1000, kHalfARequest, [](int i) { return absl::StrCat("127.0.1.", 1 + i % 10); });
   CheckScrapesAreAnswered();
   EXPECT_LT(Measure(server_.pid()).descriptors, before.descriptors + 400);
+}
+
+// Programs of the server's machine are told apart by their users, whatever addresses of the loopback they
+// take.
+class HttpUsersTest : public HttpLoadTest {
+ protected:
+  void SetUp() override {
+    if (geteuid() != 0) GTEST_SKIP() << "only root can play other users";
+  }
+
+  // Half-open connections of one user from ten addresses.
+  std::vector<RawHttp> OpenAs(uid_t user, int count) const {
+    const test::AsUser as(user);
+    return OpenAndSend(count, kHalfARequest, [](int i) { return absl::StrCat("127.0.1.", 1 + i % 10); });
+  }
+  // lossd_limits_reached_total.
+  int64_t Reached(absl::string_view flag) const {
+    const std::string metrics = HttpGet(address(), "/metrics");
+    const std::string series = absl::StrCat("\nlossd_limits_reached_total{limit=\"", flag, "\"} ");
+    const size_t at = metrics.find(series);
+    return at == std::string::npos ? 0 : std::atoll(metrics.c_str() + at + series.size());
+  }
+
+  static constexpr uid_t kOther = 60'001;
+};
+
+TEST_F(HttpUsersTest, AUserMakesRoomWithHisOwnConnectionsAlone) {
+  // A connection on which nothing happens for 10 seconds is closed: on a busy machine, try again.
+  for (bool was_quick = false; !was_quick;) {
+    const int64_t before = Reached("http_connections_per_address");
+    RawHttp own(address());
+    const absl::Time begin = absl::Now();
+    own.Send("GET /livez HTTP/1.1\r\n");
+    const auto others = OpenAs(kOther, 200);
+    EXPECT_GE(Reached("http_connections_per_address"), before + 72);
+    own.Send("Host: localhost\r\n\r\n");
+    const std::string answer = own.ReadToEnd();
+    was_quick = absl::Now() - begin < absl::Seconds(8);
+    EXPECT_TRUE(HttpStatus(answer) == 200 || !was_quick) << answer;
+  }
+  EXPECT_EQ(Reached("http_connections"), 0);
+  EXPECT_NE(HttpGet(address(), "/events.json").find("\"http_connections_per_address was reached"),
+            std::string::npos)
+      << "which is no flag";
+  EXPECT_NE(
+      server_.log().find(absl::StrCat("limit=http_connections_per_address address=\"uid ", kOther, "\"")),
+      std::string::npos)
+      << server_.log();
+}
+
+TEST_F(HttpUsersTest, ManyUsersMakeRoomTogether) {
+  const auto first = OpenAs(kOther, 100);
+  const auto second = OpenAs(kOther + 1, 100);
+  const auto third = OpenAs(kOther + 2, 100);
+  EXPECT_GE(Reached("http_connections"), 44);  // 256 are open at most
+  EXPECT_EQ(Reached("http_connections_per_address"), 0);
+  CheckScrapesAreAnswered();
 }
 
 TEST_F(HttpLoadTest, ClientsThatTakeNoAnswer) {

@@ -145,6 +145,20 @@ TEST_F(LivenessTest, HangingThreadsOfGrpcAreNotLive) {
   EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
 }
 
+TEST_F(LivenessTest, AHangingAcceptorIsNotLive) {
+  const std::string& address = server_.http();
+  const pid_t thread = FindThread(server_.pid(), "lossd-accept");
+  ASSERT_GT(thread, 0);
+  {
+    const FrozenThread frozen(thread);
+    if (!frozen.frozen() && frozen.error() == EPERM) GTEST_SKIP() << "this machine does not allow ptrace";
+    ASSERT_TRUE(frozen.frozen()) << std::strerror(frozen.error());
+    EXPECT_TRUE(BecomesStatus(address, "/livez", 503));
+    EXPECT_THAT(HttpGet(address, "/livez"), HasSubstr("no answer of the thread that accepts connections"));
+  }
+  EXPECT_TRUE(BecomesStatus(address, "/livez", 200));
+}
+
 class SupervisedServerTest : public ::testing::Test {
  protected:
   const FakeServiceManager manager_{FakeServiceManager::Kind::kAbstract, absl::Milliseconds(200)};
@@ -179,6 +193,22 @@ TEST_F(SupervisedServerTest, HearsNothingOfAliveWhileTheDeviceThreadHangs) {
     for (int i = 0; i < 10; ++i) EXPECT_THAT(manager_.NextWith("STATUS="), Not(HasSubstr("WATCHDOG=1")));
   }
   manager_.NextWith("WATCHDOG=1\n");
+}
+
+// A probe over HTTP gets no answer then. The service manager hears why.
+TEST_F(SupervisedServerTest, HearsNothingOfAliveWhileHttpTakesNoConnections) {
+  manager_.NextWith("WATCHDOG=1\n");
+  const pid_t thread = FindThread(server_.pid(), "lossd-accept-h");
+  ASSERT_GT(thread, 0);
+  {
+    const FrozenThread frozen(thread);
+    if (!frozen.frozen() && frozen.error() == EPERM) GTEST_SKIP() << "this machine does not allow ptrace";
+    ASSERT_TRUE(frozen.frozen()) << std::strerror(frozen.error());
+    manager_.NextWith("not alive: no answer of HTTP's threads for ");
+    for (int i = 0; i < 10; ++i) EXPECT_THAT(manager_.NextWith("STATUS="), Not(HasSubstr("WATCHDOG=1")));
+  }
+  manager_.NextWith("WATCHDOG=1\n");
+  EXPECT_EQ(HttpStatus(HttpGet(server_.http(), "/livez")), 200);
 }
 
 TEST(ServiceManagerFlagsTest, AServerWhoseManagerHasGoneServes) {

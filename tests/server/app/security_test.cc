@@ -24,6 +24,12 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
+int64_t CountOf(const std::string& what, const std::string& text) {
+  int64_t count = 0;
+  for (size_t at = 0; (at = text.find(what, at)) != std::string::npos; ++at) ++count;
+  return count;
+}
+
 std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
 class SecurityTest : public SecurityFixture {
@@ -288,8 +294,84 @@ TEST_F(SecurityTest, ATrainerKeepsWhatTheOperatorKeeps) {
                                  "outcome=OK removed=3 removed_names=\"h/step-0000000004 "
                                  "h/step-0000000003 h/step-0000000002\""));
   EXPECT_THAT(server->log(),
-              ::testing::ContainsRegex("identity=token:p1 address=127.0.0.1:[0-9]+ "
+              ::testing::ContainsRegex("WARNING audit identity=token:p1 address=127.0.0.1:[0-9]+ "
                                        "method=SaveCheckpoint head=h outcome=PERMISSION_DENIED"));
+  EXPECT_EQ(CountOf("outcome=PERMISSION_DENIED", server->log()), 1) << "one line";
+}
+
+// Nor by deleting them one by one. What a client named, a trainer may delete.
+TEST_F(SecurityTest, ATrainerDeletesNoCheckpointThatTheOperatorKeeps) {
+  const auto server = Serve(With(TlsFlags(), {TokenFlag(), "--keep_checkpoints=3"}));
+  const auto admin = Connect(server->target(), Token(kAdminToken));
+  const auto trainer = Connect(server->target(), Token(kTrainerToken));
+  ASSERT_TRUE(admin.ok() && trainer.ok());
+  ASSERT_TRUE((*admin)->CreateHead(SmallHead("h")).ok());
+  ASSERT_TRUE((*trainer)->SaveCheckpoint("h", "mine").ok());
+  ASSERT_TRUE((*trainer)->SaveCheckpoint("h", "").ok());
+  const absl::Status refused = (*trainer)->DeleteCheckpoint("h/step-0000000000").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kPermissionDenied) << refused;
+  EXPECT_THAT(Text(refused), HasSubstr("checkpoint must have a name that a client gave it, unless an admin "
+                                       "asks: the server keeps those that it names (--keep_checkpoints=3), "
+                                       "got h/step-0000000000"));
+  EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 2);
+  EXPECT_EQ((*trainer)->DeleteCheckpoint("h/none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ((*trainer)->DeleteCheckpoint("../h").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE((*trainer)->DeleteCheckpoint("h/mine").ok());
+  EXPECT_TRUE((*admin)->DeleteCheckpoint("h/step-0000000000").ok());
+  EXPECT_EQ((*admin)->ListCheckpoints("h")->checkpoints_size(), 0);
+  server->Signal(SIGTERM);
+  ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  const std::string line = "method=DeleteCheckpoint head=h/step-0000000000 outcome=PERMISSION_DENIED";
+  EXPECT_EQ(CountOf(line, server->log()), 1) << server->log();
+  EXPECT_THAT(server->log(), ::testing::ContainsRegex("WARNING audit identity=token:p1 .*" + line));
+}
+
+// A server that keeps no number of checkpoints leaves them to whoever saves.
+TEST_F(SecurityTest, ATrainerDeletesWhereNothingIsKept) {
+  const auto server = Serve(With(TlsFlags(), {TokenFlag(), "--keep_checkpoints=0"}));
+  const auto admin = Connect(server->target(), Token(kAdminToken));
+  const auto trainer = Connect(server->target(), Token(kTrainerToken));
+  ASSERT_TRUE(admin.ok() && trainer.ok());
+  ASSERT_TRUE((*admin)->CreateHead(SmallHead("h")).ok());
+  ASSERT_TRUE((*trainer)->SaveCheckpoint("h", "").ok());
+  EXPECT_TRUE((*trainer)->DeleteCheckpoint("h/step-0000000000").ok());
+}
+
+// Connections without a token, one after the other, as a stranger makes them; what a known caller is refused
+// is told all the same.
+TEST_F(SecurityTest, StrangersLeaveNoAuditLineOfAKnownCallerOut) {
+  const auto server = Serve({TokenFlag(), "--log_level=info"});
+  const absl::Time start = absl::Now();
+  for (int i = 0; i < 60; ++i) EXPECT_FALSE(Try(server->target(), {}).ok());
+  const auto reader = Connect(server->target(), {.token = kReaderToken});
+  ASSERT_TRUE(reader.ok());
+  EXPECT_FALSE((*reader)->DeleteHead("h").ok());
+  const int64_t seconds = absl::ToInt64Seconds(absl::Now() - start) + 1;
+  server->Signal(SIGTERM);
+  ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  EXPECT_THAT(server->log(), ::testing::ContainsRegex("audit identity=token:scraper .*method=DeleteHead"));
+  EXPECT_GE(CountOf("audit identity=unknown", server->log()), 10);
+  EXPECT_LE(CountOf("audit identity=unknown", server->log()), 20 + seconds);
+}
+
+// One user of the server's machine, who makes a connection for a few calls that fail, and then the next one.
+TEST_F(SecurityTest, AUserWhoConnectsOftenHasOneBudgetOfLines) {
+  const auto server = Serve({"--log_level=info"});
+  const absl::Time start = absl::Now();
+  for (int i = 0; i < 30; ++i) {
+    const auto client = Connect(server->target(), {});
+    ASSERT_TRUE(client.ok());
+    for (int k = 0; k < 10; ++k) {
+      EXPECT_FALSE((*client)->DescribeHead("none").ok());
+      EXPECT_FALSE((*client)->DeleteHead("none").ok());
+    }
+  }
+  const int64_t seconds = absl::ToInt64Seconds(absl::Now() - start) + 1;
+  server->Signal(SIGTERM);
+  ASSERT_EQ(server->WaitFor(absl::Minutes(2)), 0);
+  EXPECT_LE(CountOf("call failed", server->log()), 20 + seconds);
+  EXPECT_LE(CountOf("audit identity=anybody", server->log()), 20 + seconds);
+  EXPECT_GE(CountOf("audit identity=anybody", server->log()), 10);
 }
 
 TEST_F(SecurityTest, FailedHandshakesCannotFillADisk) {
@@ -426,6 +508,7 @@ TEST_F(HttpSecurityTest, TokensForWhatIsNotHealth) {
     const std::string answer = Post(*server, path, reader);
     EXPECT_EQ(test::HttpStatus(answer), 403) << path;
     EXPECT_THAT(answer, HasSubstr("needs the role admin"));
+    EXPECT_THAT(server->log(), HasSubstr("audit identity=token:scraper address=127.0.0.1 method=HTTP"));
     const std::string admin = absl::StrCat("Authorization: Bearer ", kAdminToken, "\r\n");
     EXPECT_THAT(test::HttpStatus(Post(*server, path, admin)), ::testing::AnyOf(400, 404))
         << "it lacks a parameter";

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "proto/wire/region_packets.h"
 #include "server/connections/closer.h"
@@ -57,10 +58,23 @@ class Client {
   }
   // Nothing more came, nor was it closed.
   bool Open() const { return !Answered(); }
+  int port() const {
+    sockaddr_in own = {};
+    socklen_t size = sizeof(own);
+    EXPECT_EQ(getsockname(descriptor_, reinterpret_cast<sockaddr*>(&own), &size), 0);
+    return ntohs(own.sin_port);
+  }
 
  private:
   const int descriptor_;
 };
+
+// Plays peers: as if an address of the loopback said who somebody is.
+Peer PeerByAddress(int connection, const sockaddr_storage& from) {
+  Peer peer = PeerOf(connection, from);
+  peer.name = absl::StrCat("played ", ntohl(reinterpret_cast<const sockaddr_in&>(from).sin_addr.s_addr));
+  return peer;
+}
 
 class ConnectionAcceptorTest : public ::testing::Test {
  protected:
@@ -74,7 +88,7 @@ class ConnectionAcceptorTest : public ::testing::Test {
     ASSERT_TRUE(sockets.ok()) << sockets.status();
     port_ = sockets->front().port();
     acceptor_ = std::make_unique<ConnectionAcceptor>(*std::move(sockets), limits);
-    acceptor_->Start([this](int, int connection) {
+    acceptor_->Start("test-acceptor", [this](int, int connection) {
       absl::MutexLock lock(&mutex_);
       taken_.push_back(connection);
       EXPECT_EQ(send(connection, "x", 1, MSG_NOSIGNAL), 1);  // last: the client goes on when it has this
@@ -131,12 +145,39 @@ TEST(EntranceTest, ClosesRefusedTcpConnectionsByItself) {
 }
 
 TEST_F(ConnectionAcceptorTest, AnAddressLeavesConnectionsToOthers) {
-  Start({.in_all = 8, .per_peer = 2});
+  Start({.in_all = 8, .per_peer = 2, .peer_of = &PeerByAddress});
   Client a(port_), b(port_);
   ASSERT_TRUE(a.Accepted() && b.Accepted());
   EXPECT_FALSE(Client(port_).Accepted());
   EXPECT_TRUE(Client(port_, "127.0.0.2").Accepted());
   EXPECT_EQ(refused(), std::vector<std::string>{"max_connections_per_address"});
+}
+
+// 127.0.0.1 to 127.255.255.254 are all the loopback's, and a program chooses among them.
+TEST_F(ConnectionAcceptorTest, AUserIsOnePeerWhateverAddressOfTheLoopbackHeTakes) {
+  if (!KnowsLoopbackUsers()) GTEST_SKIP() << "this kernel has no sock_diag";
+  Start({.in_all = 8, .per_peer = 2});
+  Client a(port_, "127.0.0.2"), b(port_, "127.0.0.3");
+  ASSERT_TRUE(a.Accepted() && b.Accepted());
+  for (const char* const from : {"127.0.0.1", "127.0.0.4", "127.9.9.9"})
+    EXPECT_FALSE(Client(port_, from).Accepted()) << from;
+  EXPECT_EQ(refused(), std::vector<std::string>(3, "max_connections_per_address"));
+}
+
+TEST_F(ConnectionAcceptorTest, SaysWhoseAConnectionIs) {
+  Start({});
+  Client a(port_, "127.0.0.2");
+  ASSERT_TRUE(a.Accepted());
+  const std::string name = KnowsLoopbackUsers() ? absl::StrCat("uid ", geteuid()) : "loopback";
+  EXPECT_EQ(acceptor_->NameAt(absl::StrCat("127.0.0.2:", a.port())), name);
+  EXPECT_EQ(acceptor_->NameAt(absl::StrCat("127.0.0.1:", a.port())), "");
+  EXPECT_EQ(acceptor_->NameAt(""), "");
+  absl::MutexLock lock(&mutex_);
+  EXPECT_EQ(acceptor_->NameOf(taken_.back()), name);
+  EXPECT_EQ(acceptor_->NameOf(-1), "");
+  close(taken_.back());
+  taken_.pop_back();
+  EXPECT_EQ(acceptor_->NameAt(absl::StrCat("127.0.0.2:", a.port())), "") << "it was closed";
 }
 
 TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
@@ -155,7 +196,11 @@ TEST_F(ConnectionAcceptorTest, AClosedConnectionMakesRoom) {
 class OldestMakesRoomTest : public ConnectionAcceptorTest {
  protected:
   void StartWith(int64_t in_all, int64_t per_peer, absl::Duration age = absl::InfiniteDuration()) {
-    Start({.in_all = in_all, .per_peer = per_peer, .oldest_makes_room = true, .age = age});
+    Start({.in_all = in_all,
+           .per_peer = per_peer,
+           .oldest_makes_room = true,
+           .age = age,
+           .peer_of = &PeerByAddress});
   }
   // Of those that were taken, as the reader does when it sees the end.
   void Close(size_t index) {

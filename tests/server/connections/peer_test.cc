@@ -55,6 +55,17 @@ class Loopback {
   bool ok_ = false;
 };
 
+// The address of a socket's own end.
+std::string TextOf(int descriptor) {
+  sockaddr_storage own = {};
+  socklen_t size = sizeof(own);
+  EXPECT_EQ(getsockname(descriptor, reinterpret_cast<sockaddr*>(&own), &size), 0);
+  const bool ipv4 = own.ss_family == AF_INET;
+  const uint16_t port = ntohs(ipv4 ? reinterpret_cast<const sockaddr_in&>(own).sin_port
+                                   : reinterpret_cast<const sockaddr_in6&>(own).sin6_port);
+  return absl::StrCat(ipv4 ? "127.0.0.1:" : "[::1]:", port);
+}
+
 TEST(PeerTest, ProgramsOfThisHostAreKnownByTheirUser) {
   for (const int family : {AF_INET, AF_INET6}) {
     Loopback loopback(family);
@@ -66,7 +77,8 @@ TEST(PeerTest, ProgramsOfThisHostAreKnownByTheirUser) {
     EXPECT_EQ(peer.user, geteuid());
     EXPECT_TRUE(peer.is_loopback);
     EXPECT_TRUE(IsOwnUser(peer));
-    EXPECT_EQ(peer.name, absl::StrCat(family == AF_INET ? "127.0.0.1" : "::1", " uid ", geteuid()));
+    EXPECT_EQ(peer.name, absl::StrCat("uid ", geteuid()));
+    EXPECT_EQ(peer.loopback_address, TextOf(client.get()));
   }
 }
 
@@ -77,7 +89,7 @@ TEST(PeerTest, WhoHasGoneIsNobody) {
   const Peer peer = loopback.Accept();
   EXPECT_FALSE(peer.user.has_value());
   EXPECT_FALSE(IsOwnUser(peer));
-  EXPECT_EQ(peer.name, "127.0.0.1");
+  EXPECT_EQ(peer.name, "loopback");
 }
 
 TEST(PeerTest, AnotherUserIsAnother) {
@@ -93,7 +105,7 @@ TEST(PeerTest, AnotherUserIsAnother) {
   const Peer peer = loopback.Accept();
   EXPECT_EQ(peer.user, kStranger);
   EXPECT_FALSE(IsOwnUser(peer));
-  EXPECT_EQ(peer.name, "127.0.0.1 uid 65534");
+  EXPECT_EQ(peer.name, "uid 65534");
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
 }

@@ -10,10 +10,13 @@
 
 #include <cstdlib>
 #include <string>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "tests/support/raw_http.h"
 
 namespace lossd::metrics::http_server_test {
 namespace {
@@ -63,6 +66,25 @@ class HttpServerTest : public ::testing::Test {
   std::unique_ptr<HttpServer> server_;
   int port_ = 0;
 };
+
+TEST(HttpServerSilenceTest, AHandlerThatDoesNotEndIsASignOfNoLife) {
+  absl::Notification begun, may_end;
+  auto server = HttpServer::Start("127.0.0.1:0", {{"/slow", [&](const HttpCall&) {
+                                                     begun.Notify();
+                                                     may_end.WaitForNotification();
+                                                     return HttpResponse{.body = "late"};
+                                                   }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::string answer;
+  std::thread client([&] { answer = test::HttpGet((*server)->address(), "/slow"); });
+  begun.WaitForNotification();
+  // The thread that accepts shows a sign of life every second.
+  while ((*server)->Silence() < absl::Seconds(3)) absl::SleepFor(absl::Milliseconds(10));
+  may_end.Notify();
+  client.join();
+  EXPECT_EQ(test::HttpStatus(answer), 200);
+  while ((*server)->Silence() > absl::Seconds(2)) absl::SleepFor(absl::Milliseconds(10));
+}
 
 TEST_F(HttpServerTest, AnswersGetAndHead) {
   const std::string get = Request("GET", "/");

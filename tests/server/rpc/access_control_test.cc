@@ -9,12 +9,15 @@
 
 #include <atomic>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
@@ -25,9 +28,12 @@
 #include "lossd/v1/types.pb.h"
 #include "proto/wire/status_details.h"
 #include "server/rpc/request_call.h"
+#include "tests/support/temp_folder.h"
 
 namespace lossd::rpc::access_control_test {
 namespace {
+
+using access::Role;
 
 // ---- Access to methods ----
 
@@ -88,6 +94,67 @@ TEST(MethodAccessTest, ChangesOfHeadsAreAudited) {
   EXPECT_EQ(FindMethodAccess("NoSuchMethod"), nullptr);
 }
 
+// A line for each call of these that ended well would fill a disk; all others take the device's or the disk's
+// time.
+TEST(MethodAccessTest, CallsThatLeaveNothingBehind) {
+  for (const MethodAccess& line : MethodAccessTable()) {
+    EXPECT_EQ(line.leaves_nothing, line.method == "ZeroGradients" || line.method == "PlanHead")
+        << line.method;
+  }
+}
+
+// ---- docs/security.md ----
+
+using Methods = std::set<std::string>;
+
+// The methods of the protocol that a text names.
+Methods MethodsIn(absl::string_view text) {
+  Methods methods;
+  for (const absl::string_view word :
+       absl::StrSplit(text, absl::ByAnyChar(" \n,.;`|()"), absl::SkipEmpty())) {
+    if (FindMethodAccess(word) != nullptr) methods.emplace(word);
+  }
+  return methods;
+}
+
+Methods MethodsWith(const std::function<bool(const MethodAccess&)>& property) {
+  Methods methods;
+  for (const MethodAccess& line : MethodAccessTable()) {
+    if (property(line)) methods.emplace(line.method);
+  }
+  return methods;
+}
+
+class SecurityPageTest : public testing::Test {
+ protected:
+  // What the page has between `begin` and `end`.
+  std::string Between(const std::string& begin, const std::string& end) {
+    const size_t at = page_.find(begin);
+    EXPECT_NE(at, std::string::npos) << begin;
+    if (at == std::string::npos) return "";
+    const size_t from = at + begin.size();
+    const size_t to = page_.find(end, from);
+    EXPECT_NE(to, std::string::npos) << end;
+    return page_.substr(from, to - from);
+  }
+
+  const std::string page_ = test::ReadWholeFile(LOSSD_DOCS_FOLDER "/security.md");
+};
+
+TEST_F(SecurityPageTest, NamesTheAuditedCalls) {
+  EXPECT_EQ(MethodsIn(Between("are one line of the log each when they end:", ". A call that is refused")),
+            MethodsWith([](const MethodAccess& line) { return line.audited; }));
+}
+
+// The first cells of the table: "| reader | GetServer, ListStreams, ... |".
+TEST_F(SecurityPageTest, SaysWhatEachRoleMayCall) {
+  for (const Role role : {Role::kReader, Role::kTrainer, Role::kAdmin}) {
+    EXPECT_EQ(MethodsIn(Between(absl::StrCat("\n| ", access::RoleName(role), " | "), " | ")),
+              MethodsWith([role](const MethodAccess& line) { return line.role == role; }))
+        << access::RoleName(role);
+  }
+}
+
 // ---- The peer of a call ----
 
 TEST(PeerTest, IsTheAddressWithoutThePort) {
@@ -110,6 +177,26 @@ TEST(PeerTest, IsNobodyInTheServersOwnProcess) {
 TEST(PeerTest, IsAConnectionOverAUnixSocket) {
   EXPECT_EQ(PeerOf("unix:", 0x1a), "unix#1a");
   EXPECT_NE(PeerOf("unix:", 1), PeerOf("unix:", 2));
+}
+
+// Whose log lines are counted together. A program may open connections without end.
+TEST(HolderTest, IsTheUserOnTheServersOwnMachine) {
+  const auto authority = access::Authority::Create({"role_file", ""}, {"token_file", ""});
+  ASSERT_TRUE(authority.ok());
+  access::AuditLog audit;
+  const AccessControl access(authority->get(), &audit, [](absl::string_view address) {
+    return absl::StartsWith(address, "127.0.0.1:4") || address == "[::1]:40" ? "uid 1000" : "";
+  });
+  EXPECT_EQ(access.HolderOf("127.0.0.1:41234"), "uid 1000");
+  EXPECT_EQ(access.HolderOf("127.0.0.1:41235"), "uid 1000");
+  EXPECT_EQ(access.HolderOf("[::1]:40"), "uid 1000");
+  EXPECT_EQ(access.HolderOf("127.0.0.9:51234"), "loopback") << "of a connection that has gone";
+  EXPECT_EQ(access.HolderOf("unix#1a"), "unix");
+  EXPECT_EQ(access.HolderOf("unix#2b"), "unix");
+  EXPECT_EQ(access.HolderOf("10.0.0.7"), "10.0.0.7");
+  EXPECT_EQ(access.HolderOf("dns:trainer-1"), "dns:trainer-1");
+  const AccessControl knows_nobody(authority->get(), &audit);
+  EXPECT_EQ(knows_nobody.HolderOf("127.0.0.1:41234"), "loopback");
 }
 
 // ---- Call registry ----

@@ -76,7 +76,17 @@ int Connect(const Socket& to) {
   if (made < 0) return -1;
   const timeval patience = {.tv_sec = 1, .tv_usec = 0};
   setsockopt(made, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-  if (connect(made, reinterpret_cast<const sockaddr*>(&to.address), to.size) == 0) return made;
+  bool is_bound = true;
+  if (to.address.ss_family == AF_INET) {
+    // From another address of the loopback each time: that must not make the stranger several.
+    static uint32_t connections = 0;
+    const int one = 1;
+    setsockopt(made, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof(one));
+    sockaddr_in from = {.sin_family = AF_INET};
+    from.sin_addr.s_addr = htonl(INADDR_LOOPBACK + ++connections % 200);
+    is_bound = bind(made, reinterpret_cast<const sockaddr*>(&from), sizeof(from)) == 0;
+  }
+  if (is_bound && connect(made, reinterpret_cast<const sockaddr*>(&to.address), to.size) == 0) return made;
   close(made);
   return -1;
 }

@@ -254,18 +254,18 @@ class HeadCalls:
         """A tensor, or rows [begin, end) of it: [V, D] for the weight, else one-dimensional. bf16 as uint16.
 
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
-        if it changes each time, or if the head was made again with another shape.
+        if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),
             dtype=types.enum_value("dtype", types.DTYPES, dtype))
-        begin, end, shape = self._range_of(head, param, rows, deadline)
+        before, begin, end, shape = self._range_of(head, param, rows, deadline)
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
         row_bytes = out.itemsize * math.prod(shape[1:])
-        with self._of_one_shape(head, param, shape, deadline):
+        with self._of_one_head(before, param, deadline):
             self._connections.repeated(
                 lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline,
                                              shape[0]), deadline, restartable=True)
@@ -278,10 +278,10 @@ class HeadCalls:
         deadline = Deadline(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        range_, shape, row_bytes = self._rows_for(head, param, data, rows, deadline)
+        range_, before, row_bytes = self._rows_for(head, param, data, rows, deadline)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
-        with self._of_one_shape(head, param, shape, deadline):
+        with self._of_one_head(before, param, deadline):
             written = _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline)
         return read(HeadState, written.state)
 
@@ -298,7 +298,7 @@ class HeadCalls:
         kind, data = _arrays.as_array("values", values, dtype)
         at = self._head_cache.trainer_step(head, step)
         with self._told(at):
-            range_, shape, row_bytes = self._rows_for(head, param, data, rows, deadline)
+            range_, before, row_bytes = self._rows_for(head, param, data, rows, deadline)
         payload = _arrays.bytes_of(data)
 
         def attempt() -> head_pb2.AddGradientResponse:
@@ -309,8 +309,8 @@ class HeadCalls:
                                           run=self._run, **names(self._head_cache.gradients_of(at)))
             return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
 
-        # Gradients that are lost are told first: they are no sign of another shape.
-        with self._of_one_shape(head, param, shape, deadline), self._told(at):
+        # Gradients that are lost are told first: they are no sign of another head.
+        with self._of_one_head(before, param, deadline), self._told(at):
             answer = self._connections.repeated(attempt, deadline)
         self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
         return read(AddedGradient, answer)
@@ -472,33 +472,47 @@ class HeadCalls:
             raise
 
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[int, int, tuple[int, ...]]:
-        """First row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
-        shape = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
+                  deadline: Deadline) -> tuple[head_pb2.HeadDescription, int, int, tuple[int, ...]]:
+        """The head, first row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
+        description = self._describe(head, deadline)
+        shape = _tensors.tensor_shape(description.spec, types.PARAMS[param])
         begin, end = rows or (0, shape[0])
         if not 0 <= begin <= end <= shape[0]:
             raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
-        return begin, end, shape
+        return description, begin, end, shape
 
     def _rows_for(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[types_pb2.RowRange | None, tuple[int, ...], int]:
-        """The rows that `data` is for (None: all), the tensor's shape, the bytes of a row. InvalidArgument for other data."""
-        begin, end, shape = self._range_of(head, param, rows, deadline)
+                  deadline: Deadline) -> tuple[types_pb2.RowRange | None, head_pb2.HeadDescription, int]:
+        """The rows that `data` is for (None: all), the head, the bytes of a row. InvalidArgument for other data."""
+        description, begin, end, shape = self._range_of(head, param, rows, deadline)
         wanted = (end - begin, *shape[1:])
         if data.shape != wanted:
             raise errors.InvalidArgument(f'values has shape {data.shape}; {param} of head "{head}" takes {wanted}')
-        return types_pb2.RowRange(begin=begin, end=end) if rows else None, shape, data.itemsize * math.prod(shape[1:])
+        row_bytes = data.itemsize * math.prod(shape[1:])
+        return types_pb2.RowRange(begin=begin, end=end) if rows else None, description, row_bytes
 
     @contextlib.contextmanager
-    def _of_one_shape(self, head: str, param: Param, shape: tuple[int, ...], deadline: Deadline) -> Iterator[None]:
-        """Raises Aborted instead of an error that comes from a head that was made again with another shape."""
+    def _of_one_head(self, before: head_pb2.HeadDescription, param: Param, deadline: Deadline) -> Iterator[None]:
+        """Raises Aborted instead of an error that may be another head's: of one that was made again since `before`."""
         try:
             yield
         except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
             if isinstance(error, errors.Aborted) and error.field != _tensors.OTHER_SHAPE:
                 raise
-            now = _tensors.tensor_shape(self._describe(head, deadline).spec, types.PARAMS[param])
-            if now == shape:
+            head, number = before.spec.name, types.PARAMS[param]
+            description = self._describe(head, deadline)
+            has, had = (_tensors.tensor_shape(each.spec, number) for each in (description, before))
+            again = f'head "{head}" was made again during the call'
+            if has != had:
+                raise errors.Aborted(f"{again}: {param} has shape {has}, and had {had}") from error
+            # A head of the same shape may be another one all the same, and a third one may have been there in between.
+            if _same_head(before.state, description.state):
                 raise
-            raise errors.Aborted(f'head "{head}" was made again during the call: {param} has shape {now}, and had '
-                                 f'{shape}') from error
+            raise errors.Aborted(f"{again}, which failed with: {error}") from error
+
+
+def _same_head(before: types_pb2.HeadState, now: types_pb2.HeadState) -> bool:
+    """Whether two answers are about one head, which was not deleted between them; true if the server does not say."""
+    if not before.creation or not now.creation:
+        return True
+    return before.incarnation == now.incarnation and before.creation == now.creation

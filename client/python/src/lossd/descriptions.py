@@ -113,6 +113,7 @@ class HeadState(Shown):
     step: int = 0  # the open step: how many optimizer steps were closed before it
     generation: int = 0  # of the gradients; another one each time they are zeroed
     weights_version: int = 0  # another one each time that values change
+    creation: int = 0  # of the head itself; another one for a head that was deleted and made again; 0: an earlier server
 
 
 @dataclass(frozen=True, repr=False)
