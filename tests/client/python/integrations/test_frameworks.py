@@ -32,12 +32,17 @@ def blocks_of(page):
 
 
 def run_page(rank, page, target, variables):
+    """Of each head that the page leaves: the step, and whether it is frozen."""
     names = {"__name__": page, **variables}
     PREPARATIONS.get(page, lambda: None)()
     for number, block in enumerate(blocks_of(page)):
         code = block.replace("127.0.0.1:7070", target)
         exec(compile(code, f"{page}, block {number + 1}", "exec"), names)
+    heads = [(each.state.step, each.spec.frozen) for each in names["client"].list_heads()]
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # a server in the ranks ends with the first of them
     names["client"].close()
+    return heads
 
 
 def tokenizer():
@@ -65,11 +70,10 @@ def test_page(page_server, tmp_path, monkeypatch, page):
     server, client = page_server, lossd.Client(page_server.target)
     try:
         if page in RANKS:
-            run_ranks(RANKS[page], run_page, page, server.target, {})
+            heads = run_ranks(RANKS[page], run_page, page, server.target, {})[0]
         else:
-            run_page(0, page, server.target, {"tokenizer": tokenizer()} if "tokenizer" in "".join(blocks_of(page)) else {})
-        heads = client.list_heads()
-        assert heads and all(each.state.step > 0 or each.spec.frozen for each in heads)
+            heads = run_page(0, page, server.target, {"tokenizer": tokenizer()} if "tokenizer" in "".join(blocks_of(page)) else {})
+        assert heads and all(step > 0 or frozen for step, frozen in heads)
     finally:
         for head in client.list_heads():
             client.delete_head(head.spec.name)
