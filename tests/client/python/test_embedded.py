@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -240,6 +241,25 @@ def test_what_is_wrong_is_named(folder: Path, options: dict[str, object], kind: 
         lossd.embedded(**options)  # type: ignore[arg-type]
     gc.collect()
     assert list(folder.iterdir()) == []
+
+
+def test_libraries_of_other_packages_do_not_come_between(folder: Path, tmp_path: Path) -> None:
+    """TensorFlow lets all later libraries find its gRPC and protobuf first; here these are functions that end the process."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    source, other = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("void abort(void);\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in (
+        "grpc_init", "grpc_server_create", "grpc_completion_queue_create_for_next", "_ZN6google8protobuf5ArenaD1Ev")))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", other, source], check=True)
+    code = f"""
+import ctypes
+ctypes.CDLL({str(other)!r}, mode=ctypes.RTLD_GLOBAL)
+import lossd
+with lossd.embedded(threads=1) as client:
+    print(client.list_heads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done
 
 
 def test_truth_values_and_numbers_are_texts_of_flags() -> None:

@@ -46,7 +46,8 @@ def _library_path() -> str:
 def _library() -> ctypes.CDLL:
     path = _library_path()
     try:
-        library = ctypes.CDLL(path)
+        # Its own gRPC, protobuf and Abseil go before those that another package has put before all (TensorFlow does).
+        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
     except OSError as error:
         raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
     server, text = ctypes.c_void_p, ctypes.c_void_p  # a text to be freed
