@@ -37,22 +37,28 @@ typedef struct lossd_server lossd_server;
 
 enum lossd_state {
   LOSSD_SERVES = 0,
-  LOSSD_DRAINED = 1,    /* lossd_drain was called */
-  LOSSD_DEVICE_LOST = 2 /* nothing can be computed any more; what the heads had since the last save is lost */
+  LOSSD_DRAINED = 1, /* lossd_drain was called, or another rank has ended the server */
+  LOSSD_DEVICE_LOST =
+      2 /* the device or another rank is lost, and with it what the heads had since the last save */
 };
 
 /* Of the library, for example "0.1.0". */
 const char* lossd_version(void);
 
 /* Starts a server and returns once it serves. `options` ends with NULL; each is "name=text" with the name of
- * a flag of the program (`lossd --help`) and the text that the flag would be given. Two defaults differ from
- * those of the program: listen is a Unix socket in a folder of its own below $TMPDIR, or /tmp, and http is
- * empty: no status page and no metrics. `log_level` is "warning"; it counts for all servers of the process.
- * There are no options for several processes that are one server.
+ * a flag of the program (`lossd --help`) and the text that the flag would be given. Three defaults differ
+ * from those of the program: listen is a Unix socket in a folder of its own below $TMPDIR, or /tmp; http is
+ * empty, so there is no status page and there are no metrics; and log_level, which counts for all servers of
+ * the process, is "warning".
  *
- * Returns NULL if the server cannot start, and sets `*code` to a status code of gRPC (3 INVALID_ARGUMENT, 8
- * RESOURCE_EXHAUSTED, 14 UNAVAILABLE, ...) and `*error` to a text that names the option and what is wrong
- * with it, to be given to lossd_free. Both may be NULL. */
+ * Several processes become one server with the options rank, ranks and leader, "127.0.0.1:7072" for example
+ * (docs/scaling.md). Rank 0 serves; the others compute for rank 0, and their address is "". lossd_start
+ * returns once all ranks have come together, or fails after rank_timeout. The ranks end together: what ends
+ * one of them ends all.
+ *
+ * Returns NULL if the server cannot start, and sets `*code` to a status code of gRPC (3 INVALID_ARGUMENT, 4
+ * DEADLINE_EXCEEDED, 8 RESOURCE_EXHAUSTED, 14 UNAVAILABLE, ...) and `*error` to a text that names the option
+ * and what is wrong with it, to be given to lossd_free. Both may be NULL. */
 lossd_server* lossd_start(const char* const* options, int* code, char** error);
 
 /* Where clients connect, for example "unix:/tmp/lossd-a1b2c3/grpc" or "127.0.0.1:7070". The text is the
@@ -63,7 +69,8 @@ const char* lossd_address(const lossd_server* server);
  * server's. */
 const char* lossd_http_address(const lossd_server* server);
 
-/* Waits until the server does not serve any more, for at most `seconds`; negative: without an end. */
+/* Waits until the server does not serve any more, for at most `seconds`; negative: without an end. A thread
+ * that waits returns before another one calls lossd_stop: lossd_drain ends the wait. */
 enum lossd_state lossd_wait(lossd_server* server, double seconds);
 
 /* Whether the server is well, as /livez says: 1, or 0 and `*why`, to be given to lossd_free. `why` may be
@@ -71,11 +78,13 @@ enum lossd_state lossd_wait(lossd_server* server, double seconds);
 int lossd_live(lossd_server* server, char** why);
 
 /* Refuses new calls, lets open ones finish for at most `seconds`, cancels the rest, and stops listening. 1:
- * no call had to be cancelled. A later call does nothing and returns 1. */
+ * no call had to be cancelled. A later call does nothing and returns 1. Where there are several ranks, this
+ * ends all of them; a rank other than 0 asks rank 0 to drain, and waits for that for `seconds`, drain_timeout
+ * and 10 seconds more at the most. */
 int lossd_drain(lossd_server* server, double seconds);
 
 /* Stops the server, which cancels open calls, and gives back all that it has. After LOSSD_DEVICE_LOST, memory
- * of the device stays taken: giving it back could wait for ever. NULL: nothing is done. */
+ * stays taken: giving it back could wait for ever. NULL: nothing is done. */
 void lossd_stop(lossd_server* server);
 
 /* Gives back a text that a function above has set. */
