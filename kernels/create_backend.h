@@ -29,6 +29,8 @@ struct BackendChoice {
   std::string devices;
   // CUDA: whose work goes before that of other programs on the GPU: "dx" (what dL/dx needs), "all" or "none".
   std::string stream_priority = "dx";
+  bool shares_process =
+      false;            // CUDA: other code of the process works on the GPU too; nothing of the process is set
   int threads = 0;      // CPU: 0: all the process may use
   int cpu_devices = 1;  // CPU: groups of threads that share the rows of every head, as several GPUs would
   // How heads that do not say lie on several devices: "any" (what fits), "rows" or "vocabulary".

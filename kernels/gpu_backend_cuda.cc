@@ -29,6 +29,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, 
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.deterministic = choice.deterministic;
   options.stream_priority = PriorityOf(choice);
+  options.shares_process = choice.shares_process;
   return CreateCudaBackend(options);
 }
 

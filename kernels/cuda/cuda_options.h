@@ -40,6 +40,8 @@ struct CudaBackendOptions {
   bool deterministic = true;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
   StreamPriority stream_priority = StreamPriority::kHiddenGradients;
+  // Other code of the process works on the GPU too: how threads wait for the GPU stays as that code has it.
+  bool shares_process = false;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.
   bool host_branches = false;

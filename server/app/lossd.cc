@@ -131,6 +131,7 @@ absl::StatusOr<int> ParseNumber(absl::string_view name, absl::string_view text) 
 absl::StatusOr<Options> ReadOptions(const char* const* texts) {
   Options options;
   options.server.version = LOSSD_VERSION;
+  options.server.embedded = true;
   options.server.http = "";
   for (; texts != nullptr && *texts != nullptr; ++texts) {
     const absl::string_view text = *texts;
@@ -154,6 +155,13 @@ absl::StatusOr<Options> ReadOptions(const char* const* texts) {
   }
   LOSSD_TRY(options.server.ranks.launch, ranks::ReadLaunch(options.launch, {}));
   return options;
+}
+
+// Runs `body` on a thread of its own and waits for it: what CUDA keeps for each thread, such as its current
+// GPU, stays the caller's.
+template <typename Body>
+void RunApart(Body body) {
+  std::thread(std::move(body)).join();
 }
 
 char* CopyOf(absl::string_view text) {
@@ -332,7 +340,8 @@ bool lossd_server::Stop() {
 const char* lossd_version() { return LOSSD_VERSION; }
 
 lossd_server* lossd_start(const char* const* options, int* code, char** error) {
-  absl::StatusOr<std::unique_ptr<lossd_server>> started = lossd_server::Start(options);
+  absl::StatusOr<std::unique_ptr<lossd_server>> started = absl::UnknownError("not started");
+  lossd::app::RunApart([&] { started = lossd_server::Start(options); });
   if (started.ok()) return started->release();
   if (code != nullptr) *code = static_cast<int>(started.status().code());
   if (error != nullptr) *error = lossd::app::CopyOf(started.status().message());
@@ -355,11 +364,16 @@ int lossd_live(lossd_server* server, char** why) {
 }
 
 int lossd_drain(lossd_server* server, double seconds) {
-  return server->Drain(absl::Seconds(seconds)) ? 1 : 0;
+  bool clean = false;
+  lossd::app::RunApart([&] { clean = server->Drain(absl::Seconds(seconds)); });
+  return clean ? 1 : 0;
 }
 
 void lossd_stop(lossd_server* server) {
-  if (server != nullptr && server->Stop()) delete server;
+  if (server == nullptr) return;
+  lossd::app::RunApart([server] {
+    if (server->Stop()) delete server;
+  });
 }
 
 void lossd_free(char* text) { std::free(text); }

@@ -12,11 +12,12 @@
  * A server speaks the protocol of the program lossd, and a client of any language connects to its address. By
  * default that is a Unix socket in a folder that only the user of the process can enter; there is no port.
  *
- * The library leaves the process as it is: it sets no limits of memory, reads no flags and no variables of
- * the environment but those of the CUDA libraries, never ends the process, and handles no signals but one: a
- * thread of the library interrupts itself with SIGURG, whose handler the library sets where there is none.
- * The process ignores SIGPIPE and SIGXFSZ, as Python does; what is written to a closed connection or to a
- * full disk ends a process that does not. Once loaded, the library stays until the process ends.
+ * The library leaves the process as it is, and works on threads of its own: it sets no limits of memory,
+ * reads no flags and no variables of the environment but those of the CUDA libraries, never ends the process,
+ * and handles no signals but one: a thread of the library interrupts itself with SIGURG, whose handler the
+ * library sets where there is none. The process ignores SIGPIPE and SIGXFSZ, as Python does; what is written
+ * to a closed connection or to a full disk ends a process that does not. Once loaded, the library stays until
+ * the process ends.
  *
  * All functions are thread-safe. In a child that a process has forked a server is not there: the child calls
  * no function with the parent's server but lossd_address and lossd_http_address. A process stops its servers

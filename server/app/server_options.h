@@ -67,6 +67,7 @@ struct ServerOptions {
   std::string http = "127.0.0.1:7071";  // empty: no HTTP
   SecurityOptions security;             // encryption, and who may do what
   std::string version = "0.0.0";
+  bool embedded = false;  // in the process of other code, of which nothing is set (lossd.h)
 
   // Compute.
   std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"

@@ -134,6 +134,7 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .device = options.device,
           .devices = options.devices,
           .stream_priority = options.stream_priority,
+          .shares_process = options.embedded,
           .threads = options.threads,
           .cpu_devices = options.cpu_devices,
           .split = options.split,

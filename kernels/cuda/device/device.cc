@@ -98,7 +98,7 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& o
   if (!count.ok()) return count.status();
   LOSSD_RETURN_IF_ERROR(ValidateOptions(options, *count));
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(options.device), "cudaSetDevice");
-  LOSSD_RETURN_IF_ERROR(SleepInWaits());
+  if (!options.shares_process) LOSSD_RETURN_IF_ERROR(SleepInWaits());
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");

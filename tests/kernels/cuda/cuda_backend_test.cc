@@ -61,6 +61,21 @@ TEST(CudaBackend, RefusesOptionsOutOfRange) {
   }
 }
 
+TEST(CudaBackend, LeavesTheWaitsOfItsProcessAlone) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+  ASSERT_EQ(cudaFree(nullptr), cudaSuccess);
+  unsigned before = 0;
+  ASSERT_EQ(cudaGetDeviceFlags(&before), cudaSuccess);
+  const unsigned spins = (before & ~static_cast<unsigned>(cudaDeviceScheduleMask)) | cudaDeviceScheduleSpin;
+  ASSERT_EQ(cudaSetDeviceFlags(spins), cudaSuccess);
+  ASSERT_TRUE(CreateCudaBackend({.shares_process = true}).ok());
+  unsigned after = 0;
+  EXPECT_EQ(cudaGetDeviceFlags(&after), cudaSuccess);
+  EXPECT_EQ(after & cudaDeviceScheduleMask, static_cast<unsigned>(cudaDeviceScheduleSpin));
+  EXPECT_EQ(cudaSetDeviceFlags(before), cudaSuccess);
+}
+
 TEST(CudaBackend, RefusesHeadsBeyondTheLimitWithThePlan) {
   LOSSD_SKIP_WITHOUT_GPU();
   auto backend = CreateCudaBackend({.memory_limit_bytes = int64_t{256} << 20});
