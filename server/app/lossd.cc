@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/app/lossd.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/memory/memory.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -31,13 +35,19 @@
 namespace lossd::app {
 namespace {
 
+// A Unix socket's address has room for 107 characters, of which names in the folder take 22.
+constexpr size_t kLongestFolder = 85;
+
 // A folder that only this user can enter, for the server's sockets. The folder goes with the object.
 class PrivateFolder {
  public:
   static absl::StatusOr<std::unique_ptr<PrivateFolder>> Make() {
-    const char* const base = std::getenv("TMPDIR");
-    std::string path =
-        absl::StrCat(base != nullptr && *base != '\0' ? absl::string_view(base) : "/tmp", "/lossd-XXXXXX");
+    const char* const given = std::getenv("TMPDIR");
+    std::error_code ignored;
+    std::string base =
+        given == nullptr || *given == '\0' ? "/tmp" : std::filesystem::absolute(given, ignored).string();
+    if (base.size() > kLongestFolder) base = "/tmp";
+    std::string path = base + "/lossd-XXXXXX";
     if (mkdtemp(path.data()) == nullptr) {
       return absl::UnavailableError(absl::StrCat("cannot make a folder ", path, " for the server's socket: ",
                                                  strerror(errno), "; TMPDIR or the option listen say where"));
@@ -128,8 +138,20 @@ absl::StatusOr<int> ParseNumber(absl::string_view name, absl::string_view text) 
   return absl::InvalidArgumentError(absl::StrCat(name, " is \"", text, "\"; it must be a number"));
 }
 
+// The process may change its folder while the server runs.
+void MakeAbsolute(ServerOptions* options) {
+  SecurityOptions& security = options->security;
+  for (std::string* path : {&options->checkpoint_directory, &security.tls_cert, &security.tls_key,
+                            &security.tls_client_ca, &security.role_file, &security.token_file}) {
+    std::error_code error;
+    const std::filesystem::path absolute = std::filesystem::absolute(*path, error);
+    if (!path->empty() && !error) *path = absolute.string();
+  }
+}
+
 absl::StatusOr<Options> ReadOptions(const char* const* texts) {
   Options options;
+  std::optional<int> local_rank;
   options.server.version = LOSSD_VERSION;
   options.server.embedded = true;
   options.server.http = "";
@@ -148,21 +170,39 @@ absl::StatusOr<Options> ReadOptions(const char* const* texts) {
       LOSSD_TRY((name == "rank" ? options.launch.rank : options.launch.ranks), ParseNumber(name, value));
     } else if (name == "leader") {
       options.launch.leader = std::string(value);
+    } else if (name == "local_rank") {
+      LOSSD_TRY(local_rank, ParseNumber(name, value));
+    } else if (name == "worker_http") {
+      return absl::InvalidArgumentError("worker_http is an option of the program alone");
     } else {
       LOSSD_RETURN_IF_ERROR(SetOption(name, value, &options.server));
       if (name == "listen") options.listens_in_a_folder = false;
     }
   }
   LOSSD_TRY(options.server.ranks.launch, ranks::ReadLaunch(options.launch, {}));
+  options.server.ranks.launch.local_rank = local_rank;
+  MakeAbsolute(&options.server);
   return options;
 }
 
 // Runs `body` on a thread of its own and waits for it: what CUDA keeps for each thread, such as its current
-// GPU, stays the caller's.
-template <typename Body>
-void RunApart(Body body) {
-  std::thread(std::move(body)).join();
+// GPU, stays the caller's. False if `body` has not ended within `limit`, and goes on alone; or if the system
+// has no thread, and `body` was not run.
+bool RunApart(absl::Duration limit, absl::AnyInvocable<void()> body) {
+  const auto ended = std::make_shared<clocks::Event>();
+  try {
+    std::thread([ended, body = std::move(body)]() mutable {
+      body();
+      ended->Notify();
+    }).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return ended->AwaitFor(limit);
 }
+
+// How much longer than asked for a drain may take before its device counts as lost.
+constexpr absl::Duration kPatience = absl::Minutes(1);
 
 char* CopyOf(absl::string_view text) {
   char* const copy = static_cast<char*>(std::malloc(text.size() + 1));
@@ -199,6 +239,16 @@ struct lossd_server {
   bool Drain(absl::Duration limit) ABSL_LOCKS_EXCLUDED(mutex_);
   // Gives back what the server has, and returns whether that was possible; if not, the object stays for ever.
   bool Stop() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The longest that a drain with this limit takes, unless a device hangs.
+  absl::Duration MostOf(absl::Duration limit) const {
+    return limit + options_.drain_timeout + lossd::app::kWorkerGrace + lossd::app::kPatience;
+  }
+  // A drain does not end.
+  void GiveUp() {
+    given_up_ = true;
+    state_->Set(LOSSD_DEVICE_LOST, absl::UnavailableError("the drain does not end: the device hangs"));
+  }
+  bool given_up() const { return given_up_; }
 
  private:
   explicit lossd_server(ServerOptions options) : options_(std::move(options)) {}
@@ -214,6 +264,7 @@ struct lossd_server {
   const std::shared_ptr<State> state_ = std::make_shared<State>();
   std::string address_;
   std::string http_address_;
+  std::atomic<bool> given_up_{false};
   absl::Mutex mutex_;
   std::shared_ptr<Server> server_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<LocalRanks> ranks_ ABSL_GUARDED_BY(mutex_);
@@ -240,15 +291,15 @@ absl::StatusOr<std::unique_ptr<lossd_server>> lossd_server::Start(const char* co
 }
 
 absl::Status lossd_server::StartServer() {
-  options_.on_device_lost = [state = state_] { state->Set(LOSSD_DEVICE_LOST); };
+  options_.on_device_lost = [state = state_](const absl::Status& why) { state->Set(LOSSD_DEVICE_LOST, why); };
   options_.ranks.on_leaving = [this] { OnLeaving(); };
   LOSSD_TRY(std::shared_ptr<Server> server, Server::Start(options_));
   address_ = server->grpc_address();
   http_address_ = server->http_address();
   absl::MutexLock lock(&mutex_);
+  if (leaver_.joinable()) return absl::UnavailableError("another rank has left before this one had started");
   server_ = std::move(server);
-  // A rank that has left meanwhile found nothing to drain.
-  return state_->Get() == LOSSD_DRAINED ? absl::UnavailableError("another rank has left") : absl::OkStatus();
+  return absl::OkStatus();
 }
 
 // On a thread of the server, which the end of the server waits for.
@@ -268,7 +319,8 @@ absl::Status lossd_server::StartRanks() {
                          .on_joined = [state = state_] { state->SetJoined(); },
                          .on_end =
                              [state = state_](const lossd::app::RanksEnd& end) {
-                               state->Set(end.status.ok() ? LOSSD_DRAINED : LOSSD_DEVICE_LOST, end.status);
+                               const bool lost = !end.status.ok() && end.joined;
+                               state->Set(lost ? LOSSD_DEVICE_LOST : LOSSD_DRAINED, end.status);
                              }});
   if (!ranks.ok()) return ranks.status();
   {
@@ -276,7 +328,8 @@ absl::Status lossd_server::StartRanks() {
     ranks_ = *std::move(ranks);
   }
   state_->AwaitJoined();
-  return state_->Why();
+  if (state_->Get() == LOSSD_SERVES || !state_->Why().ok()) return state_->Why();
+  return absl::UnavailableError("rank 0 has ended");
 }
 
 std::shared_ptr<Server> lossd_server::server() {
@@ -290,8 +343,8 @@ std::shared_ptr<LocalRanks> lossd_server::ranks() {
 }
 
 absl::Status lossd_server::Live() {
-  if (const std::shared_ptr<Server> served = server()) return served->Live();
   if (!state_->Why().ok()) return state_->Why();
+  if (const std::shared_ptr<Server> served = server()) return served->Live();
   const std::shared_ptr<LocalRanks> computing = ranks();
   if (computing == nullptr) return absl::OkStatus();
   return lossd::app::Live({.device_lost = computing->device_lost(), .device_silence = computing->Silence()},
@@ -340,8 +393,9 @@ bool lossd_server::Stop() {
 const char* lossd_version() { return LOSSD_VERSION; }
 
 lossd_server* lossd_start(const char* const* options, int* code, char** error) {
-  absl::StatusOr<std::unique_ptr<lossd_server>> started = absl::UnknownError("not started");
-  lossd::app::RunApart([&] { started = lossd_server::Start(options); });
+  absl::StatusOr<std::unique_ptr<lossd_server>> started =
+      absl::ResourceExhaustedError("the system has no thread for the server");
+  lossd::app::RunApart(absl::InfiniteDuration(), [&] { started = lossd_server::Start(options); });
   if (started.ok()) return started->release();
   if (code != nullptr) *code = static_cast<int>(started.status().code());
   if (error != nullptr) *error = lossd::app::CopyOf(started.status().message());
@@ -364,14 +418,17 @@ int lossd_live(lossd_server* server, char** why) {
 }
 
 int lossd_drain(lossd_server* server, double seconds) {
-  bool clean = false;
-  lossd::app::RunApart([&] { clean = server->Drain(absl::Seconds(seconds)); });
-  return clean ? 1 : 0;
+  const auto clean = std::make_shared<std::atomic<bool>>(false);
+  const absl::Duration limit = absl::Seconds(std::max(0.0, seconds));
+  const bool ended =
+      lossd::app::RunApart(server->MostOf(limit), [server, limit, clean] { *clean = server->Drain(limit); });
+  if (!ended) server->GiveUp();
+  return ended && *clean ? 1 : 0;
 }
 
 void lossd_stop(lossd_server* server) {
-  if (server == nullptr) return;
-  lossd::app::RunApart([server] {
+  if (server == nullptr || server->given_up()) return;
+  lossd::app::RunApart(server->MostOf(absl::ZeroDuration()), [server] {
     if (server->Stop()) delete server;
   });
 }

@@ -12,16 +12,16 @@
  * A server speaks the protocol of the program lossd, and a client of any language connects to its address. By
  * default that is a Unix socket in a folder that only the user of the process can enter; there is no port.
  *
- * The library leaves the process as it is, and works on threads of its own: it sets no limits of memory,
- * reads no flags and no variables of the environment but those of the CUDA libraries, never ends the process,
- * and handles no signals but one: a thread of the library interrupts itself with SIGURG, whose handler the
- * library sets where there is none. The process ignores SIGPIPE and SIGXFSZ, as Python does; what is written
- * to a closed connection or to a full disk ends a process that does not. Once loaded, the library stays until
- * the process ends.
+ * The library leaves the process as it is, and works on threads of its own. It sets no limits of memory,
+ * reads no flags, never ends the process, and reads no variables of the environment but TMPDIR and those of
+ * gRPC and CUDA's libraries. It handles one signal: a thread of the library interrupts itself with SIGURG,
+ * and the library sets a handler where there is none. The process ignores SIGPIPE and SIGXFSZ, as Python
+ * does; a process that does not may be ended by what is written to a closed connection or to a full disk.
+ * Once loaded, the library stays until the process ends.
  *
- * All functions are thread-safe. In a child that a process has forked a server is not there: the child calls
- * no function with the parent's server but lossd_address and lossd_http_address. A process stops its servers
- * before it ends.
+ * All functions are thread-safe, but no other function of a server runs when lossd_stop is called, nor later.
+ * In a child that a process has forked a server is not there: the child calls no function with the parent's
+ * server but lossd_address and lossd_http_address. A process stops its servers before it ends.
  *
  * The library brings the messages of the protocol, and one libprotobuf takes them once. So a C++ program that
  * has them already, with the client in client/cpp, does not load the library: it links app::Server, which is
@@ -70,8 +70,8 @@ const char* lossd_address(const lossd_server* server);
  * server's. */
 const char* lossd_http_address(const lossd_server* server);
 
-/* Waits until the server does not serve any more, for at most `seconds`; negative: without an end. A thread
- * that waits returns before another one calls lossd_stop: lossd_drain ends the wait. */
+/* Waits until the server does not serve any more, for at most `seconds`; negative: without an end.
+ * lossd_drain ends the wait, and the thread that waits returns before another one calls lossd_stop. */
 enum lossd_state lossd_wait(lossd_server* server, double seconds);
 
 /* Whether the server is well, as /livez says: 1, or 0 and `*why`, to be given to lossd_free. `why` may be
@@ -79,9 +79,10 @@ enum lossd_state lossd_wait(lossd_server* server, double seconds);
 int lossd_live(lossd_server* server, char** why);
 
 /* Refuses new calls, lets open ones finish for at most `seconds`, cancels the rest, and stops listening. 1:
- * no call had to be cancelled. A later call does nothing and returns 1. Where there are several ranks, this
- * ends all of them; a rank other than 0 asks rank 0 to drain, and waits for that for `seconds`, drain_timeout
- * and 10 seconds more at the most. */
+ * no call of the server had to be cancelled. A later call does nothing and returns 1. Where there are several
+ * ranks, this ends all of them; a rank other than 0 asks rank 0 to drain, and waits for that for `seconds`,
+ * drain_timeout and 10 seconds more at the most. A drain that takes a minute beyond that waits for a device
+ * that hangs: the server is given up (0, LOSSD_DEVICE_LOST). */
 int lossd_drain(lossd_server* server, double seconds);
 
 /* Stops the server, which cancels open calls, and gives back all that it has. After LOSSD_DEVICE_LOST, memory

@@ -207,7 +207,7 @@ int Run() {
   options.ranks.on_leaving = [&events] { events.NotifyStop(); };
   if (options.ranks.launch.rank != 0) return RunAsWorker(options, **manager, events);
   if (absl::GetFlag(FLAGS_exit_on_device_loss))
-    options.on_device_lost = [&events] { events.NotifyDeviceLost(); };
+    options.on_device_lost = [&events](const absl::Status&) { events.NotifyDeviceLost(); };
   std::optional<lossd::app::StartWatch> watch(&events);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
   watch.reset();

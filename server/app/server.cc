@@ -238,7 +238,7 @@ Health Server::health() const {
 void Server::OnDeviceLost(const absl::Status& status) {
   log::Log(log::LogLevel::kError, "the device is lost", {{"error", status.message()}});
   if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
-  options_.on_device_lost();
+  options_.on_device_lost(status);
 }
 
 std::shared_ptr<grpc::Channel> Server::InProcessChannel() {

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <map>
+#include <type_traits>
 
 #include "absl/flags/marshalling.h"
 #include "absl/strings/ascii.h"
@@ -81,7 +82,11 @@ namespace {
 template <typename Type, typename Field>
 bool SetField(absl::string_view text, Field* field, std::string* error) {
   Type value{*field};
-  if (!absl::ParseFlag(text, &value, error)) return false;
+  if (!absl::ParseFlag(text, &value, error)) {
+    if (std::is_same_v<Type, absl::Duration> && error->empty())
+      *error = "must be a duration such as 30s or 2m";
+    return false;
+  }
   *field = FieldOf(value);
   return true;
 }
@@ -105,7 +110,8 @@ const std::map<absl::string_view, Set>& Setters() {
 absl::Status SetOption(absl::string_view name, absl::string_view text, ServerOptions* options) {
   const auto setter = Setters().find(name);
   if (setter == Setters().end())
-    return absl::InvalidArgumentError(absl::StrCat("there is no option ", name, "; lossd --help lists them"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no option ", name, "; lossd --help lists those of the server"));
   if (std::string error; !setter->second(text, options, &error)) {
     return absl::InvalidArgumentError(
         absl::StrCat(name, " is \"", text, "\"", error.empty() ? ", which it cannot be" : "; it ", error));

@@ -130,8 +130,9 @@ struct ServerOptions {
   // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
   // engine::kDeviceBeat.
   absl::Duration liveness_timeout = absl::Minutes(10);
-  // Called once when the device is lost, on a thread of the engine's; must not call into the server.
-  std::function<void()> on_device_lost = [] {};
+  // Called once with the reason when the device is lost, on a thread of the engine's; must not call into the
+  // server.
+  std::function<void(const absl::Status&)> on_device_lost = [](const absl::Status&) {};
 };
 
 // Permissions of a file, as a flag takes them: octal, "0660".

@@ -422,21 +422,52 @@ struct LocalRanks::Rank {
   std::thread thread;
 };
 
+// What becomes of all ranks, for whoever asked to hear it. Outlives them with a rank that stays for ever.
+class LocalRanks::News {
+ public:
+  News(size_t ranks, LocalRanksOptions local) : ranks_(ranks), local_(std::move(local)) {}
+
+  void Joined() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (++joined_ == ranks_ && !stopped_) local_.on_joined();
+  }
+  void Ended(const RanksEnd& end) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    ++ended_;
+    if (stopped_ || (end.status.ok() && ended_ != ranks_)) return;
+    stopped_ = true;
+    local_.on_end(end);
+  }
+  // Nobody hears anything any more when this has returned.
+  void Stop() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    stopped_ = true;
+  }
+
+ private:
+  const size_t ranks_;
+  const LocalRanksOptions local_;
+  absl::Mutex mutex_;  // held while the functions of local_ are called
+  size_t joined_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
 absl::StatusOr<std::unique_ptr<LocalRanks>> LocalRanks::Start(const ServerOptions& options,
                                                               std::vector<kernels::CreatedBackend> backends,
                                                               LocalRanksOptions local) {
-  std::unique_ptr<LocalRanks> ranks(new LocalRanks(options, std::move(local)));
+  std::unique_ptr<LocalRanks> ranks(new LocalRanks(options, local, backends.size()));
   for (kernels::CreatedBackend& backend : backends) {
     LOSSD_RETURN_IF_ERROR(ranks->Add(std::move(backend)));
   }
   for (const auto& rank : ranks->ranks_) {
-    rank->thread = std::thread([all = ranks.get(), one = rank.get()] { all->Run(one); });
+    rank->thread = std::thread([news = ranks->news_, one = rank.get()] { Run(one, *news); });
   }
   return ranks;
 }
 
-LocalRanks::LocalRanks(const ServerOptions& options, LocalRanksOptions local)
-    : options_(options), local_(std::move(local)) {}
+LocalRanks::LocalRanks(const ServerOptions& options, const LocalRanksOptions& local, size_t ranks)
+    : options_(options), local_(local), news_(std::make_shared<News>(ranks, local)) {}
 
 absl::Status LocalRanks::Add(kernels::CreatedBackend own) {
   const kernels::BackendInfo info = own.backend->info();
@@ -446,7 +477,7 @@ absl::Status LocalRanks::Add(kernels::CreatedBackend own) {
                    {.rank = rank->rank,
                     .devices = local_.devices,
                     .local_address = local_.local_address,
-                    .on_joined = [this] { OnJoined(); },
+                    .on_joined = [news = news_] { news->Joined(); },
                     .metrics = [one = rank.get()] { return one->Metrics(); }},
                    std::move(own));
   if (!worker.ok()) return worker.status();
@@ -467,6 +498,7 @@ absl::Status LocalRanks::Add(kernels::CreatedBackend own) {
 }
 
 LocalRanks::~LocalRanks() {
+  news_->Stop();
   for (const auto& rank : ranks_) {
     if (rank->thread.joinable()) rank->worker->Leave("the process ends");
   }
@@ -483,34 +515,16 @@ LocalRanks::~LocalRanks() {
 
 // The stream is closed here, and not with the object, because the leader's end waits for it. A lost rank
 // reports its end before it closes the stream, because closing may hang.
-void LocalRanks::Run(Rank* rank) {
+void LocalRanks::Run(Rank* rank, News& news) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};
   const bool lost = !status.ok() && end.joined;
-  if (lost) OnEnd(end);
+  if (lost) news.Ended(end);
   rank->StopMonitors();
   rank->worker->Close();
-  if (!lost) OnEnd(end);
+  if (!lost) news.Ended(end);
   absl::MutexLock lock(&rank->mutex);
   rank->closed = true;
-}
-
-void LocalRanks::OnJoined() {
-  {
-    absl::MutexLock lock(&mutex_);
-    if (++joined_ != ranks_.size()) return;
-  }
-  local_.on_joined();
-}
-
-void LocalRanks::OnEnd(const RanksEnd& end) {
-  {
-    absl::MutexLock lock(&mutex_);
-    ++ended_;
-    if (end_told_ || (end.status.ok() && ended_ != ranks_.size())) return;
-    end_told_ = true;
-  }
-  local_.on_end(end);
 }
 
 void LocalRanks::Leave(const std::string& reason) {

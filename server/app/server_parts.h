@@ -244,20 +244,17 @@ class LocalRanks {
 
  private:
   struct Rank;
+  class News;
 
-  LocalRanks(const ServerOptions& options, LocalRanksOptions local);
+  // `ranks`: how many are to be added.
+  LocalRanks(const ServerOptions& options, const LocalRanksOptions& local, size_t ranks);
   absl::Status Add(kernels::CreatedBackend own);
-  void Run(Rank* rank);
-  void OnJoined();
-  void OnEnd(const RanksEnd& end);
+  static void Run(Rank* rank, News& news);
 
   const ServerOptions& options_;
   const LocalRanksOptions local_;
+  const std::shared_ptr<News> news_;          // a rank that stays for ever has it, too
   std::vector<std::unique_ptr<Rank>> ranks_;  // const once the first thread runs
-  absl::Mutex mutex_;
-  size_t joined_ ABSL_GUARDED_BY(mutex_) = 0;
-  size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool end_told_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 // ---- What computes: the backend of this process, alone or with the backends of the other ranks ----

@@ -79,6 +79,7 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // ranks are neighbours, whatever the environment says
   return arguments;
 }
 

@@ -784,7 +784,8 @@ absl::Status Worker::Serve(v1::ToWorker message) {
     message = v1::ToWorker();
   } while (stream->Read(&message));
   if (leaving_ && !joined_) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("the leader at ", options_.leader, " is lost"));
+  return absl::UnavailableError(absl::StrCat("the leader at ", options_.leader,
+                                             " has ended the connection: it, or another rank, is lost"));
 }
 
 void Worker::Write() {

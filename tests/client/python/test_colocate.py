@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ PATIENCE = 240.0  # seconds, of a busy machine
 
 def in_group(rank: int, size: int, folder: Path, answers: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ["TMPDIR"] = str(folder / "sockets")
+    os.environ["http_proxy"] = os.environ["https_proxy"] = "http://127.0.0.1:9"  # nobody is there, and nobody is asked
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=size)
     answers.put((rank, work(rank, folder, *arguments)))
@@ -183,7 +185,7 @@ def test_a_rank_that_goes_is_noticed_by_all(tmp_path: Path, how: str, goer: int)
         kind, words = found[rank]
         assert kind in ("Unavailable", "Internal", "Aborted"), words
         if how == "stop" or (how, goer) == ("kill", 2):  # else the connection says so first
-            assert "is lost" in words, words
+            assert f"rank {goer}" in words if goer else "is lost" in words, words
 
 
 def starts(rank: int, folder: Path, options: dict[str, Any]) -> tuple[str, str]:
@@ -207,6 +209,19 @@ def test_what_is_wrong_is_named_in_every_rank(tmp_path: Path, options: dict[str,
         assert kind == "InvalidArgument" and words in text, text
 
 
+def has_a_taken_port(rank: int, folder: Path, port: int) -> tuple[str, str]:
+    """Rank 0 alone looks at `http`, when all have come together."""
+    return starts(rank, folder, {"http": f"127.0.0.1:{port}"})
+
+
+def test_a_first_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found, codes = run(tmp_path, has_a_taken_port, taken.getsockname()[1], size=2)
+    assert codes == [0, 0]
+    assert "http" in found[0][1], found
+    assert found[1][0] == "Unavailable" and "rank 0: " in found[1][1] and "http" in found[1][1], found
+
+
 def comes_late(rank: int, folder: Path) -> tuple[str, str]:
     if rank == 1:
         from lossd.torch import _colocate
@@ -220,8 +235,8 @@ def comes_late(rank: int, folder: Path) -> tuple[str, str]:
 def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     found, codes = run(tmp_path, comes_late, size=2)
     assert codes == [0, 0]
-    assert found[1] == ("Unavailable", "this rank has no memory")
-    assert found[0][0] == "DeadlineExceeded" and "rank 1" in found[0][1], found
+    assert found[1][0] == "Unavailable" and found[1][1].startswith("this rank has no memory; of the other ranks rank 0: DeadlineExceeded")
+    assert found[0][0] == "DeadlineExceeded" and "rank 1: Unavailable: this rank has no memory" in found[0][1], found
 
 
 def alone(rank: int, folder: Path) -> str:

@@ -204,7 +204,7 @@ TEST(ServiceRanksThreadsEndTest, ALostDeviceEndsAllProcesses) {
   absl::Notification heard;
   ServerOptions options = OptionsOf(0, 3, port);
   options.checkpoint_directory = folder.File("checkpoints");
-  options.on_device_lost = [&] { heard.Notify(); };
+  options.on_device_lost = [&](const absl::Status&) { heard.Notify(); };
   auto server = Server::Start(options);
   ASSERT_TRUE(server.ok()) << server.status();
   const auto client =

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import os
 import threading
 import time
@@ -117,7 +118,8 @@ class Member:
         self._watch: list[threading.Thread] = []
         # Calls of other processes may be open where there are several ranks.
         drain = _DRAIN_SECONDS if "ranks" in options else 0.0
-        self.stop = weakref.finalize(self, _stop, self._library, server, os.getpid(), drain, self._watch)  # the first call counts
+        stop = functools.partial(_stop, self._library, server, os.getpid(), drain, self._watch)
+        self.stop = weakref.finalize(self, to_its_end, stop)  # the first call counts
         self.address = os.fsdecode(self._library.lossd_address(server))
         self.http_address = os.fsdecode(self._library.lossd_http_address(server))
 
@@ -158,8 +160,10 @@ class EmbeddedClient(Client):
     def __init__(self, server: Member, options: Mapping[str, Any], address: str | None = None) -> None:
         """lossd.embedded() makes one. `address`: of a server of several ranks."""
         self._server = server
-        given: dict[str, Any] = {"ca": "", "cert": "", "key": "", "token": "", **options}
-        super().__init__(address or server.address, **given)
+        # What the environment says is about servers that run already.
+        given: dict[str, Any] = {"ca": "", "cert": "", "key": "", "token": "", "transport": "auto", **options}
+        first, _, _ = (address or server.address).partition(",")
+        super().__init__(first, **given)
         if address is not None:
             mine = weakref.ref(self._connections)
             server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
@@ -175,7 +179,14 @@ class EmbeddedClient(Client):
     def close(self) -> None:
         """Closes the client as Client.close does, and then stops the server, whose heads are gone. May be repeated."""
         super().close()
-        to_its_end(self._server.stop)
+        self._server.stop()
+
+
+def check_client(options: Mapping[str, Any] | None) -> None:
+    """InvalidArgument if one is no argument of Client that an embedded server leaves open."""
+    for name in options or {}:
+        if name in ("target", "context") or name not in inspect.signature(Client).parameters:
+            raise errors.InvalidArgument(f"client has {name}, which is not among the arguments of Client that can be given here")
 
 
 def options_of(*, flags: Mapping[str, Any] | None, **arguments: Any) -> dict[str, Any]:
@@ -217,13 +228,17 @@ def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: s
       log_level: "debug", "info", "warning", "error" or "off"; it counts for all servers of the process. None: "warning".
       flags: further flags of the program (`lossd --help`), by name, as numbers, truth values or texts:
         `{"staging_bytes": "64MiB", "max_heads": 4}`.
-      client: arguments of Client, by name: `{"loss_timeout": 60.0}`.
+      client: arguments of Client, by name: `{"loss_timeout": 60.0}`; not `target` and `context`.
+
+    A process that a signal ends, such as SIGTERM without a handler, stops no server: the system takes all that it has, but
+    the folder of the socket stays.
 
     Raises:
       Unavailable: the library of the server is not installed, or is of another version, or the server cannot start.
       InvalidArgument: an option or an argument is wrong; the text names it and what it was given.
       ResourceExhausted: there is not enough memory for the server's buffers.
     """
+    check_client(client)
     options = options_of(checkpoint_dir=checkpoint_dir, restore=restore, backend=backend, device=device, threads=threads,
                          deterministic=deterministic, http=http, log_level=log_level, flags=flags)
     return EmbeddedClient(to_its_end(lambda: Member(options)), client or {})

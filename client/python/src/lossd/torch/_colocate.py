@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lossd import errors
-from lossd._embedded import EmbeddedClient, Member, options_of, to_its_end
+from lossd._embedded import EmbeddedClient, Member, check_client, options_of, to_its_end
 
 T = TypeVar("T")
 
-_CHOSEN = {"rank", "ranks", "leader", "rank_listen", "rank_secret_file", "listen"}
+_CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_file", "listen"}
 _LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups hardly ever draw the same address
 
 
@@ -37,21 +37,26 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     classes and computes a part of the rows. There is no program to start and no launcher of its own, and on a GPU no MPS is needed, because a
     process computes its part of the head beside its own work. Rank 0 of the group serves the clients.
 
-    The ranks end together. When a rank closes its client or ends, the server drains and ends in all of them; when a
-    rank dies or hangs, calls end with Unavailable once the rank is lost: within `rank_silence_timeout` (30 s).
+    The ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and ends in all of
+    them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
+    Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
+
+    On GPUs each rank takes the GPU that its thread works on; a rank that works on none yet takes the one with the number LOCAL_RANK, or
+    its number in the group.
 
     Args:
       group: the ranks; None: all of them. They are processes of one host.
       split: how heads that do not say lie on the devices: "vocabulary", "rows", or "any".
       checkpoint_dir, restore, backend, device, threads, deterministic, http, log_level, flags, client: as lossd.embedded();
         every rank gives the same, but for `device`, `threads` and `client`. Flags of several ranks are `collectives`,
-        `rank_timeout` (here 2 minutes), `rank_silence_timeout`, `collective_timeout`.
+        `rank_timeout` (here "1m"), `rank_silence_timeout`, `collective_timeout`.
 
     Raises:
-      Unavailable, InvalidArgument, ResourceExhausted: as lossd.embedded(), in the rank that it is about.
-      DeadlineExceeded: not all ranks came together within `rank_timeout`; the text names those that are missing.
+      Unavailable, InvalidArgument, ResourceExhausted: as lossd.embedded(), in the rank that it is about; the other ranks raise
+        Unavailable or DeadlineExceeded with the text of that one.
       FailedPrecondition: the ranks are not on one host, or the group is not one of torch.distributed that this process is in.
     """
+    check_client(client)
     rank, size = _place_in(group)
     if taken := sorted(_CHOSEN & {*(flags or {})}):
         raise errors.InvalidArgument(f"flags has {taken[0]}, which colocate() chooses itself")
@@ -62,13 +67,36 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
         raise errors.FailedPrecondition(f"the ranks of the group are on {len(set(hosts))} hosts ({', '.join(sorted(set(hosts)))}); "
                                         "colocate() is for one host: start the program lossd on several (docs/scaling.md)")
     leader, secret = _from_first(group, rank, lambda: (_free_address(), secrets.token_hex(32)))
+    if size > 1:
+        options = {"rank_timeout": "1m", "rank": rank, "ranks": size, "leader": leader,
+                   "local_rank": os.environ.get("LOCAL_RANK", rank), **options}
+    member = _start_all(group, rank, size, options, secret)
+    address = _from_first(group, rank, lambda: member.address)
+    return EmbeddedClient(member, client or {}, address if size > 1 else None)
+
+
+def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret: str) -> Member:
+    """Starts this rank. Where one does not start, all raise: that one its own error, the others one that names it."""
+    member, problem = None, None
     with tempfile.NamedTemporaryFile("w", prefix="lossd-rank-") as file:  # which its owner alone can read
         file.write(secret)
         file.flush()
-        of_ranks = {"rank_timeout": "2m", "rank": rank, "ranks": size, "leader": leader, "rank_secret_file": file.name}
-        member = to_its_end(lambda: Member({**of_ranks, **options} if size > 1 else options))
-    address = _from_first(group, rank, lambda: member.address)
-    return EmbeddedClient(member, client or {}, address if size > 1 else None)
+        of_rank = {"rank_secret_file": file.name} if size > 1 else {}
+        try:
+            member = to_its_end(lambda: Member({**options, **of_rank}))
+        except errors.LossdError as error:
+            problem = error
+    problems = _gathered(group, size, None if problem is None else f"{type(problem).__name__}: {problem}")
+    others = "; ".join(f"rank {each}: {text}" for each, text in enumerate(problems) if text is not None and each != rank)
+    if problem is not None:
+        if others:
+            problem.add(f"; of the other ranks {others}")
+        raise problem
+    assert member is not None
+    if others:
+        member.stop()
+        raise errors.Unavailable(f"not all ranks of the group have started: {others}")
+    return member
 
 
 def _place_in(group: Any) -> tuple[int, int]:
