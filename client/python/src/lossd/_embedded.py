@@ -102,6 +102,10 @@ def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list
     library.lossd_stop(server)
 
 
+def _run(stop: Callable[[], None]) -> None:
+    to_its_end(stop)
+
+
 class Member:
     """A server of this process, or its ranks of a server of several; until stop(), or until the object or the process goes.
     Thread-safe."""
@@ -119,7 +123,7 @@ class Member:
         # Calls of other processes may be open where there are several ranks.
         drain = _DRAIN_SECONDS if "ranks" in options else 0.0
         stop = functools.partial(_stop, self._library, server, os.getpid(), drain, self._watch)
-        self.stop = weakref.finalize(self, to_its_end, stop)  # the first call counts
+        self.stop = weakref.finalize(self, _run, stop)  # the first call counts
         self.address = os.fsdecode(self._library.lossd_address(server))
         self.http_address = os.fsdecode(self._library.lossd_http_address(server))
 
