@@ -687,9 +687,12 @@ class BenchCudaIpcTest : public CudaIpcTest {
   // What `lossctl ARGUMENTS` prints on both streams, which finds the driver in `driver`.
   std::string Run(const std::string& driver, const std::string& arguments, int exit_code) {
     const std::string out = folder_.File("out");
+    // At the end of some runs LeakSanitizer itself crashes while it reads the memory of threads; why is not
+    // known. Other tests look for lossctl's leaks.
     const std::string command =
-        absl::StrCat("LD_LIBRARY_PATH=", driver, ":$LD_LIBRARY_PATH LOSSD_SERVER=", server_->target(),
-                     " " LOSSCTL_PATH " ", arguments, " >", out, " 2>&1");
+        absl::StrCat("ASAN_OPTIONS=$ASAN_OPTIONS:detect_leaks=0 LD_LIBRARY_PATH=", driver,
+                     ":$LD_LIBRARY_PATH LOSSD_SERVER=", server_->target(), " " LOSSCTL_PATH " ", arguments,
+                     " >", out, " 2>&1");
     const int status = std::system(command.c_str());
     const std::string text = test::ReadWholeFile(out);
     EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, exit_code) << arguments << ": " << text;
