@@ -26,6 +26,7 @@
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
+#include "server/app/process.h"
 #include "server/app/server.h"
 #include "server/app/server_options.h"
 #include "server/app/server_parts.h"
@@ -75,15 +76,13 @@ class State {
   // The end is told once: what comes later is what follows from it.
   void Set(lossd_state state, absl::Status why = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    joined_ = true;
-    if (state_ != LOSSD_SERVES) return;
-    state_ = state;
-    why_ = std::move(why);
+    if (state_ == LOSSD_SERVES) {
+      state_ = state;
+      why_ = std::move(why);
+    }
+    joined_.Notify();
   }
-  void SetJoined() ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    joined_ = true;
-  }
+  void SetJoined() { joined_.Notify(); }
   lossd_state Get() const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     return state_;
@@ -104,16 +103,13 @@ class State {
     return state_;
   }
   // Waits until the ranks have joined rank 0, or have ended.
-  void AwaitJoined() const ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(&joined_));
-  }
+  void AwaitJoined() const { joined_.AwaitFor(absl::InfiniteDuration()); }
 
  private:
   mutable absl::Mutex mutex_;
-  bool joined_ ABSL_GUARDED_BY(mutex_) = false;
   lossd_state state_ ABSL_GUARDED_BY(mutex_) = LOSSD_SERVES;
   absl::Status why_ ABSL_GUARDED_BY(mutex_);
+  clocks::Event joined_;
 };
 
 // The options of the server, and what its process logs.
@@ -213,9 +209,6 @@ char* CopyOf(absl::string_view text) {
   return copy;
 }
 
-// How much longer than its drain another process may take to end the ranks.
-constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
-
 }  // namespace
 }  // namespace lossd::app
 
@@ -310,22 +303,16 @@ void lossd_server::OnLeaving() {
 
 absl::Status lossd_server::StartRanks() {
   LOSSD_RETURN_IF_ERROR(lossd::app::CheckOptions(options_));
-  LOSSD_TRY(lossd::app::Backends own, lossd::app::CreateOwnBackends(options_));
-  const auto devices = static_cast<int>(own.size());
-  absl::StatusOr<std::unique_ptr<LocalRanks>> ranks =
-      LocalRanks::Start(options_, std::move(own),
-                        {.first_rank = options_.ranks.launch.rank * devices,
-                         .devices = devices,
-                         .on_joined = [state = state_] { state->SetJoined(); },
-                         .on_end =
-                             [state = state_](const lossd::app::RanksEnd& end) {
-                               const bool lost = !end.status.ok() && end.joined;
-                               state->Set(lost ? LOSSD_DEVICE_LOST : LOSSD_DRAINED, end.status);
-                             }});
-  if (!ranks.ok()) return ranks.status();
+  LOSSD_TRY(std::shared_ptr<LocalRanks> ranks,
+            LocalRanks::StartOfProcess(
+                options_, [state = state_](const std::string&) { state->SetJoined(); },
+                [state = state_](const lossd::app::RanksEnd& end) {
+                  const bool lost = !end.status.ok() && end.joined;
+                  state->Set(lost ? LOSSD_DEVICE_LOST : LOSSD_DRAINED, end.status);
+                }));
   {
     absl::MutexLock lock(&mutex_);
-    ranks_ = *std::move(ranks);
+    ranks_ = std::move(ranks);
   }
   state_->AwaitJoined();
   if (state_->Get() == LOSSD_SERVES || !state_->Why().ok()) return state_->Why();

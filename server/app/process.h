@@ -55,6 +55,8 @@ void GiveBackFreedMemory();
 
 // The time that a drain may take beyond its timeout.
 inline constexpr absl::Duration kGrace = absl::Seconds(10);
+// The time that rank 0 may take, after its drain, to end the other ranks.
+inline constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
 // The time that the process may take after the drain to give back what it has: other ranks of the process may
 // wait for 20 seconds.
 inline constexpr absl::Duration kFarewell = absl::Seconds(30);

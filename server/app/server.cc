@@ -321,9 +321,6 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 
 namespace {
 
-// For rank 0 to end the others after its drain.
-constexpr absl::Duration kWorkerGrace = absl::Seconds(10);
-
 class WorkerApp {
  public:
   WorkerApp(const ServerOptions& options, ServiceManager* manager, StopEvents* events)
@@ -370,25 +367,17 @@ absl::Status WorkerApp::Start() {
 }
 
 absl::Status WorkerApp::StartRanks() {
-  LOSSD_TRY(Backends own, CreateOwnBackends(options_));
-  const auto devices = static_cast<int>(own.size());
-  const int first = options_.ranks.launch.rank * devices;
-  const std::string names = RankNames(first, devices);
-  absl::StatusOr<std::unique_ptr<LocalRanks>> ranks =
-      LocalRanks::Start(options_, std::move(own),
-                        {.first_rank = first,
-                         .devices = devices,
-                         .on_joined = [this, names] { manager_->Ready(absl::StrCat("computes as ", names)); },
-                         .on_end =
-                             [this](const RanksEnd& end) {
-                               {
-                                 absl::MutexLock lock(&mutex_);
-                                 end_ = end;
-                               }
-                               events_->NotifyDeviceLost();
-                             }});
-  if (!ranks.ok()) return ranks.status();
-  ranks_ = *std::move(ranks);
+  LOSSD_TRY(ranks_,
+            LocalRanks::StartOfProcess(
+                options_,
+                [this](const std::string& names) { manager_->Ready(absl::StrCat("computes as ", names)); },
+                [this](const RanksEnd& end) {
+                  {
+                    absl::MutexLock lock(&mutex_);
+                    end_ = end;
+                  }
+                  events_->NotifyDeviceLost();
+                }));
   return absl::OkStatus();
 }
 

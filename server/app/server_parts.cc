@@ -466,6 +466,20 @@ absl::StatusOr<std::unique_ptr<LocalRanks>> LocalRanks::Start(const ServerOption
   return ranks;
 }
 
+absl::StatusOr<std::unique_ptr<LocalRanks>> LocalRanks::StartOfProcess(
+    const ServerOptions& options, std::function<void(const std::string& names)> on_joined,
+    std::function<void(const RanksEnd&)> on_end) {
+  LOSSD_TRY(Backends own, CreateOwnBackends(options));
+  const auto devices = static_cast<int>(own.size());
+  const int first = options.ranks.launch.rank * devices;
+  return Start(options, std::move(own),
+               {.first_rank = first,
+                .devices = devices,
+                .on_joined = [on_joined = std::move(on_joined),
+                              names = RankNames(first, devices)] { on_joined(names); },
+                .on_end = std::move(on_end)});
+}
+
 LocalRanks::LocalRanks(const ServerOptions& options, const LocalRanksOptions& local, size_t ranks)
     : options_(options), local_(local), news_(std::make_shared<News>(ranks, local)) {}
 

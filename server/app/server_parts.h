@@ -223,6 +223,11 @@ std::string RankNames(int first, int count);
 // its own and a monitor of its GPU.
 class LocalRanks {
  public:
+  // For a process that serves no clients: its devices join the leader as ranks. `on_joined` is given their
+  // names (RankNames); both functions as in LocalRanksOptions.
+  static absl::StatusOr<std::unique_ptr<LocalRanks>> StartOfProcess(
+      const ServerOptions& options, std::function<void(const std::string& names)> on_joined,
+      std::function<void(const RanksEnd&)> on_end);
   // Has the ranks join the leader.
   static absl::StatusOr<std::unique_ptr<LocalRanks>> Start(const ServerOptions& options,
                                                            std::vector<kernels::CreatedBackend> backends,

@@ -235,13 +235,15 @@ absl::string_view Entrance::Count(int descriptor, const Peer& peer) {
   connections_.erase(descriptor);  // what had the number before is closed
   if (!LimitReached(peer.name).empty()) ForgetClosed();
   const absl::string_view limit = LimitReached(peer.name);
-  if (limit.empty()) {
-    connections_[descriptor] = {.inode = InodeOf(descriptor),
-                                .name = peer.name,
-                                .loopback_address = peer.loopback_address,
-                                .opened = clocks::SteadyNow()};
-  }
+  if (limit.empty()) Add(descriptor, peer);
   return limit;
+}
+
+void Entrance::Add(int descriptor, const Peer& peer) {
+  connections_[descriptor] = {.inode = InodeOf(descriptor),
+                              .name = peer.name,
+                              .loopback_address = peer.loopback_address,
+                              .opened = clocks::SteadyNow()};
 }
 
 absl::string_view Entrance::LimitReached(const std::string& name) const {
@@ -280,10 +282,7 @@ std::vector<Entrance::Ended> Entrance::CountAndMakeRoom(int descriptor, const Pe
   // The peer's own first: then there may be room in all.
   if (CountOf(peer.name) >= options_.per_peer) end_oldest(peer.name, kMaxPerPeer);
   if (CountOf("") >= options_.in_all) end_oldest("", kMaxConnections);
-  connections_[descriptor] = {.inode = InodeOf(descriptor),
-                              .name = peer.name,
-                              .loopback_address = peer.loopback_address,
-                              .opened = now};
+  Add(descriptor, peer);
   return made_room;
 }
 

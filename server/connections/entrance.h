@@ -138,6 +138,7 @@ class Entrance {
   bool LetsIn(const Peer& peer, int listener) const;
   // The flag of the limit that keeps a connection out; "": none does.
   absl::string_view Count(int descriptor, const Peer& peer) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Add(int descriptor, const Peer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::string_view LimitReached(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasRoom() ABSL_LOCKS_EXCLUDED(mutex_);
   // Counts a connection, and shuts down connections to make room for it; returns the connections that a limit

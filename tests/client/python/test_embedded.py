@@ -290,9 +290,9 @@ class Slow:  # so that the interrupt comes while the server stops
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         return self.library.lossd_drain(*arguments)
-import functools, weakref
-_, to_its_end, (work,), _ = stop.detach()
-weakref.finalize(client._server, to_its_end, functools.partial(work.func, Slow(work.args[0]), *work.args[1:]))
+import weakref
+_, end, (library, *others), _ = stop.detach()
+weakref.finalize(client._server, end, Slow(library), *others)
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert list(folder.iterdir()) == []

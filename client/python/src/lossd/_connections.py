@@ -595,11 +595,8 @@ class Connections:
                 raise errors.from_rpc(error, self.options.target, self._server_version) from None
             except grpc.FutureCancelledError:
                 raise errors.Cancelled("cancelled by the caller") from None
-            except ValueError as error:  # gRPC's answer on a closed channel
-                if self._closed:
-                    raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
-                if self._ended:
-                    raise errors.Unavailable(self._ended) from None
+            except ValueError:  # gRPC's answer on a closed channel
+                self.check_usable()
                 raise
 
         return run_apart(body, cancel)

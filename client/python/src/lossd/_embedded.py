@@ -93,17 +93,17 @@ def to_its_end(body: Callable[[], T]) -> T:
 
 
 def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
-    if pid != os.getpid():
-        return  # a fork has no server
-    library.lossd_drain(server, drain)
-    for each in watch:  # which uses the server
-        if each is not threading.current_thread():
-            each.join()
-    library.lossd_stop(server)
+    caller = threading.current_thread()
 
+    def stop() -> None:
+        library.lossd_drain(server, drain)
+        for each in watch:  # which uses the server
+            if each is not caller:
+                each.join()
+        library.lossd_stop(server)
 
-def _run(stop: Callable[[], None]) -> None:
-    to_its_end(stop)
+    if pid == os.getpid():  # a fork has no server
+        to_its_end(stop)
 
 
 class Member:
@@ -122,8 +122,7 @@ class Member:
         self._watch: list[threading.Thread] = []
         # Calls of other processes may be open where there are several ranks.
         drain = _DRAIN_SECONDS if "ranks" in options else 0.0
-        stop = functools.partial(_stop, self._library, server, os.getpid(), drain, self._watch)
-        self.stop = weakref.finalize(self, _run, stop)  # the first call counts
+        self.stop = weakref.finalize(self, _stop, self._library, server, os.getpid(), drain, self._watch)  # the first call counts
         self.address = os.fsdecode(self._library.lossd_address(server))
         self.http_address = os.fsdecode(self._library.lossd_http_address(server))
 
