@@ -10,6 +10,7 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     colocated        a stage on each GPU and one server on the same GPUs, which divides the head's classes over them: shares and
                      split of lossd.torch.balance() for the measured times of a layer and of the head (--shares has others);
                      with or without MPS (--mps), which this starts and ends
+    embedded         the same without a program of the server: the processes of the stages are its ranks (lossd.torch.colocate())
     server           a stage on each GPU but the last, which is the server's: exact and sampled gradients, both schedules
     server replicas  several pipelines, or several trainers of one stage, that share the server
     local replicas   several pipelines with a local head each; their gradients are averaged
@@ -129,10 +130,23 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
         parser.error(str(error))
     if any(len(split) != arguments.gpus for split in (*arguments.splits, *arguments.colocated_splits)):
         parser.error(f"splits must have {arguments.gpus} stages, one a GPU")
-    if "colocated" in arguments.kinds and arguments.layers < arguments.gpus and not arguments.colocated_splits:
-        parser.error(f"layers is {arguments.layers}; a colocated head on {arguments.gpus} GPUs needs as many, or "
+    arguments.on_stages = not {"colocated", "embedded"}.isdisjoint(arguments.kinds)
+    if arguments.on_stages and arguments.layers < arguments.gpus and not arguments.colocated_splits:
+        parser.error(f"layers is {arguments.layers}; a head on the GPUs of {arguments.gpus} stages needs as many, or "
                      "--colocated_splits, or other --kinds")
     return arguments
+
+
+def read_flag(text: str) -> tuple[str, str]:
+    """Of "--name=value"."""
+    name, _, value = text.removeprefix("--").partition("=")
+    return name, value
+
+
+def find_library(program: Path) -> Path | None:
+    """The server as a library, of the same build as the program."""
+    near = (program.with_name("liblossd.so"), program.parent.parent / "lib" / "liblossd.so")
+    return next((each.resolve() for each in near if each.exists()), None)
 
 
 def read_slacks(text: str) -> list[int]:
@@ -151,8 +165,8 @@ def read_slacks(text: str) -> list[int]:
 
 
 def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
-            resident_bytes: int) -> dict[str, Any]:
-    """`resident_bytes`: of the server's process on the host, at most."""
+            resident_bytes: int | None) -> dict[str, Any]:
+    """`resident_bytes`: of the server's process on the host, at most; None: it has none of its own."""
     timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
     seconds = float(np.median(timed))
     tokens = settings.microbatches * settings.rows / seconds
@@ -181,7 +195,8 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
                                              for name, slices in rose.items() if name.startswith("count of ") and slices},
                            "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
                            "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
-                           "cores": rose["process_cpu_seconds_total"] / float(timed.sum())}
+                           # of an embedded server, that of its process is the trainer's too
+                           "cores": None if configuration.embedded else rose["process_cpu_seconds_total"] / float(timed.sum())}
     return found
 
 
@@ -231,10 +246,11 @@ def server_line(entry: dict[str, Any]) -> str:
     """What a configuration's server did."""
     server, transport = entry["server"], entry["server"]["transport"]
     latency = "not measured" if server["latency_seconds"] is None else f"{server['latency_seconds'] * 1e3:.1f} ms"
+    cores = "" if server["cores"] is None else f"{server['cores']:.2f} cores; "
     took = ", ".join(f"{name} {calls}" for name, calls in transport["took"].items())
     devices = ", ".join(f"{each['classes']} classes {each['busy_share']:.2f}" for each in server["devices"])
     return (f"  a microbatch of the head: {latency} until its gradient was there, {server['microbatch_seconds'] * 1e3:.1f} ms on "
-            f"the device; {server['cores']:.2f} cores; busy {server['busy_share']:.2f} of the time"
+            f"the device; {cores}busy {server['busy_share']:.2f} of the time"
             f"{f' (devices: {devices})' if devices else ''}; a slice "
             f"{', '.join(f'{phase} {seconds * 1e3:.1f}' for phase, seconds in server['slice_seconds'].items())} ms; "
             f"computations by {took} "
@@ -311,13 +327,13 @@ def measured(context: Any, settings: Settings, arguments: argparse.Namespace) ->
         for name in ("shape", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
             if earlier["settings"][name] != getattr(arguments, name):
                 sys.exit(f"{arguments.parts} has {name} {earlier['settings'][name]}, not {getattr(arguments, name)}")
-        needed = arguments.gradients if "colocated" in arguments.kinds else []
+        needed = arguments.gradients if arguments.on_stages else []
         missing = set(needed) - set(earlier["measured_seconds"].get("server", {}))
         if missing:
             sys.exit(f"{arguments.parts} has no time of a head with {' and '.join(missing)} gradients")
         return {"card": earlier["card"], **earlier["measured_seconds"]}
     heads = list(filter(None, arguments.local_heads.split(",")))
-    gradients = arguments.gradients if "colocated" in arguments.kinds else []
+    gradients = arguments.gradients if arguments.on_stages else []
     with ExitStack() as stack:
         environment, server = {}, None
         if gradients and "on" in arguments.mps:
@@ -365,7 +381,7 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
         try:
             if configuration.mps:
                 environment = stack.enter_context(Mps(arguments.mps_control)).environment
-            if configuration.on_server:
+            if configuration.on_server and not configuration.embedded:
                 flags = server_flags(configuration, arguments)
                 server = stack.enter_context(Server(arguments.lossd, *flags, environment=environment))
         except (OSError, RuntimeError) as error:
@@ -373,7 +389,7 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
         ranks = run_processes(
             context, configuration.trainers, arguments.limit, train, configuration, settings, server.target if server else "",
             server.http if server else "", arguments.limit, of_trainer(environment, arguments.trainer_priority))
-        resident = server.peak_resident_bytes() if server else 0
+        resident = server.peak_resident_bytes() if server else None
     if "error" in ranks[0]:
         return entry | ranks[0]
     entry |= summary(ranks, configuration, settings, resident)
@@ -410,9 +426,10 @@ def plan(configuration: Configuration, settings: Settings, parts: dict[str, Any]
     except (OSError, subprocess.SubprocessError) as error:
         return {"reason": f"{error} {getattr(error, 'stderr', None) or ''}".strip()}
     for each in answer["pipelines"]:
-        if (each["kind"] == configuration.kind.removesuffix(" replicas") and each["gpus"] == configuration.gpus
+        kind = "colocated" if configuration.embedded else configuration.kind.removesuffix(" replicas")
+        if (each["kind"] == kind and each["gpus"] == configuration.gpus
                 and (each["gradients"] or "") == configuration.gradients
-                and (not configuration.colocated or each["mps"] == configuration.mps)):
+                and (not configuration.colocated or each["mps"] == (configuration.mps or configuration.embedded))):
             return {"card": answer["card"], **{key: each[key] for key in (
                 "layers", "shares", "step_seconds", "least_step_seconds", "server_bound", "over_local") if key in each}}
     return {"card": answer["card"], "reason": "it has no such pipeline, as times of this head were not measured"}
@@ -447,9 +464,12 @@ def main() -> None:
     shape = Shape(**{name: getattr(arguments, name) or value for name, value in SHAPES[arguments.shape].items()},
                   layers=arguments.layers)
     settings = Settings(shape, arguments.device, arguments.sequences, arguments.microbatches, arguments.warm_up,
-                        arguments.steps, arguments.lr, arguments.seed, arguments.transport, arguments.threads)
+                        arguments.steps, arguments.lr, arguments.seed, arguments.transport, arguments.threads,
+                        tuple(read_flag(each) for each in arguments.server_flags.split()))
     tolerance = arguments.tolerance or (0.02 if arguments.device == "cuda" else 1e-4)
     lossctl = arguments.lossctl or str(Path(arguments.lossd).with_name("lossctl"))
+    if library := find_library(Path(arguments.lossd)):
+        os.environ.setdefault("LOSSD_LIBRARY", str(library))
     # No process may be forked from one that has used CUDA, which the modules below may.
     context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
     if arguments.device == "cpu":

@@ -14,7 +14,7 @@ from pathlib import Path
 from lossd.torch import balance
 
 ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
-KINDS = ("local", "colocated", "server", "server replicas", "local replicas")
+KINDS = ("local", "embedded", "colocated", "server", "server replicas", "local replicas")
 MEASURED = Path(__file__).parents[1] / "client" / "plan" / "measured.json"
 BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
 
@@ -22,7 +22,8 @@ BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs,
 @dataclass(frozen=True)
 class Configuration:
     """`replicas` pipelines of len(layers) stages each. The head is in each replica's last stage, on one server with a GPU of
-    its own, or (colocated) on one server whose devices are the GPUs of the stages."""
+    its own, or (colocated) on one server whose devices are the GPUs of the stages, which is a program beside the stages'
+    or (embedded) lies inside their processes."""
 
     kind: str  # of KINDS
     head: str  # a function of peers.methods, or "lossd": on a server
@@ -36,7 +37,11 @@ class Configuration:
 
     @property
     def colocated(self) -> bool:
-        return self.kind == "colocated"
+        return self.kind in ("colocated", "embedded")
+
+    @property
+    def embedded(self) -> bool:
+        return self.kind == "embedded"
 
     @property
     def on_server(self) -> bool:
@@ -71,7 +76,9 @@ class Configuration:
         if self.schedule == OVERLAPPED and self.slack > 1:
             name += f", slack {self.slack}"
         if self.colocated:
-            name += f", shares {dashed(self.shares) or EVEN}, {'MPS' if self.mps else 'no MPS'}"
+            name += f", shares {dashed(self.shares) or EVEN}"
+        if self.kind == "colocated":
+            name += ", MPS" if self.mps else ", no MPS"
         return name
 
 
@@ -222,9 +229,12 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
             neighbouring += layouts[1:]
     on_server = [(gradients, schedule, slack) for gradients in wanted.gradients for schedule in wanted.schedules
                  for slack in (wanted.slacks if schedule == OVERLAPPED else (1,))]
+    if "embedded" in wanted.kinds:
+        found += (each for gradients, schedule, slack in on_server
+                  for each in colocated(wanted, "embedded", gradients, schedule, slack, False, layer_seconds, server_seconds[gradients]))
     if "colocated" in wanted.kinds:
         found += (each for mps in wanted.mps for gradients, schedule, slack in on_server
-                  for each in colocated(wanted, gradients, schedule, slack, mps, layer_seconds, server_seconds[gradients]))
+                  for each in colocated(wanted, "colocated", gradients, schedule, slack, mps, layer_seconds, server_seconds[gradients]))
     if "server" in wanted.kinds and wanted.gpus > 1:
         found += (Configuration("server", "lossd", even_split(wanted.layers, wanted.gpus - 1), schedule=schedule,
                                 gradients=gradients, slack=slack) for gradients, schedule, slack in on_server)
@@ -238,12 +248,12 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
     return found + neighbouring
 
 
-def colocated(wanted: Wanted, gradients: str, schedule: str, slack: int, mps: bool, layer_seconds: float,
+def colocated(wanted: Wanted, kind: str, gradients: str, schedule: str, slack: int, mps: bool, layer_seconds: float,
               head_seconds: float) -> Iterable[Configuration]:
     """A stage and a part of the head on each GPU, for each of wanted.shares."""
     balanced = balance([layer_seconds] * wanted.layers, head_seconds, wanted.gpus).layers
     for shares in wanted.shares:
         splits = wanted.colocated_splits or [even_split(wanted.layers, wanted.gpus) if shares == EVEN else balanced]
         for split in splits:
-            yield Configuration("colocated", "lossd", split, 1, schedule, gradients,
+            yield Configuration(kind, "lossd", split, 1, schedule, gradients,
                                 divided(split, shares, layer_seconds, head_seconds), mps, slack)

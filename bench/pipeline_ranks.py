@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 import lossd
+import lossd.torch
 from lossd.torch import HeadOptimizer, LossHead, PendingHeadLoss, PipelineLoss
 
 
@@ -242,6 +243,7 @@ class Settings:
     seed: int
     transport: str | None  # of lossd.Client
     threads: int  # of a rank on the CPU
+    server_flags: tuple[tuple[str, str], ...] = ()  # of embedded servers: (name, value)
 
     @property
     def rows(self) -> int:
@@ -373,6 +375,9 @@ class Rank:
                                 mesh_dim_names=("replica", "stage"))
         self.microbatches = settings.microbatches // configuration.replicas
         self.first, self.last = self.index == 0, self.index == configuration.stages - 1
+        self.member = self._member() if configuration.embedded else None
+        if self.member is not None:
+            target = self.member.target
         self.client: TimedClient | None = None
         self.optimizers: list[Any] = []
         group = mesh.get_group("replica") if configuration.replicas > 1 else None
@@ -444,8 +449,24 @@ class Rank:
                 for each in self.client.describe_head(HEAD).devices]
 
     def close(self) -> None:
+        """All ranks call it: the first member that goes ends a server of all."""
         if self.client is not None:
             self.client.close()
+        torch.distributed.barrier()
+        if self.member is not None:
+            self.member.close()
+
+    def http(self) -> str:
+        """Where the first rank's member shows its metrics, in all ranks."""
+        assert self.member is not None
+        addresses = [self.member.http_address]
+        torch.distributed.broadcast_object_list(addresses, src=0)
+        return addresses[0]
+
+    def _member(self) -> lossd.EmbeddedClient:
+        """This process's part of a server that lies in all of them."""
+        own = {"backend": "cuda"} if self.settings.device == "cuda" else {"backend": "cpu", "threads": self.settings.threads}
+        return lossd.torch.colocate(http="127.0.0.1:0", flags=dict(self.settings.server_flags), **own)
 
     def _local_loss(self, group: Any) -> LocalHead:
         function = local_losses()[self.configuration.head]
@@ -483,6 +504,8 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
         "nccl" if settings.device == "cuda" else "gloo", f"file://{rendezvous}", rank=rank,
         world_size=configuration.trainers, timeout=timedelta(seconds=limit_seconds))
     mine = Rank(rank, configuration, settings, target)
+    if configuration.embedded:
+        http = mine.http()
     watches = bool(http) and rank == configuration.stages - 1
     losses, seconds = [], []
     for step, batch in enumerate(mine.batches()):
@@ -505,6 +528,5 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
     result = {**mine.description(), "losses": losses, "seconds": seconds, "squared_norms": mine.squared_norms,
               "before": before, "after": after, "devices_before": devices_before, "devices_after": devices_after}
     mine.close()
-    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return result
