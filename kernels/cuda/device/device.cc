@@ -4,8 +4,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
+#include "absl/base/const_init.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
@@ -90,6 +92,40 @@ absl::StatusOr<Event> Event::Create() {
 
 Event::~Event() {
   if (event_ != nullptr) cudaEventDestroy(event_);
+}
+
+absl::StatusOr<cudaStream_t> StreamApart() {
+  static absl::Mutex mutex(absl::kConstInit);
+  static auto& streams = *new std::map<int, cudaStream_t>;  // by GPU; guarded by mutex
+  int device = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device), "cudaGetDevice");
+  absl::MutexLock lock(&mutex);
+  cudaStream_t& stream = streams[device];
+  if (stream == nullptr) {
+    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
+                               "cudaStreamCreateWithFlags");
+  }
+  return stream;
+}
+
+namespace {
+
+// Waits for what `enqueue` puts on StreamApart().
+absl::Status WaitApart(absl::FunctionRef<absl::Status(cudaStream_t)> enqueue) {
+  const absl::StatusOr<cudaStream_t> stream = StreamApart();
+  if (!stream.ok()) return stream.status();
+  LOSSD_RETURN_IF_ERROR(enqueue(*stream));
+  return ToStatus(cudaStreamSynchronize(*stream), "cudaStreamSynchronize");
+}
+
+}  // namespace
+
+absl::Status CopyAndWait(void* to, const void* from, int64_t bytes) {
+  return WaitApart([&](cudaStream_t stream) { return Copy(to, from, bytes, stream); });
+}
+
+absl::Status ZeroAndWait(void* data, int64_t bytes) {
+  return WaitApart([&](cudaStream_t stream) { return Zero(data, bytes, stream); });
 }
 
 absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& options,

@@ -40,6 +40,17 @@ inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
 }
 
+// A stream of the current GPU for copies that a thread waits for, where no stream of a Device is at hand. It waits for
+// no other stream, and none waits for it. The default stream and a thread's own do not suit: other code of the process
+// may have work on them that ends only after ours, such as a trainer's collective that waits for another rank. Made
+// once for each GPU, for the life of the process. Thread-safe.
+absl::StatusOr<cudaStream_t> StreamApart();
+
+// Copies on StreamApart(), each side memory of the host or of the current GPU, and waits. Thread-safe.
+absl::Status CopyAndWait(void* to, const void* from, int64_t bytes);
+// Zeroes memory of the current GPU on StreamApart(), and waits. Thread-safe.
+absl::Status ZeroAndWait(void* data, int64_t bytes);
+
 // The UUIDs of the visible GPUs, by index. UNAVAILABLE without any.
 absl::StatusOr<std::vector<std::string>> GpuUuids();
 
@@ -80,15 +91,11 @@ class CudaRetained final : public RetainedMemory {
   uint8_t* data() const { return buffer_.data(); }  // on the device
   absl::Status ReadBytes(int64_t offset, absl::Span<uint8_t> out) const override {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-    return ToStatus(cudaMemcpy(out.data(), data() + offset, out.size(), cudaMemcpyDeviceToHost),
-                    "cudaMemcpy");
+    return CopyAndWait(out.data(), data() + offset, static_cast<int64_t>(out.size()));
   }
   absl::Status WriteBytes(int64_t offset, absl::Span<const uint8_t> in) override {
     LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(device_), "cudaSetDevice");
-    LOSSD_RETURN_IF_CUDA_ERROR(
-        cudaMemcpyAsync(data() + offset, in.data(), in.size(), cudaMemcpyHostToDevice, cudaStreamPerThread),
-        "cudaMemcpyAsync");
-    return ToStatus(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+    return CopyAndWait(data() + offset, in.data(), static_cast<int64_t>(in.size()));
   }
 
  private:

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::kernels::cuda {
@@ -47,9 +48,7 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, Memory
   buffer.data_ = static_cast<uint8_t*>(data);
   buffer.bytes_ = rounded;
   ledger->Add(kind, rounded);
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaMemset(data, 0, static_cast<size_t>(rounded)), "cudaMemset");
-  // Our streams do not wait for the default stream, and cudaMemset returns before the memory is zero.
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  LOSSD_RETURN_IF_ERROR(ZeroAndWait(data, rounded));
   return buffer;
 }
 

@@ -106,7 +106,7 @@ class MappedMemory final : public SharedDeviceMemory {
     if (!status.ok()) return status;
     device_->ledger().Add(MemoryKind::kSlots, static_cast<int64_t>(bytes_));
     counted_ = true;
-    return Wait(cudaMemsetAsync(data(), 0, bytes_, cudaStreamPerThread), "cudaMemsetAsync");
+    return device_->Fail(ZeroAndWait(data(), static_cast<int64_t>(bytes_)));
   }
 
   ~MappedMemory() override {
@@ -148,12 +148,7 @@ class MappedMemory final : public SharedDeviceMemory {
 
   absl::Status Copy(void* to, const void* from, size_t bytes) const {
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    return Wait(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cudaStreamPerThread), "cudaMemcpyAsync");
-  }
-
-  absl::Status Wait(cudaError_t enqueued, absl::string_view call) const {
-    if (enqueued == cudaSuccess) enqueued = cudaStreamSynchronize(cudaStreamPerThread);
-    return device_->Fail(ToStatus(enqueued, call));
+    return device_->Fail(CopyAndWait(to, from, static_cast<int64_t>(bytes)));
   }
 
   Device* const device_;

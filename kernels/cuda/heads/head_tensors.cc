@@ -141,9 +141,8 @@ absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int6
 
 absl::Status HeadTensors::ReadClassWeights() {
   std::vector<float> weights(static_cast<size_t>(sizes_.all_classes));
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      cudaMemcpy(weights.data(), values_.class_weights, weights.size() * sizeof(float), cudaMemcpyDefault),
-      "cudaMemcpy");
+  LOSSD_RETURN_IF_ERROR(CopyAndWait(weights.data(), values_.class_weights,
+                                    static_cast<int64_t>(weights.size() * sizeof(float))));
   double sum = 0.0;
   largest_class_weight_ = 0.0f;
   for (float u : weights) {

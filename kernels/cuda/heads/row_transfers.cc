@@ -159,8 +159,7 @@ absl::Status ZeroUntouchedGradients(const Chunk& chunk, const ChunkLayout& layou
       std::memset(gradient, 0, bytes);
       continue;
     }
-    LOSSD_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(gradient, 0, bytes, cudaStreamPerThread), "cudaMemsetAsync");
-    LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+    LOSSD_RETURN_IF_ERROR(ZeroAndWait(gradient, static_cast<int64_t>(bytes)));
   }
   return absl::OkStatus();
 }

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,8 @@
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/kernels/chunk_run.h"
@@ -74,6 +77,94 @@ TEST(CudaBackend, LeavesTheWaitsOfItsProcessAlone) {
   EXPECT_EQ(cudaGetDeviceFlags(&after), cudaSuccess);
   EXPECT_EQ(after & cudaDeviceScheduleMask, static_cast<unsigned>(cudaDeviceScheduleSpin));
   EXPECT_EQ(cudaSetDeviceFlags(before), cudaSuccess);
+}
+
+// Work of the trainer whose process a server shares that ends when Release() is called, such as a collective
+// that waits for another rank: on the default stream, and on one of its own.
+class WaitingTrainer {
+ public:
+  WaitingTrainer() {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), cudaSuccess);
+    for (cudaStream_t stream : {static_cast<cudaStream_t>(nullptr), own_}) {
+      EXPECT_EQ(cudaLaunchHostFunc(stream, Wait, &released_), cudaSuccess);
+    }
+  }
+  ~WaitingTrainer() {
+    Release();
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+    EXPECT_EQ(cudaStreamDestroy(own_), cudaSuccess);
+  }
+  void Release() {
+    absl::MutexLock lock(&mutex_);
+    if (!released_.HasBeenNotified()) released_.Notify();
+  }
+
+ private:
+  static void CUDART_CB Wait(void* released) {
+    static_cast<absl::Notification*>(released)->WaitForNotification();
+  }
+
+  cudaStream_t own_ = nullptr;
+  absl::Mutex mutex_;
+  absl::Notification released_;
+};
+
+// Says so if what is under way in its scope has not ended after a minute, and then releases the trainer, so
+// that the test comes to an end.
+class WithinAMinute {
+ public:
+  WithinAMinute(WaitingTrainer& trainer, const std::string& what)
+      : watch_([this, &trainer, what] {
+          if (ended_.WaitForNotificationWithTimeout(absl::Minutes(1))) return;
+          ADD_FAILURE() << what << " waits for the trainer";
+          trainer.Release();
+        }) {}
+  ~WithinAMinute() {
+    ended_.Notify();
+    watch_.join();
+  }
+
+ private:
+  absl::Notification ended_;
+  std::thread watch_;
+};
+
+TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .shares_process = true});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ProblemSpec spec;
+  spec.config = {.hidden_size = 128, .vocab_size = 2000, .compute_dtype = DType::kBFloat16};
+  spec.config.optimizer_state = OptimizerState::kAdam;
+  spec.hidden_dtype = DType::kBFloat16;
+  spec.slice_rows = {300};
+  WaitingTrainer trainer;
+  std::unique_ptr<HeadKernels> head;
+  {
+    WithinAMinute limit(trainer, "the creation of a head");
+    head = MakeHead(**backend, MakeProblem(spec, rng));
+  }
+  ASSERT_NE(head, nullptr);
+  for (const Gradients gradients :
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    WithinAMinute limit(trainer, absl::StrCat("a chunk with gradients ", static_cast<int>(gradients)));
+    spec.options.gradients = gradients;
+    EXPECT_TRUE(RunChunk(*head, MakeProblem(spec, rng)).done.ok());
+  }
+  {
+    WithinAMinute limit(trainer, "a step");
+    EXPECT_TRUE(head->GradNorm().ok());
+    EXPECT_TRUE(head->ApplyStep({.learning_rate = 1e-3}, 1).ok());
+  }
+  WithinAMinute limit(trainer, "memory of retained rows, and of a client");
+  auto retained = (*backend)->AllocateRetained(1 << 20);
+  ASSERT_TRUE(retained.ok()) << retained.status();
+  std::vector<uint8_t> bytes(1000, 7), back(1000);
+  EXPECT_TRUE((*retained)->WriteBytes(0, bytes).ok());
+  EXPECT_TRUE((*retained)->ReadBytes(0, absl::MakeSpan(back)).ok());
+  EXPECT_EQ(back, bytes);
+  EXPECT_TRUE((*backend)->AllocateStaging(1 << 20).ok());
 }
 
 TEST(CudaBackend, RefusesHeadsBeyondTheLimitWithThePlan) {
