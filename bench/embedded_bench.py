@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times a head that is embedded in the process (lossd.embedded()) beside local heads, on one GPU, through autograd.
+
+    python3 bench/embedded_bench.py --library build/release/bin/liblossd.so --real_data build/release/bin/real_data \\
+        --loss_bench build/release/bin/cuda_loss_bench --json embedded.json
+
+For each shape, kind of data and number of rows: milliseconds of loss and gradients (median, by CUDA events, until both gradients
+are there), those of the three bare products, and those of the same kernels called in process (cuda_loss_bench). Local heads are
+those of peers.py that can be imported. Of the largest number of rows also the memory of the GPU that a head takes at most: a
+local head's loss and gradients without its weight; of the embedded one all that its server has, weight and gradient included, and
+what of that is workspace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+import torch
+
+import lossd
+from lossd.torch import HeadOptimizer, LossHead
+
+HEAD = "embedded-bench"
+DATA = {"real": peers.real, "peaked": peers.peaked, "flat": peers.flat}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", help="liblossd.so [where lossd.embedded() looks]")
+    parser.add_argument("--real_data", default="build/release/bin/real_data", help="the program, for real data")
+    parser.add_argument("--loss_bench", help="the program cuda_loss_bench")
+    parser.add_argument("--shapes", default="gemma2-2b,llama3-8b", help="of peers.py")
+    parser.add_argument("--data", default="real", help="real, peaked, flat, with commas between them; of fewer rows the first")
+    parser.add_argument("--rows", default="8192,128,1")
+    parser.add_argument("--gradients", default="exact,sampled")
+    parser.add_argument("--methods", default="torch.compile,liger,torch.linear_cross_entropy", help="local heads, of peers.py")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def of_kernels(program: str, rows: int, hidden: int, vocab: int, kind: str, gradients: str) -> dict[str, float]:
+    """Milliseconds of the kernels called in process, by kind of gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "loss.json")
+        subprocess.run([program, f"--out={out}", f"--shapes={rows}x{hidden}x{vocab}", f"--data={kind}", f"--gradients={gradients}",
+                        "--noerrors", "--noparts", "--nonorm"], check=True, stdout=subprocess.DEVNULL)
+        return {each["gradients"]: each["loss_and_gradients"]["median_ms"] for each in json.loads(out.read_text())["loss"]}
+
+
+class Embedded:
+    """A head of a server in this process with the weight [V, D] of the data."""
+
+    def __init__(self, weight: torch.Tensor, gradients: str) -> None:
+        self.client = lossd.embedded(backend="cuda")
+        vocab, hidden = weight.shape
+        self.client.create_head(HEAD, hidden_size=hidden, vocab_size=vocab, compute_dtype="bf16", zeros=True)
+        self.client.write_tensor(HEAD, "weight", weight.view(torch.int16).cpu().numpy().view(np.uint16), dtype="bf16")
+        self.gradients = gradients.split(",")
+
+    def time(self, hidden: torch.Tensor, targets: torch.Tensor, gradients: str, iterations: int) -> dict[str, float]:
+        head = LossHead(self.client, HEAD, gradients=gradients)
+        rows = hidden.detach().clone().requires_grad_(True)
+        on_host = targets.cpu()
+
+        def full() -> None:
+            rows.grad = None
+            head(rows, on_host).backward()
+
+        found = peers.milliseconds(full, iterations)
+        HeadOptimizer(head, lr=0.0).discard()
+        return found
+
+    def memory(self) -> dict[str, int]:
+        """MiB: what the head has on the GPU, and what of that is neither weight, gradient nor optimizer state."""
+        of_head = self.client.describe_head(HEAD).memory
+        return {"mib": of_head.total >> 20, "workspace_mib": (of_head.total - of_head.weights - of_head.gradients - of_head.optimizer) >> 20}
+
+
+def run_case(name: str, kind: str, counts: list[int], arguments: argparse.Namespace, methods: dict[str, Any]) -> list[dict[str, Any]]:
+    n, d, v = peers.SHAPES[name]
+    hidden, weight, targets = DATA[kind](max(counts), d, v)
+    embedded = Embedded(weight, arguments.gradients)
+    cases = []
+    for rows in counts:
+        x, y = hidden[:rows].contiguous(), targets[:rows].contiguous()
+        floor = peers.floor(x, weight, arguments.iterations)
+        case: dict[str, Any] = {"shape": name, "data": kind, "rows": rows, "hidden": d, "vocab": v, "floor_ms": floor["total_ms"], "embedded": {},
+                                "local": {}}
+        for gradients in embedded.gradients:
+            case["embedded"][gradients] = embedded.time(x, y, gradients, arguments.iterations)
+        case["cuda_transport"] = list(embedded.client.cuda_transport)
+        if arguments.loss_bench:
+            case["kernels_ms"] = of_kernels(arguments.loss_bench, rows, d, v, kind, arguments.gradients)
+        for method, function in methods.items():
+            try:
+                measured = peers.run_method(function, (x, weight, y), arguments.iterations)
+            except Exception as error:  # of whatever kind a peer raises
+                print(f"{method}: {str(error)[:200]}", flush=True)
+                continue
+            case["local"][method] = {**measured["loss_and_gradients"], "peak_mib": measured["peak_mib"]}
+        if rows == max(counts):
+            case["memory"] = embedded.memory()
+        print(json.dumps(case), flush=True)
+        cases.append(case)
+    embedded.client.close()
+    return cases
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    peers.REAL_DATA = arguments.real_data
+    if arguments.library:
+        os.environ["LOSSD_LIBRARY"] = str(Path(arguments.library).resolve())
+    wanted = arguments.methods.split(",")
+    methods = {name: function for name, function in peers.methods(dynamic=False).items() if name in wanted}
+    result = {"card": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "commit": arguments.commit, "versions": peers.versions(),
+              "cases": []}
+    counts = sorted(map(int, arguments.rows.split(",")), reverse=True)
+    for name in arguments.shapes.split(","):
+        for place, kind in enumerate(arguments.data.split(",")):
+            result["cases"] += run_case(name, kind, counts if place == 0 else counts[:1], arguments, methods)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
