@@ -227,6 +227,7 @@ def transports(client: TimedClient) -> dict[str, Any]:
 # The processes of pipeline_bench.py: one that measures a layer and the local heads, and the ranks that train.
 
 HEAD = "pipeline-bench"
+_EMBEDDED_MEMORY = 256 << 20  # as colocate() has it
 
 
 @dataclass(frozen=True)
@@ -477,7 +478,8 @@ class Rank:
 
     def _server_loss(self, target: str, group: Any) -> PipelineLoss:
         shape = self.settings.shape
-        self.client = TimedClient(target, transport=self.settings.transport)
+        size = _EMBEDDED_MEMORY if self.configuration.embedded else None
+        self.client = TimedClient(target, transport=self.settings.transport, shared_memory_bytes=size)
         if self.replica == 0:
             split = {"split": "vocabulary", "shares": self.configuration.shares} if self.configuration.colocated else {}
             self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True, **split,

@@ -40,7 +40,10 @@ struct CudaBackendOptions {
   bool deterministic = true;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
   StreamPriority stream_priority = StreamPriority::kHiddenGradients;
-  // Other code of the process works on the GPU too: how threads wait for the GPU stays as that code has it.
+  // Other code of the process works on the GPU too. How threads wait for the GPU stays as that code has it.
+  // And since its work may wait for a head, no call of this backend waits for its work, but those that free
+  // memory and those that make the backend: these load all code (kernel_code.h), and products take the
+  // algorithms of Gemms::LoadCode.
   bool shares_process = false;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.

@@ -51,14 +51,14 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
 
 namespace lossd::kernels::cuda {
 
-// Sets `function` to the driver's function of this name as CUDA 12.0 has it; null if the driver lacks it.
+// Sets `function` to the driver's function of this name as this version of CUDA has it; null if the driver
+// lacks it.
 template <typename Function>
-cudaError_t FindDriverFunction(const char* name, Function& function) {
-  constexpr unsigned kVersion = 12000;
+cudaError_t FindDriverFunction(const char* name, Function& function, unsigned version = 12000) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
   const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
+      cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
   const bool is_there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
   function = is_there ? reinterpret_cast<Function>(found) : nullptr;
   return error;

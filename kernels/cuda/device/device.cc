@@ -13,6 +13,7 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
 
@@ -179,6 +180,10 @@ absl::Status Device::Start(FindKernelLimits find_kernel_limits) {
       DeviceBuffer::Allocate(&ledger_, MemoryKind::kWorkspace, kGemmWorkspaceBytes);
   if (!workspace.ok()) return workspace.status();
   gemm_workspace_ = *std::move(workspace);
+  if (options_.shares_process) {
+    LOSSD_RETURN_IF_ERROR(LoadKernelCode());
+    LOSSD_RETURN_IF_ERROR(gemms_->LoadCode(gemm_workspace_.data(), compute_));
+  }
   completion_thread_ = std::thread([this] { CompletionLoop(); });
   return absl::OkStatus();
 }

@@ -40,10 +40,10 @@ inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
 }
 
-// A stream of the current GPU for copies that a thread waits for, where no stream of a Device is at hand. It waits for
-// no other stream, and none waits for it. The default stream and a thread's own do not suit: other code of the process
-// may have work on them that ends only after ours, such as a trainer's collective that waits for another rank. Made
-// once for each GPU, for the life of the process. Thread-safe.
+// A stream of the current GPU for copies that a thread waits for, where no stream of a Device is at hand. It
+// waits for no other stream, and none waits for it. The default stream and a thread's own do not suit: other
+// code of the process may have work on them that ends only after ours, such as a trainer's collective that
+// waits for another rank. Made once for each GPU, for the life of the process. Thread-safe.
 absl::StatusOr<cudaStream_t> StreamApart();
 
 // Copies on StreamApart(), each side memory of the host or of the current GPU, and waits. Thread-safe.

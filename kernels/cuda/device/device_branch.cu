@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/device/device_branch.h"
+#include "kernels/cuda/device/kernel_code.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -124,3 +125,5 @@ absl::Status BranchOnHost(const int32_t* flag, cudaStream_t stream, absl::Functi
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(DeviceBranch)

@@ -50,6 +50,7 @@ struct Gemms::Library {
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
   decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
+  decltype(&cublasLtMatmulAlgoCheck) check = nullptr;
 
   absl::Status Load() {
     LOSSD_RETURN_IF_ERROR(file.Load(kCublasFiles, "cuBLASLt cannot be loaded"));
@@ -65,7 +66,8 @@ struct Gemms::Library {
                           file.Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
                           file.Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
                           file.Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
-                          file.Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
+                          file.Find("cublasLtMatmulAlgoConfigGetAttribute", config_get) &&
+                          file.Find("cublasLtMatmulAlgoCheck", check);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cuBLASLt lacks ", dlerror()));
   }
 
@@ -132,6 +134,19 @@ struct Gemms::Plan {
                      : absl::UnavailableError("cublasLtMatmulAlgoGetHeuristic found nothing");
   }
 
+  // The only candidate becomes `algorithm`, if it can compute the shape without scratch memory. False: it
+  // cannot.
+  bool Take(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) {
+    cublasLtMatmulHeuristicResult_t result = {};
+    if (library.check(handle, desc, a, b, c, c, &algorithm, &result) != CUBLAS_STATUS_SUCCESS ||
+        result.workspaceSize > 0) {
+      return false;
+    }
+    result.algo = algorithm;
+    candidates = {result};
+    return true;
+  }
+
   const Library& library;
   cublasLtMatmulDesc_t desc = nullptr;
   cublasLtMatrixLayout_t a = nullptr;
@@ -141,6 +156,43 @@ struct Gemms::Plan {
   size_t chosen = 0;
   bool timed = false;  // the choice is the fastest, not the first
 };
+
+namespace {
+
+// What the code of a product depends on: a shape without sizes.
+GemmShape KindOf(const GemmShape& shape) {
+  return {.transpose_a = shape.transpose_a,
+          .transpose_b = shape.transpose_b,
+          .input = shape.input,
+          .output = shape.output,
+          .scratch = false};
+}
+
+// The kinds of a head's products: logits, hidden gradients in every dtype, weight gradients.
+std::vector<GemmShape> AllKinds() {
+  std::vector<GemmShape> kinds;
+  for (const DType input : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    GemmShape kind = {.input = input, .output = DType::kFloat32, .scratch = false};
+    kind.transpose_a = true;
+    kinds.push_back(kind);
+    std::swap(kind.transpose_a, kind.transpose_b);
+    kinds.push_back(kind);
+    kind.transpose_b = false;
+    for (const DType output : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+      kind.output = output;
+      kinds.push_back(kind);
+    }
+  }
+  return kinds;
+}
+
+// Of this kind, with square matrices.
+GemmShape Square(GemmShape kind, int64_t size) {
+  kind.m = kind.n = kind.k = kind.lda = kind.ldb = kind.ldc = size;
+  return kind;
+}
+
+}  // namespace
 
 Gemms::Gemms() : library_(std::make_unique<Library>()) {}
 
@@ -162,9 +214,30 @@ absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
   if (slot != nullptr) return slot.get();
   auto plan = std::make_unique<Plan>(*library_);
   LOSSD_RETURN_IF_ERROR(plan->Describe(shape));
-  LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
+  if (!TakeLoaded(shape, *plan)) LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
   slot = std::move(plan);
   return slot.get();
+}
+
+bool Gemms::TakeLoaded(const GemmShape& shape, Plan& plan) const {
+  const auto found = loaded_.find(KindOf(shape));
+  return found != loaded_.end() && plan.Take(handle_, found->second);
+}
+
+absl::Status Gemms::LoadCode(void* scratch, cudaStream_t stream) {
+  constexpr int64_t kLarge = 4096, kSmall = 256;  // rows and columns of matrices
+  constexpr int64_t kMatrix = kSmall * kSmall * static_cast<int64_t>(sizeof(float));
+  static_assert(3 * kMatrix <= kGemmWorkspaceBytes);
+  auto* const matrices = static_cast<uint8_t*>(scratch);
+  const GemmOperands operands = {.a = matrices, .b = matrices + kMatrix, .c = matrices + 2 * kMatrix};
+  for (const GemmShape& kind : AllKinds()) {
+    Plan large(*library_);
+    LOSSD_RETURN_IF_ERROR(large.Describe(Square(kind, kLarge)));
+    if (!large.Propose(handle_, false).ok()) continue;  // there is no such product
+    loaded_[kind] = large.candidates.front().algo;
+    LOSSD_RETURN_IF_ERROR(Run(Square(kind, kSmall), operands, nullptr, stream));
+  }
+  return cuda::ToStatus(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
 absl::Status Gemms::Prepare(const GemmShape& shape) {
@@ -226,6 +299,7 @@ absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, v
   absl::StatusOr<Plan*> found = FindOrCreate(shape);
   if (!found.ok()) return found.status();
   Plan& plan = **found;
+  if (plan.candidates.size() == 1) return absl::OkStatus();
   double best_time = std::numeric_limits<double>::infinity();
   size_t best = 0;
   for (size_t i = 0; i < plan.candidates.size(); ++i) {

@@ -54,6 +54,11 @@ class Gemms {
   static absl::StatusOr<std::unique_ptr<Gemms>> Create();
   ~Gemms();
 
+  // Loads the code of products before it is needed (kernel_code.h; the first use of an algorithm waits for
+  // all work on the GPU, too). From then on all shapes of a kind, which is transposes and dtypes, take the
+  // same algorithm, that of large matrices, where it can compute them, and it works without scratch memory.
+  // `scratch` [kGemmWorkspaceBytes] on the device is overwritten. Waits until all is loaded.
+  absl::Status LoadCode(void* scratch, cudaStream_t stream);
   // Chooses the algorithm for `shape`, if that has not been done. INTERNAL if cuBLAS has none.
   absl::Status Prepare(const GemmShape& shape);
   // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device, or null without scratch.
@@ -71,12 +76,14 @@ class Gemms {
 
   Gemms();
   absl::StatusOr<Plan*> FindOrCreate(const GemmShape& shape);
+  bool TakeLoaded(const GemmShape& shape, Plan& plan) const;
   absl::StatusOr<double> Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                               cudaStream_t stream);
 
   std::unique_ptr<Library> library_;
   cublasLtHandle_t handle_ = nullptr;
   std::map<GemmShape, std::unique_ptr<Plan>> plans_;
+  std::map<GemmShape, cublasLtMatmulAlgo_t> loaded_;  // by kind; empty before LoadCode
 };
 
 }  // namespace lossd::kernels::cuda

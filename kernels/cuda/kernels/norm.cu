@@ -7,6 +7,7 @@
 // divide are read again for each pass (the "any" kernel).
 #include <algorithm>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/norm.h"
 #include "kernels/cuda/kernels/norm_rows.cuh"
@@ -532,3 +533,5 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(Norm)

@@ -5,6 +5,7 @@
 //
 // Bytes: a block of fp32 logits read once for its statistics, and read once more and written in the compute
 // dtype for its gradient; as long as a block stays in L2 it is bound by arithmetic.
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/recomputed_rows.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -213,3 +214,5 @@ cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms,
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(RecomputedRows)

@@ -25,6 +25,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -351,3 +352,5 @@ cudaError_t LaunchRowLoss(const RowLossParams& params, const DeviceLimits& limit
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(RowLoss)

@@ -3,6 +3,7 @@
 // written once, eight at a time. Nothing uses atomics; sums have a fixed order.
 #include <algorithm>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/rows.h"
@@ -282,3 +283,5 @@ cudaError_t LaunchHiddenGuard(const HiddenGuardParams& params, cudaStream_t stre
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(Rows)

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/device/device_memory.h"
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -858,3 +859,5 @@ cudaError_t LaunchScatterHot(const ScatterHotParams& params, cudaStream_t stream
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(Sampled)

@@ -8,6 +8,7 @@
 // Bytes: 32 a row written, 32 a row and device read.
 #include <cstdint>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
 #include "kernels/cuda/kernels/split_rows.h"
@@ -159,3 +160,5 @@ cudaError_t LaunchAddParts(const float* all, int parts, int64_t n, float* to, cu
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(SplitRows)

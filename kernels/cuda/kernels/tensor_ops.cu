@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/tensor_ops.h"
 
@@ -290,3 +291,5 @@ cudaError_t LaunchSquareSum(const float* values, int64_t count, double* partials
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(TensorOps)

@@ -15,13 +15,15 @@ namespace {
 
 constexpr CudaBackendOptions kOptions = {.workspace_bytes = int64_t{64} << 20, .max_chunk_rows = 512};
 
-template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false>
+template <FusedLoss kFused, bool kHostBranches = false, bool kSmallestBlocks = false,
+          bool kSharesProcess = false>
 Backend& BackendWith() {
   static const std::unique_ptr<Backend> backend = [] {
     CudaBackendOptions options = kOptions;
     options.fused_loss = kFused;
     options.host_branches = kHostBranches;
     options.smallest_blocks = kSmallestBlocks;
+    options.shares_process = kSharesProcess;
     auto created = CreateCudaBackend(options);
     EXPECT_TRUE(created.ok()) << created.status();
     return *std::move(created);
@@ -95,6 +97,7 @@ std::vector<Way> Ways() {
        BackendWith<kFused>,
        kStored,
        {{kF16, kF32}, {kF16, kF16}, {kBf16, kF32}, {kBf16, kBf16}}},
+      {"CudaEmbedded", BackendWith<kNever, false, false, true>, kStored, equal},
       {"CudaHostBranch", BackendWith<kNever, true>, kStored, {{kF32, kF32}, {kBf16, kF32}}},
       {"CudaRecomputed", BackendWith<kNever>, kRecomputed, {{kF32, kF32}, {kF16, kF32}, {kBf16, kF32}}},
       {"CudaRecomputedBlocks", BackendWith<kNever, false, true>, kRecomputed, equal},

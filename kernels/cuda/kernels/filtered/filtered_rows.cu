@@ -14,6 +14,7 @@
 // FLOP: 4 D a candidate. All sums have a fixed order but for that of the kept list.
 #include <algorithm>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -313,3 +314,5 @@ cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(FilteredRows)

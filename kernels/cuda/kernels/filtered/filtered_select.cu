@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cfloat>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -371,3 +372,5 @@ cudaError_t LaunchSelectRows(const SelectRowsParams& params, cudaStream_t stream
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(FilteredSelect)

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 
@@ -286,3 +287,5 @@ cudaError_t LaunchUniformWeight(const UniformWeightParams& params, cudaStream_t 
 }
 
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(FilteredWeight)

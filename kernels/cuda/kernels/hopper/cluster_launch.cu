@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/hopper/cluster_launch.h"
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/hopper/ptx.cuh"
 
 namespace lossd::kernels::cuda::hopper {
@@ -116,3 +117,5 @@ cudaError_t MakeTensorMap(const BoxedMatrix& matrix, CUtensorMap& map) {
 }
 
 }  // namespace lossd::kernels::cuda::hopper
+
+LOSSD_KERNEL_FILE(ClusterLaunch)

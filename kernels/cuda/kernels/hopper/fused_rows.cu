@@ -16,6 +16,7 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/filtered/filtered_row.cuh"
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
@@ -501,3 +502,5 @@ cudaError_t LaunchEntropyGradient(const LossTerms& terms, const RowInputs& in, c
 }
 
 }  // namespace lossd::kernels::cuda::hopper
+
+LOSSD_KERNEL_FILE(FusedRows)

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cuda/atomic>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
 #include "kernels/cuda/kernels/hopper/main_loop.cuh"
@@ -402,3 +403,5 @@ cudaError_t LaunchGradientGemm(const GradientGemmParams& params, const GradientG
 }
 
 }  // namespace lossd::kernels::cuda::hopper
+
+LOSSD_KERNEL_FILE(GradientGemm)

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
@@ -739,3 +740,5 @@ cudaError_t LaunchLogitPass(const LogitOperands& operands, const GradientPass& p
 }
 
 }  // namespace lossd::kernels::cuda::hopper
+
+LOSSD_KERNEL_FILE(LogitPass)

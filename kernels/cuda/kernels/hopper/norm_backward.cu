@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/hopper/ptx.cuh"
 #include "kernels/cuda/kernels/norm.h"
@@ -380,3 +381,5 @@ bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams
 }
 
 }  // namespace lossd::kernels::cuda::hopper
+
+LOSSD_KERNEL_FILE(NormBackward)

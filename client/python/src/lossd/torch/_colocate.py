@@ -19,6 +19,9 @@ from lossd._embedded import EmbeddedClient, Member, check_client, options_of, to
 T = TypeVar("T")
 
 _CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_file", "listen"}
+# Memory for rows that grows would be given back while ranks train, and a GPU gives back memory of the host only once all that is
+# enqueued on it has ended: also a collective that waits for a rank that waits for the head.
+_CLIENT = {"shared_memory_bytes": 256 << 20}
 _LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups hardly ever draw the same address
 
 
@@ -72,7 +75,7 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
                    "local_rank": os.environ.get("LOCAL_RANK", rank), **options}
     member = _start_all(group, rank, size, options, secret)
     address = _from_first(group, rank, lambda: member.address)
-    return EmbeddedClient(member, client or {}, address if size > 1 else None)
+    return EmbeddedClient(member, {**_CLIENT, **(client or {})}, address if size > 1 else None)
 
 
 def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret: str) -> Member:
