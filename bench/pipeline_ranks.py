@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
@@ -260,7 +261,10 @@ class Settings:
 
 
 def reported(path: Path, work: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """What a process runs: writes what work(*arguments) returns to `path` as JSON, or {"error": ...}, and then raises."""
+    """What a process runs: writes what work(*arguments) returns to `path` as JSON, or {"error": ...}, and then raises. With
+    LOSSD_BENCH_STACKS it says after so many seconds where each of its threads is."""
+    if seconds := os.environ.get("LOSSD_BENCH_STACKS"):
+        faulthandler.dump_traceback_later(float(seconds))
     try:
         result = work(*arguments)
     except (torch.OutOfMemoryError, lossd.ResourceExhausted) as error:

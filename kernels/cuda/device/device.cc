@@ -140,6 +140,8 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& o
   size_t total_bytes = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
   CudaBackendOptions resolved = options;
+  if (options.shares_process)
+    resolved.host_branches = true;  // a graph that branches waits for all work on the GPU
   if (resolved.workspace_bytes == 0) {
     resolved.workspace_bytes = std::min(kDefaultWorkspace, static_cast<int64_t>(free_bytes / 4));
   }
