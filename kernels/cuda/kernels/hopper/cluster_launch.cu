@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/device/kernel_code.h"
+#include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/ptx.cuh"
 
 namespace lossd::kernels::cuda::hopper {
