@@ -13,7 +13,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -149,7 +148,7 @@ inline constexpr float kLargestLogRatio = 88.0f;
 template <typename Real>
 LOSSD_HOST_DEVICE ObjectiveTerm<Real> EvaluateObjective(const Objective& objective, Real nll,
                                                         const ObjectiveNumbers<Real>& row) {
-  constexpr Real kNotFinite = std::numeric_limits<Real>::quiet_NaN();
+  constexpr Real kNotFinite = static_cast<Real>(NAN);
   constexpr Real kLargest = static_cast<Real>(kLargestLogRatio);
   const Real advantage = row.advantage;
   ObjectiveTerm<Real> term;
