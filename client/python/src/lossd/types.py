@@ -138,7 +138,8 @@ class Objective:
 
     def to_proto(self) -> loss_pb2.Objective:
         values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        return loss_pb2.Objective(**(values | {"kind": OBJECTIVES[self.kind], "kl": KLS[self.kl]}))
+        values["kind"], values["kl"] = OBJECTIVES[self.kind], KLS[self.kl]
+        return loss_pb2.Objective(**values)
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,8 @@ class Job:
 
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
-                 numbers: Mapping[str, NDArray[np.float32]]) -> None:
-        """`numbers`: of options.objective, arguments of Client.compute_loss."""
+                 numbers: Mapping[str, Any]) -> None:
+        """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names."""
         self.module = module
         self.options = options
         self.numbers = numbers
