@@ -122,6 +122,7 @@ struct LossSums {
   double squared_gradient = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
+  ObjectiveSums objective;
 
   LossSums& operator+=(const LossSums& more) {
     loss += more.loss;
@@ -132,6 +133,7 @@ struct LossSums {
     squared_gradient += more.squared_gradient;
     valid_rows += more.valid_rows;
     correct_rows += more.correct_rows;
+    objective += more.objective;
     return *this;
   }
   // The predicted relative error of sampled gradients; 0 if nothing was sampled.
@@ -164,6 +166,11 @@ struct Slice {
   const float* grad_loss = nullptr;
   const float* grad_lse = nullptr;
   const float* grad_entropy = nullptr;
+  // What LossOptions::objective takes with each row, [rows] or null: those that it does not need are not
+  // looked at.
+  const float* advantages = nullptr;
+  const float* old_logprobs = nullptr;
+  const float* ref_logprobs = nullptr;
 
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
@@ -486,6 +493,27 @@ inline bool IsAbsent(const Slice& slice, int64_t row) {
   return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
          (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
          (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
+}
+
+// What is sent with row `row` for its objective; 0 for what is not.
+inline ObjectiveNumbers<double> NumbersOf(const Slice& slice, int64_t row) {
+  const auto at = [row](const float* values) { return values == nullptr ? 0.0 : double{values[row]}; };
+  return {at(slice.advantages), at(slice.old_logprobs), at(slice.ref_logprobs)};
+}
+
+// dL/d(row loss), before the row weight has been divided out.
+inline double GradLossOf(const Slice& slice, int64_t row) {
+  double gradient = double{slice.grad_scale};
+  if (slice.row_weights != nullptr) gradient *= double{slice.row_weights[row]};
+  if (slice.grad_loss != nullptr) gradient *= double{slice.grad_loss[row]};
+  return gradient;
+}
+
+// dL/dentropy of row `row`: what is sent with it, and the objective's entropy bonus.
+inline double GradEntropyOf(const Objective& objective, const Slice& slice, int64_t row) {
+  const double sent = slice.grad_entropy == nullptr ? 0.0 : double{slice.grad_entropy[row]};
+  if (objective.entropy_bonus == 0.0f) return sent;
+  return sent - double{objective.entropy_bonus} * GradLossOf(slice, row);
 }
 
 }  // namespace lossd::kernels

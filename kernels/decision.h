@@ -35,16 +35,6 @@ Choice GradientsChoice(Gradients asked, Decision decision);
 // The threshold of sampled gradients: what was asked for, or a larger one for want of room.
 Choice ThresholdChoice(float asked, float taken);
 
-}  // namespace lossd::kernels
-
-#ifdef __CUDACC__
-#define LOSSD_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define LOSSD_HOST_DEVICE inline
-#endif
-
-namespace lossd::kernels {
-
 // A bijection of 64-bit numbers whose outputs for neighbouring inputs have nothing in common (the finalizer
 // of splitmix64).
 constexpr uint64_t MixBits(uint64_t x) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
@@ -61,11 +62,22 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
     return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
+  if (absl::Status status = Validate(options.objective); !status.ok()) {
+    return errors::Within("objective.", std::move(status));
+  }
+  if (!options.objective.active()) return absl::OkStatus();
+  if (options.label_smoothing != 0.0f) {
+    return errors::FieldError("label_smoothing", "be 0 with an objective", options.label_smoothing);
+  }
+  if (options.use_class_weights) {
+    return errors::FieldError("use_class_weights", "be false with an objective", "true");
+  }
   return absl::OkStatus();
 }
 
 double LargestSlope(const LossOptions& options, double largest_class_weight) {
-  return std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+  const double hard = options.objective.active() ? 0.0 : std::max(1.0, largest_class_weight);
+  return hard + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
 }
 
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {

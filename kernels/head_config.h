@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "kernels/objective.h"
 
 namespace lossd::kernels {
 
@@ -80,6 +81,10 @@ struct LossOptions {
   float sample_threshold = 0x1p-10f;
   float max_gradient_error = 0.01f;  // kAuto: the predicted relative error of a chunk's dL/dlogits; >= 0
 
+  // In the place of the cross-entropy, the first two terms above. Then label_smoothing is 0 and
+  // use_class_weights false.
+  Objective objective;
+
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
 
@@ -87,7 +92,8 @@ struct LossOptions {
 absl::Status Validate(const LossOptions& options);
 
 // About the largest derivative of a row's loss with respect to a logit that these options lead to. For the
-// choice of units in which gradients neither overflow nor vanish; no bound, since the z-loss has none.
+// choice of units in which gradients neither overflow nor vanish; no bound, since the z-loss has none. An
+// objective is left out: its part depends on the row.
 double LargestSlope(const LossOptions& options, double largest_class_weight);
 
 // Why a chunk is computed exactly although its options ask for something else, or "". Filtered gradients need

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <string>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
@@ -51,6 +52,17 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
   }
   if (!std::isfinite(slice.grad_scale)) {
     return errors::FieldError(Of(index, "grad_scale"), "be finite", slice.grad_scale);
+  }
+  const Objective& objective = chunk.options.objective;
+  const std::tuple<absl::string_view, bool, const float*> numbers[] = {
+      {"advantages", NeedsAdvantage(objective.kind), slice.advantages},
+      {"old_logprobs", NeedsOldLogprob(objective.kind), slice.old_logprobs},
+      {"ref_logprobs", objective.needs_reference(), slice.ref_logprobs}};
+  for (const auto& [name, needed, values] : numbers) {
+    if (needed && values == nullptr && slice.rows > 0) {
+      return errors::FieldError(Of(index, name), absl::StrCat("not be null with ", Name(objective.kind)),
+                                "null");
+    }
   }
   return ValidateTargets(config, index, slice);
 }

@@ -135,6 +135,7 @@ namespace {
 struct LossFlags {
   std::string head;
   std::string hidden, targets, row_weights;
+  std::string advantages, old_logprobs, ref_logprobs;
   uint64_t random_rows = 0;
   uint64_t seed = 0;
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
@@ -180,7 +181,8 @@ absl::StatusOr<HiddenRows> LoadRows(const LossFlags& flags) {
   return rows;
 }
 
-absl::StatusOr<std::vector<float>> LoadRowWeights(const std::string& file) {
+// Of a file with one number per row; none without a file.
+absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
   if (file.empty()) return std::vector<float>();
   LOSSD_TRY(const TensorData tensor, LoadTensor(file));
   const absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(v1::DTYPE_FP32, tensor);
@@ -242,6 +244,12 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                        {"normalizer", result.normalizer},
                        {"dropped_mass", result.dropped_mass},
                        {"gradient_error", result.gradient_error()},
+                       {"objective",
+                        {{"rows", result.objective.rows()},
+                         {"clipped_rows", result.objective.clipped_rows()},
+                         {"ratio", result.objective.ratio()},
+                         {"old_kl", result.objective.old_kl()},
+                         {"ref_kl", result.objective.ref_kl()}}},
                        {"valid_rows", result.valid_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
@@ -271,6 +279,14 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
   if (result.squared_gradient > 0) {
     fields.Add("gradient error", absl::StrFormat("%.2g predicted", result.gradient_error()));
   }
+  if (const v1::ObjectiveSums& sums = result.objective; sums.rows() > 0) {
+    const double rows_of_objective = static_cast<double>(sums.rows());
+    fields.Add("objective",
+               absl::StrFormat("ratio %.4g, %.2f %% clipped, KL from old %.4g, from reference %.4g",
+                               sums.ratio() / rows_of_objective,
+                               100.0 * static_cast<double>(sums.clipped_rows()) / rows_of_objective,
+                               sums.old_kl() / rows_of_objective, sums.ref_kl() / rows_of_objective));
+  }
   if (flags.accumulate) {
     fields.Add("accumulated",
                absl::StrCat(HumanCount(result.accumulated_rows), " rows into step ", HumanCount(result.step),
@@ -294,12 +310,50 @@ absl::StatusOr<HiddenRows> MakeLossRows(const LossFlags& flags, const v1::HeadSp
   return RandomRows(flags.random_rows, spec.hidden_size(), spec.vocab_size(), dtype, flags.seed);
 }
 
+// The objective and what it takes with each row.
+void AddObjective(CLI::App* command, const std::string& files, LossFlags& flags) {
+  const std::string group = "Objective in the place of the cross-entropy";
+  const auto numbers = [&](const std::string& name, std::string* file, const std::string& description) {
+    command->add_option(name, *file, description)->type_name(files)->group(group);
+  };
+  numbers("--advantages", &flags.advantages, "One per row");
+  numbers("--old-logprobs", &flags.old_logprobs, "Of the policy that sampled the targets, one per row");
+  numbers("--ref-logprobs", &flags.ref_logprobs, "Of the reference, one per row");
+  v1::LossOptions* const loss = &flags.loss.loss;
+  AddWordFunction(
+      command, "--objective", [loss](v1::ObjectiveKind kind) { loss->mutable_objective()->set_kind(kind); },
+      Words<v1::ObjectiveKind>(), "What takes the place [nothing]")
+      ->group(group);
+  AddWordFunction(
+      command, "--kl", [loss](v1::KlEstimator kl) { loss->mutable_objective()->set_kl(kl); },
+      Words<v1::KlEstimator>(), "How the divergence from the reference is estimated [k3]")
+      ->group(group);
+  const auto number = [&](const std::string& name, void (v1::Objective::*set)(float),
+                          const std::string& description) {
+    command
+        ->add_option_function<float>(
+            name, [loss, set](const float& value) { (loss->mutable_objective()->*set)(value); }, description)
+        ->group(group);
+  };
+  using Objective = v1::Objective;
+  number("--clip-low", &Objective::set_clip_low,
+         "ppo, cispo: the ratio is at least 1 less this [0.2; cispo: 1]");
+  number("--clip-high", &Objective::set_clip_high, "ppo, cispo: it is at most 1 and this [0.2; cispo: 4]");
+  number("--dual-clip", &Objective::set_dual_clip,
+         "ppo: its largest size with a negative advantage; 0: none [0]");
+  number("--kl-coef", &Objective::set_kl_coef, "Weight of the divergence from the reference [0]");
+  number("--entropy-bonus", &Objective::set_entropy_bonus, "Weight of the entropy, which is subtracted [0]");
+}
+
 absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& client) {
   LOSSD_RETURN_IF_ERROR(CheckOutputs(flags));
   LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
   const absl::StatusOr<HiddenRows> rows = MakeLossRows(flags, head.spec());
   if (!rows.ok()) return rows.status();
-  LOSSD_TRY(const std::vector<float> row_weights, LoadRowWeights(flags.row_weights));
+  LOSSD_TRY(const std::vector<float> row_weights, LoadNumbers(flags.row_weights));
+  LOSSD_TRY(const std::vector<float> advantages, LoadNumbers(flags.advantages));
+  LOSSD_TRY(const std::vector<float> old_logprobs, LoadNumbers(flags.old_logprobs));
+  LOSSD_TRY(const std::vector<float> ref_logprobs, LoadNumbers(flags.ref_logprobs));
 
   client::Microbatch microbatch;
   microbatch.head = flags.head;
@@ -311,6 +365,9 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
   microbatch.hidden = rows->hidden.data();
   microbatch.targets = rows->targets;
   microbatch.row_weights = row_weights;
+  microbatch.advantages = advantages;
+  microbatch.old_logprobs = old_logprobs;
+  microbatch.ref_logprobs = ref_logprobs;
 
   client::LossOutputs outputs;
   std::vector<uint8_t> gradient(flags.grad_out.empty() ? 0 : rows->hidden.size());
@@ -366,6 +423,7 @@ void AddLossCommand(CLI::App* app, Context* context) {
       ->group(rows);
 
   AddLossOptions(loss, &flags->loss);
+  AddObjective(loss, files, *flags);
 
   const std::string training = "Training";
   loss->add_flag("--accumulate", flags->accumulate, "Add the gradients of the head to its accumulators")

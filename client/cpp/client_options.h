@@ -176,6 +176,11 @@ struct Microbatch {
   absl::Span<const int32_t> targets;
   // Empty, or [N]: multiply the rows' losses and gradients. Copied.
   absl::Span<const float> row_weights;
+  // What ComputeOptions::loss.objective takes with each row: [N] and finite if it needs them, else empty.
+  // Copied.
+  absl::Span<const float> advantages;
+  absl::Span<const float> old_logprobs;
+  absl::Span<const float> ref_logprobs;
 };
 
 // Where results go; not owned. Only what is given is computed and sent. After an error the contents are
@@ -261,6 +266,7 @@ struct LossResult {
   double squared_gradient = 0;
   // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.
   double gradient_error() const;
+  v1::ObjectiveSums objective;  // of ComputeOptions::loss.objective; all 0 without one
 
   uint64_t valid_rows = 0;
   uint64_t correct_rows = 0;      // largest logit is the target's

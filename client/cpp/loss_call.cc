@@ -83,6 +83,9 @@ class ForwardWork : public LossWork {
                 {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
+        advantages_(microbatch.advantages.begin(), microbatch.advantages.end()),
+        old_logprobs_(microbatch.old_logprobs.begin(), microbatch.old_logprobs.end()),
+        ref_logprobs_(microbatch.ref_logprobs.begin(), microbatch.ref_logprobs.end()),
         microbatch_(microbatch),
         outputs_(outputs),
         options_(options),
@@ -90,6 +93,9 @@ class ForwardWork : public LossWork {
         valid_rows_(CountValid(targets_, ignore_index_)) {
     microbatch_.targets = targets_;
     microbatch_.row_weights = row_weights_;
+    microbatch_.advantages = advantages_;
+    microbatch_.old_logprobs = old_logprobs_;
+    microbatch_.ref_logprobs = ref_logprobs_;
   }
 
   absl::Status Validate() const override {
@@ -101,8 +107,9 @@ class ForwardWork : public LossWork {
   uint64_t MovedRows() const override { return valid_rows_; }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
-    return SplitRanges(targets_, ignore_index_, streams,
-                       RowsPerStream(max_message_bytes, sizeof(int32_t) + sizeof(float)));
+    return SplitRanges(
+        targets_, ignore_index_, streams,
+        RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float)));
   }
 
   absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
@@ -131,6 +138,12 @@ class ForwardWork : public LossWork {
   }
 
  private:
+  // Floats that a row has for its objective.
+  uint64_t NumbersOfRow() const {
+    return (advantages_.empty() ? 0u : 1u) + (old_logprobs_.empty() ? 0u : 1u) +
+           (ref_logprobs_.empty() ? 0u : 1u);
+  }
+
   double Normalizer() const { return options_.normalizer.value_or(static_cast<double>(valid_rows_)); }
 
   v1::OpenMicrobatch MakeOpen(Rows rows) const {
@@ -149,9 +162,13 @@ class ForwardWork : public LossWork {
     open.set_retain(options_.retain);
     SetWanted(&open);
     open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
-    if (!row_weights_.empty()) {
-      open.mutable_row_weights()->Add(row_weights_.begin() + rows.begin, row_weights_.begin() + rows.end);
-    }
+    const auto add = [rows](const std::vector<float>& values, google::protobuf::RepeatedField<float>* out) {
+      if (!values.empty()) out->Add(values.begin() + rows.begin, values.begin() + rows.end);
+    };
+    add(row_weights_, open.mutable_row_weights());
+    add(advantages_, open.mutable_advantages());
+    add(old_logprobs_, open.mutable_old_logprobs());
+    add(ref_logprobs_, open.mutable_ref_logprobs());
     return open;
   }
 
@@ -167,6 +184,7 @@ class ForwardWork : public LossWork {
 
   const std::vector<int32_t> targets_;
   const std::vector<float> row_weights_;
+  const std::vector<float> advantages_, old_logprobs_, ref_logprobs_;
   Microbatch microbatch_;  // refers to the copies above
   const LossOutputs outputs_;
   const ComputeOptions options_;
@@ -1053,6 +1071,18 @@ void LossCall::StartOver() {
   for (size_t i = 0; i < parts_.size() && !finishing_ && !start_over_.has_value(); ++i) StartPart(i);
 }
 
+namespace {
+
+void AddTo(v1::ObjectiveSums& total, const v1::ObjectiveSums& more) {
+  total.set_rows(total.rows() + more.rows());
+  total.set_clipped_rows(total.clipped_rows() + more.clipped_rows());
+  total.set_ratio(total.ratio() + more.ratio());
+  total.set_old_kl(total.old_kl() + more.old_kl());
+  total.set_ref_kl(total.ref_kl() + more.ref_kl());
+}
+
+}  // namespace
+
 void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.loss_sum += summary.loss_sum();
   total_.z_loss_sum += summary.z_loss_sum();
@@ -1060,6 +1090,7 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.dropped_mass += summary.dropped_mass();
   total_.sampling_variance += summary.sampling_variance();
   total_.squared_gradient += summary.squared_gradient();
+  AddTo(total_.objective, summary.objective());
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
   total_.accumulated_rows += summary.accumulated_rows();

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -61,8 +62,13 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
   const uint64_t rows = microbatch.targets.size();
   LOSSD_RETURN_IF_ERROR(
       ValidateShape("microbatch", microbatch.head, rows, microbatch.hidden_size, microbatch.hidden_dtype));
-  if (!microbatch.row_weights.empty() && microbatch.row_weights.size() != rows) {
-    return WrongCount("microbatch.row_weights", microbatch.row_weights.size(), rows);
+  const std::pair<absl::string_view, size_t> counts[] = {
+      {"microbatch.row_weights", microbatch.row_weights.size()},
+      {"microbatch.advantages", microbatch.advantages.size()},
+      {"microbatch.old_logprobs", microbatch.old_logprobs.size()},
+      {"microbatch.ref_logprobs", microbatch.ref_logprobs.size()}};
+  for (const auto& [field, count] : counts) {
+    if (count != 0 && count != rows) return WrongCount(field, count, rows);
   }
   if (microbatch.hidden == nullptr && CountValid(microbatch.targets, ignore_index) > 0) {
     return ArgumentError("microbatch.hidden", "null", "is null");

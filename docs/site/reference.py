@@ -175,7 +175,7 @@ def protocol_reference(descriptors, out):
 #
 # SOURCE has the package lossd. The modules are read and not imported, so that neither torch nor transformers is needed.
 
-MODULES = {"lossd": "client", "lossd.torch": "torch", "lossd.transformers": "transformers", "lossd.errors": "errors"}
+MODULES = {"lossd": "client", "lossd.torch": "torch", "lossd.torch.sequences": "sequences", "lossd.transformers": "transformers", "lossd.errors": "errors"}
 ERRORS = "lossd.errors"
 
 

@@ -461,9 +461,11 @@ double SumOf(const float* values, int64_t n) {
 }
 
 bool AnyGradEntropy(const Chunk& chunk) {
+  const Objective& objective = chunk.options.objective;
   for (const Slice& slice : chunk.slices) {
-    for (int64_t row = 0; slice.grad_entropy != nullptr && row < slice.rows; ++row) {
-      if (slice.targets[row] != kIgnoredTarget && slice.grad_entropy[row] != 0.0f) return true;
+    if (slice.grad_entropy == nullptr && objective.entropy_bonus == 0.0f) continue;
+    for (int64_t row = 0; row < slice.rows; ++row) {
+      if (slice.targets[row] != kIgnoredTarget && GradEntropyOf(objective, slice, row) != 0.0) return true;
     }
   }
   return false;
@@ -716,7 +718,7 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
     const RowSource& source = buffers_.sources[i];
     Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
     StoreRow(slice.out, source.row, buffers_.results[i]);
-    AddToSums(slice, source.row, buffers_.results[i], slice.sums);
+    AddToSums(chunk.options.objective, slice, source.row, buffers_.results[i], slice.sums);
   }
 }
 
@@ -757,12 +759,12 @@ RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_
   RowRequest request;
   request.target = slice.targets[row];
   if (slice.row_weights != nullptr) request.row_weight = slice.row_weights[row];
-  request.grad_loss = double{slice.grad_scale} * double{request.row_weight};
-  if (slice.grad_loss != nullptr) request.grad_loss *= double{slice.grad_loss[row]};
+  request.grad_loss = GradLossOf(slice, row);
   if (slice.grad_lse != nullptr) request.grad_lse = slice.grad_lse[row];
-  if (slice.grad_entropy != nullptr) request.grad_entropy = slice.grad_entropy[row];
+  request.grad_entropy = static_cast<float>(GradEntropyOf(chunk.options.objective, slice, row));
+  request.numbers = NumbersOf(slice, row);
   request.want_gradient = gathered < order.with_gradient();
-  request.want_entropy = slice.out.entropy != nullptr;
+  request.want_entropy = slice.out.entropy != nullptr || chunk.options.objective.entropy_bonus != 0.0f;
   request.absent = IsAbsent(slice, row);
   request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row),
                             static_cast<uint64_t>(classes_.first));

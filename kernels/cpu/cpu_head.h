@@ -134,7 +134,8 @@ inline void StoreRow(const RowOutputs& out, int64_t row, const RowResult& result
   Store(out.argmax, row, result.argmax);
 }
 
-inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, LossSums& sums) {
+inline void AddToSums(const Objective& objective, const Slice& slice, int64_t row, const RowResult& result,
+                      LossSums& sums) {
   sums.loss += result.loss;
   sums.z_loss += result.z_loss;
   if (slice.out.entropy != nullptr && std::isfinite(result.entropy)) sums.entropy += result.entropy;
@@ -143,6 +144,7 @@ inline void AddToSums(const Slice& slice, int64_t row, const RowResult& result, 
   sums.dropped_mass += result.gradient.dropped_mass;
   sums.sampling_variance += result.gradient.sampling_variance;
   sums.squared_gradient += result.gradient.squared_gradient;
+  if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 
 // The parameters of a head on the CPU, with their gradients and moments: reads, writes and sums (CpuParams),

@@ -77,7 +77,7 @@ struct RowLoss::Sums {
   double total = 0.0;
   double log_total = 0.0;
   double own_factor = 1.0;  // times an exponential that is here: relative to max
-  double hard_slope = 0.0;  // g u_y (1 - alpha)
+  double hard_slope = 0.0;  // g u_y (1 - alpha), or that of the objective
   double soft_slope = 0.0;  // everything else that multiplies p
   double smoothing = 0.0;   // g alpha / V
 };
@@ -120,15 +120,26 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   const double row_weight = double{request.row_weight};
   row.lse = double{all.max} + sums.log_total;
   row.z_loss = row_weight * lambda * row.lse * row.lse;
-  row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
+  double slope =
+      u_y * (1.0 - alpha);  // the derivative of the row's loss with respect to nll, but for the z-loss
+  if (const Objective& objective = context_.options.objective; objective.active()) {
+    row.objective = EvaluateObjective(objective, nll, request.numbers);
+    slope = row.objective.slope;
+    row.loss = row_weight * row.objective.loss + row.z_loss;
+  } else {
+    row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
+  }
   if (alpha > 0.0) {
     row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - all.centred);
   }
   row.entropy = sums.log_total - all.moment / sums.total;
   row.target_logprob = -nll;
+  if (const float bonus = context_.options.objective.entropy_bonus; bonus != 0.0f) {
+    row.loss -= row_weight * double{bonus} * row.entropy;
+  }
 
   sums.smoothing = request.grad_loss * share;
-  sums.hard_slope = request.grad_loss * u_y * (1.0 - alpha);
+  sums.hard_slope = request.grad_loss * slope;
   sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};

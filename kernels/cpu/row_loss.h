@@ -49,7 +49,8 @@ struct RowRequest {
   float row_weight = 1.0f;    // multiplies the loss
   double grad_loss = 1.0;     // dL/d(row loss / row_weight): grad_scale * row weight * upstream
   float grad_lse = 0.0f;      // dL/dlse
-  float grad_entropy = 0.0f;  // dL/dentropy
+  float grad_entropy = 0.0f;  // dL/dentropy, the objective's bonus included
+  ObjectiveNumbers<double> numbers;
   bool want_gradient = false;
   bool want_entropy = false;
   bool absent = false;  // IsAbsent(); then want_gradient is false
@@ -90,7 +91,8 @@ struct RowResult {
   double lse = 0.0;
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
-  GradientSums gradient;  // of the classes that are here
+  GradientSums gradient;            // of the classes that are here
+  ObjectiveTerm<double> objective;  // if there is one, and the row is not absent
   int32_t argmax = -1;
   // Whether lse, loss, entropy and everything that scales the gradient are finite in fp32, and W x before a
   // softcap too; later also whether dx is. If false, the rest is unspecified. Always true of an absent row,

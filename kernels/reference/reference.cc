@@ -226,9 +226,10 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
 }
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-               double row_weight, size_t n, Result& result) {
+               double row_weight, const ObjectiveRow& objective, size_t n, Result& result) {
   const bool absent = row_weight == 0.0;
-  const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target);
+  const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, objective);
+  result.loss_sensitivity[n] = absent ? 0.0 : objective.sensitivity;
   result.loss[n] = row_weight * row.loss;
   result.z_loss[n] = row_weight * row.z_loss;
   result.lse[n] = soft.lse;
@@ -273,8 +274,8 @@ void AccumulateParams(const HeadConfig& config, const NormedRow& row, const Grad
 Result EmptyResult(size_t n, size_t d) {
   Result result;
   for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.entropy, &result.target_logprob,
-                       &result.max_abs_logit, &result.top_gap, &result.dropped_mass, &result.sample_scale,
-                       &result.sampling_variance, &result.squared_gradient}) {
+                       &result.max_abs_logit, &result.top_gap, &result.loss_sensitivity, &result.dropped_mass,
+                       &result.sample_scale, &result.sampling_variance, &result.squared_gradient}) {
     values->assign(n, 0.0);
   }
   result.argmax.assign(n, -1);
@@ -306,9 +307,14 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const double row_weight = At(rows.row_weights, n, 1.0);
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
-    RecordRow(options, u, soft, target, row_weight, n, result);
-    const Upstream upstream = UpstreamOf(rows, n);
+    const Upstream upstream = UpstreamOf(options, soft, target, rows, n);
+    RecordRow(options, u, soft, target, row_weight, upstream.objective, n, result);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
+    if (options.objective.active()) {
+      const ObjectiveRow& row_objective = upstream.objective;
+      result.sums.objective +=
+          {1, row_objective.clipped ? 1 : 0, row_objective.ratio, row_objective.old_kl, row_objective.ref_kl};
+    }
     result.dropped_mass[n] = DroppedMass(options, soft, target);
     result.sums.dropped_mass += result.dropped_mass[n];
 
@@ -343,7 +349,7 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
     if (rows.targets[n] != kIgnoredTarget) {
       const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d_count]).y);
       const size_t target = static_cast<size_t>(rows.targets[n]);
-      row = ComputeRowClasses(options, u, soft, target, UpstreamOf(rows, n), rows);
+      row = ComputeRowClasses(options, u, soft, target, UpstreamOf(options, soft, target, rows, n), rows);
     }
     classes.size.insert(classes.size.end(), row.size.begin(), row.size.end());
     classes.error.insert(classes.error.end(), row.error.begin(), row.error.end());
@@ -378,16 +384,28 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const double share = alpha / static_cast<double>(soft.z.size());
   const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
   const double hard = v == target ? -OneMinusP(soft, v) : p;
+  const ObjectiveRow& objective = upstream.objective;
+  const bool active = options.objective.active();
   const double terms[] = {
-      upstream.loss * u[target] * (1.0 - alpha) * hard,      upstream.loss * share * u_sum * p,
-      upstream.loss * 2.0 * lambda * soft.lse * p,           upstream.lse * p,
-      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0, -upstream.entropy * p * soft.entropy,
+      active ? -upstream.loss * objective.policy_slope * hard
+             : upstream.loss * u[target] * (1.0 - alpha) * hard,
+      active ? -upstream.loss * objective.kl_slope * hard : 0.0,
+      upstream.loss * share * u_sum * p,
+      upstream.loss * 2.0 * lambda * soft.lse * p,
+      upstream.lse * p,
+      p > 0.0 ? -upstream.entropy * p * soft.log_p[v] : 0.0,
+      -upstream.entropy * p * soft.entropy,
   };
   ClassGradient result;
   for (double term : terms) {
     result.value += soft.cap_slope[v] * term;
     result.magnitude += std::fabs(soft.cap_slope[v] * term);
     result.uncapped += std::fabs(term);
+  }
+  if (active) {
+    const double slopes = std::fabs(objective.policy_slope) + std::fabs(objective.kl_slope);
+    const double more = std::fabs(upstream.loss * hard) * (objective.slope_magnitude - slopes);
+    result.magnitude += std::max(0.0, std::fabs(soft.cap_slope[v]) * more);
   }
   result.uniform = -soft.cap_slope[v] * upstream.loss * share * u[v];
   return result;
@@ -399,7 +417,10 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
   const double share = alpha / static_cast<double>(soft.z.size());
-  const double k = upstream.loss * (u[target] * (1.0 - alpha) + share * u_sum + 2.0 * lambda * soft.lse);
+  const double hard = options.objective.active()
+                          ? -(upstream.objective.policy_slope + upstream.objective.kl_slope)
+                          : u[target] * (1.0 - alpha);
+  const double k = upstream.loss * (hard + share * u_sum + 2.0 * lambda * soft.lse);
   return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
 }
 
@@ -466,8 +487,16 @@ Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::
   return soft;
 }
 
-RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft,
-                       size_t target) {
+ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
+                         size_t n) {
+  if (!options.objective.active()) return {};
+  const double l = soft.log_p[target];
+  return ComputeObjective(options.objective, l, At(rows.stopped_logprobs, n, l), At(rows.advantages, n, 0.0),
+                          At(rows.old_logprobs, n, 0.0), At(rows.ref_logprobs, n, 0.0));
+}
+
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
+                       const ObjectiveRow& objective) {
   const size_t v_count = soft.z.size();
   const double alpha = static_cast<double>(options.label_smoothing);
   double smooth = 0.0;
@@ -475,13 +504,20 @@ RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const 
     smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
   }
   const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
+  if (options.objective.active()) {
+    const double bonus = double{options.objective.entropy_bonus};
+    return {.loss = objective.loss - (bonus == 0.0 ? 0.0 : bonus * soft.entropy) + z_loss, .z_loss = z_loss};
+  }
   const double hard = -u[target] * soft.log_p[target];
   return {.loss = (1.0 - alpha) * hard + alpha * smooth + z_loss, .z_loss = z_loss};
 }
 
-Upstream UpstreamOf(const Rows& rows, size_t n) {
-  return {rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0),
-          At(rows.grad_lse, n, 0.0), At(rows.grad_entropy, n, 0.0)};
+Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
+                    size_t n) {
+  const double loss = rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0);
+  return {loss, At(rows.grad_lse, n, 0.0),
+          At(rows.grad_entropy, n, 0.0) - double{options.objective.entropy_bonus} * loss,
+          ObjectiveOf(options, soft, target, rows, n)};
 }
 
 double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target) {

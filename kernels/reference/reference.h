@@ -82,7 +82,13 @@ struct Rows {
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale
   std::vector<double> grad_lse;      // [N], default 0
   std::vector<double> grad_entropy;  // [N], default 0
-  uint64_t sample_seed = 0;          // as in kernels::Slice
+  std::vector<double>
+      advantages;  // [N], of LossOptions::objective, as in kernels::Slice; likewise the two below
+  std::vector<double> old_logprobs;
+  std::vector<double> ref_logprobs;
+  // [N]: log p_y in terms of the objective that have no gradient; default: the row's own.
+  std::vector<double> stopped_logprobs;
+  uint64_t sample_seed = 0;  // as in kernels::Slice
   int64_t first_row = 0;
   // Whether the uniform part of label smoothing is sampled without a softcap too.
   bool sample_uniform = false;
@@ -124,6 +130,8 @@ struct Result {
   // what a tolerance for lse and a comparison of argmax have to allow for.
   std::vector<double> max_abs_logit;
   std::vector<double> top_gap;
+  // The change of the row's loss, before its weight, per change of log p_y: of the objective, else 1.
+  std::vector<double> loss_sensitivity;
   Gradient grad_hidden;  // [N, D]
   // [N]: the probability left out of the row's gradient; 0 unless filtered.
   std::vector<double> dropped_mass;
@@ -172,20 +180,43 @@ struct ClassWeights {
   double operator[](size_t v) const { return used ? head.class_weights[v] : 1.0; }
 };
 
+// What the objective says of one row.
+struct ObjectiveRow {
+  double loss = 0.0;
+  // The derivative of `loss` by the log-probability of the target, in its two parts.
+  double policy_slope = 0.0;
+  double kl_slope = 0.0;
+  double slope_magnitude =
+      0.0;                   // of the absolute terms that the two are made of, log-probabilities among them
+  double sensitivity = 1.0;  // of `loss` to the log-probability, terms without a gradient included
+  double ratio = 0.0, old_kl = 0.0, ref_kl = 0.0;  // as in kernels::ObjectiveTerm
+  bool clipped = false;
+};
+// l: log p_y; stopped: what stands for it where it has no gradient.
+ObjectiveRow ComputeObjective(const Objective& objective, double l, double stopped, double advantage,
+                              double old_logprob, double ref_logprob);
+// Of row n, with the log-probability that `soft` gives its target.
+ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
+                         size_t n);
+
 // The loss of one row before its weight, and the part of it that is the z-loss.
 struct RowLoss {
   double loss = 0.0;
   double z_loss = 0.0;
 };
-RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target);
+// `objective`: of the row, ObjectiveOf().
+RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
+                       const ObjectiveRow& objective);
 
 // What a row's loss is multiplied with on its way into the gradients.
 struct Upstream {
   double loss;  // grad_scale * row weight * grad_loss
   double lse;
-  double entropy;
+  double entropy;  // the objective's bonus included
+  ObjectiveRow objective;
 };
-Upstream UpstreamOf(const Rows& rows, size_t n);
+Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
+                    size_t n);
 
 // The largest absolute value of those that are finite; 0 if none is.
 double MaxAbs(const std::vector<double>& values);

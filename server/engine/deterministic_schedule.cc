@@ -431,6 +431,9 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.grad_loss = DeclaredAt(declared_.grad_loss, index);
   slice.grad_lse = DeclaredAt(declared_.grad_lse, index);
   slice.grad_entropy = DeclaredAt(declared_.grad_entropy, index);
+  slice.advantages = DeclaredAt(declared_.numbers.advantages, index);
+  slice.old_logprobs = DeclaredAt(declared_.numbers.old_logprobs, index);
+  slice.ref_logprobs = DeclaredAt(declared_.numbers.ref_logprobs, index);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, gap, slice);
   return slice;

@@ -111,7 +111,8 @@ MicrobatchRecord::Segment MicrobatchRecord::Remove(std::map<int64_t, Segment>::i
 
 std::array<absl::Span<const float>, MicrobatchRecord::kFloats> MicrobatchRecord::FloatsOf(
     const RowContents& contents) {
-  return {contents.row_weights, contents.grad_loss, contents.grad_lse, contents.grad_entropy};
+  return {contents.row_weights, contents.grad_loss,    contents.grad_lse,    contents.grad_entropy,
+          contents.advantages,  contents.old_logprobs, contents.ref_logprobs};
 }
 
 std::optional<int64_t> MicrobatchRecord::FirstDiffering(RowRange rows, const RowContents& contents) const {
@@ -213,8 +214,10 @@ void MicrobatchRecord::Withdraw(RowRange rows) {
 RowValues MicrobatchRecord::Contents(RowRange rows) const {
   const auto size = static_cast<size_t>(rows.size());
   RowValues values{.targets = std::vector<int32_t>(size, kernels::kIgnoredTarget)};
-  const std::array<std::vector<float>*, kFloats> floats = {&values.row_weights, &values.grad_loss,
-                                                           &values.grad_lse, &values.grad_entropy};
+  const std::array<std::vector<float>*, kFloats> floats = {
+      &values.row_weights,         &values.grad_loss,          &values.grad_lse,
+      &values.grad_entropy,        &values.numbers.advantages, &values.numbers.old_logprobs,
+      &values.numbers.ref_logprobs};
   ForEachRun(*this, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
     const size_t offset = static_cast<size_t>(row - rows.begin);
     std::copy_n(segment.targets.data() + first, count, values.targets.data() + offset);

@@ -51,12 +51,16 @@ struct RowContents {
   absl::Span<const float> grad_loss;     // may be empty: 1
   absl::Span<const float> grad_lse;      // may be empty: 0
   absl::Span<const float> grad_entropy;  // may be empty: 0
+  absl::Span<const float> advantages;    // may be empty: 0, as may the two below (ObjectiveRows)
+  absl::Span<const float> old_logprobs;
+  absl::Span<const float> ref_logprobs;
 };
 
 // The same, with memory of its own.
 struct RowValues {
   std::vector<int32_t> targets;
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
+  ObjectiveRows numbers;
 };
 
 // What the ledger knows of the rows of one microbatch.
@@ -120,8 +124,8 @@ class MicrobatchRecord {
   static constexpr int64_t kSegmentBytes = 288;
 
   // The kinds of floats in RowContents, in its order.
-  static constexpr size_t kFloats = 4;
-  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f, 0.0f, 0.0f};
+  static constexpr size_t kFloats = 7;
+  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
   static std::array<absl::Span<const float>, kFloats> FloatsOf(const RowContents& contents);
 
   // A contiguous run of declared rows.

@@ -60,6 +60,13 @@ struct RowWants {
   }
 };
 
+// What LossOptions::objective takes with each row; each is empty, or has one finite number a row.
+struct ObjectiveRows {
+  std::vector<float> advantages;
+  std::vector<float> old_logprobs;
+  std::vector<float> ref_logprobs;
+};
+
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
@@ -85,6 +92,7 @@ struct StreamSpec {
   RowWants want_rows;
   std::vector<int32_t> targets;    // [rows.size()], raw: a class or ignore_index
   std::vector<float> row_weights;  // empty or [rows.size()]
+  ObjectiveRows numbers;           // fields of lossd.v1.OpenMicrobatch: there if options.objective needs them
 };
 
 // Opens the backward pass of rows of a retained microbatch. Field names equal those of

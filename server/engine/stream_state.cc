@@ -5,6 +5,7 @@
 #include <cassert>
 #include <cmath>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -130,7 +131,31 @@ absl::Status CheckRanges(const StreamSpec& spec) {
   return CheckRowValues("open.row_weights", spec.row_weights, rows, /*optional=*/true);
 }
 
+// Numbers of rows that the objective needs are there, and no others.
+absl::Status CheckObjective(const StreamSpec& spec) {
+  const kernels::Objective& objective = spec.options.objective;
+  const std::tuple<absl::string_view, bool, const std::vector<float>&> numbers[] = {
+      {"open.advantages", kernels::NeedsAdvantage(objective.kind), spec.numbers.advantages},
+      {"open.old_logprobs", kernels::NeedsOldLogprob(objective.kind), spec.numbers.old_logprobs},
+      {"open.ref_logprobs", objective.needs_reference(), spec.numbers.ref_logprobs}};
+  for (const auto& [field, needed, values] : numbers) {
+    if (!needed && !values.empty()) {
+      return InvalidField(
+          field,
+          absl::StrCat("must be empty with open.options.objective ", kernels::Name(objective.kind),
+                       field == "open.ref_logprobs" ? " without kl_coef" : ""),
+          absl::StrCat(values.size()));
+    }
+    if (needed) LOSSD_RETURN_IF_ERROR(CheckRowValues(field, values, spec.rows.size(), /*optional=*/false));
+  }
+  if (objective.active() && spec.reduction == Reduction::kNone) {
+    return InvalidField("open.reduction", "must be sum or mean with open.options.objective", "none");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckNumbers(const StreamSpec& spec) {
+  LOSSD_RETURN_IF_ERROR(CheckObjective(spec));
   if (spec.reduction == Reduction::kNone && (spec.want_grad_hidden || spec.accumulate_gradients)) {
     return InvalidField(
         "open.reduction",
@@ -281,6 +306,12 @@ Binding StreamRows::binding() const {
 
 const float* StreamRows::row_weights(RowRange rows) const { return At(spec_.row_weights, rows); }
 
+void StreamRows::PutNumbers(RowRange rows, kernels::Slice& slice) const {
+  slice.advantages = At(spec_.numbers.advantages, rows);
+  slice.old_logprobs = At(spec_.numbers.old_logprobs, rows);
+  slice.ref_logprobs = At(spec_.numbers.ref_logprobs, rows);
+}
+
 int64_t StreamRows::RowBytes(int64_t rows) const {
   return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
 }
@@ -296,8 +327,9 @@ int64_t StreamRows::RetainedOffset(RowRange rows) const {
 
 int64_t StreamRows::HostBytes() const {
   constexpr int64_t kOverhead = 1024;  // of the stream itself
-  const size_t floats =
-      spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() + gradients_.entropy.size();
+  const size_t floats = spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() +
+                        gradients_.entropy.size() + spec_.numbers.advantages.size() +
+                        spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
   return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float));
 }
@@ -307,7 +339,8 @@ RowValues StreamRows::TakeValues() {
           .row_weights = std::move(spec_.row_weights),
           .grad_loss = std::move(gradients_.loss),
           .grad_lse = std::move(gradients_.lse),
-          .grad_entropy = std::move(gradients_.entropy)};
+          .grad_entropy = std::move(gradients_.entropy),
+          .numbers = std::move(spec_.numbers)};
 }
 
 DeferredMicrobatches::Part StreamRows::TakePart() {

@@ -122,13 +122,18 @@ class StreamRows {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   const float* row_weights(RowRange rows) const;
+  // Points the slice to what the objective takes with the rows.
+  void PutNumbers(RowRange rows, kernels::Slice& slice) const;
   // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
   RowContents contents() const {
     return {.targets = spec_.targets,
             .row_weights = spec_.row_weights,
             .grad_loss = gradients_.loss,
             .grad_lse = gradients_.lse,
-            .grad_entropy = gradients_.entropy};
+            .grad_entropy = gradients_.entropy,
+            .advantages = spec_.numbers.advantages,
+            .old_logprobs = spec_.numbers.old_logprobs,
+            .ref_logprobs = spec_.numbers.ref_logprobs};
   }
 
   const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }

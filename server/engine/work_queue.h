@@ -134,6 +134,7 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.grad_loss = stream.grad_loss(rows);
   slice.grad_lse = stream.grad_lse(rows);
   slice.grad_entropy = stream.grad_entropy(rows);
+  stream.PutNumbers(rows, slice);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, rows, slice);
   return slice;

@@ -41,6 +41,31 @@ absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
   return static_cast<int64_t>(value);
 }
 
+// The kinds of both have the same values.
+static_assert(static_cast<int>(kernels::kLastObjective) == v1::ObjectiveKind_MAX);
+
+absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
+  if (!v1::ObjectiveKind_IsValid(objective.kind())) {
+    return FieldError("open.options.objective.kind", "be an ObjectiveKind that the server knows",
+                      static_cast<int>(objective.kind()));
+  }
+  if (!v1::KlEstimator_IsValid(objective.kl())) {
+    return FieldError("open.options.objective.kl", "be a KlEstimator that the server knows",
+                      static_cast<int>(objective.kl()));
+  }
+  kernels::Objective result;
+  result.kind = static_cast<kernels::ObjectiveKind>(objective.kind());
+  const kernels::ClipRange clip = kernels::DefaultClip(result.kind);
+  result.clip_low = objective.has_clip_low() ? objective.clip_low() : clip.low;
+  result.clip_high = objective.has_clip_high() ? objective.clip_high() : clip.high;
+  result.dual_clip = objective.dual_clip();
+  if (objective.kl() != v1::KL_UNSPECIFIED)
+    result.kl = static_cast<kernels::KlEstimator>(objective.kl() - v1::KL_K1);
+  result.kl_coef = objective.kl_coef();
+  result.entropy_bonus = objective.entropy_bonus();
+  return result;
+}
+
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
   const auto gradients = ToGradients(options.gradients(), "open.options.gradients");
   if (!gradients.ok()) return gradients.status();
@@ -54,6 +79,7 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   result.label_smoothing = options.label_smoothing();
   result.z_loss = options.z_loss();
   result.use_class_weights = options.use_class_weights();
+  LOSSD_TRY(result.objective, ToObjective(options.objective()));
   if (absl::Status status = kernels::Validate(result); !status.ok()) {
     return errors::Within("open.options.", std::move(status));
   }
@@ -288,9 +314,17 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
                     open.want_row_logprob(), open.want_row_argmax()};
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
+  counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));
+  counts.Update(
+      CheckCount("open.old_logprobs", open.old_logprobs_size(), spec.rows.size(), /*optional=*/true));
+  counts.Update(
+      CheckCount("open.ref_logprobs", open.ref_logprobs_size(), spec.rows.size(), /*optional=*/true));
   if (!counts.ok()) return counts;
   spec.targets.assign(open.targets().begin(), open.targets().end());
   spec.row_weights.assign(open.row_weights().begin(), open.row_weights().end());
+  spec.numbers.advantages.assign(open.advantages().begin(), open.advantages().end());
+  spec.numbers.old_logprobs.assign(open.old_logprobs().begin(), open.old_logprobs().end());
+  spec.numbers.ref_logprobs.assign(open.ref_logprobs().begin(), open.ref_logprobs().end());
   return spec;
 }
 
@@ -469,6 +503,15 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   message.set_dropped_mass(summary.sums.dropped_mass);
   message.set_sampling_variance(summary.sums.sampling_variance);
   message.set_squared_gradient(summary.sums.squared_gradient);
+  if (summary.sums.objective.rows > 0) {
+    const kernels::ObjectiveSums& sums = summary.sums.objective;
+    v1::ObjectiveSums& objective = *message.mutable_objective();
+    objective.set_rows(static_cast<uint64_t>(sums.rows));
+    objective.set_clipped_rows(static_cast<uint64_t>(sums.clipped_rows));
+    objective.set_ratio(sums.ratio);
+    objective.set_old_kl(sums.old_kl);
+    objective.set_ref_kl(sums.ref_kl);
+  }
   return message;
 }
 

@@ -134,11 +134,23 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   out.set_filter_epsilon(options.filter_epsilon);
   out.set_sample_threshold(options.sample_threshold);
   out.set_max_gradient_error(options.max_gradient_error);
+  const kernels::Objective& objective = options.objective;
+  v1::Objective& sent = *out.mutable_objective();
+  sent.set_kind(ValueOf(objective.kind));
+  sent.set_clip_low(objective.clip_low);
+  sent.set_clip_high(objective.clip_high);
+  sent.set_dual_clip(objective.dual_clip);
+  sent.set_kl(ValueOf(objective.kl));
+  sent.set_kl_coef(objective.kl_coef);
+  sent.set_entropy_bonus(objective.entropy_bonus);
   return out;
 }
 
 absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   LOSSD_TRY(const auto gradients, GradientsOf(options.gradients()));
+  const v1::Objective& objective = options.objective();
+  LOSSD_TRY(const auto kind, EnumOf("objective.kind", objective.kind(), kernels::kLastObjective));
+  LOSSD_TRY(const auto kl, EnumOf("objective.kl", objective.kl(), kernels::KlEstimator::kK3));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
@@ -147,7 +159,14 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
                               .gradients = gradients,
                               .filter_epsilon = options.filter_epsilon(),
                               .sample_threshold = options.sample_threshold(),
-                              .max_gradient_error = options.max_gradient_error()};
+                              .max_gradient_error = options.max_gradient_error(),
+                              .objective = {.kind = kind,
+                                            .clip_low = objective.clip_low(),
+                                            .clip_high = objective.clip_high(),
+                                            .dual_clip = objective.dual_clip(),
+                                            .kl = kl,
+                                            .kl_coef = objective.kl_coef(),
+                                            .entropy_bonus = objective.entropy_bonus()}};
 }
 
 void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {
@@ -247,18 +266,25 @@ v1::SliceSums ToProto(const kernels::LossSums& sums) {
   out.set_squared_gradient(sums.squared_gradient);
   out.set_valid_rows(sums.valid_rows);
   out.set_correct_rows(sums.correct_rows);
+  out.set_objective_rows(sums.objective.rows);
+  out.set_clipped_rows(sums.objective.clipped_rows);
+  out.set_ratio(sums.objective.ratio);
+  out.set_old_kl(sums.objective.old_kl);
+  out.set_ref_kl(sums.objective.ref_kl);
   return out;
 }
 
 kernels::LossSums FromProto(const v1::SliceSums& sums) {
-  return {.loss = sums.loss(),
-          .z_loss = sums.z_loss(),
-          .entropy = sums.entropy(),
-          .dropped_mass = sums.dropped_mass(),
-          .sampling_variance = sums.sampling_variance(),
-          .squared_gradient = sums.squared_gradient(),
-          .valid_rows = sums.valid_rows(),
-          .correct_rows = sums.correct_rows()};
+  return {
+      .loss = sums.loss(),
+      .z_loss = sums.z_loss(),
+      .entropy = sums.entropy(),
+      .dropped_mass = sums.dropped_mass(),
+      .sampling_variance = sums.sampling_variance(),
+      .squared_gradient = sums.squared_gradient(),
+      .valid_rows = sums.valid_rows(),
+      .correct_rows = sums.correct_rows(),
+      .objective = {sums.objective_rows(), sums.clipped_rows(), sums.ratio(), sums.old_kl(), sums.ref_kl()}};
 }
 
 v1::FileLine ToProto(const head::ManifestShard& shard) {
@@ -403,6 +429,9 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   Put(slice.grad_loss, slice.rows, message.mutable_grad_loss());
   Put(slice.grad_lse, slice.rows, message.mutable_grad_lse());
   Put(slice.grad_entropy, slice.rows, message.mutable_grad_entropy());
+  Put(slice.advantages, slice.rows, message.mutable_advantages());
+  Put(slice.old_logprobs, slice.rows, message.mutable_old_logprobs());
+  Put(slice.ref_logprobs, slice.rows, message.mutable_ref_logprobs());
   message.set_want_grad_hidden(slice.grad_hidden != nullptr);
   message.set_want_loss(slice.out.loss != nullptr);
   message.set_want_lse(slice.out.lse != nullptr);
@@ -468,6 +497,9 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   status.Update(Get("grad_loss", message.grad_loss(), rows, slice.grad_loss));
   status.Update(Get("grad_lse", message.grad_lse(), rows, slice.grad_lse));
   status.Update(Get("grad_entropy", message.grad_entropy(), rows, slice.grad_entropy));
+  status.Update(Get("advantages", message.advantages(), rows, slice.advantages));
+  status.Update(Get("old_logprobs", message.old_logprobs(), rows, slice.old_logprobs));
+  status.Update(Get("ref_logprobs", message.ref_logprobs(), rows, slice.ref_logprobs));
   if (!status.ok()) return status;
   if (rows == 0) slice.targets = reinterpret_cast<const int32_t*>(message.targets().data());
   slice.grad_scale = message.grad_scale();

@@ -545,6 +545,13 @@ class FakeLossService final : public v1::LossService::Service {
       if (open.want_row_logprob()) result->add_row_logprob(valid ? -loss : 0);
       if (open.want_row_argmax()) result->add_row_argmax(argmax);
       if (!valid) continue;
+      if (open.options().has_objective()) {
+        v1::ObjectiveSums* const objective = summary->mutable_objective();
+        objective->set_rows(objective->rows() + 1);
+        if (open.advantages_size() > 0) objective->set_ratio(objective->ratio() + open.advantages(at));
+        if (open.old_logprobs_size() > 0) objective->set_old_kl(objective->old_kl() + open.old_logprobs(at));
+        if (open.ref_logprobs_size() > 0) objective->set_ref_kl(objective->ref_kl() + open.ref_logprobs(at));
+      }
       if (open.retain()) {
         head->retained[open.microbatch_id()].hidden[row].assign(x.begin() + first, x.begin() + first + d);
       }

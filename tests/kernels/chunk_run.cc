@@ -54,7 +54,8 @@ void SpoilInputs(ChunkBuffers& buffers) {
   for (SliceData& data : buffers.inputs) {
     std::fill(data.targets.begin(), data.targets.end(), std::numeric_limits<int32_t>::max());
     std::fill(data.accumulate.begin(), data.accumulate.end(), uint8_t{1});
-    for (auto* values : {&data.row_weights, &data.grad_loss, &data.grad_lse, &data.grad_entropy}) {
+    for (auto* values : {&data.row_weights, &data.grad_loss, &data.grad_lse, &data.grad_entropy,
+                         &data.advantages, &data.old_logprobs, &data.ref_logprobs}) {
       std::fill(values->begin(), values->end(), kNan);
     }
   }
@@ -93,6 +94,9 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.grad_loss = DataOrNull(data.grad_loss);
     slice.grad_lse = DataOrNull(data.grad_lse);
     slice.grad_entropy = DataOrNull(data.grad_entropy);
+    slice.advantages = DataOrNull(data.advantages);
+    slice.old_logprobs = DataOrNull(data.old_logprobs);
+    slice.ref_logprobs = DataOrNull(data.ref_logprobs);
     slice.sample_seed = data.sample_seed;
     slice.first_row = data.first_row;
     slice.stands_in = data.stands_in;

@@ -52,11 +52,13 @@ double LogitTolerance(const Tolerance& tolerance, const reference::Result& want,
 // |dloss| for a unit error of a logit: class weights, and 2 lambda lse with a z-loss.
 double LossTolerance(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                      const reference::Result& want, size_t row) {
-  double largest_weight = 1.0;
+  double largest_weight = std::max(1.0, want.loss_sensitivity[row]);
   if (problem.options.use_class_weights) {
     for (float u : problem.class_weights) largest_weight = std::max(largest_weight, std::fabs(double{u}));
   }
-  const double slope = 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row]);
+  const double log_v = std::log(static_cast<double>(problem.config.vocab_size));
+  const double slope = 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row]) +
+                       std::fabs(double{problem.options.objective.entropy_bonus}) * (1.0 + log_v);
   const double row_weight = slice.row_weights.empty() ? 1.0 : std::fabs(double{slice.row_weights[row]});
   return row_weight * (largest_weight + slope) * LogitTolerance(tolerance, want, row) +
          UnitRoundoff(DType::kFloat32) * std::fabs(want.loss[row]);
@@ -148,6 +150,22 @@ void ExpectSamplingSumsMatch(DType compute, const Problem& problem, const SliceD
   EXPECT_NEAR(got.squared_gradient, square, allowed + 6.0 * std::sqrt(noise));
 }
 
+// Rows of which rounding decides whether they are clipped are the caller's to avoid.
+void ExpectObjectiveSumsMatch(const Tolerance& tolerance, const SliceData& slice,
+                              const reference::Result& want, const ObjectiveSums& got) {
+  double allowed = 1e-12;  // of the log-probabilities
+  for (size_t row = 0; row < want.loss.size(); ++row) {
+    if (slice.targets[row] == kIgnoredTarget) continue;
+    allowed += (2.0 * LogitTolerance(tolerance, want, row) + 1e-6) * (1.0 + want.loss_sensitivity[row]);
+  }
+  const ObjectiveSums& sums = want.sums.objective;
+  EXPECT_EQ(got.rows, sums.rows);
+  EXPECT_EQ(got.clipped_rows, sums.clipped_rows);
+  EXPECT_NEAR(got.ratio, sums.ratio, allowed + 4.0 * tolerance.logit * std::fabs(sums.ratio));
+  EXPECT_NEAR(got.old_kl, sums.old_kl, allowed + 4.0 * tolerance.logit * std::fabs(sums.ratio));
+  EXPECT_NEAR(got.ref_kl, sums.ref_kl, allowed + 4.0 * tolerance.logit * std::fabs(sums.ref_kl));
+}
+
 void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
                      const reference::Result& want, const LossSums& got, bool with_entropy) {
   double loss_tolerance = 1e-12;
@@ -167,11 +185,22 @@ void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const S
   }
   ExpectDroppedMassMatches(tolerance, problem, slice, want, got.dropped_mass);
   EXPECT_EQ(got.valid_rows, want.sums.valid_rows);
+  ExpectObjectiveSumsMatch(tolerance, slice, want, got.objective);
   EXPECT_NEAR(static_cast<double>(got.correct_rows), static_cast<double>(want.sums.correct_rows),
               static_cast<double>(undecided));
 }
 
+bool AnyGradient(const Problem& problem) {
+  for (const SliceData& slice : problem.slices) {
+    for (size_t row = 0; row < slice.targets.size(); ++row) {
+      if (HasGradient(problem, slice, row)) return true;
+    }
+  }
+  return false;
+}
+
 bool AnyGradEntropy(const Problem& problem) {
+  if (problem.options.objective.entropy_bonus != 0.0f && AnyGradient(problem)) return true;
   for (const SliceData& slice : problem.slices) {
     for (size_t row = 0; row < slice.grad_entropy.size(); ++row) {
       if (slice.targets[row] != kIgnoredTarget && slice.grad_entropy[row] != 0.0f) return true;
@@ -196,15 +225,6 @@ double PredictedError(const Problem& problem) {
   return square > 0.0 ? std::sqrt(variance / square) : 0.0;
 }
 
-bool AnyGradient(const Problem& problem) {
-  for (const SliceData& slice : problem.slices) {
-    for (size_t row = 0; row < slice.targets.size(); ++row) {
-      if (HasGradient(problem, slice, row)) return true;
-    }
-  }
-  return false;
-}
-
 // What a backend decides for the chunk as a whole.
 Gradients DecisionFor(const Problem& problem) {
   const LossOptions& options = problem.options;
@@ -226,13 +246,62 @@ reference::Head ReferenceHead(const Problem& problem) {
 }
 
 reference::Rows ReferenceRows(const SliceData& slice) {
-  return {ToDouble(slice.hidden),      slice.targets,
-          ToDouble(slice.row_weights), slice.accumulate,
-          double{slice.grad_scale},    ToDouble(slice.grad_loss),
-          ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
-          slice.sample_seed,           slice.first_row,
-          /*sample_uniform=*/false,    /*class_parts=*/1,
-          /*class_shares=*/{},         /*logit_error=*/0.0};
+  return {ToDouble(slice.hidden),
+          slice.targets,
+          ToDouble(slice.row_weights),
+          slice.accumulate,
+          double{slice.grad_scale},
+          ToDouble(slice.grad_loss),
+          ToDouble(slice.grad_lse),
+          ToDouble(slice.grad_entropy),
+          ToDouble(slice.advantages),
+          ToDouble(slice.old_logprobs),
+          ToDouble(slice.ref_logprobs),
+          /*stopped_logprobs=*/{},
+          slice.sample_seed,
+          slice.first_row,
+          /*sample_uniform=*/false,
+          /*class_parts=*/1,
+          /*class_shares=*/{},
+          /*logit_error=*/0.0};
+}
+
+Problem WithObjective(Problem problem, const Objective& objective, Rng& rng) {
+  problem.options.objective = objective;
+  problem.options.label_smoothing = 0.0f;
+  problem.options.use_class_weights = false;
+  LossOptions plain = problem.options;
+  plain.objective = Objective();
+  plain.gradients = Gradients::kExact;
+  const Tolerance tolerance =
+      ToleranceFor(problem.config.compute_dtype, RoundsHidden(problem.config.compute_dtype, problem));
+  const double bounds[] = {std::log(1.0 - double{objective.clip_low}),
+                           std::log1p(double{objective.clip_high}), std::log(double{objective.dual_clip})};
+  for (SliceData& slice : problem.slices) {
+    const auto result = reference::Compute(ReferenceHead(problem), plain, ReferenceRows(slice), nullptr);
+    slice.advantages.clear();
+    slice.old_logprobs.clear();
+    slice.ref_logprobs.clear();
+    for (size_t row = 0; row < slice.targets.size(); ++row) {
+      const double margin = 2.0 * LogitTolerance(tolerance, result, row);
+      float log_ratio = 0.0f;
+      for (int tries = 0; tries < 200; ++tries) {
+        log_ratio = Uniform(rng, -1.5f, 1.5f);
+        const bool clear = std::all_of(std::begin(bounds), std::end(bounds), [&](double bound) {
+          return !std::isfinite(bound) || std::fabs(double{log_ratio} - bound) > margin;
+        });
+        if (clear) break;
+      }
+      const auto logprob = static_cast<float>(result.target_logprob[row]);
+      slice.advantages.push_back(Chance(rng, 0.1) ? 0.0f : Uniform(rng, -2.0f, 2.0f));
+      slice.old_logprobs.push_back(logprob - log_ratio);
+      slice.ref_logprobs.push_back(logprob + Uniform(rng, -1.0f, 1.0f));
+    }
+    if (!NeedsAdvantage(objective.kind)) slice.advantages.clear();
+    if (!NeedsOldLogprob(objective.kind)) slice.old_logprobs.clear();
+    if (!objective.needs_reference()) slice.ref_logprobs.clear();
+  }
+  return problem;
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,

@@ -26,6 +26,9 @@ Problem WithClearEpsilon(Problem problem);
 // The problem with what the backend has decided about the gradients of the chunk as a whole in place of what
 // was asked for. Fails the test if the backend may not decide so.
 Problem AsComputed(Problem problem, const ChunkRun& run);
+// The problem with this objective, and numbers for its rows that are drawn around the log-probabilities of
+// its targets so that rounding decides of no row whether it is clipped.
+Problem WithObjective(Problem problem, const Objective& objective, Rng& rng);
 // Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
 

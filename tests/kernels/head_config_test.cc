@@ -134,6 +134,15 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.softcap = std::numeric_limits<float>::denorm_min()}, "softcap");
   EXPECT_TRUE(Validate(LossOptions{.softcap = std::numeric_limits<float>::min()}).ok());
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
+  ExpectRefused({.label_smoothing = 0.1f, .objective = {.kind = ObjectiveKind::kDft}},
+                "label_smoothing must be 0 with an objective, got 0.1");
+  ExpectRefused({.use_class_weights = true, .objective = {.kind = ObjectiveKind::kDft}},
+                "use_class_weights must be false with an objective, got true");
+  ExpectRefused({.objective = {.kl_coef = 0.1f}}, "objective.kl_coef must be 0 with cross_entropy, got 0.1");
+  ExpectRefused({.objective = {.kind = ObjectiveKind::kDft, .clip_low = 0.1f}},
+                "objective.clip_low must be 0 with dft, got 0.1");
+  ExpectRefused({.objective = {.kind = static_cast<ObjectiveKind>(99)}},
+                "objective.kind must be an objective of this version, got 99");
   ExpectRefused({.filter_epsilon = 1.0f}, "filter_epsilon must be in [0, 1), got 1");
   ExpectRefused({.filter_epsilon = -0.1f}, "filter_epsilon must be in [0, 1), got -0.1");
   ExpectRefused({.sample_threshold = 1.5f}, "sample_threshold must be in [1e-30, 1], got 1.5");

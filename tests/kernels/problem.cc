@@ -236,6 +236,11 @@ std::string Describe(const Problem& problem) {
       options.softcap, " smoothing ", options.label_smoothing, " z_loss ", options.z_loss, " class weights ",
       options.use_class_weights, " gradients ", Name(options.gradients), " epsilon ", options.filter_epsilon,
       " threshold ", options.sample_threshold, " error at most ", options.max_gradient_error);
+  if (const Objective& objective = options.objective; objective.active()) {
+    absl::StrAppend(&text, " objective ", Name(objective.kind), " clip ", objective.clip_low, " ",
+                    objective.clip_high, " dual ", objective.dual_clip, " ", Name(objective.kl), " ",
+                    objective.kl_coef, " entropy bonus ", objective.entropy_bonus);
+  }
   if (problem.slices.empty()) return text;
   const SliceData& first = problem.slices.front();
   absl::StrAppend(&text, " row weights ", !first.row_weights.empty(), " mask ", !first.accumulate.empty(),

@@ -41,6 +41,7 @@ struct SliceData {
   std::vector<float> grad_loss;
   std::vector<float> grad_lse;
   std::vector<float> grad_entropy;
+  std::vector<float> advantages, old_logprobs, ref_logprobs;  // of LossOptions::objective
   float grad_scale = 1.0f;
   bool want_grad_hidden = true;
   uint64_t sample_seed = 0;

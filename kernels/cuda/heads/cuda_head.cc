@@ -143,7 +143,10 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
           .weights = block.weight,
           .coef_loss = block.coef_loss,
           .coef_lse = block.coef_lse,
-          .coef_entropy = block.coef_entropy};
+          .coef_entropy = block.coef_entropy,
+          .advantages = block.advantages,
+          .old_logprobs = block.old_logprobs,
+          .ref_logprobs = block.ref_logprobs};
 }
 
 // Says for a head that is split which rows' hidden gradients become complete on this device.
@@ -323,7 +326,8 @@ LossTerms CudaHead::TermsOf(const Chunk& chunk, const ChunkLayout& layout) const
           .any_coef_entropy = layout.any_coef_entropy,
           .first_class = sizes_.first_class,
           .elsewhere = sizes_.all_classes - sizes_.vocab,
-          .bias_in_targets = sizes_.is_split()};
+          .bias_in_targets = sizes_.is_split(),
+          .objective = options.objective};
 }
 
 void CudaHead::Prepare(Chunk* chunk, Pending& pending) {

@@ -31,13 +31,14 @@ struct LossTerms {
   int64_t first_class = 0;       // in the vocabulary
   int64_t elsewhere = 0;         // classes on other devices
   bool bias_in_targets = false;  // RowInputs::target_dots have the bias of the target already
+  Objective objective;  // in the place of the cross-entropy; then smoothing is 0 and class_weights null
   // Whether the kernels need the general form of the formulas (row_loss.cu).
   bool IsGeneral() const {
     return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
-           want_entropy || any_coef_entropy || scale < 0.0f;
+           NeedsEntropy() || scale < 0.0f;
   }
   // Whether entropies of rows have to be computed, as a result or for a gradient.
-  bool NeedsEntropy() const { return want_entropy || any_coef_entropy; }
+  bool NeedsEntropy() const { return want_entropy || any_coef_entropy || objective.entropy_bonus != 0.0f; }
   // The same loss with classes counted from `first`.
   LossTerms From(int64_t first) const {
     LossTerms terms = *this;
@@ -57,7 +58,11 @@ struct RowInputs {
   const float* weights = nullptr;        // row weight
   const float* coef_loss = nullptr;      // dL/d(loss) with weight and scale, over the gradient unit
   const float* coef_lse = nullptr;       // dL/dlse over the gradient unit
-  const float* coef_entropy = nullptr;   // dL/dentropy over the gradient unit
+  const float* coef_entropy = nullptr;   // dL/dentropy over the gradient unit, the objective's bonus included
+  // What the objective takes with each row; only if there is one.
+  const float* advantages = nullptr;
+  const float* old_logprobs = nullptr;
+  const float* ref_logprobs = nullptr;
 
   // The rows [begin, begin + padded_count), of which those below `rows` exist.
   RowInputs Block(int64_t begin, int64_t padded_count) const {
@@ -69,7 +74,10 @@ struct RowInputs {
             .weights = weights + begin,
             .coef_loss = coef_loss + begin,
             .coef_lse = coef_lse + begin,
-            .coef_entropy = coef_entropy + begin};
+            .coef_entropy = coef_entropy + begin,
+            .advantages = advantages == nullptr ? nullptr : advantages + begin,
+            .old_logprobs = old_logprobs == nullptr ? nullptr : old_logprobs + begin,
+            .ref_logprobs = ref_logprobs == nullptr ? nullptr : ref_logprobs + begin};
   }
 };
 

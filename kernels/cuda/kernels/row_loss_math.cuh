@@ -145,9 +145,17 @@ struct RowResult {
   float p_others;  // 1 - p_target
   float entropy;
   float loss;
+  float slope;  // of the loss with respect to nll, before weight and scale, but for smoothing and z-loss
   float z_loss_part;
   int32_t argmax;
 };
+
+// What the objective says of a row, if there is one.
+__device__ __forceinline__ ObjectiveTerm<float> ObjectiveOf(const LossTerms& terms, const RowInputs& in,
+                                                            int64_t row, float nll) {
+  return EvaluateObjective<float>(terms.objective, nll,
+                                  {in.advantages[row], in.old_logprobs[row], in.ref_logprobs[row]});
+}
 
 // From the statistics of all classes but the target, rebased to the largest logit of the whole row. argmax is
 // left to the caller.
@@ -171,7 +179,15 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   r.entropy = others.sum > 0.0f ? kLn2 * (r.log2_sum - (others.spread + target_spread) / sum) : 0.0f * sum;
   const float weight = in.weights[row];
   float hard = (1.0f - terms.smoothing) * r.nll;
-  if constexpr (kGeneral) {
+  r.slope = (kGeneral ? target.class_weight : 1.0f) * (1.0f - terms.smoothing);
+  if (terms.objective.active()) {
+    const ObjectiveTerm<float> objective = ObjectiveOf(terms, in, row, r.nll);
+    hard = objective.loss;
+    r.slope = objective.slope;
+    if constexpr (kGeneral) {
+      if (terms.objective.entropy_bonus != 0.0f) hard -= terms.objective.entropy_bonus * r.entropy;
+    }
+  } else if constexpr (kGeneral) {
     hard *= target.class_weight;
     if (terms.smoothing > 0.0f) {
       hard += terms.smoothing * ((terms.class_weight_sum * r.nll - others.weighted) /
@@ -211,7 +227,7 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
                                                  const Target& target, const RowResult& r) {
   GradientRule rule;
   const float c = in.coef_loss[row];
-  const float hard = (kGeneral ? target.class_weight : 1.0f) * (1.0f - terms.smoothing);
+  const float hard = r.slope;
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float soft = c * (share * terms.class_weight_sum + 2.0f * terms.z_loss * r.lse) + in.coef_lse[row];
   const float entropy = kGeneral ? in.coef_entropy[row] : 0.0f;
@@ -232,12 +248,13 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
 }
 
 // What the gradient of a row with respect to its logits is at most, from the row's factors: kappa of
-// docs/math.md, over the gradient unit, of a row with this log-sum-exp.
+// docs/math.md, over the gradient unit, of a row with this log-sum-exp and log-probability of its target.
 __device__ __forceinline__ float GradientFactor(const LossTerms& terms, const RowInputs& in, int64_t row,
-                                                float lse) {
+                                                float lse, float target_logprob) {
   const float c = in.coef_loss[row];
   const int place = in.all_targets != nullptr ? in.all_targets[row] : in.targets[row];
-  const float hard = ClassWeight(terms, place) * (1.0f - terms.smoothing);
+  const float hard = terms.objective.active() ? ObjectiveOf(terms, in, row, -target_logprob).slope
+                                              : ClassWeight(terms, place) * (1.0f - terms.smoothing);
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float softmax =
       c * (hard + share * terms.class_weight_sum + 2.0f * terms.z_loss * lse) + in.coef_lse[row];

@@ -220,7 +220,7 @@ __device__ __forceinline__ bool IsFiniteRow(const GuardParams& p, bool with_entr
   const float lse = p.out.lse[r];
   if (!isfinite(p.out.loss[r]) || !isfinite(lse) || !isfinite(p.out.target_logprob[r])) return false;
   if (with_entropy && !isfinite(p.out.entropy[r])) return false;
-  return isfinite(GradientFactor(p.terms, p.in, r, lse) * p.gradient_scale);
+  return isfinite(GradientFactor(p.terms, p.in, r, lse, p.out.target_logprob[r]) * p.gradient_scale);
 }
 
 __global__ void GuardKernel(const __grid_constant__ GuardParams p, bool with_entropy) {

@@ -50,6 +50,7 @@ struct SampleRowsParams {
   LossTerms terms;
   RowInputs in;
   const float* lse = nullptr;              // [rows]
+  const float* target_logprob = nullptr;   // [rows]
   const float* omega = nullptr;            // [rows]
   const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
   float threshold = 0.0f;                  // tau

@@ -111,23 +111,23 @@ struct RowFactors {
   double loss, lse, entropy;
 };
 
-RowFactors FactorsOf(const Slice& slice, int64_t row) {
+RowFactors FactorsOf(const Objective& objective, const Slice& slice, int64_t row) {
   if (IsAbsent(slice, row)) return {0.0, 0.0, 0.0};
-  return {static_cast<double>(slice.grad_scale) * static_cast<double>(ValueOr(slice.grad_loss, row, 1.0f)) *
-              static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)),
-          static_cast<double>(ValueOr(slice.grad_lse, row, 0.0f)),
-          static_cast<double>(ValueOr(slice.grad_entropy, row, 0.0f))};
+  return {GradLossOf(slice, row), static_cast<double>(ValueOr(slice.grad_lse, row, 0.0f)),
+          GradEntropyOf(objective, slice, row)};
 }
 
 // The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
 float UnitFor(const LayoutHead& head, const Chunk& chunk) {
+  const Objective& objective = chunk.options.objective;
   const double slope = LargestSlope(chunk.options, static_cast<double>(head.largest_class_weight));
   double largest = 0.0;
   for (const Slice& slice : chunk.slices) {
     for (int64_t r = 0; r < slice.rows; ++r) {
       if (slice.targets[r] == kIgnoredTarget) continue;
-      const RowFactors f = FactorsOf(slice, r);
-      const double size = std::fabs(f.loss) * slope + std::fabs(f.lse) + std::fabs(f.entropy);
+      const RowFactors f = FactorsOf(objective, slice, r);
+      const double row_slope = objective.active() ? LargestSlope(objective, NumbersOf(slice, r)) : 0.0;
+      const double size = std::fabs(f.loss) * (slope + row_slope) + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
     }
   }
@@ -143,9 +143,9 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32_t first_class,
-             const RowInputBlock& inputs, int64_t compact) {
-  const RowFactors f = FactorsOf(slice, row);
+void FillRow(const Objective& objective, const Slice& slice, int64_t row, bool accumulate, float unit,
+             int32_t first_class, const RowInputBlock& inputs, int64_t compact) {
+  const RowFactors f = FactorsOf(objective, slice, row);
   const double inverse = 1.0 / static_cast<double>(unit);
   inputs.target[compact] = slice.targets[row] - first_class;
   inputs.accumulate[compact] = accumulate ? 1 : 0;
@@ -159,6 +159,9 @@ void FillRow(const Slice& slice, int64_t row, bool accumulate, float unit, int32
   inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
   inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
   inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
+  inputs.advantages[compact] = ValueOr(slice.advantages, row, 0.0f);
+  inputs.old_logprobs[compact] = ValueOr(slice.old_logprobs, row, 0.0f);
+  inputs.ref_logprobs[compact] = ValueOr(slice.ref_logprobs, row, 0.0f);
 }
 
 // An absent row has no loss, and other results only if its logits are finite.
@@ -180,9 +183,13 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-void AddToSums(Slice& slice, int64_t compact, const ChunkLayout& layout, const RowInputBlock& inputs,
-               const RowOutputBlock& outputs) {
+void AddToSums(const Objective& objective, Slice& slice, int64_t row, int64_t compact,
+               const ChunkLayout& layout, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
   LossSums& sums = slice.sums;
+  if (objective.active() && !IsAbsent(slice, row)) {
+    sums.objective.Add(EvaluateObjective(objective, -static_cast<double>(outputs.target_logprob[compact]),
+                                         NumbersOf(slice, row)));
+  }
   if (layout.planned == Gradients::kFiltered) {
     sums.dropped_mass += static_cast<double>(outputs.dropped_mass[compact]);
   } else if (layout.planned != Gradients::kExact && *outputs.decision == Decision::kAsPlanned) {
@@ -223,6 +230,9 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   block.coef_loss = carver.Take<float>(capacity);
   block.coef_lse = carver.Take<float>(capacity);
   block.coef_entropy = carver.Take<float>(capacity);
+  block.advantages = carver.Take<float>(capacity);
+  block.old_logprobs = carver.Take<float>(capacity);
+  block.ref_logprobs = carver.Take<float>(capacity);
   block.omega = carver.Take<float>(capacity);
   block.slice_begin = carver.Take<int32_t>(capacity + 1);
   return block;
@@ -279,7 +289,8 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
       inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
-      FillRow(slice, r, accumulate, layout.unit, static_cast<int32_t>(head.first_class), inputs, compact);
+      FillRow(chunk.options.objective, slice, r, accumulate, layout.unit,
+              static_cast<int32_t>(head.first_class), inputs, compact);
       if (samples) {
         inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
                                          static_cast<uint64_t>(head.first_class));
@@ -319,7 +330,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
-      if (compact >= 0) AddToSums(slice, compact, layout, inputs, outputs);
+      if (compact >= 0) AddToSums(chunk.options.objective, slice, r, compact, layout, inputs, outputs);
     }
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
       const int64_t compact = outputs.first_bad[place.device_index];

@@ -86,9 +86,12 @@ struct RowInputBlock {
   int32_t* with_gradient = nullptr;  // accumulated, or its hidden gradient is wanted; no stand-in, not absent
   RowCheck* checks = nullptr;
   float* weight = nullptr;
-  float* coef_loss = nullptr;      // grad_scale * grad_loss * row weight / unit
-  float* coef_lse = nullptr;       // grad_lse / unit
-  float* coef_entropy = nullptr;   // grad_entropy / unit
+  float* coef_loss = nullptr;     // grad_scale * grad_loss * row weight / unit
+  float* coef_lse = nullptr;      // grad_lse / unit
+  float* coef_entropy = nullptr;  // GradEntropyOf() / unit
+  float* advantages = nullptr;    // of the objective, likewise below; 0 where it needs none
+  float* old_logprobs = nullptr;
+  float* ref_logprobs = nullptr;
   float* omega = nullptr;          // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
 

@@ -279,6 +279,28 @@ TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError)
               HasSubstr("\ndropped mass"));
 }
 
+// The log-probabilities of one call are the old ones of the next: the ratio of every row is 1.
+TEST_F(LossctlServerTest, ObjectivesTakeNumbersOfRowsFromFiles) {
+  Run("create head --hidden 6 --vocab 20");
+  const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
+  Run(rows + "--rows-out rows.safetensors");
+  const std::string numbers =
+      "--advantages rows.safetensors:row_loss --old-logprobs rows.safetensors:row_logprob ";
+  EXPECT_THAT(Run(rows + "--objective ppo --clip-high 0.28 --dual-clip 3 " + numbers),
+              ContainsRegex("\nobjective +ratio 1, 0.00 % clipped, KL from old [0-9.e-]+, from reference 0"));
+  const auto grpo = nlohmann::json::parse(Run("--json " + rows +
+                                              "--objective ppo --kl k1 --kl-coef 0.1 --entropy-bonus 0.01 " +
+                                              numbers + "--ref-logprobs rows.safetensors:row_lse"));
+  EXPECT_EQ(grpo["objective"]["rows"], 50);
+  EXPECT_NEAR(grpo["objective"]["ratio"].get<double>(), 50.0, 1e-3);
+  EXPECT_LT(grpo["objective"]["ref_kl"].get<double>(), 0.0);
+  EXPECT_THAT(Run(rows + "--objective dft"), HasSubstr("\nobjective "));
+  EXPECT_THAT(Run(rows + "--objective ppo --advantages rows.safetensors:row_loss", 4),
+              HasSubstr("open.old_logprobs"));
+  EXPECT_THAT(Run(rows + "--objective cispo --dual-clip 3 " + numbers, 4),
+              HasSubstr("open.options.objective.dual_clip"));
+}
+
 TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {
   Start("--cpu_devices=4");
   Run("create head --hidden 6 --vocab 20 --replicas 2 --shares 3,1");

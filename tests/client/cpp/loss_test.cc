@@ -199,6 +199,35 @@ TEST_F(LossTest, GivenNormalizerAndRowWeights) {
   EXPECT_NEAR(result->loss, expected / 640, 1e-9);
 }
 
+// The fake server says the sums of the numbers that came with valid rows.
+TEST_F(LossTest, NumbersOfAnObjectiveTravelWithTheirRows) {
+  Batch batch(random_, 333, kD);
+  std::vector<float> advantages(333), old_logprobs(333), ref_logprobs(333);
+  v1::ObjectiveSums expected;
+  for (uint64_t row = 0; row < 333; ++row) {
+    advantages[row] = static_cast<float>(random_() % 64);
+    old_logprobs[row] = -static_cast<float>(random_() % 64);
+    ref_logprobs[row] = static_cast<float>(random_() % 64) / 8;
+    if (batch.targets[row] == -100) continue;
+    expected.set_rows(expected.rows() + 1);
+    expected.set_ratio(expected.ratio() + double{advantages[row]});
+    expected.set_old_kl(expected.old_kl() + double{old_logprobs[row]});
+    expected.set_ref_kl(expected.ref_kl() + double{ref_logprobs[row]});
+  }
+  Microbatch microbatch = batch.AsMicrobatch(1);
+  microbatch.advantages = advantages;
+  microbatch.old_logprobs = old_logprobs;
+  microbatch.ref_logprobs = ref_logprobs;
+  ComputeOptions options{.streams = 4, .slice_bytes = 1000};
+  options.loss.mutable_objective()->set_kind(v1::OBJECTIVE_PPO);
+  const auto result = client_->ComputeLoss(microbatch, {}, options);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->objective.SerializeAsString(), expected.SerializeAsString());
+  microbatch.old_logprobs = absl::MakeConstSpan(old_logprobs).subspan(1);
+  EXPECT_THAT(std::string(client_->ComputeLoss(microbatch, {}, options).status().message()),
+              ::testing::HasSubstr("old_logprobs has 332 entries for 333 rows"));
+}
+
 TEST_F(LossTest, Bf16TravelsAsItIs) {
   Batch batch(random_, 333, kD);
   std::vector<uint16_t> x16(batch.x.size()), dx16(batch.x.size(), 0xffff);

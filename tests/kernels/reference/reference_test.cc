@@ -57,19 +57,21 @@ void ExpectFiniteDifferences(const char* what, std::vector<double>& values,
   }
 }
 
-void CheckGradients(const ProblemSpec& spec, Rng& rng) {
-  const Problem problem = MakeProblem(spec, rng);
+void CheckGradients(const Problem& problem) {
   SCOPED_TRACE(Describe(problem));
   reference::Head head = ReferenceHead(problem);
   reference::Rows rows = ReferenceRows(problem.slices.front());
   reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
   const reference::Result result = reference::Compute(head, problem.options, rows, &gradients);
+  rows.stopped_logprobs = result.target_logprob;  // what has no gradient stays while elements are moved
   ExpectFiniteDifferences("hidden", rows.hidden, result.grad_hidden, head, problem.options, rows);
   ExpectFiniteDifferences("weight", head.weight, gradients.weight, head, problem.options, rows);
   ExpectFiniteDifferences("bias", head.bias, gradients.bias, head, problem.options, rows);
   ExpectFiniteDifferences("gain", head.norm_gain, gradients.norm_gain, head, problem.options, rows);
   ExpectFiniteDifferences("shift", head.norm_shift, gradients.norm_shift, head, problem.options, rows);
 }
+
+void CheckGradients(const ProblemSpec& spec, Rng& rng) { CheckGradients(MakeProblem(spec, rng)); }
 
 TEST(ReferenceTest, GradientsAreDerivativesForEachOptionAlone) {
   Rng rng = FreshRng();
@@ -91,6 +93,56 @@ TEST(ReferenceTest, GradientsAreDerivativesForRandomCombinations) {
     spec.options.gradients = Gradients::kExact;  // what is filtered is no derivative
     CheckGradients(spec, rng);
   }
+}
+
+// A random objective with random numbers, none of them at the edge of a clip.
+TEST(ReferenceTest, GradientsOfObjectivesAreDerivatives) {
+  Rng rng = FreshRng();
+  for (int i = 0; i < 60; ++i) {
+    ProblemSpec spec =
+        RandomSpec(4, UniformInt(rng, 1, 6), UniformInt(rng, 2, 9), DType::kFloat32, DType::kFloat32, rng);
+    spec.slice_rows = {4};
+    spec.accumulate_mask = false;
+    spec.options.gradients = Gradients::kExact;
+    kernels::Objective objective{.kind =
+                                     static_cast<ObjectiveKind>(1 + i % static_cast<int>(kLastObjective))};
+    const ClipRange clip = DefaultClip(objective.kind);
+    objective.clip_low = clip.low;
+    objective.clip_high = clip.high;
+    if (objective.kind == ObjectiveKind::kPpo && Chance(rng, 0.5)) objective.dual_clip = 2.0f;
+    if (Chance(rng, 0.5)) objective.kl_coef = 0.3f;
+    objective.kl = static_cast<KlEstimator>(UniformInt(rng, 0, 2));
+    if (Chance(rng, 0.5)) objective.entropy_bonus = 0.2f;
+    CheckGradients(WithObjective(MakeProblem(spec, rng), objective, rng));
+  }
+}
+
+// By hand: p = 1/4 and 3/4, and so log p.
+TEST(ReferenceTest, KnownValuesOfObjectives) {
+  const double l = std::log(0.25);
+  const auto loss = [&](const kernels::Objective& objective, double advantage, double ratio) {
+    return reference::ComputeObjective(objective, l, l, advantage, l - std::log(ratio), l + std::log(3.0))
+        .loss;
+  };
+  const kernels::Objective ppo{
+      .kind = ObjectiveKind::kPpo, .clip_low = 0.2f, .clip_high = 0.4f, .dual_clip = 3.0f};
+  EXPECT_NEAR(loss(ppo, 2.0, 1.1), -2.2, 1e-12);
+  EXPECT_NEAR(loss(ppo, 2.0, 2.0), -2.8, 1e-6);
+  EXPECT_NEAR(loss(ppo, 2.0, 0.5), -1.0, 1e-12);
+  EXPECT_NEAR(loss(ppo, -2.0, 0.5), 1.6, 1e-6);
+  EXPECT_NEAR(loss(ppo, -2.0, 2.0), 4.0, 1e-12);
+  EXPECT_NEAR(loss(ppo, -2.0, 5.0), 6.0, 1e-12);
+  EXPECT_NEAR(loss({.kind = ObjectiveKind::kReinforce}, -2.0, 5.0), 2.0 * l, 1e-12);
+  EXPECT_NEAR(loss({.kind = ObjectiveKind::kImportanceSampling}, 2.0, 5.0), -10.0, 1e-12);
+  EXPECT_NEAR(loss({.kind = ObjectiveKind::kCispo, .clip_low = 1.0f, .clip_high = 4.0f}, 2.0, 9.0), -10.0 * l,
+              1e-12);
+  EXPECT_NEAR(loss({.kind = ObjectiveKind::kDft}, 0.0, 1.0), -0.25 * l, 1e-12);
+  kernels::Objective kl{.kind = ObjectiveKind::kReinforce, .kl = KlEstimator::kK3, .kl_coef = 0.5f};
+  EXPECT_NEAR(loss(kl, 0.0, 1.0), 0.5 * (2.0 - std::log(3.0)), 1e-12);
+  kl.kl = KlEstimator::kK1;
+  EXPECT_NEAR(loss(kl, 0.0, 1.0), -0.5 * std::log(3.0), 1e-12);
+  kl.kl = KlEstimator::kK2;
+  EXPECT_NEAR(loss(kl, 0.0, 1.0), 0.25 * std::pow(std::log(3.0), 2), 1e-12);
 }
 
 // Two classes with logits 0 and log 3: p = 1/4, 3/4.

@@ -228,6 +228,7 @@ TEST(LedgerTest, TellsWhatRowsWereDeclaredWith) {
   EXPECT_THAT(values.grad_lse, ElementsAre(0.0f, 0.5f, -2.0f, 0.0f));
   EXPECT_THAT(values.row_weights, IsEmpty());
   EXPECT_THAT(values.grad_loss, IsEmpty());
+  EXPECT_THAT(values.numbers.advantages, IsEmpty());
   EXPECT_GE(ledger.bytes(), 4 * 5 + 2 * 4);
   EXPECT_LE(ledger.bytes(), 4 * 5 + 2 * 4 + 3 * 300) << "a microbatch and two runs of rows";
 }
@@ -237,7 +238,10 @@ TEST(LedgerTest, RefusesOtherGradientsUnderTheSameId) {
   for (const auto& [floats, if_absent] : {std::pair<Floats, float>(&RowContents::row_weights, 1.0f),
                                           {&RowContents::grad_loss, 1.0f},
                                           {&RowContents::grad_lse, 0.0f},
-                                          {&RowContents::grad_entropy, 0.0f}}) {
+                                          {&RowContents::grad_entropy, 0.0f},
+                                          {&RowContents::advantages, 0.0f},
+                                          {&RowContents::old_logprobs, 0.0f},
+                                          {&RowContents::ref_logprobs, 0.0f}}) {
     Ledger ledger(100, 10);
     const std::vector<int32_t> targets = Targets(3);
     const std::vector<float> values = {if_absent, 0.25f, if_absent};

@@ -78,6 +78,54 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   EXPECT_THAT(spec->row_weights, ElementsAre(1.5f, 2.5f));
 }
 
+TEST(ConvertTest, ObjectivesAndTheirNumbers) {
+  v1::OpenMicrobatch open;
+  open.set_microbatch_rows(2);
+  open.mutable_rows()->set_end(2);
+  open.set_hidden_dtype(v1::DTYPE_BF16);
+  open.set_reduction(v1::REDUCTION_SUM);
+  open.add_targets(1);
+  open.add_targets(2);
+  v1::Objective& sent = *open.mutable_options()->mutable_objective();
+  sent.set_kind(v1::OBJECTIVE_PPO);
+  sent.set_clip_low(0.25f);
+  sent.set_clip_high(0.5f);
+  sent.set_dual_clip(3.0f);
+  sent.set_kl(v1::KL_K2);
+  sent.set_kl_coef(0.125f);
+  sent.set_entropy_bonus(-0.5f);
+  for (const float value : {1.0f, 2.0f}) {
+    open.add_advantages(value);
+    open.add_old_logprobs(-value);
+    open.add_ref_logprobs(-2 * value);
+  }
+  const auto spec = ToStreamSpec(open);
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->options.objective, (kernels::Objective{kernels::ObjectiveKind::kPpo, 0.25f, 0.5f, 3.0f,
+                                                         kernels::KlEstimator::kK2, 0.125f, -0.5f}));
+  EXPECT_THAT(spec->numbers.advantages, ElementsAre(1, 2));
+  EXPECT_THAT(spec->numbers.old_logprobs, ElementsAre(-1, -2));
+  EXPECT_THAT(spec->numbers.ref_logprobs, ElementsAre(-2, -4));
+
+  open.mutable_options()->clear_objective();
+  open.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_CISPO);
+  EXPECT_EQ(
+      ToStreamSpec(open)->options.objective,
+      (kernels::Objective{.kind = kernels::ObjectiveKind::kCispo, .clip_low = 1.0f, .clip_high = 4.0f}));
+  open.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_PPO);
+  EXPECT_EQ(ToStreamSpec(open)->options.objective,
+            (kernels::Objective{.kind = kernels::ObjectiveKind::kPpo, .clip_low = 0.2f, .clip_high = 0.2f}));
+}
+
+TEST(ConvertTest, SumsOfObjectivesAreThereIfThereAreRows) {
+  engine::StreamSummary summary;
+  EXPECT_FALSE(ToProto(summary).has_objective());
+  summary.sums.objective = {4, 3, 2.0, 1.0, 0.5};
+  const v1::ObjectiveSums sums = ToProto(summary).objective();
+  EXPECT_TRUE(sums.rows() == 4 && sums.clipped_rows() == 3 && sums.ratio() == 2.0 && sums.old_kl() == 1.0 &&
+              sums.ref_kl() == 0.5);
+}
+
 TEST(ConvertTest, AbsentFieldsHaveTheirDefaults) {
   v1::OpenMicrobatch open;
   open.set_hidden_dtype(v1::DTYPE_BF16);

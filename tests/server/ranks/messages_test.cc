@@ -86,13 +86,23 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
                                      .gradients = kernels::Gradients::kSampled,
                                      .filter_epsilon = 5,
                                      .sample_threshold = 6,
-                                     .max_gradient_error = 7};
+                                     .max_gradient_error = 7,
+                                     .objective = {.kind = kernels::ObjectiveKind::kCispo,
+                                                   .clip_low = 8,
+                                                   .clip_high = 9,
+                                                   .dual_clip = 10,
+                                                   .kl = kernels::KlEstimator::kK1,
+                                                   .kl_coef = 11,
+                                                   .entropy_bonus = 12}};
   const kernels::LossOptions no_loss;
   {
-    const auto& [a, b, c, d, e, f, g, h, i] = loss;
-    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0] = no_loss;
+    const auto& [a, b, c, d, e, f, g, h, i, j] = loss;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0] = no_loss;
     EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
                 i != i0);
+    const auto& [k, l, m, n, o, p, q] = j;
+    const auto& [k0, l0, m0, n0, o0, p0, q0] = j0;
+    EXPECT_TRUE(k != k0 && l != l0 && m != m0 && n != n0 && o != o0 && p != p0 && q != q0);
   }
   EXPECT_EQ(*FromProto(ToProto(loss)), loss);
 }
@@ -105,10 +115,13 @@ TEST(RankMessagesTest, SumsOfSlices) {
                                   .sampling_variance = 5,
                                   .squared_gradient = 6,
                                   .valid_rows = 7,
-                                  .correct_rows = 8};
+                                  .correct_rows = 8,
+                                  .objective = {9, 10, 11, 12, 13}};
   const kernels::LossSums back = FromProto(ToProto(sums));
-  const auto& [a, b, c, d, e, f, g, h] = back;
+  const auto& [a, b, c, d, e, f, g, h, i] = back;
   EXPECT_TRUE(a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8);
+  const auto& [rows, clipped, ratio, old_kl, ref_kl] = i;
+  EXPECT_TRUE(rows == 9 && clipped == 10 && ratio == 11 && old_kl == 12 && ref_kl == 13);
 }
 
 // ---- Collectives ----

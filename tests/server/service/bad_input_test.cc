@@ -425,8 +425,53 @@ TEST_F(ErrorFieldsTest, LossOptions) {
        {[](Options& o) { o.set_gradients(static_cast<v1::Gradients>(17)); }, "open.options.gradients", "17"},
        {[](Options& o) { o.set_filter_epsilon(1.0f); }, "open.options.filter_epsilon", "1"},
        {[](Options& o) { o.set_sample_threshold(2.0f); }, "open.options.sample_threshold", "2"},
-       {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"}},
+       {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"},
+       {[](Options& o) {
+          o.mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
+          o.set_label_smoothing(0.5f);
+        },
+        "open.options.label_smoothing", "0.5"},
+       {[](Options& o) { o.mutable_objective()->set_entropy_bonus(1.0f); },
+        "open.options.objective.entropy_bonus", "1"}},
       {"ignore_index"}, call);
+}
+
+TEST_F(ErrorFieldsTest, Objective) {
+  const auto call = [&](const std::function<void(v1::Objective&)>& spoil) {
+    return RunWith([&](v1::OpenMicrobatch& open) {
+      open.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_PPO);
+      for (int64_t i = 0; i < kRows; ++i) open.add_advantages(1.0f);
+      for (int64_t i = 0; i < kRows; ++i) open.add_old_logprobs(-1.0f);
+      spoil(*open.mutable_options()->mutable_objective());
+    });
+  };
+  using Objective = v1::Objective;
+  const std::string path = "open.options.objective.";
+  Walk<Objective>(
+      path,
+      {{[](Objective& o) { o.set_kind(static_cast<v1::ObjectiveKind>(17)); }, path + "kind", "17"},
+       {[](Objective& o) { o.set_clip_low(1.5f); }, path + "clip_low", "1.5"},
+       {[](Objective& o) { o.set_clip_high(-0.5f); }, path + "clip_high", "-0.5"},
+       {[](Objective& o) {
+          o.set_kind(v1::OBJECTIVE_REINFORCE);
+          o.set_clip_high(0.5f);
+        },
+        path + "clip_high", "0.5"},
+       {[](Objective& o) { o.set_dual_clip(0.5f); }, path + "dual_clip", "0.5"},
+       {[](Objective& o) {
+          o.set_kind(v1::OBJECTIVE_CISPO);
+          o.set_dual_clip(3.0f);
+        },
+        path + "dual_clip", "3"},
+       {[](Objective& o) { o.set_kl(static_cast<v1::KlEstimator>(9)); }, path + "kl", "9"},
+       {[](Objective& o) { o.set_kl_coef(-1.0f); }, path + "kl_coef", "-1"},
+       {[](Objective& o) { o.set_entropy_bonus(NAN); }, path + "entropy_bonus", "nan"},
+       // What comes with the rows follows from the objective.
+       {[](Objective& o) { o.set_kl_coef(0.5f); }, "open.ref_logprobs", "0"},
+       {[](Objective& o) { o.set_kind(v1::OBJECTIVE_REINFORCE); }, "open.old_logprobs", "12"},
+       {[](Objective& o) { o.set_kind(v1::OBJECTIVE_DFT); }, "open.advantages", "12"},
+       {[](Objective& o) { o.Clear(); }, "open.advantages", "12"}},
+      {}, call);
 }
 
 TEST_F(ErrorFieldsTest, OpenMicrobatch) {
@@ -469,6 +514,25 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
           for (int64_t i = 0; i < kRows; ++i) o.add_row_weights(i == 5 ? NAN : 1.0f);
         },
         "open.row_weights[5]", "nan"},
+       {[](Open& o) { o.add_advantages(1.0f); }, "open.advantages.size", "1"},
+       {[](Open& o) {
+          o.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_REINFORCE);
+          for (int64_t i = 0; i < kRows; ++i) o.add_advantages(i == 7 ? INFINITY : 1.0f);
+        },
+        "open.advantages[7]", "inf"},
+       {[](Open& o) { o.add_old_logprobs(1.0f); }, "open.old_logprobs.size", "1"},
+       {[](Open& o) { o.add_ref_logprobs(1.0f); }, "open.ref_logprobs.size", "1"},
+       {[](Open& o) {
+          for (int64_t i = 0; i < kRows; ++i) o.add_ref_logprobs(1.0f);
+        },
+        "open.ref_logprobs", "12"},
+       {[](Open& o) {
+          o.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
+          o.set_reduction(v1::REDUCTION_NONE);
+          o.set_accumulate_gradients(false);
+          o.set_want_grad_hidden(false);
+        },
+        "open.reduction", "none"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
         absl::StatusCode::kUnavailable},

@@ -401,6 +401,24 @@ TEST_P(GradientsTest, Sampled) {
   RunAndCompare(problem, rng_);
 }
 
+// Numbers of rows travel, and are cut, with their rows.
+TEST_P(GradientsTest, Objectives) {
+  const kernels::Objective objectives[] = {
+      {.kind = kernels::ObjectiveKind::kPpo,
+       .clip_low = 0.2f,
+       .clip_high = 0.3f,
+       .dual_clip = 3.0f,
+       .kl_coef = 0.1f},
+      {.kind = kernels::ObjectiveKind::kCispo, .clip_low = 1.0f, .clip_high = 0.5f, .entropy_bonus = 0.05f},
+      {.kind = kernels::ObjectiveKind::kDft}};
+  for (const kernels::Objective& objective : objectives) {
+    RunAndCompare(
+        kernels::testing::WithObjective(
+            kernels::testing::MakeProblem(SpecFor({23, 41}, 31, 123, GetParam()), rng_), objective, rng_),
+        rng_);
+  }
+}
+
 TEST_P(GradientsTest, SmallestShapes) {
   RunAndCompare(kernels::testing::MakeProblem(SpecFor({1}, 1, 1, GetParam()), rng_), rng_);
   RunAndCompare(kernels::testing::MakeProblem(SpecFor({1, 1}, 3, 7, GetParam()), rng_), rng_);

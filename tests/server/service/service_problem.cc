@@ -114,6 +114,21 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
   options.set_filter_epsilon(problem.options.filter_epsilon);
   options.set_sample_threshold(problem.options.sample_threshold);
   options.set_max_gradient_error(problem.options.max_gradient_error);
+  if (const kernels::Objective& objective = problem.options.objective; objective.active()) {
+    v1::Objective& sent = *options.mutable_objective();
+    sent.set_kind(static_cast<v1::ObjectiveKind>(objective.kind));
+    if (kernels::HasClip(objective.kind)) {
+      sent.set_clip_low(objective.clip_low);
+      sent.set_clip_high(objective.clip_high);
+    }
+    sent.set_dual_clip(objective.dual_clip);
+    sent.set_kl(static_cast<v1::KlEstimator>(v1::KL_K1 + static_cast<int>(objective.kl)));
+    sent.set_kl_coef(objective.kl_coef);
+    sent.set_entropy_bonus(objective.entropy_bonus);
+  }
+  open.mutable_advantages()->Assign(data.advantages.begin(), data.advantages.end());
+  open.mutable_old_logprobs()->Assign(data.old_logprobs.begin(), data.old_logprobs.end());
+  open.mutable_ref_logprobs()->Assign(data.ref_logprobs.begin(), data.ref_logprobs.end());
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_grad_output(data.grad_scale);
   open.set_want_grad_hidden(true);
@@ -136,9 +151,11 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
   open.mutable_rows()->set_end(static_cast<uint64_t>(end));
   const std::vector<int32_t> targets(open.targets().begin() + begin, open.targets().begin() + end);
   open.mutable_targets()->Assign(targets.begin(), targets.end());
-  if (open.row_weights_size() > 0) {
-    const std::vector<float> weights(open.row_weights().begin() + begin, open.row_weights().begin() + end);
-    open.mutable_row_weights()->Assign(weights.begin(), weights.end());
+  for (auto* floats : {open.mutable_row_weights(), open.mutable_advantages(), open.mutable_old_logprobs(),
+                       open.mutable_ref_logprobs()}) {
+    if (floats->empty()) continue;
+    const std::vector<float> part(floats->begin() + begin, floats->begin() + end);
+    floats->Assign(part.begin(), part.end());
   }
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
@@ -191,6 +208,10 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
     out.sums.squared_gradient += call.summary->squared_gradient();
     out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
     out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
+    const v1::ObjectiveSums& objective = call.summary->objective();
+    out.sums.objective +=
+        {static_cast<int64_t>(objective.rows()), static_cast<int64_t>(objective.clipped_rows()),
+         objective.ratio(), objective.old_kl(), objective.ref_kl()};
     EXPECT_EQ(call.summary->accumulated_rows(), call.summary->valid_rows());
     EXPECT_EQ(call.summary->repeated_rows(), 0u);
   }

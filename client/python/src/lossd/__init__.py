@@ -52,13 +52,13 @@ from lossd.errors import (
     Unavailable,
     Unimplemented,
 )
-from lossd.types import SGD, AdamW, LossOptions, LossResult, RetryOptions
+from lossd.types import SGD, AdamW, LossOptions, LossResult, Objective, ObjectiveSums, RetryOptions
 
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
     "ClientClosed", "DataLoss", "DeadlineExceeded", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadDevice", "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
-    "MemoryUsage", "NonFinite", "NotFound", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
+    "MemoryUsage", "NonFinite", "NotFound", "Objective", "ObjectiveSums", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
     "StepDiscarded", "StepResult", "StreamDescription", "StreamList", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__", "embedded",

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -87,16 +87,24 @@ def _join(head: bytes, payload: memoryview) -> bytes:
     return joined
 
 
-def encode_opening(kind: str, first: M, arrays: Mapping[str, NDArray[Any]], last: M) -> bytes:
-    """A ComputeLossRequest whose field `kind` has the fields of `first`, the arrays by name, and those of `last`.
+def encode_opening(kind: str, first: M, arrays: Mapping[str, NDArray[Any]], last: M,
+                   after: Mapping[str, NDArray[Any]] = MappingProxyType({})) -> bytes:
+    """A ComputeLossRequest whose field `kind` has the fields of `first`, the arrays by name, those of `last`, and the arrays
+    after them.
 
     They are in the order of their numbers, as protobuf writes them. Elements of arrays have four bytes each.
     """
     parts: list[bytes | memoryview] = [first.SerializeToString()]
-    for name, array in arrays.items():
-        if array.size:
-            parts += (_tag(type(first), name) + _varint(array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
+
+    def add(named: Mapping[str, NDArray[Any]]) -> None:
+        for name, array in named.items():
+            if array.size:
+                parts.extend((_tag(type(first), name) + _varint(array.nbytes),
+                              np.ascontiguousarray(array).view(np.uint8).data))
+
+    add(arrays)
     parts.append(last.SerializeToString())
+    add(after)
     size = sum(len(part) for part in parts)
     return b"".join((_tag(loss_pb2.ComputeLossRequest, kind) + _varint(size), *parts))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -140,13 +142,16 @@ class ForwardWork(Work):
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, hidden: RowMemory,
                  hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
-                 reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "") -> None:
+                 reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "",
+                 numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({})) -> None:
+        """`numbers`: those of options.objective, by the names of the protocol's fields and in their order."""
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
                          rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
         self._dtype = hidden_dtype
         self._targets = targets
         self._row_weights = row_weights
+        self._numbers = numbers
         self._options = options
         self._scale = scale
         self._reduction = reduction
@@ -161,17 +166,31 @@ class ForwardWork(Work):
 
     def _check(self) -> None:
         self._scale.check(self._options.use_class_weights)
-        if self._row_weights is not None and len(self._row_weights) != self.rows:
-            raise errors.InvalidArgument(
-                f"row_weights has {len(self._row_weights)} entries for {self.rows} rows")
+        weights = {} if self._row_weights is None else {"row_weights": self._row_weights}
+        for name, values in {**weights, **self._numbers}.items():
+            if len(values) != self.rows:
+                raise errors.InvalidArgument(f"{name} has {len(values)} entries for {self.rows} rows")
+        self._check_objective()
         deferred = self._scale.reduction == "none"
         if self._retain and not deferred:
             raise errors.InvalidArgument("retain=True goes with reduction='none' only")
         if deferred and (self.accumulate or self.outputs.grad_hidden is not None):
             raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
 
+    def _check_objective(self) -> None:
+        objective = self._options.objective
+        needed = () if objective is None else objective.numbers
+        for name in ("advantages", "old_logprobs", "ref_logprobs"):
+            if name in needed and name not in self._numbers:
+                raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row")
+            if name in self._numbers and name not in needed:
+                raise errors.InvalidArgument(f"{name} is given, but objective {objective} does not use it")
+        if objective is not None and self._scale.reduction == "none":
+            raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
+
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
-        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8))  # target, row weight
+        # Target, row weight, numbers of the objective.
+        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8 + 4 * len(self._numbers)))
 
     def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
              room: Room | None = None) -> StreamPlan:
@@ -182,7 +201,8 @@ class ForwardWork(Work):
         if self._row_weights is not None:
             arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
         last = loss_pb2.OpenMicrobatch(retain=self._retain, region=region, run=self.run, **names(meant))
-        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last), rows, slices)
+        after = {name: values[rows.begin:rows.end] for name, values in self._numbers.items()}
+        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last, after), rows, slices)
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer

@@ -188,7 +188,8 @@ class Client(HeadCalls):
 
     def compute_loss(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
-            dtype: DType | None = None, row_weights: ArrayLike | None = None,
+            dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
@@ -196,14 +197,15 @@ class Client(HeadCalls):
             ready: Callable[[], None] | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
-            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, options=options,
-            reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
+            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
+            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
             grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout,
             ready=ready).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
-            dtype: DType | None = None, row_weights: ArrayLike | None = None,
+            dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
@@ -226,6 +228,8 @@ class Client(HeadCalls):
           step: the open step that the gradients belong to. Required with `accumulate`.
           id: names the microbatch within (head, step). Sending the same id again with the same contents is safe.
           row_weights: [N], multiply the rows' losses and gradients.
+          advantages, old_logprobs, ref_logprobs: [N], what options.objective takes with each row (lossd.Objective): the
+            advantage, and the log-probabilities that the policy which sampled the target and the reference gave it.
           reduction: "sum", "mean" (divided by `normalizer`), or "none": no gradients yet (see `retain`), and the
             result's loss is the sum.
           normalizer: what a mean divides by. None: the number of valid targets of the microbatch. With class
@@ -248,11 +252,14 @@ class Client(HeadCalls):
             raise errors.InvalidArgument(f"targets has {len(classes)} entries for {shape[0]} rows of hidden")
         gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
         wanted = _arrays.row_arrays(rows, len(classes))
+        given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
+        numbers = {name: values for name, values in floats.items() if values is not None}
         work = ForwardWork(
             head=head, step=step, id=id, accumulate=accumulate, hidden=data,
             hidden_dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize,
             targets=classes,
-            row_weights=_arrays.as_floats("row_weights", row_weights), options=options,
+            row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
             outputs=Outputs(place, wanted), run=self._run)

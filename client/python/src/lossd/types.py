@@ -20,6 +20,8 @@ Reduction = Literal["sum", "mean", "none"]
 Logits = Literal["stored", "recomputed"]
 Split = Literal["any", "rows", "vocabulary"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
+ObjectiveKind = Literal["reinforce", "importance_sampling", "ppo", "cispo", "dft"]
+Kl = Literal["k1", "k2", "k3"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -39,6 +41,10 @@ SPLITS: Mapping[str, head_pb2.Split] = {
 GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
     "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
     "auto": loss_pb2.GRADIENTS_AUTO}
+OBJECTIVES: Mapping[str, loss_pb2.ObjectiveKind] = {
+    "reinforce": loss_pb2.OBJECTIVE_REINFORCE, "importance_sampling": loss_pb2.OBJECTIVE_IMPORTANCE_SAMPLING,
+    "ppo": loss_pb2.OBJECTIVE_PPO, "cispo": loss_pb2.OBJECTIVE_CISPO, "dft": loss_pb2.OBJECTIVE_DFT}
+KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.KL_K2, "k3": loss_pb2.KL_K3}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -61,6 +67,79 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
     if name in names:
         return names[name]
     raise errors.InvalidArgument(f"{field_name} is {name!r}; it must be one of {', '.join(names)}")
+
+
+_RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
+_CLIP_KINDS = ("ppo", "cispo")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What takes the place of the cross-entropy in a row's loss, of reinforcement learning and of fine-tuning.
+
+        lossd.LossOptions(objective=lossd.Objective("ppo", clip_high=0.28, kl_coef=0.04))  # GRPO's loss of a token
+
+    With l the log-probability of the target, A the advantage and rho = exp(l - old_logprob) the loss of a row is
+
+        policy part + kl_coef * divergence from the reference - entropy_bonus * entropy
+
+    | kind | policy part | numbers of each row |
+    |---|---|---|
+    | "reinforce" | -A l | advantages |
+    | "importance_sampling" | -rho A | advantages, old_logprobs |
+    | "ppo" | max(-rho A, -clip(rho) A) | advantages, old_logprobs |
+    | "cispo" | -sg(clip(rho)) A l, where sg has no gradient | advantages, old_logprobs |
+    | "dft" | -sg(exp l) l | none |
+
+    and ref_logprobs with kl_coef. docs/training/policy-objectives.md has an example of each, docs/math.md the papers.
+    InvalidArgument, naming field and value, if a number is out of range or has no meaning for the kind.
+    """
+
+    kind: ObjectiveKind
+    # "ppo" and "cispo": rho is clipped to [1 - clip_low, 1 + clip_high]. clip_low in [0, 1], where 1 leaves rho free below;
+    # clip_high finite and not negative. None: 0.2 and 0.2 ("ppo"), 1 and 4 ("cispo").
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float = 0.0  # "ppo": where A < 0, the policy part is at most -dual_clip A; above 1; 0: no such bound
+    # The divergence from the reference, with d = ref_logprob - l: -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
+    kl: Kl = "k3"
+    kl_coef: float = 0.0  # finite and not negative; 0: no reference
+    entropy_bonus: float = 0.0  # finite
+
+    def __post_init__(self) -> None:
+        enum_value("objective.kind", OBJECTIVES, self.kind)
+        enum_value("objective.kl", KLS, self.kl)
+        for name in ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_bonus"):
+            value = getattr(self, name)
+            if value is None and name in ("clip_low", "clip_high"):
+                continue
+            if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+                raise TypeError(f"objective.{name} is {value!r}; it must be a number")
+        for name, value in (("clip_low", self.clip_low), ("clip_high", self.clip_high)):
+            if value is not None and self.kind not in _CLIP_KINDS:
+                raise errors.InvalidArgument(f"objective.{name} is {value}; {self.kind!r} has no clip")
+        if self.clip_low is not None:
+            _check("objective.clip_low", self.clip_low, "in [0, 1]", 0 <= self.clip_low <= 1)
+        if self.clip_high is not None:
+            _check("objective.clip_high", self.clip_high, "finite and not negative", 0 <= self.clip_high < math.inf)
+        if self.dual_clip != 0 and self.kind != "ppo":
+            raise errors.InvalidArgument(f"objective.dual_clip is {self.dual_clip}; {self.kind!r} has none")
+        _check("objective.dual_clip", self.dual_clip, "0, or finite and above 1",
+               self.dual_clip == 0 or 1 < self.dual_clip < math.inf)
+        _check("objective.kl_coef", self.kl_coef, "finite and not negative", 0 <= self.kl_coef < math.inf)
+        _check("objective.entropy_bonus", self.entropy_bonus, "finite", math.isfinite(self.entropy_bonus))
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What has to be given with each row: arguments of compute_loss."""
+        needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in _RATIO_KINDS,
+                  "ref_logprobs": self.kl_coef != 0}
+        return tuple(name for name, is_needed in needed.items() if is_needed)
+
+    def to_proto(self) -> loss_pb2.Objective:
+        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        values["kind"], values["kl"] = OBJECTIVES[self.kind], KLS[self.kl]
+        return loss_pb2.Objective(**values)
 
 
 @dataclass(frozen=True)
@@ -89,6 +168,8 @@ class LossOptions:
     # auto: the largest predicted relative error of gradients that are sampled; rows that are computed together and would
     # have a larger one are computed exactly. Finite and not negative. None: 0.01.
     max_gradient_error: float | None = None
+    # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -109,6 +190,10 @@ class LossOptions:
         if self.max_gradient_error is not None:
             _check("max_gradient_error", self.max_gradient_error, "finite and not negative",
                    0 <= self.max_gradient_error < math.inf)
+        if self.objective is not None:
+            _check("label_smoothing", self.label_smoothing, "0 with an objective", self.label_smoothing == 0)
+            if self.use_class_weights:
+                raise errors.InvalidArgument("use_class_weights is True; it must be False with an objective")
 
     def to_proto(self) -> loss_pb2.LossOptions:
         """Each field under its own name; None is absent."""
@@ -116,10 +201,12 @@ class LossOptions:
         values["use_class_weights"] = bool(self.use_class_weights)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
+        if self.objective is not None:
+            values["objective"] = self.objective.to_proto()
         return loss_pb2.LossOptions(**values)
 
 
-_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error")
+_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective")
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -128,6 +215,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         return
     if name == "gradients":
         kind, ok = "a str", isinstance(value, str)
+    elif name == "objective":
+        kind, ok = "a lossd.Objective", isinstance(value, Objective)
     elif isinstance(default, bool):
         kind, ok = "a bool", isinstance(value, (bool, np.bool_))
     elif name == "ignore_index":
@@ -183,6 +272,21 @@ class SGD:
             weight_decay=self.weight_decay))
 
 
+@dataclass
+class ObjectiveSums:
+    """Sums over the rows of a loss computation that have a target and a weight that is not 0, whatever the weights are."""
+
+    rows: int = 0
+    clipped_rows: int = 0  # whose ratio was clipped
+    ratio: float = 0.0  # rho; 0 if the objective has none
+    old_kl: float = 0.0  # rho - 1 - log rho: estimates the divergence of the policy from the old one
+    ref_kl: float = 0.0  # the estimate of the divergence from the reference; 0 without kl_coef
+
+    def mean(self, name: Literal["clipped_rows", "ratio", "old_kl", "ref_kl"]) -> float:
+        """Of a row; 0 if there is none."""
+        return float(getattr(self, name)) / self.rows if self.rows else 0.0
+
+
 @dataclass(repr=False)
 class LossResult(Shown):
     """What a loss computation gave. Counts and sums are over valid rows (target not ignore_index)."""
@@ -196,6 +300,7 @@ class LossResult(Shown):
     # logits, and the square of that gradient.
     sampling_variance: float = field(default=0.0, repr=False)
     squared_gradient: float = field(default=0.0, repr=False)
+    objective: ObjectiveSums = field(default_factory=ObjectiveSums, repr=False)  # of LossOptions.objective; 0 without one
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -236,6 +341,8 @@ class LossResult(Shown):
         self.dropped_mass += summary.dropped_mass
         self.sampling_variance += summary.sampling_variance
         self.squared_gradient += summary.squared_gradient
+        for sums in fields(ObjectiveSums):
+            setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows

@@ -18,6 +18,8 @@ TEST(LossTerms, AreGeneralIfAnyOptionNeedsIt) {
   EXPECT_TRUE((LossTerms{.smoothing = 0.1f}).IsGeneral());
   EXPECT_TRUE((LossTerms{.want_entropy = true}).IsGeneral());
   EXPECT_TRUE((LossTerms{.any_coef_entropy = true}).IsGeneral());
+  EXPECT_FALSE((LossTerms{.objective = {.kind = ObjectiveKind::kPpo, .clip_high = 0.2f}}).IsGeneral());
+  EXPECT_TRUE((LossTerms{.objective = {.kind = ObjectiveKind::kPpo, .entropy_bonus = 0.1f}}).IsGeneral());
 }
 
 TEST(LossTerms, NeedEntropiesAsResultsOrForGradients) {
@@ -47,16 +49,22 @@ TEST(RowInputs, ABlockHasTheRowsThatExist) {
                         .weights = f,
                         .coef_loss = f,
                         .coef_lse = f,
-                        .coef_entropy = f};
+                        .coef_entropy = f,
+                        .advantages = f,
+                        .old_logprobs = f,
+                        .ref_logprobs = f};
   const RowInputs whole = in.Block(8, 8), last = in.Block(16, 8);
   EXPECT_EQ(whole.rows, 8);
   EXPECT_EQ(last.rows, 4);
   EXPECT_EQ(last.padded_rows, 8);
   EXPECT_EQ(last.targets, targets.data() + 16);
-  for (const float* values :
-       {last.target_dots, last.weights, last.coef_loss, last.coef_lse, last.coef_entropy}) {
+  for (const float* values : {last.target_dots, last.weights, last.coef_loss, last.coef_lse,
+                              last.coef_entropy, last.advantages, last.old_logprobs, last.ref_logprobs}) {
     EXPECT_EQ(values, f + 16);
   }
+  RowInputs without = in;
+  without.advantages = without.old_logprobs = without.ref_logprobs = nullptr;
+  EXPECT_EQ(without.Block(8, 8).old_logprobs, nullptr);
 }
 
 TEST(RowResults, FromARowOn) {

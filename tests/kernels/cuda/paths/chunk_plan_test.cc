@@ -418,6 +418,54 @@ TEST(ChunkLayout, TakesAPowerOfTwoOutOfTheScale) {
   }
 }
 
+// The unit follows the largest slope that is to be expected of a row, and the sums come from the
+// log-probabilities.
+TEST(ChunkLayout, ObjectivesBringNumbersAndSums) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {1, kIgnoredTarget, 2, 3};
+  const std::vector<float> weights = {1.0f, 1.0f, 0.0f, 0.5f}, advantages = {512.0f, 9.0f, 1e9f, -256.0f},
+                           old_logprobs = {-1.0f, -9.0f, -1e9f, -2.0f},
+                           ref_logprobs = {-3.0f, 0.0f, 0.0f, -2.0f};
+  Slice slice;
+  slice.rows = 4;
+  slice.targets = targets.data();
+  slice.row_weights = weights.data();
+  slice.advantages = advantages.data();
+  slice.old_logprobs = old_logprobs.data();
+  slice.ref_logprobs = ref_logprobs.data();
+  Chunk chunk;
+  chunk.options.objective = {.kind = ObjectiveKind::kPpo,
+                             .clip_low = 0.5f,
+                             .clip_high = 1.0f,
+                             .dual_clip = 4.0f,
+                             .kl = KlEstimator::kK1,
+                             .kl_coef = 0.5f,
+                             .entropy_bonus = 0.25f};
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+  EXPECT_EQ(layout.unit, 1024.0f);  // 512 times the upper clip, and a little more
+  EXPECT_TRUE(layout.any_coef_entropy);
+  EXPECT_EQ(blocks.inputs.coef_entropy[0] * layout.unit, -0.25f);
+  EXPECT_EQ(blocks.inputs.coef_entropy[1], 0.0f) << "of an absent row";
+  EXPECT_EQ(blocks.inputs.advantages[2], -256.0f);
+  EXPECT_EQ(blocks.inputs.old_logprobs[2], -2.0f);
+  EXPECT_EQ(blocks.inputs.ref_logprobs[0], -3.0f);
+  const float logprobs[] = {-0.5f, -7.0f, -0.5f};  // ratios exp 0.5, of no interest, exp 1.5
+  for (int r = 0; r < 3; ++r) {
+    blocks.outputs.loss[r] = blocks.outputs.z_loss[r] = blocks.outputs.lse[r] = 0.0f;
+    blocks.outputs.target_logprob[r] = logprobs[r];
+    blocks.outputs.argmax[r] = 0;
+  }
+  blocks.outputs.first_bad[0] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  const ObjectiveSums& sums = slice.sums.objective;
+  EXPECT_EQ(sums.rows, 2);
+  EXPECT_EQ(sums.clipped_rows, 1);
+  EXPECT_NEAR(sums.ratio, std::exp(0.5) + std::exp(1.5), 1e-9);
+  EXPECT_NEAR(sums.old_kl, std::exp(0.5) - 1.5 + std::exp(1.5) - 2.5, 1e-9);
+  EXPECT_NEAR(sums.ref_kl, 2.5 + 1.5, 1e-9);
+}
+
 TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   Blocks blocks;
   const std::vector<int32_t> targets = {kIgnoredTarget, 4, 6};

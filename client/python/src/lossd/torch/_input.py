@@ -80,10 +80,10 @@ def _a(value: Any) -> str:
 # ---- Arguments of forward ----
 
 
-def check_tensors(hidden: Any, targets: Any, row_weights: Any) -> None:
+def check_tensors(hidden: Any, targets: Any, optional: dict[str, Any]) -> None:
     """TypeError or RuntimeError if they are not what can be sent."""
-    for name, value in (("hidden", hidden), ("targets", targets), ("row_weights", row_weights)):
-        if value is None and name == "row_weights":
+    for name, value in ({"hidden": hidden, "targets": targets} | optional).items():
+        if value is None and name in optional:
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is {_a(value)}; it must be a tensor: torch.as_tensor({name})")
@@ -104,12 +104,12 @@ def _is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor, targets: torch.Tensor,
-                 row_weights: torch.Tensor | None) -> None:
+                 optional: dict[str, torch.Tensor | None]) -> None:
     if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden is {hidden.dtype}; lossd takes float32, float16 and bfloat16: use hidden.float()")
     if hidden.dim() == 0 or hidden.shape[-1] != hidden_size:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; head {head!r} needs (..., {hidden_size})")
-    for name, tensor in (("targets", targets), ("row_weights", row_weights)):
+    for name, tensor in ({"targets": targets} | optional).items():
         if tensor is None:
             continue
         if tensor.shape != hidden.shape[:-1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -62,10 +62,15 @@ class GradientScale:
         return 1.0 / undone
 
 
-Extra = Literal["z_loss", "accuracy", "dropped_mass", "gradient_error", "lse", "entropy", "logprob", "argmax"]
+Extra = Literal["z_loss", "accuracy", "dropped_mass", "gradient_error", "ratio", "clipped", "old_kl", "ref_kl", "lse",
+                "entropy", "logprob", "argmax"]
 EXTRAS: tuple[Extra, ...] = (
-    "z_loss", "accuracy", "dropped_mass", "gradient_error", "lse", "entropy", "logprob", "argmax")
+    "z_loss", "accuracy", "dropped_mass", "gradient_error", "ratio", "clipped", "old_kl", "ref_kl", "lse", "entropy",
+    "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
+# By the names of lossd.ObjectiveSums.
+_OBJECTIVE_EXTRAS: dict[Extra, Literal["clipped_rows", "ratio", "old_kl", "ref_kl"]] = {
+    "ratio": "ratio", "clipped": "clipped_rows", "old_kl": "old_kl", "ref_kl": "ref_kl"}
 _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
 
@@ -80,6 +85,13 @@ class LossExtras:
     dropped_mass: torch.Tensor | None = None
     # Predicted relative error of sampled gradients; 0 if nothing was sampled. NaN until backward where dropped_mass is.
     gradient_error: torch.Tensor | None = None
+    # Of policy_loss, means over the rows that have a target and a weight that is not 0: the ratio, the share of rows whose
+    # ratio was clipped, ratio - 1 - log ratio, which estimates the divergence from the policy that sampled, and the
+    # estimate of that from the reference. 0 where the objective has none.
+    ratio: torch.Tensor | None = None
+    clipped: torch.Tensor | None = None
+    old_kl: torch.Tensor | None = None
+    ref_kl: torch.Tensor | None = None
     lse: torch.Tensor | None = None  # log sum exp of the logits
     entropy: torch.Tensor | None = None  # of the softmax, nats
     logprob: torch.Tensor | None = None  # log p of the target
@@ -113,8 +125,12 @@ class Job:
     """One microbatch from start() to the end of backward."""
 
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
-                 row_weights: NDArray[np.float32] | None, plan: Plan, number: int) -> None:
+                 row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
+                 numbers: Mapping[str, Any]) -> None:
+        """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names."""
         self.module = module
+        self.options = options
+        self.numbers = numbers
         self.hidden = hidden  # as it travels; part of the graph
         self.labels = labels
         self.row_weights = row_weights
@@ -155,9 +171,12 @@ class Job:
     def wire_id(self) -> int:
         return self.module.steps.wire_id(self.number)
 
+    def _first_pass(self) -> bytes:
+        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective}")
+
     def start(self) -> None:
         if self.plan.repeats:
-            self._known, normalizer = self.module.first_passes.find(FirstPasses.key(self.labels, self.hidden))
+            self._known, normalizer = self.module.first_passes.find(self._first_pass())
             self.normalizer = self.normalizer if normalizer is None else normalizer
             if self._known is not None:
                 return
@@ -181,11 +200,12 @@ class Job:
         elif self.normalizer != 1.0:
             reduction = "mean"
         self.pending = module.client.compute_loss_async(
-            module.head_name, sent.array, self.labels, dtype=self.dtype, options=module.options,
+            module.head_name, sent.array, self.labels, dtype=self.dtype, options=self.options,
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **module.transport)
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **self.numbers,
+            **module.transport)
 
     def _gradient_memory(self, place: _input.Place) -> Any:
         shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
@@ -215,7 +235,7 @@ class Job:
         if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         if self.plan.checkpoint is Pass.FIRST:
-            self.module.first_passes.note(self.step, FirstPasses.key(self.labels, self.hidden), result, self.normalizer)
+            self.module.first_passes.note(self.step, self._first_pass(), result, self.normalizer)
         return result
 
     @contextmanager
@@ -369,6 +389,9 @@ class Job:
             extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
         if "accuracy" in self.module.extras:
             extras.accuracy = self.scalar(_per_valid_row(result, result.correct_rows))
+        for extra, sums in _OBJECTIVE_EXTRAS.items():
+            if extra in self.module.extras:
+                setattr(extras, extra, self.scalar(result.objective.mean(sums)))
         later = self.deferred and result.valid_rows > 0
         if "gradient_error" in self.module.extras:
             self._gradient_error = self.scalar(math.nan if later else result.gradient_error)

@@ -277,8 +277,8 @@ class FirstPasses:
         self._given: OrderedDict[bytes, list[tuple[LossResult, float]]] = OrderedDict()
 
     @staticmethod
-    def key(labels: NDArray[np.int32], hidden: torch.Tensor) -> bytes:
-        text = f"{tuple(hidden.shape)} {hidden.dtype}".encode()
+    def key(labels: NDArray[np.int32], hidden: torch.Tensor, objective: str = "") -> bytes:
+        text = f"{tuple(hidden.shape)} {hidden.dtype} {objective}".encode()
         return hashlib.blake2b(labels.tobytes() + text, digest_size=16).digest()
 
     def note(self, step: int, key: bytes, result: LossResult, normalizer: float) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -19,6 +19,8 @@ from lossd.torch._modes import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
+
+_PPO = lossd.Objective("ppo")
 
 
 class LossHead(torch.nn.Module):
@@ -252,12 +254,69 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        _input.check_tensors(hidden, targets, row_weights)
+        return self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options)
+
+    @outside_of_compile
+    def policy_loss(
+            self, hidden: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor | None = None,
+            old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None, *,
+            objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
+            microbatch: int | None = None) -> LossOutput:
+        """The loss of an objective in the place of the cross-entropy, with both gradients in one pass; see start_policy()."""
+        pending: PendingHeadLoss | None = None
+        try:
+            pending = self.start_policy(hidden, actions, advantages, old_logprobs, ref_logprobs, objective=objective,
+                                        row_weights=row_weights, normalizer=normalizer, microbatch=microbatch)
+            return pending.wait()
+        except BaseException:
+            if pending is not None:
+                pending.cancel()
+            raise
+
+    @outside_of_compile
+    def start_policy(
+            self, hidden: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor | None = None,
+            old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None, *,
+            objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
+            microbatch: int | None = None) -> PendingHeadLoss:
+        """Begins the computation of policy_loss, as start() that of forward.
+
+        The loss of a row is a function of its action's log-probability and of the numbers that come with the row, so its
+        gradient is known when its logits are: nothing is computed twice. The module's reduction and its other options hold,
+        but for label_smoothing, class_weights, shift and deferred, which do not go with an objective (ValueError).
+
+        Args:
+          hidden: (..., D), as in start().
+          actions: (...), the classes that were sampled after each hidden state; ignore_index where none was.
+          advantages, old_logprobs, ref_logprobs: (...), what the objective needs of them (lossd.Objective); they get no
+            gradient.
+          objective: lossd.Objective(...); PPO's if it is not said.
+          row_weights, normalizer, microbatch: as in start(). A mean divides by the number of actions unless `normalizer` is
+            given.
+        """
+        if not isinstance(objective, lossd.Objective):
+            raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
+        for name in ("shift", "deferred"):
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} does not go with policy_loss: make a LossHead without it"
+                                 + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
+        rows = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
+                "ref_logprobs": ref_logprobs}
+        for name in rows.keys() - {"row_weights"}:
+            if (rows[name] is None) == (name in objective.numbers):
+                raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
+                                 f"{'needs one for each row' if rows[name] is None else 'does not use it'}")
+        return self._start(hidden, actions, rows, normalizer, microbatch, replace(self.options, objective=objective))
+
+    def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
+               normalizer: float | None, microbatch: int | None, options: lossd.LossOptions) -> PendingHeadLoss:
+        """`rows`: the row weights and what the objective takes, by name."""
+        _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
         with self.parallel.before_total(together and self._counted_together(normalizer)):
             self.client.check_usable()
-            _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, row_weights)
+            _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, rows)
             labels = _input.labels(targets, self.shift, self.options.ignore_index)
             _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
             if plan.joins_step:
@@ -268,7 +327,10 @@ class LossHead(torch.nn.Module):
         number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
-        job = Job(self, wire, labels, _input.weights(row_weights), plan, number)
+        floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
+        weights = floats.pop("row_weights")
+        numbers = {name: values for name, values in floats.items() if values is not None}
+        job = Job(self, wire, labels, weights, plan, number, options, numbers)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
