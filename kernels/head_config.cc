@@ -61,11 +61,20 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
     return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
+  LOSSD_RETURN_IF_ERROR(Validate(options.distillation));
+  if (options.distillation.used() && options.gradients != Gradients::kExact) {
+    return errors::FieldError("gradients", "be exact with distillation", Name(options.gradients));
+  }
   return absl::OkStatus();
 }
 
 double LargestSlope(const LossOptions& options, double largest_class_weight) {
-  return std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+  const double with_target =
+      std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+  const Distillation& distillation = options.distillation;
+  if (!distillation.used()) return with_target;
+  return static_cast<double>(distillation.target_weight) * with_target +
+         static_cast<double>(distillation.weight) / static_cast<double>(distillation.temperature);
 }
 
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "kernels/distillation.h"
 
 namespace lossd::kernels {
 
@@ -79,6 +80,8 @@ struct LossOptions {
   // a chunk, where it has not enough room for what this one takes.
   float sample_threshold = 0x1p-10f;
   float max_gradient_error = 0.01f;  // kAuto: the predicted relative error of a chunk's dL/dlogits; >= 0
+
+  Distillation distillation;  // of rows that have a teacher; their gradients are kExact
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };

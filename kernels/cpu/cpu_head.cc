@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/divergence.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/decision.h"
 #include "kernels/errors/field_error.h"
@@ -542,8 +543,22 @@ std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows
   return choices;
 }
 
+absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), "distillation.teacher"));
+  const auto* const other = dynamic_cast<const CpuHead*>(&teacher);
+  if (other == nullptr || other->pool_ != pool_) {
+    return errors::FieldError("distillation.teacher", "be a head of the same device", "another one");
+  }
+  if (!is_split_ && !other->is_split_) return absl::OkStatus();
+  return errors::FieldError("distillation.teacher",
+                            "be absent where the student or the teacher is split by vocabulary", "a head",
+                            absl::StatusCode::kUnimplemented);
+}
+
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
-  if (absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk); !status.ok()) {
+  absl::Status valid = ValidateChunk(config_, chunk_rows_, *chunk);
+  if (valid.ok() && chunk->teacher != nullptr) valid = CheckTeacher(*chunk->teacher);
+  if (absl::Status status = std::move(valid); !status.ok()) {
     callbacks.on_results(status);
     callbacks.on_done(status);
     return;
@@ -587,6 +602,10 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   const bool is_auto = options.gradients == Gradients::kAuto;
   absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
+  if (options.distillation.used()) {
+    chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
+    return ComputeDistilledRows(chunk, order);
+  }
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   LOSSD_RETURN_IF_ERROR(ComputeRows(chunk, options, order));
   if (!why_exact.empty()) {
@@ -646,6 +665,87 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
     }
   });
   return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
+}
+
+// As ComputeRows, in blocks of rows that the teacher's workspace holds too.
+absl::Status CpuHead::ComputeDistilledRows(const Chunk& chunk, const RowOrder& order) {
+  const int64_t d = config_.hidden_size;
+  const int64_t c = classes_.rows;
+  auto* const teacher = static_cast<CpuHead*>(chunk.teacher);  // CheckTeacher
+  const RowLoss row_loss(SelectRowLoops(), ContextFor(chunk.options));
+  const int64_t block = std::min(
+      teacher->chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)})));
+  for (int64_t first = 0; first < order.rows; first += block) {
+    const int64_t rows = std::min(block, order.rows - first);
+    Gemm(*pool_, rows, c, d, chunk.options.logit_scale, {buffers_.hidden + first * d, d},
+         {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
+    teacher->ComputeTeacherLogits(chunk, {buffers_.sources + first, static_cast<size_t>(rows)});
+    pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        buffers_.results[first + i] =
+            DistilRow(chunk, order, row_loss, first + i, teacher->buffers_.value(Param::kBias),
+                      teacher->buffers_.logits + i * c);
+      }
+    });
+  }
+  return absl::OkStatus();
+}
+
+void CpuHead::ComputeTeacherLogits(const Chunk& chunk, absl::Span<const RowSource> sources) {
+  const int64_t d = config_.hidden_size;
+  const NormParams norm = norm_params();
+  const auto rows = static_cast<int64_t>(sources.size());
+  pool_->ParallelFor(rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowSource& source = sources[static_cast<size_t>(i)];
+      const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
+      const auto* const from =
+          static_cast<const uint8_t*>(slice.teacher_hidden) + SizeOf(source.row * d, chunk.hidden_dtype);
+      float* const hidden = buffers_.hidden + i * d;
+      float* const raw = has_norm_ ? buffers_.unit + i * d : hidden;
+      ToFloat(chunk.hidden_dtype, from, d, raw);
+      if (has_norm_) NormForward(norm, raw, hidden);
+    }
+  });
+  Gemm(*pool_, rows, classes_.rows, d, chunk.options.distillation.teacher_logit_scale, {buffers_.hidden, d},
+       {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits, classes_.rows);
+}
+
+RowResult CpuHead::DistilRow(const Chunk& chunk, const RowOrder& order, const RowLoss& row_loss, int64_t i,
+                             const float* teacher_bias, float* teacher_logits) const {
+  const Distillation& distillation = chunk.options.distillation;
+  const int64_t c = classes_.rows;
+  const RowLoops& loops = SelectRowLoops();
+  float* const logits = buffers_.logits + i * c;
+  RowRequest request = RequestFor(chunk, order, i);
+  const double row_weight = double{request.row_weight};
+  const double grad_loss = request.grad_loss;
+  const Slice& slice = chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+  request.counts_target = distillation.target_weight != 0.0f || slice.out.target_logprob != nullptr;
+  request.row_weight *= distillation.target_weight;
+  request.grad_loss *= double{distillation.target_weight};
+  const RowStatistics statistics = row_loss.Summarise(request, logits);
+  if (request.absent) return row_loss.Finish(request, statistics, statistics, logits);
+
+  // As of the student: an overflow must not hide behind a softcap.
+  bool finite = distillation.teacher_softcap == 0.0f || loops.all_finite(teacher_logits, c);
+  if (teacher_bias != nullptr) {
+    loops.add_scaled(teacher_logits, teacher_bias, distillation.teacher_logit_scale, c);
+  }
+  if (distillation.teacher_softcap > 0.0f) {
+    loops.softcap(teacher_logits, distillation.teacher_softcap, c);
+  }
+  const double divergence = DivergenceOfRow(distillation, logits, chunk.options.softcap, c,
+                                            request.want_gradient, teacher_logits);
+  RowResult row = row_loss.Finish(request, statistics, statistics, logits);
+  row.loss += row_weight * double{distillation.weight} * divergence;
+  const auto factor =
+      static_cast<float>(grad_loss * double{distillation.weight} * double{chunk.options.logit_scale});
+  finite = finite && std::isfinite(divergence) && std::isfinite(static_cast<float>(row.loss)) &&
+           std::isfinite(factor);
+  row.finite = row.finite && finite;
+  if (request.want_gradient && row.finite) loops.add_scaled(logits, teacher_logits, factor, c);
+  return row;
 }
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;

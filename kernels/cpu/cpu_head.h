@@ -259,6 +259,8 @@ class CpuHead final : public HeadKernels {
   MemoryBytes memory() const override { return reservation_.bytes(); }
   std::vector<Choice> Describe() const override;
 
+  // A teacher's workspace is used for its logits. Both heads have all classes here.
+  absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -295,6 +297,14 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   absl::Status ComputeChunk(Chunk& chunk, const RowOrder& order);
   absl::Status ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
+  // The same with a teacher, in place of ComputeRows.
+  absl::Status ComputeDistilledRows(const Chunk& chunk, const RowOrder& order);
+  // Of the head as a teacher: the logits of these rows, in its own buffers_.logits from the first row on, but
+  // for the bias and the softcap.
+  void ComputeTeacherLogits(const Chunk& chunk, absl::Span<const RowSource> sources);
+  // Gathered row i of a chunk with a teacher, whose logits are here: its result, and its gradient in place.
+  RowResult DistilRow(const Chunk& chunk, const RowOrder& order, const RowLoss& row_loss, int64_t i,
+                      const float* teacher_bias, float* teacher_logits) const;
   // Returns the rows whose gradient is delivered here; a head that is split may deliver others elsewhere.
   absl::StatusOr<RowRange> ComputeGradHidden(const Chunk& chunk, const RowOrder& order);
   // dy becomes dx for the rows `here` that want it, and has its part in the gradients of the norm.

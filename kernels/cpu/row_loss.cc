@@ -120,8 +120,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   const double row_weight = double{request.row_weight};
   row.lse = double{all.max} + sums.log_total;
   row.z_loss = row_weight * lambda * row.lse * row.lse;
-  row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
-  if (alpha > 0.0) {
+  if (request.counts_target) row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
+  if (request.counts_target && alpha > 0.0) {
     row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - all.centred);
   }
   row.entropy = sums.log_total - all.moment / sums.total;
@@ -133,7 +133,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
-  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) && FiniteInFloat(nll) &&
+  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
+               (!request.counts_target || FiniteInFloat(nll)) &&
                (!needs_entropy || FiniteInFloat(row.entropy)) && FiniteInFloat(scale * sums.hard_slope) &&
                FiniteInFloat(scale * sums.soft_slope) && FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
@@ -280,7 +281,8 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
-  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f;
+  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f ||
+         context_.options.distillation.used();
 }
 
 double RowLoss::ClassWeight(int32_t target) const {

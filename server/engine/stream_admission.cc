@@ -140,12 +140,13 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
                              std::move(observer));
 }
 
-absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec,
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec, TeacherOf teacher,
                                                                    std::shared_ptr<StreamObserver> observer) {
   LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("open.generation", spec.generation));
   auto stream = MakeStream(std::move(spec), std::move(observer));
   if (!stream.ok()) return stream.status();
+  if (teacher) (*stream)->SetTeacher(std::move(teacher));
   LOSSD_RETURN_IF_ERROR(CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckWeights());
   if ((*stream)->spec().retain) {

@@ -99,8 +99,8 @@ class StreamAdmission {
 
   explicit StreamAdmission(const Parts& parts) : parts_(parts) {}
 
-  // As Engine::Open and Engine::OpenBackward, for this head.
-  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec,
+  // As Engine::Open and Engine::OpenBackward, for this head. `teacher`: CheckDistillation's, or none.
+  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec, TeacherOf teacher,
                                                     std::shared_ptr<StreamObserver> observer);
   absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
                                                             std::shared_ptr<StreamObserver> observer);

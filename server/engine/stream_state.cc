@@ -268,6 +268,12 @@ void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gr
   is_backward_ = !gradients_.loss.empty();
 }
 
+void StreamRows::SetTeacher(TeacherOf teacher) {
+  teacher_ = std::move(teacher);
+  limits_.max_bytes_in_place +=
+      limits_.max_rows * teacher_.hidden_size * static_cast<int64_t>(sizeof(float));
+}
+
 const float* StreamRows::At(const std::vector<float>& values, RowRange rows) const {
   return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
 }
@@ -283,6 +289,11 @@ const float* StreamRows::row_weights(RowRange rows) const { return At(spec_.row_
 
 int64_t StreamRows::RowBytes(int64_t rows) const {
   return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
+}
+
+int64_t StreamRows::SliceBytes(int64_t rows) const {
+  return RowBytes(rows) +
+         rows * teacher_.hidden_size * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
 }
 
 int64_t StreamRows::RetainedOffset(RowRange rows) const {
@@ -344,11 +355,13 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
                         Text(rows));
   }
-  if (bytes != RowBytes(rows.size())) {
+  if (bytes != SliceBytes(rows.size())) {
+    const std::string of_teacher =
+        teacher_ ? absl::StrCat(", and ", teacher_.hidden_size, " of the teacher") : "";
     return InvalidField(
         "payload",
-        absl::StrCat("must have ", errors::ExactBytes(RowBytes(rows.size())), " for rows ", Text(rows),
-                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values"),
+        absl::StrCat("must have ", errors::ExactBytes(SliceBytes(rows.size())), " for rows ", Text(rows),
+                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values", of_teacher),
         absl::StrCat(bytes));
   }
   return absl::OkStatus();

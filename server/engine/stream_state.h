@@ -24,6 +24,7 @@
 #include "server/engine/ledger.h"
 #include "server/engine/staging.h"
 #include "server/engine/stream.h"
+#include "server/engine/teaching.h"
 
 namespace lossd::engine {
 
@@ -109,12 +110,15 @@ class StreamRows {
   // For a stream that retains its rows or computes retained ones: where they are. `gradients` goes with the
   // latter. Call once, before the first slice.
   void SetRetained(std::vector<RetainedRows> retained, RowGradients gradients);
+  // For a stream that is distilled. Call once, before the first slice.
+  void SetTeacher(TeacherOf teacher);
 
   const StreamSpec& spec() const { return spec_; }
   const MicrobatchTerms& terms() const { return terms_; }
   HeadState head_state() const { return head_state_; }
   SliceLimits limits() const { return limits_; }
   int64_t hidden_size() const { return hidden_size_; }
+  const TeacherOf& teacher() const { return teacher_; }
   // g, the factor of every gradient: grad_output / normalizer.
   float grad_scale() const { return grad_scale_; }
   // Targets and weights of some rows of this stream.
@@ -151,8 +155,9 @@ class StreamRows {
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;
-  // Bytes of some rows' hidden states.
+  // Bytes of some rows' hidden states, and the same with the teacher's, as a slice brings them.
   int64_t RowBytes(int64_t rows) const;
+  int64_t SliceBytes(int64_t rows) const;
 
   int64_t valid_rows() const { return valid_rows_; }  // with a target
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }
@@ -172,6 +177,7 @@ class StreamRows {
   HeadState head_state_;
   SliceLimits limits_;
   int64_t hidden_size_ = 0;
+  TeacherOf teacher_;
   int64_t valid_rows_ = 0;
   float grad_scale_ = 1.0f;
   bool is_backward_ = false;

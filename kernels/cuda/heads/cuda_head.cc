@@ -304,7 +304,8 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
     return absl::FailedPreconditionError(
         absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));
   }
-  return ValidateChunk(config_, sizes_.chunk_rows, chunk);
+  LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, sizes_.chunk_rows, chunk));
+  return chunk.teacher == nullptr ? absl::OkStatus() : CheckTeacher(*chunk.teacher);
 }
 
 LossTerms CudaHead::TermsOf(const Chunk& chunk, const ChunkLayout& layout) const {
