@@ -20,6 +20,7 @@ Reduction = Literal["sum", "mean", "none"]
 Logits = Literal["stored", "recomputed"]
 Split = Literal["any", "rows", "vocabulary"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -39,6 +40,9 @@ SPLITS: Mapping[str, head_pb2.Split] = {
 GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
     "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
     "auto": loss_pb2.GRADIENTS_AUTO}
+DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
+    "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
+    "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -61,6 +65,53 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
     if name in names:
         return names[name]
     raise errors.InvalidArgument(f"{field_name} is {name!r}; it must be one of {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Rows are compared with the softmax of a teacher, another head of the server; "Distillation" in docs/math.md.
+
+    The loss of a row is weight * divergence + target_weight * (the loss with its target, as LossOptions say). Gradients
+    are those of the head that is trained, and exact.
+
+    InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number or word.
+    """
+
+    teacher: str  # a frozen head of the server, with the same vocab_size
+    # Of the teacher's softmax p and the student's q: "forward_kl", KL(p || q); "reverse_kl", KL(q || p);
+    # "jensen_shannon", beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q; "total_variation".
+    divergence: Divergence = "forward_kl"
+    beta: float = 0.5  # jensen_shannon: in (0, 1)
+    # Divides the logits of both; finite and at least 1.18e-38. The divergence is not multiplied by its square.
+    temperature: float = 1.0
+    weight: float = 1.0  # of the divergence; finite and not negative
+    target_weight: float = 0.0  # of the loss with the targets; finite and not negative
+    teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
+    teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.teacher, str):
+            raise TypeError(f"distillation.teacher is {self.teacher!r}; it must be the name of a head, a str")
+        enum_value("distillation.divergence", DIVERGENCES, self.divergence)
+        for option in fields(self):
+            if option.name not in ("teacher", "divergence"):
+                _check_type("distillation." + option.name, getattr(self, option.name), option.default)
+        _check("distillation.beta", self.beta, "in (0, 1)", 0 < self.beta < 1)
+        _check("distillation.temperature", self.temperature, "finite and at least 1.18e-38",
+               1.18e-38 <= self.temperature < math.inf)
+        _check("distillation.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
+        _check("distillation.target_weight", self.target_weight, "finite and not negative",
+               0 <= self.target_weight < math.inf)
+        _check("distillation.teacher_logit_scale", self.teacher_logit_scale, "finite and not 0",
+               math.isfinite(self.teacher_logit_scale) and self.teacher_logit_scale != 0)
+        _check("distillation.teacher_softcap", self.teacher_softcap, "0, or finite and at least 1.18e-38",
+               self.teacher_softcap == 0 or 1.18e-38 <= self.teacher_softcap < math.inf)
+
+    def to_proto(self) -> loss_pb2.Distillation:
+        """Each field under its own name."""
+        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        values["divergence"] = DIVERGENCES[self.divergence]
+        return loss_pb2.Distillation(**values)
 
 
 @dataclass(frozen=True)
@@ -89,10 +140,14 @@ class LossOptions:
     # auto: the largest predicted relative error of gradients that are sampled; rows that are computed together and would
     # have a larger one are computed exactly. Finite and not negative. None: 0.01.
     max_gradient_error: float | None = None
+    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "exact" and "auto" go with
 
     def __post_init__(self) -> None:
         for option in fields(self):
             _check_type(option.name, getattr(self, option.name), option.default)
+        if self.distillation is not None and self.gradients in ("filtered", "sampled"):
+            raise errors.InvalidArgument(
+                f"gradients is {self.gradients!r}; it must be 'exact', 'auto' or None with distillation")
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
@@ -116,10 +171,12 @@ class LossOptions:
         values["use_class_weights"] = bool(self.use_class_weights)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
+        if self.distillation is not None:
+            values["distillation"] = self.distillation.to_proto()
         return loss_pb2.LossOptions(**values)
 
 
-_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error")
+_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "distillation")
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -128,6 +185,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         return
     if name == "gradients":
         kind, ok = "a str", isinstance(value, str)
+    elif name == "distillation":
+        kind, ok = "a lossd.Distillation", isinstance(value, Distillation)
     elif isinstance(default, bool):
         kind, ok = "a bool", isinstance(value, (bool, np.bool_))
     elif name == "ignore_index":

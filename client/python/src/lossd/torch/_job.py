@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -109,12 +109,22 @@ class Module(Protocol):
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
+@dataclass(frozen=True)
+class Teaching:
+    """What a call of LossHead.distill() has besides."""
+
+    distillation: lossd.Distillation
+    hidden: torch.Tensor  # (..., D of the teacher), as it travels
+
+
 class Job:
     """One microbatch from start() to the end of backward."""
 
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
-                 row_weights: NDArray[np.float32] | None, plan: Plan, number: int) -> None:
+                 row_weights: NDArray[np.float32] | None, plan: Plan, number: int,
+                 teaching: Teaching | None = None) -> None:
         self.module = module
+        self.teaching = teaching
         self.hidden = hidden  # as it travels; part of the graph
         self.labels = labels
         self.row_weights = row_weights
@@ -157,7 +167,7 @@ class Job:
 
     def start(self) -> None:
         if self.plan.repeats:
-            self._known, normalizer = self.module.first_passes.find(FirstPasses.key(self.labels, self.hidden))
+            self._known, normalizer = self.module.first_passes.find(self._pass_key())
             self.normalizer = self.normalizer if normalizer is None else normalizer
             if self._known is not None:
                 return
@@ -172,6 +182,12 @@ class Job:
         if self.writes_hidden and not self.row_losses:
             gradient = self._gradient_memory(place)
         sent = _input.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
+        options, teacher, ready = module.options, None, sent.ready
+        if self.teaching is not None:
+            options = replace(options, distillation=self.teaching.distillation)
+            taught = self.teaching.hidden
+            beside = _input.to_send(taught.reshape(-1, taught.shape[-1]), place)
+            teacher, ready = beside.array, _input.both(sent.ready, beside.ready)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
@@ -181,11 +197,17 @@ class Job:
         elif self.normalizer != 1.0:
             reduction = "mean"
         self.pending = module.client.compute_loss_async(
-            module.head_name, sent.array, self.labels, dtype=self.dtype, options=module.options,
+            module.head_name, sent.array, self.labels, dtype=self.dtype, options=options,
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **module.transport)
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher,
+            **module.transport)
+
+    def _pass_key(self) -> bytes:
+        """Of the computation among the first passes under checkpoints."""
+        key = FirstPasses.key(self.labels, self.hidden)
+        return key if self.teaching is None else key + repr(self.teaching.distillation).encode()
 
     def _gradient_memory(self, place: _input.Place) -> Any:
         shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
@@ -215,7 +237,7 @@ class Job:
         if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         if self.plan.checkpoint is Pass.FIRST:
-            self.module.first_passes.note(self.step, FirstPasses.key(self.labels, self.hidden), result, self.normalizer)
+            self.module.first_passes.note(self.step, self._pass_key(), result, self.normalizer)
         return result
 
     @contextmanager

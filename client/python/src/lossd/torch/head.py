@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -16,7 +16,7 @@ from lossd import errors
 from lossd._arrays import known_arguments
 from lossd.torch import _data_parallel, _input, _modes, _step_tracker
 from lossd.torch._modes import outside_of_compile
-from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
+from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput, Teaching
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
 
@@ -252,6 +252,41 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
+        return self._begin(hidden, targets, row_weights, normalizer, microbatch, None)
+
+    @outside_of_compile
+    def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
+                targets: torch.Tensor | None = None, *, row_weights: torch.Tensor | None = None,
+                normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
+        """The loss of rows that are compared with the softmax of a teacher, a frozen head of the same server.
+
+            loss = head.distill(hidden, teacher_trunk(tokens).detach(), lossd.Distillation("teacher", temperature=2.0))
+            loss.backward()
+
+        Args:
+          teacher_hidden: (..., D of the teacher), on the device of `hidden`; travels in the dtype of `hidden`.
+          targets: (...); those that are ignore_index mark rows that are left out. None: no row is. Needed for
+            distillation.target_weight.
+          row_weights, normalizer, microbatch: as in start().
+        """
+        if self.deferred:
+            raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
+                               "reduction 'mean' or 'sum'")
+        _input.check_teacher(teacher_hidden, hidden, distillation, targets)
+        if targets is None:
+            targets = torch.full(hidden.shape[:-1], 1 if self.options.ignore_index == 0 else 0, dtype=torch.int64)
+        pending: PendingHeadLoss | None = None
+        try:
+            pending = self._begin(hidden, targets, row_weights, normalizer, microbatch,
+                                  Teaching(distillation, teacher_hidden))
+            return pending.wait()
+        except BaseException:
+            if pending is not None:
+                pending.cancel()  # after an interrupt; else it has ended
+            raise
+
+    def _begin(self, hidden: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None,
+               normalizer: float | None, microbatch: int | None, teaching: Teaching | None) -> PendingHeadLoss:
         _input.check_tensors(hidden, targets, row_weights)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
@@ -268,7 +303,9 @@ class LossHead(torch.nn.Module):
         number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
-        job = Job(self, wire, labels, _input.weights(row_weights), plan, number)
+        if teaching is not None:
+            teaching = replace(teaching, hidden=teaching.hidden.to(wire.dtype))
+        job = Job(self, wire, labels, _input.weights(row_weights), plan, number, teaching)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
