@@ -176,6 +176,11 @@ struct Microbatch {
   absl::Span<const int32_t> targets;
   // Empty, or [N]: multiply the rows' losses and gradients. Copied.
   absl::Span<const float> row_weights;
+
+  // With ComputeOptions::loss.distillation: the rows' hidden states of the teacher, [N, teacher_hidden_size] of
+  // hidden_dtype, in memory of the same kind as `hidden`; not owned.
+  const void* teacher_hidden = nullptr;
+  uint64_t teacher_hidden_size = 0;
 };
 
 // Where results go; not owned. Only what is given is computed and sent. After an error the contents are

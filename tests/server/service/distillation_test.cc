@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "client/cpp/client.h"
+#include "proto/wire/status_details.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 #include "tests/server/service/service_client.h"
@@ -244,6 +246,60 @@ TEST_F(DistillationTest, ATeacherInUseIsNotDeletedAndAChangedOneEndsItsCalls) {
   EXPECT_TRUE(client_->DeleteHead(kTeacherName).ok());
   EXPECT_EQ(Stream(*client_, OpenOf(problem, 1), problem, data, 0, 90, rng_).status.code(),
             absl::StatusCode::kNotFound);
+}
+
+// Through the C++ client, in messages and in shared memory, whose regions hold a few slices only.
+TEST_F(DistillationTest, TheClientSendsRowsOfBoth) {
+  const Distillation distillation = {.divergence = Divergence::kReverseKl, .target_weight = 0.5f};
+  const Problem problem = Prepare(distillation);
+  const SliceData& data = problem.slices.front();
+  uint64_t id = 0;
+  for (const std::string transport : {"grpc", "shared_memory"}) {
+    for (const uint64_t slice_bytes : {uint64_t{2000}, uint64_t{1} << 20}) {
+      SCOPED_TRACE(transport);
+      client::ClientOptions options;
+      options.target = server_.target();
+      options.transport = transport;
+      options.shared_memory_bytes = 16 << 10;
+      const auto client = client::Client::Connect(options);
+      ASSERT_TRUE(client.ok()) << client.status();
+      const v1::OpenMicrobatch open = OpenOf(problem);
+      const std::vector<int32_t> targets(open.targets().begin(), open.targets().end());
+      client::Microbatch microbatch{.head = "student",
+                                    .step = 0,
+                                    .id = id++,
+                                    .hidden_size = kHidden,
+                                    .hidden_dtype = v1::DTYPE_FP32,
+                                    .hidden = data.hidden.data(),
+                                    .targets = targets,
+                                    .teacher_hidden = data.teacher_hidden.data(),
+                                    .teacher_hidden_size = kTeacherHidden};
+      client::ComputeOptions compute;
+      compute.loss = open.options();
+      compute.reduction = v1::REDUCTION_SUM;
+      compute.slice_bytes = slice_bytes;
+      kernels::testing::SliceOutputs got;
+      got.grad_hidden.resize(90 * kHidden);
+      got.loss.resize(90);
+      ASSERT_TRUE((*client)
+                      ->ComputeLoss(microbatch,
+                                    {.grad_hidden = got.grad_hidden.data(), .row_loss = absl::MakeSpan(got.loss)},
+                                    compute)
+                      .ok());
+      EXPECT_EQ((*client)->transport().transport, transport);
+      const auto want = kernels::testing::ComputeReference(problem, nullptr);
+      for (size_t row = 0; row < 90; ++row) {
+        ASSERT_NEAR(got.loss[row], want.front().loss[row], 1e-3) << row;
+      }
+      for (size_t i = 0; i < got.grad_hidden.size(); ++i) {
+        ASSERT_NEAR(got.grad_hidden[i], want.front().grad_hidden.value[i], 1e-3) << i;
+      }
+      microbatch.teacher_hidden_size = 0;
+      const auto refused = (*client)->ComputeLoss(microbatch, {}, compute);
+      EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(refused.status().message()), HasSubstr("teacher_hidden_size"));
+    }
+  }
 }
 
 // Students share a teacher, and a frozen student may teach.
