@@ -164,7 +164,8 @@ struct Slice {
   const float* grad_loss = nullptr;
   const float* grad_lse = nullptr;
   const float* grad_entropy = nullptr;
-  // With Chunk::teacher: the rows' hidden states of the teacher, [rows, D of the teacher], Chunk::hidden_dtype.
+  // With Chunk::teacher: the rows' hidden states of the teacher, [rows, D of the teacher],
+  // Chunk::hidden_dtype.
   const void* teacher_hidden = nullptr;
 
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
@@ -213,11 +214,11 @@ struct Chunk {
   uint64_t turn = 0;
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
   // With options.distillation: the head whose softmax the rows are compared with, which
-  // HeadKernels::CheckTeacher takes. All other operations on it wait for the chunk; its own chunks and those of
-  // others that it teaches may be in flight too. The slices have neither a retained_offset nor upstream gradients of lse or
-  // entropy.
+  // HeadKernels::CheckTeacher takes. All other operations on it wait for the chunk; its own chunks and those
+  // of others that it teaches may be in flight too. The slices have neither a retained_offset nor upstream
+  // gradients of lse or entropy.
   HeadKernels* teacher = nullptr;
-  absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
+  absl::Span<Slice> slices;  // together at most HeadKernels::chunk_rows() rows
 
   // Set by the backend unless it refuses the chunk, and final when on_results runs: how it was computed, as
   // far as that depends on the chunk, its gradients first.
@@ -262,8 +263,8 @@ class HeadKernels {
   virtual std::vector<Choice> Describe() const = 0;
 
   // OK if chunks of this head may have such a teacher (Chunk::teacher), a head of the same backend:
-  // INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher"; UNIMPLEMENTED, the default, if
-  // heads like these two are not distilled. Thread-safe; fixed for the life of both.
+  // INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher"; UNIMPLEMENTED, the default,
+  // if heads like these two are not distilled. Thread-safe; fixed for the life of both.
   virtual absl::Status CheckTeacher(const HeadKernels& teacher) const {
     return absl::UnimplementedError(
         "distillation.teacher must be absent: this server, or the way in which the head lies on its devices, "

@@ -67,9 +67,9 @@ absl::Status Validate(const Distillation& distillation) {
 
 absl::Status ValidateTeacher(const HeadConfig& student, const HeadConfig& teacher, absl::string_view field) {
   if (teacher.vocab_size != student.vocab_size) {
-    return errors::FieldError(
-        field, absl::StrCat("be a head with the student's vocab_size, ", student.vocab_size),
-        absl::StrCat("one with vocab_size ", teacher.vocab_size));
+    return errors::FieldError(field,
+                              absl::StrCat("be a head with the student's vocab_size, ", student.vocab_size),
+                              absl::StrCat("one with vocab_size ", teacher.vocab_size));
   }
   if (teacher.trainable) return errors::FieldError(field, "be a frozen head", "a trainable one");
   return absl::OkStatus();

@@ -73,8 +73,12 @@ double LargestSlope(const LossOptions& options, double largest_class_weight) {
       std::max(1.0, largest_class_weight) + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
   const Distillation& distillation = options.distillation;
   if (!distillation.used()) return with_target;
+  const double temperature = static_cast<double>(distillation.temperature);
+  // That of the reverse KL has the logarithms of q / p in it, those of the others are probabilities at most.
+  const bool logarithms = distillation.divergence == Divergence::kReverseKl;
+  const double largest = logarithms ? kLargeLse / std::min(temperature, 1.0) : 1.0;
   return static_cast<double>(distillation.target_weight) * with_target +
-         static_cast<double>(distillation.weight) / static_cast<double>(distillation.temperature);
+         static_cast<double>(distillation.weight) * largest / temperature;
 }
 
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {

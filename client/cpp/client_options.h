@@ -177,8 +177,8 @@ struct Microbatch {
   // Empty, or [N]: multiply the rows' losses and gradients. Copied.
   absl::Span<const float> row_weights;
 
-  // With ComputeOptions::loss.distillation: the rows' hidden states of the teacher, [N, teacher_hidden_size] of
-  // hidden_dtype, in memory of the same kind as `hidden`; not owned.
+  // With ComputeOptions::loss.distillation: the rows' hidden states of the teacher, [N, teacher_hidden_size]
+  // of hidden_dtype, in memory of the same kind as `hidden`; not owned.
   const void* teacher_hidden = nullptr;
   uint64_t teacher_hidden_size = 0;
 };

@@ -75,14 +75,13 @@ absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::opt
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
-      : LossWork(
-            microbatch.head, microbatch.step, options.accumulate_gradients,
-            options.accumulate_gradients || options.retain, microbatch.hidden_size, microbatch.hidden_dtype,
-            PlaceOf(
-                "microbatch.stream", microbatch.stream, microbatch.memory,
-                {{"microbatch.hidden", microbatch.hidden},
-                 {"microbatch.teacher_hidden", microbatch.teacher_hidden},
-                 {"outputs.grad_hidden", outputs.grad_hidden}})),
+      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients,
+                 options.accumulate_gradients || options.retain, microbatch.hidden_size,
+                 microbatch.hidden_dtype,
+                 PlaceOf("microbatch.stream", microbatch.stream, microbatch.memory,
+                         {{"microbatch.hidden", microbatch.hidden},
+                          {"microbatch.teacher_hidden", microbatch.teacher_hidden},
+                          {"outputs.grad_hidden", outputs.grad_hidden}})),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
         microbatch_(microbatch),
@@ -476,8 +475,8 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
   auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size() + teacher.size());
   absl::Status copied = CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu, work.after.get());
   if (!teacher.empty()) {
-    copied.Update(CopyBytes(copy->data() + hidden.size(), teacher.data(), teacher.size(), work.gpu,
-                            work.after.get()));
+    copied.Update(
+        CopyBytes(copy->data() + hidden.size(), teacher.data(), teacher.size(), work.gpu, work.after.get()));
   }
   release();  // the caller's memory is not needed any more
   if (!copied.ok()) return copied;
@@ -667,7 +666,8 @@ void LossStream::OnWriteDone(bool ok) {
 absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
   while (true) {
     const Rows rows = left_.front();
-    const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows), TeacherOf(work_, rows));
+    const absl::StatusOr<SlicePlaces::Place> place =
+        places_.Put(rows.begin, HiddenOf(work_, rows), TeacherOf(work_, rows));
     if (!place.ok() || place->kind != SlicePlaces::Place::Kind::kMessage || rows.size() <= job_.rule.max_rows)
       return place;
     const std::vector<Rows> parts = CutForMessages(rows, job_.rule);

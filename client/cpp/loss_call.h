@@ -49,16 +49,16 @@ namespace lossd::client::internal {
 
 // What one stream sends, and where its results go.
 struct StreamWork {
-  v1::ComputeLossRequest first;  // opens the call
-  Rows rows;                     // the range it opens
-  bool server_cuts = false;      // no slices are sent; the server answers any it likes
-  std::vector<Rows> slices;      // else: to be sent; ascending, disjoint, inside `rows`
-  const char* hidden = nullptr;  // hidden states of row 0 of the microbatch
-  uint64_t row_bytes = 0;        // of a row of hidden states
+  v1::ComputeLossRequest first;    // opens the call
+  Rows rows;                       // the range it opens
+  bool server_cuts = false;        // no slices are sent; the server answers any it likes
+  std::vector<Rows> slices;        // else: to be sent; ascending, disjoint, inside `rows`
+  const char* hidden = nullptr;    // hidden states of row 0 of the microbatch
+  uint64_t row_bytes = 0;          // of a row of hidden states
   const char* teacher = nullptr;   // the teacher's, if the rows have one, likewise
   uint64_t teacher_row_bytes = 0;  // 0: they have none
-  LossOutputs outputs;           // of the whole microbatch
-  std::optional<int> gpu;        // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
+  LossOutputs outputs;             // of the whole microbatch
+  std::optional<int> gpu;          // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
   std::shared_ptr<const StreamPoint> after;  // copies of that GPU's memory begin after it; null: at once
 };
 

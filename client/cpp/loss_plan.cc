@@ -89,8 +89,7 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
         absl::StrCat("is ", microbatch.teacher_hidden_size, "; it must be above 0, and fit ", rows, " rows"));
   }
   if (options.retain) {
-    return ArgumentError("options.retain", "true",
-                         "is true; hidden states of a teacher are not retained");
+    return ArgumentError("options.retain", "true", "is true; hidden states of a teacher are not retained");
   }
   return absl::OkStatus();
 }

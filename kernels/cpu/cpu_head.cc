@@ -450,6 +450,11 @@ absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order,
 
 namespace {
 
+NormParams NormParamsOf(const HeadConfig& config, const HeadBuffers& buffers) {
+  return {config.norm, config.norm_epsilon, config.hidden_size, buffers.value(Param::kNormGain),
+          buffers.value(Param::kNormShift)};
+}
+
 // Logits of this many bytes are turned into gradients while they are still in a cache, at least
 // kLeastBlockRows at a time so that packing W for the product stays cheap.
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
@@ -583,7 +588,7 @@ absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   if (reports_) Retain(chunk, d);
-  const NormParams norm = norm_params();
+  const NormParams norm = NormParamsOf(config_, buffers_);
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const RowSource& source = buffers_.sources[i];
@@ -596,6 +601,124 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
+namespace {
+
+// So many rows of c classes, which may be none, are worth a thread.
+int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
+
+}  // namespace
+
+// Rows of a chunk with a teacher. Borrows everything. Thread-compatible.
+class CpuHead::Distiller {
+ public:
+  Distiller(const Chunk& chunk, const RowOrder& order, CpuHead* student)
+      : chunk_(chunk),
+        order_(order),
+        distillation_(chunk.options.distillation),
+        student_(*student),
+        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
+        row_loss_(SelectRowLoops(), student->ContextFor(chunk.options)) {}
+
+  // As ComputeRows, in blocks of rows that the teacher's workspace holds too.
+  void ComputeRows();
+
+ private:
+  // The logits of these rows in the teacher's workspace from its first row on, but for bias and softcap.
+  void ComputeTeacherLogits(absl::Span<const RowSource> sources);
+  // Gathered row i, whose logits are there: its result, and its gradient in the place of the student's
+  // logits.
+  RowResult Row(int64_t i, float* teacher_logits) const;
+  // Adds the bias and applies the softcap; false if a dot product is not finite that the cap would hide.
+  bool Transform(float* teacher_logits) const;
+
+  const Chunk& chunk_;
+  const RowOrder& order_;
+  const Distillation& distillation_;
+  CpuHead& student_;
+  CpuHead& teacher_;
+  const RowLoss row_loss_;
+};
+
+void CpuHead::Distiller::ComputeRows() {
+  const int64_t d = student_.config_.hidden_size;
+  const int64_t c = student_.classes_.rows;
+  const HeadBuffers& buffers = student_.buffers_;
+  const int64_t block =
+      std::min(teacher_.chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)})));
+  for (int64_t first = 0; first < order_.rows; first += block) {
+    const int64_t rows = std::min(block, order_.rows - first);
+    Gemm(*student_.pool_, rows, c, d, chunk_.options.logit_scale, {buffers.hidden + first * d, d},
+         {buffers.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers.logits + first * c, c);
+    ComputeTeacherLogits({buffers.sources + first, static_cast<size_t>(rows)});
+    student_.pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        buffers.results[first + i] = Row(first + i, teacher_.buffers_.logits + i * c);
+      }
+    });
+  }
+}
+
+void CpuHead::Distiller::ComputeTeacherLogits(absl::Span<const RowSource> sources) {
+  const int64_t d = teacher_.config_.hidden_size;
+  const int64_t c = teacher_.classes_.rows;
+  const HeadBuffers& buffers = teacher_.buffers_;
+  const NormParams norm = NormParamsOf(teacher_.config_, buffers);
+  const auto rows = static_cast<int64_t>(sources.size());
+  const auto gather = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowSource& source = sources[static_cast<size_t>(i)];
+      const Slice& slice = chunk_.slices[static_cast<size_t>(source.slice)];
+      const auto* const from =
+          static_cast<const uint8_t*>(slice.teacher_hidden) + SizeOf(source.row * d, chunk_.hidden_dtype);
+      float* const hidden = buffers.hidden + i * d;
+      float* const raw = teacher_.has_norm_ ? buffers.unit + i * d : hidden;
+      ToFloat(chunk_.hidden_dtype, from, d, raw);
+      if (teacher_.has_norm_) NormForward(norm, raw, hidden);
+    }
+  };
+  teacher_.pool_->ParallelFor(rows, std::max<int64_t>(1, kElementGrain / d), gather);
+  Gemm(*teacher_.pool_, rows, c, d, distillation_.teacher_logit_scale, {buffers.hidden, d},
+       {buffers.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers.logits, c);
+}
+
+bool CpuHead::Distiller::Transform(float* teacher_logits) const {
+  const int64_t c = teacher_.classes_.rows;
+  const RowLoops& loops = SelectRowLoops();
+  const float softcap = distillation_.teacher_softcap;
+  const bool finite = softcap == 0.0f || loops.all_finite(teacher_logits, c);
+  if (const float* const bias = teacher_.buffers_.value(Param::kBias); bias != nullptr) {
+    loops.add_scaled(teacher_logits, bias, distillation_.teacher_logit_scale, c);
+  }
+  if (softcap > 0.0f) loops.softcap(teacher_logits, softcap, c);
+  return finite;
+}
+
+RowResult CpuHead::Distiller::Row(int64_t i, float* teacher_logits) const {
+  const int64_t c = student_.classes_.rows;
+  float* const logits = student_.buffers_.logits + i * c;
+  RowRequest request = student_.RequestFor(chunk_, order_, i);
+  const double row_weight = double{request.row_weight};
+  const double grad_loss = request.grad_loss;
+  const Slice& slice = chunk_.slices[static_cast<size_t>(student_.buffers_.sources[i].slice)];
+  request.counts_target = distillation_.target_weight != 0.0f || slice.out.target_logprob != nullptr;
+  request.row_weight *= distillation_.target_weight;
+  request.grad_loss *= double{distillation_.target_weight};
+  const RowStatistics statistics = row_loss_.Summarise(request, logits);
+  if (request.absent) return row_loss_.Finish(request, statistics, statistics, logits);
+
+  const bool teacher_finite = Transform(teacher_logits);
+  const double divergence = DivergenceOfRow(distillation_, logits, chunk_.options.softcap, c,
+                                            request.want_gradient, teacher_logits);
+  RowResult row = row_loss_.Finish(request, statistics, statistics, logits);
+  row.loss += row_weight * double{distillation_.weight} * divergence;
+  const auto factor =
+      static_cast<float>(grad_loss * double{distillation_.weight} * double{chunk_.options.logit_scale});
+  row.finite = row.finite && teacher_finite && std::isfinite(divergence) &&
+               std::isfinite(static_cast<float>(row.loss)) && std::isfinite(factor);
+  if (request.want_gradient && row.finite) SelectRowLoops().add_scaled(logits, teacher_logits, factor, c);
+  return row;
+}
+
 // With kAuto the rows are sampled first; if that is not accurate enough, they are computed again.
 absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
@@ -604,7 +727,8 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
   if (options.distillation.used()) {
     chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
-    return ComputeDistilledRows(chunk, order);
+    Distiller(chunk, order, this).ComputeRows();
+    return absl::OkStatus();
   }
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   LOSSD_RETURN_IF_ERROR(ComputeRows(chunk, options, order));
@@ -624,9 +748,6 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   options.gradients = Gradients::kExact;
   return ComputeRows(chunk, options, order);
 }
-
-// So many rows of c classes, which may be none, are worth a thread.
-int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
 
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
@@ -667,87 +788,6 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
-// As ComputeRows, in blocks of rows that the teacher's workspace holds too.
-absl::Status CpuHead::ComputeDistilledRows(const Chunk& chunk, const RowOrder& order) {
-  const int64_t d = config_.hidden_size;
-  const int64_t c = classes_.rows;
-  auto* const teacher = static_cast<CpuHead*>(chunk.teacher);  // CheckTeacher
-  const RowLoss row_loss(SelectRowLoops(), ContextFor(chunk.options));
-  const int64_t block = std::min(
-      teacher->chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)})));
-  for (int64_t first = 0; first < order.rows; first += block) {
-    const int64_t rows = std::min(block, order.rows - first);
-    Gemm(*pool_, rows, c, d, chunk.options.logit_scale, {buffers_.hidden + first * d, d},
-         {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
-    teacher->ComputeTeacherLogits(chunk, {buffers_.sources + first, static_cast<size_t>(rows)});
-    pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        buffers_.results[first + i] =
-            DistilRow(chunk, order, row_loss, first + i, teacher->buffers_.value(Param::kBias),
-                      teacher->buffers_.logits + i * c);
-      }
-    });
-  }
-  return absl::OkStatus();
-}
-
-void CpuHead::ComputeTeacherLogits(const Chunk& chunk, absl::Span<const RowSource> sources) {
-  const int64_t d = config_.hidden_size;
-  const NormParams norm = norm_params();
-  const auto rows = static_cast<int64_t>(sources.size());
-  pool_->ParallelFor(rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const RowSource& source = sources[static_cast<size_t>(i)];
-      const Slice& slice = chunk.slices[static_cast<size_t>(source.slice)];
-      const auto* const from =
-          static_cast<const uint8_t*>(slice.teacher_hidden) + SizeOf(source.row * d, chunk.hidden_dtype);
-      float* const hidden = buffers_.hidden + i * d;
-      float* const raw = has_norm_ ? buffers_.unit + i * d : hidden;
-      ToFloat(chunk.hidden_dtype, from, d, raw);
-      if (has_norm_) NormForward(norm, raw, hidden);
-    }
-  });
-  Gemm(*pool_, rows, classes_.rows, d, chunk.options.distillation.teacher_logit_scale, {buffers_.hidden, d},
-       {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits, classes_.rows);
-}
-
-RowResult CpuHead::DistilRow(const Chunk& chunk, const RowOrder& order, const RowLoss& row_loss, int64_t i,
-                             const float* teacher_bias, float* teacher_logits) const {
-  const Distillation& distillation = chunk.options.distillation;
-  const int64_t c = classes_.rows;
-  const RowLoops& loops = SelectRowLoops();
-  float* const logits = buffers_.logits + i * c;
-  RowRequest request = RequestFor(chunk, order, i);
-  const double row_weight = double{request.row_weight};
-  const double grad_loss = request.grad_loss;
-  const Slice& slice = chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)];
-  request.counts_target = distillation.target_weight != 0.0f || slice.out.target_logprob != nullptr;
-  request.row_weight *= distillation.target_weight;
-  request.grad_loss *= double{distillation.target_weight};
-  const RowStatistics statistics = row_loss.Summarise(request, logits);
-  if (request.absent) return row_loss.Finish(request, statistics, statistics, logits);
-
-  // As of the student: an overflow must not hide behind a softcap.
-  bool finite = distillation.teacher_softcap == 0.0f || loops.all_finite(teacher_logits, c);
-  if (teacher_bias != nullptr) {
-    loops.add_scaled(teacher_logits, teacher_bias, distillation.teacher_logit_scale, c);
-  }
-  if (distillation.teacher_softcap > 0.0f) {
-    loops.softcap(teacher_logits, distillation.teacher_softcap, c);
-  }
-  const double divergence = DivergenceOfRow(distillation, logits, chunk.options.softcap, c,
-                                            request.want_gradient, teacher_logits);
-  RowResult row = row_loss.Finish(request, statistics, statistics, logits);
-  row.loss += row_weight * double{distillation.weight} * divergence;
-  const auto factor =
-      static_cast<float>(grad_loss * double{distillation.weight} * double{chunk.options.logit_scale});
-  finite = finite && std::isfinite(divergence) && std::isfinite(static_cast<float>(row.loss)) &&
-           std::isfinite(factor);
-  row.finite = row.finite && finite;
-  if (request.want_gradient && row.finite) loops.add_scaled(logits, teacher_logits, factor, c);
-  return row;
-}
-
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
 // then through the norm.
 absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const RowOrder& order) {
@@ -772,7 +812,7 @@ absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
     LOSSD_RETURN_IF_ERROR(AddNormGradients(Intersect({here.begin, order.accumulated}, here)));
   const int64_t d = config_.hidden_size;
   const RowRange hidden = Intersect({order.hidden_begin, order.hidden_end}, here);
-  const NormParams norm = norm_params();
+  const NormParams norm = NormParamsOf(config_, buffers_);
   pool_->ParallelFor(hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d),
                      [&](int64_t from, int64_t to) {
                        for (int64_t i = hidden.begin + from; i < hidden.begin + to; ++i) {
@@ -883,11 +923,6 @@ RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
   context.class_weight_sum = SumOf(context.class_weights, config_.vocab_size);
   context.own_weight_sum = SumOf(context.class_weights + classes_.first, classes_.rows);
   return context;
-}
-
-NormParams CpuHead::norm_params() const {
-  return {config_.norm, config_.norm_epsilon, config_.hidden_size, buffers_.value(Param::kNormGain),
-          buffers_.value(Param::kNormShift)};
 }
 
 }  // namespace lossd::kernels

@@ -288,6 +288,8 @@ class CpuHead final : public HeadKernels {
   void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
+  class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
+
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
 
@@ -297,14 +299,6 @@ class CpuHead final : public HeadKernels {
   void Gather(const Chunk& chunk, const RowOrder& order);
   absl::Status ComputeChunk(Chunk& chunk, const RowOrder& order);
   absl::Status ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
-  // The same with a teacher, in place of ComputeRows.
-  absl::Status ComputeDistilledRows(const Chunk& chunk, const RowOrder& order);
-  // Of the head as a teacher: the logits of these rows, in its own buffers_.logits from the first row on, but
-  // for the bias and the softcap.
-  void ComputeTeacherLogits(const Chunk& chunk, absl::Span<const RowSource> sources);
-  // Gathered row i of a chunk with a teacher, whose logits are here: its result, and its gradient in place.
-  RowResult DistilRow(const Chunk& chunk, const RowOrder& order, const RowLoss& row_loss, int64_t i,
-                      const float* teacher_bias, float* teacher_logits) const;
   // Returns the rows whose gradient is delivered here; a head that is split may deliver others elsewhere.
   absl::StatusOr<RowRange> ComputeGradHidden(const Chunk& chunk, const RowOrder& order);
   // dy becomes dx for the rows `here` that want it, and has its part in the gradients of the norm.
@@ -316,8 +310,6 @@ class CpuHead final : public HeadKernels {
 
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
-  NormParams norm_params() const;
-
   const HeadConfig config_;
   const int part_;  // of those that divide the classes of its copy of the head
   const bool has_norm_;

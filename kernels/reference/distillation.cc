@@ -89,7 +89,8 @@ RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax&
     const double p = std::exp(log_p[v]);
     row.gradient.push_back((terms[v].by_student - q * mean) / temperature);
     row.magnitude.push_back((std::fabs(terms[v].by_student) + q * (1.0 + std::fabs(mean)) + p) / temperature);
-    row.slope += std::fabs(terms[v].by_student - q * mean) + std::fabs(terms[v].by_teacher - p * mean_teacher);
+    row.slope +=
+        std::fabs(terms[v].by_student - q * mean) + std::fabs(terms[v].by_teacher - p * mean_teacher);
   }
   return row;
 }

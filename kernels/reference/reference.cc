@@ -251,8 +251,8 @@ RowDivergence DivergenceOf(const Head& head, const LossOptions& options, const R
 // Adds the divergence's part to the gradient of a row's dot products.
 void AddDivergence(const LossOptions& options, const RowDivergence& divergence, const Softmax& soft,
                    double upstream, Gradient& ds) {
-  const double factor = upstream * static_cast<double>(options.distillation.weight) *
-                        static_cast<double>(options.logit_scale);
+  const double factor =
+      upstream * static_cast<double>(options.distillation.weight) * static_cast<double>(options.logit_scale);
   for (size_t v = 0; v < divergence.gradient.size(); ++v) {
     ds.value[v] += factor * soft.cap_slope[v] * divergence.gradient[v];
     ds.magnitude[v] += std::fabs(factor) * soft.cap_slope[v] * divergence.magnitude[v];

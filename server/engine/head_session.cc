@@ -92,7 +92,8 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
 
 HeadSession::HeadSession(EngineContext* context, std::string name,
                          std::unique_ptr<kernels::HeadKernels> kernels, VersionCounter* counter)
-    : context_(context),
+    : teaching(kernels.get()),
+      context_(context),
       name_(std::move(name)),
       head_(std::make_unique<head::Head>(name_, std::move(kernels))),
       config_(head_->config()),

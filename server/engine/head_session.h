@@ -65,7 +65,7 @@ class HeadSession final : public DeviceLoop::Source,
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
   Magnitudes magnitudes;  // of what the head holds; also on the device thread only
-  Teaching teaching;      // the streams of other heads that this one teaches
+  Teaching teaching;      // of streams of other heads
   // On the device thread, without the lock. Ends the head, and gives back the context's memory that the
   // session holds, because the backend may keep the session longer than the engine lives.
   void DeleteHead();
@@ -76,12 +76,6 @@ class HeadSession final : public DeviceLoop::Source,
   bool Receive(std::unique_ptr<SliceWork>& slice);
   // Without the lock, where the time of a copy may be spent: has the rows copied and the slice queued.
   void CopyAndQueue(std::unique_ptr<SliceWork> slice);
-
-  // Whether the head may be distilled into from that one, kernels::HeadKernels::CheckTeacher; neither is being
-  // deleted.
-  absl::Status CheckTeacher(const HeadSession& teacher) const {
-    return head_->kernels().CheckTeacher(teacher.head_->kernels());
-  }
 
   // ---- Versions ----
   // Calls `enter`, which puts another step in the place of the open one, and then ends what was bound to the
@@ -144,7 +138,7 @@ class HeadSession final : public DeviceLoop::Source,
   std::unique_ptr<StreamSet> streams_;          // set once, by Create
   std::unique_ptr<StreamAdmission> admission_;  // set once, by Create
   std::vector<kernels::Choice> last_chunk_choices_;
-  double gradient_error_ = 0.0;  // of the last chunk that was sampled
+  double gradient_error_ = 0.0;   // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;  // also those of other heads that this one teaches
   bool deleting_ = false;
   int64_t total_rows_ = 0;

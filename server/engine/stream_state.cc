@@ -193,17 +193,19 @@ absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> val
   return absl::OkStatus();
 }
 
-StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits)
-    : spec_(std::move(spec)), head_state_(state), limits_(limits) {}
+StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher)
+    : spec_(std::move(spec)), head_state_(state), limits_(limits), teacher_(std::move(teacher)) {
+  limits_.max_bytes_in_place += limits_.max_rows * teacher_.hidden_size * static_cast<int64_t>(sizeof(float));
+}
 
 absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::HeadConfig& config,
-                                              HeadState state, SliceLimits limits) {
+                                              HeadState state, SliceLimits limits, TeacherOf teacher) {
   ResolveOptions(config, spec);
   LOSSD_RETURN_IF_ERROR(CheckRanges(spec));
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
 
-  StreamRows rows(std::move(spec), state, limits);
+  StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
   LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
@@ -268,12 +270,6 @@ void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gr
   is_backward_ = !gradients_.loss.empty();
 }
 
-void StreamRows::SetTeacher(TeacherOf teacher) {
-  teacher_ = std::move(teacher);
-  limits_.max_bytes_in_place +=
-      limits_.max_rows * teacher_.hidden_size * static_cast<int64_t>(sizeof(float));
-}
-
 const float* StreamRows::At(const std::vector<float>& values, RowRange rows) const {
   return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
 }
@@ -289,11 +285,6 @@ const float* StreamRows::row_weights(RowRange rows) const { return At(spec_.row_
 
 int64_t StreamRows::RowBytes(int64_t rows) const {
   return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
-}
-
-int64_t StreamRows::SliceBytes(int64_t rows) const {
-  return RowBytes(rows) +
-         rows * teacher_.hidden_size * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
 }
 
 int64_t StreamRows::RetainedOffset(RowRange rows) const {
@@ -355,14 +346,14 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
                         Text(rows));
   }
-  if (bytes != SliceBytes(rows.size())) {
+  if (bytes != SliceBytes(*this, rows.size())) {
     const std::string of_teacher =
         teacher_ ? absl::StrCat(", and ", teacher_.hidden_size, " of the teacher") : "";
-    return InvalidField(
-        "payload",
-        absl::StrCat("must have ", errors::ExactBytes(SliceBytes(rows.size())), " for rows ", Text(rows),
-                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values", of_teacher),
-        absl::StrCat(bytes));
+    return InvalidField("payload",
+                        absl::StrCat("must have ", errors::ExactBytes(SliceBytes(*this, rows.size())),
+                                     " for rows ", Text(rows), " of ", hidden_size_, " ",
+                                     kernels::Name(spec_.hidden_dtype), " values", of_teacher),
+                        absl::StrCat(bytes));
   }
   return absl::OkStatus();
 }
@@ -432,8 +423,9 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
 absl::StatusOr<std::shared_ptr<StreamState>> StreamState::Create(StreamSpec spec,
                                                                  const kernels::HeadConfig& config,
                                                                  HeadState state, SliceLimits limits,
-                                                                 std::shared_ptr<StreamObserver> observer) {
-  auto rows = StreamRows::Create(std::move(spec), config, state, limits);
+                                                                 std::shared_ptr<StreamObserver> observer,
+                                                                 TeacherOf teacher) {
+  auto rows = StreamRows::Create(std::move(spec), config, state, limits, std::move(teacher));
   if (!rows.ok()) return rows.status();
   return std::make_shared<StreamState>(*std::move(rows), std::move(observer));
 }

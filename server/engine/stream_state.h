@@ -105,13 +105,11 @@ class StreamRows {
   // kernels::kIgnoredTarget and resolves the normalizer. INVALID_ARGUMENT names the field of
   // lossd.v1.OpenMicrobatch; FAILED_PRECONDITION for accumulation on a frozen head.
   static absl::StatusOr<StreamRows> Create(StreamSpec spec, const kernels::HeadConfig& config,
-                                           HeadState state, SliceLimits limits);
+                                           HeadState state, SliceLimits limits, TeacherOf teacher = {});
 
   // For a stream that retains its rows or computes retained ones: where they are. `gradients` goes with the
   // latter. Call once, before the first slice.
   void SetRetained(std::vector<RetainedRows> retained, RowGradients gradients);
-  // For a stream that is distilled. Call once, before the first slice.
-  void SetTeacher(TeacherOf teacher);
 
   const StreamSpec& spec() const { return spec_; }
   const MicrobatchTerms& terms() const { return terms_; }
@@ -155,9 +153,8 @@ class StreamRows {
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;
-  // Bytes of some rows' hidden states, and the same with the teacher's, as a slice brings them.
+  // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
-  int64_t SliceBytes(int64_t rows) const;
 
   int64_t valid_rows() const { return valid_rows_; }  // with a target
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }
@@ -167,7 +164,7 @@ class StreamRows {
   absl::Status CheckSlice(RowRange rows, int64_t bytes, bool in_place) const;
 
  private:
-  StreamRows(StreamSpec spec, HeadState state, SliceLimits limits);
+  StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
   const float* At(const std::vector<float>& values, RowRange rows) const;
@@ -177,13 +174,19 @@ class StreamRows {
   HeadState head_state_;
   SliceLimits limits_;
   int64_t hidden_size_ = 0;
-  TeacherOf teacher_;
+  TeacherOf teacher_;  // of a stream that is distilled
   int64_t valid_rows_ = 0;
   float grad_scale_ = 1.0f;
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
 };
+
+// Bytes of some rows as a slice brings them: with the hidden states of a teacher.
+inline int64_t SliceBytes(const StreamRows& stream, int64_t rows) {
+  const auto element = static_cast<int64_t>(kernels::SizeOf(stream.spec().hidden_dtype));
+  return stream.RowBytes(rows) + rows * stream.teacher().hidden_size * element;
+}
 
 // ---- The backward pass of deferred microbatches ----
 // What a caller asked for becomes a stream over rows that the engine holds. The functions are thread-safe.
@@ -208,7 +211,8 @@ class StreamState : public StreamRows {
   static absl::StatusOr<std::shared_ptr<StreamState>> Create(StreamSpec spec,
                                                              const kernels::HeadConfig& config,
                                                              HeadState state, SliceLimits limits,
-                                                             std::shared_ptr<StreamObserver> observer);
+                                                             std::shared_ptr<StreamObserver> observer,
+                                                             TeacherOf teacher = {});
 
   StreamObserver& observer() { return *observer_; }
 

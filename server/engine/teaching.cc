@@ -56,14 +56,17 @@ absl::StatusOr<TeacherOf> CheckDistillation(HeadSession& student, std::shared_pt
     return InvalidField(kTeacher, "must be another head than open.head", spec->teacher);
   }
   if (spec->retain) {
-    return NotYet("open.retain", "must be false with open.options.distillation: hidden states of a teacher "
-                  "are not retained", "true");
+    return NotYet("open.retain",
+                  "must be false with open.options.distillation: hidden states of a teacher "
+                  "are not retained",
+                  "true");
   }
   if (student.order() != nullptr && spec->accumulate_gradients) {
     return NotYet("open.options.distillation",
                   "must be absent in calls that accumulate on a deterministic server", spec->teacher);
   }
-  if (absl::Status taken = student.CheckTeacher(*teacher); !taken.ok()) {
+  if (absl::Status taken = student.teaching.kernels().CheckTeacher(teacher->teaching.kernels());
+      !taken.ok()) {
     return errors::Within("open.options.", std::move(taken));
   }
   LOSSD_RETURN_IF_ERROR(

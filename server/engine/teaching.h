@@ -17,7 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/distillation.h"
+#include "kernels/backend.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
@@ -36,9 +36,14 @@ struct TeacherOf {
   absl::Status CheckBound() const;
 };
 
-// The open streams of other heads that one head teaches.
+// A head as a teacher: the open streams of other heads that it teaches.
 class Teaching {
  public:
+  // `kernels`: of the head.
+  explicit Teaching(const kernels::HeadKernels* kernels) : kernels_(kernels) {}
+
+  // Only for what is the same as long as the head is there; not once it is being deleted.
+  const kernels::HeadKernels& kernels() const { return *kernels_; }
   void Begin(HeadSession* student) { ++streams_[student]; }
   void End(HeadSession* student) {
     const auto it = streams_.find(student);
@@ -49,6 +54,7 @@ class Teaching {
   std::vector<HeadSession*> students() const;
 
  private:
+  const kernels::HeadKernels* const kernels_;
   std::map<HeadSession*, int64_t> streams_;
 };
 

@@ -111,7 +111,7 @@ struct ChunkWork {
   bool accumulates = false;  // rows of the segments are reserved in the ledger
   // Rows are booked, and calls end, with the results instead of with the weight gradient.
   bool settles_with_results = false;
-  uint64_t turn = 0;  // kernels::Chunk::turn
+  uint64_t turn = 0;                     // kernels::Chunk::turn
   std::shared_ptr<HeadSession> teacher;  // of all rows; null without one
 };
 

@@ -243,9 +243,10 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           double{slice.grad_scale},    ToDouble(slice.grad_loss),
           ToDouble(slice.grad_lse),    ToDouble(slice.grad_entropy),
           slice.sample_seed,           slice.first_row,
-          /*sample_uniform=*/false,    /*class_parts=*/1,
-          /*class_shares=*/{},         /*logit_error=*/0.0,
-          ToDouble(slice.teacher_hidden)};
+          /*sample_uniform=*/false,
+          /*class_parts=*/1,
+          /*class_shares=*/{},
+          /*logit_error=*/0.0,         ToDouble(slice.teacher_hidden)};
 }
 
 std::vector<reference::Result> ComputeReference(const Problem& problem,

@@ -198,6 +198,8 @@ TEST(LossOptionsTest, SlopesGrowWithClassWeightsAndTheZLoss) {
                                            .target_weight = 0.25f}},
                          8.0),
             8.0);
+  EXPECT_EQ(LargestSlope({.distillation = {.divergence = Divergence::kReverseKl, .temperature = 0.5f}}, 1.0),
+            400.0);
 }
 
 TEST(LossOptionsTest, EverythingCanBeSampled) {

@@ -45,7 +45,7 @@ struct SliceData {
   bool want_grad_hidden = true;
   uint64_t sample_seed = 0;
   int64_t first_row = 0;
-  bool stands_in = false;  // comparisons do not know it
+  bool stands_in = false;             // comparisons do not know it
   std::vector<float> teacher_hidden;  // [rows, D of the teacher], with Problem::teacher
 
   int64_t rows() const { return static_cast<int64_t>(targets.size()); }

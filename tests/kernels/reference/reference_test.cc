@@ -128,8 +128,7 @@ TEST(ReferenceTest, KnownDivergences) {
   rows.hidden = rows.teacher_hidden = {1.0, 1.0};
   rows.targets = {1, kIgnoredTarget};
   const auto loss = [&](const Distillation& distillation) {
-    const reference::Result result =
-        reference::Compute(head, {.distillation = distillation}, rows, nullptr);
+    const reference::Result result = reference::Compute(head, {.distillation = distillation}, rows, nullptr);
     EXPECT_EQ(result.loss[1], 0.0);
     return result.loss[0];
   };

@@ -170,8 +170,8 @@ TEST_F(DistillationTest, RefusesWhatDoesNotFitAndBooksNothing) {
       {[](auto& open, auto& d) { d.set_teacher("narrow"); }, Code::kInvalidArgument, prefix + "teacher"},
       {[](auto& open, auto& d) { d.set_teacher("trainable"); }, Code::kInvalidArgument, prefix + "teacher"},
       {[](auto& open, auto& d) { d.clear_divergence(); }, Code::kInvalidArgument, prefix + "divergence"},
-      {[](auto& open, auto& d) { d.set_divergence(static_cast<v1::Divergence>(99)); },
-       Code::kInvalidArgument, prefix + "divergence"},
+      {[](auto& open, auto& d) { d.set_divergence(static_cast<v1::Divergence>(99)); }, Code::kInvalidArgument,
+       prefix + "divergence"},
       {[](auto& open, auto& d) { d.set_beta(1.0f); }, Code::kInvalidArgument, prefix + "beta"},
       {[](auto& open, auto& d) { d.set_temperature(0.0f); }, Code::kInvalidArgument, prefix + "temperature"},
       {[](auto& open, auto& d) { d.set_weight(-1.0f); }, Code::kInvalidArgument, prefix + "weight"},
@@ -281,11 +281,12 @@ TEST_F(DistillationTest, TheClientSendsRowsOfBoth) {
       kernels::testing::SliceOutputs got;
       got.grad_hidden.resize(90 * kHidden);
       got.loss.resize(90);
-      ASSERT_TRUE((*client)
-                      ->ComputeLoss(microbatch,
-                                    {.grad_hidden = got.grad_hidden.data(), .row_loss = absl::MakeSpan(got.loss)},
-                                    compute)
-                      .ok());
+      ASSERT_TRUE(
+          (*client)
+              ->ComputeLoss(microbatch,
+                            {.grad_hidden = got.grad_hidden.data(), .row_loss = absl::MakeSpan(got.loss)},
+                            compute)
+              .ok());
       EXPECT_EQ((*client)->transport().transport, transport);
       const auto want = kernels::testing::ComputeReference(problem, nullptr);
       for (size_t row = 0; row < 90; ++row) {

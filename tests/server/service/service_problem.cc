@@ -145,9 +145,8 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
 std::string PayloadOf(const Problem& problem, const SliceData& data, int64_t begin, int64_t end) {
   const auto rows = [&](const std::vector<float>& of, int64_t width) {
     return Bytes(kernels::testing::Encode(
-        problem.hidden_dtype,
-        absl::MakeConstSpan(of).subspan(static_cast<size_t>(begin * width),
-                                        static_cast<size_t>((end - begin) * width))));
+        problem.hidden_dtype, absl::MakeConstSpan(of).subspan(static_cast<size_t>(begin * width),
+                                                              static_cast<size_t>((end - begin) * width))));
   };
   std::string payload = rows(data.hidden, problem.config.hidden_size);
   for (const Problem& teacher : problem.teacher) {
