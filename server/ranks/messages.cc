@@ -123,6 +123,36 @@ absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
                                    .nesterov = step.nesterov()};
 }
 
+namespace {
+
+v1::Distillation ToProto(const kernels::Distillation& distillation) {
+  v1::Distillation out;
+  out.set_divergence(ValueOf(distillation.divergence));
+  out.set_beta(distillation.beta);
+  out.set_temperature(distillation.temperature);
+  out.set_weight(distillation.weight);
+  out.set_target_weight(distillation.target_weight);
+  out.set_teacher_logit_scale(distillation.teacher_logit_scale);
+  out.set_teacher_softcap(distillation.teacher_softcap);
+  out.set_teacher(distillation.teacher);
+  return out;
+}
+
+absl::StatusOr<kernels::Distillation> FromProto(const v1::Distillation& distillation) {
+  LOSSD_TRY(const auto divergence,
+            EnumOf("divergence", distillation.divergence(), kernels::Divergence::kTotalVariation));
+  return kernels::Distillation{.divergence = divergence,
+                               .beta = distillation.beta(),
+                               .temperature = distillation.temperature(),
+                               .weight = distillation.weight(),
+                               .target_weight = distillation.target_weight(),
+                               .teacher_logit_scale = distillation.teacher_logit_scale(),
+                               .teacher_softcap = distillation.teacher_softcap(),
+                               .teacher = distillation.teacher()};
+}
+
+}  // namespace
+
 v1::LossOptions ToProto(const kernels::LossOptions& options) {
   v1::LossOptions out;
   out.set_logit_scale(options.logit_scale);
@@ -134,11 +164,13 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   out.set_filter_epsilon(options.filter_epsilon);
   out.set_sample_threshold(options.sample_threshold);
   out.set_max_gradient_error(options.max_gradient_error);
+  *out.mutable_distillation() = ToProto(options.distillation);
   return out;
 }
 
 absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   LOSSD_TRY(const auto gradients, GradientsOf(options.gradients()));
+  LOSSD_TRY(const auto distillation, FromProto(options.distillation()));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
@@ -147,7 +179,8 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
                               .gradients = gradients,
                               .filter_epsilon = options.filter_epsilon(),
                               .sample_threshold = options.sample_threshold(),
-                              .max_gradient_error = options.max_gradient_error()};
+                              .max_gradient_error = options.max_gradient_error(),
+                              .distillation = distillation};
 }
 
 void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {

@@ -86,13 +86,26 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
                                      .gradients = kernels::Gradients::kSampled,
                                      .filter_epsilon = 5,
                                      .sample_threshold = 6,
-                                     .max_gradient_error = 7};
+                                     .max_gradient_error = 7,
+                                     .distillation = {.divergence = kernels::Divergence::kReverseKl,
+                                                      .beta = 0.25f,
+                                                      .temperature = 8,
+                                                      .weight = 9,
+                                                      .target_weight = 10,
+                                                      .teacher_logit_scale = 11,
+                                                      .teacher_softcap = 12,
+                                                      .teacher = 13}};
   const kernels::LossOptions no_loss;
   {
-    const auto& [a, b, c, d, e, f, g, h, i] = loss;
-    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0] = no_loss;
+    const auto& [a, b, c, d, e, f, g, h, i, j] = loss;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0] = no_loss;
     EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
-                i != i0);
+                i != i0 && j != j0);
+  }
+  {
+    const auto& [a, b, c, d, e, f, g, h] = loss.distillation;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0] = no_loss.distillation;
+    EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0);
   }
   EXPECT_EQ(*FromProto(ToProto(loss)), loss);
 }
