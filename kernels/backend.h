@@ -171,6 +171,9 @@ struct Slice {
   const float* advantages = nullptr;
   const float* old_logprobs = nullptr;
   const float* ref_logprobs = nullptr;
+  // With Chunk::teacher: the rows' hidden states of the teacher, [rows, D of the teacher],
+  // Chunk::hidden_dtype.
+  const void* teacher_hidden = nullptr;
 
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
@@ -204,6 +207,8 @@ class RetainedMemory {
   }
 };
 
+class HeadKernels;
+
 // Rows computed together. Owned by the caller, untouched by it until on_done has run.
 struct Chunk {
   LossOptions options;
@@ -215,7 +220,12 @@ struct Chunk {
   // time.
   uint64_t turn = 0;
   RetainedMemory* retained = nullptr;  // for slices with a retained_offset; of the same backend
-  absl::Span<Slice> slices;            // together at most HeadKernels::chunk_rows() rows
+  // With options.distillation: the head whose softmax the rows are compared with, which
+  // HeadKernels::CheckTeacher takes. All other operations on it wait for the chunk; its own chunks and those
+  // of others that it teaches may be in flight too. The slices have neither a retained_offset nor upstream
+  // gradients of lse or entropy.
+  HeadKernels* teacher = nullptr;
+  absl::Span<Slice> slices;  // together at most HeadKernels::chunk_rows() rows
 
   // Set by the backend unless it refuses the chunk, and final when on_results runs: how it was computed, as
   // far as that depends on the chunk, its gradients first.
@@ -258,6 +268,15 @@ class HeadKernels {
   // How a full chunk with gradients is computed whose options are the defaults, with the gradients that the
   // head's config names; and what was chosen when the head was made.
   virtual std::vector<Choice> Describe() const = 0;
+
+  // OK if chunks of this head may have such a teacher (Chunk::teacher), a head of the same backend:
+  // INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher"; UNIMPLEMENTED, the default,
+  // if heads like these two are not distilled. Thread-safe; fixed for the life of both.
+  virtual absl::Status CheckTeacher(const HeadKernels& teacher) const {
+    return absl::UnimplementedError(
+        "distillation.teacher must be absent: this server, or the way in which the head lies on its devices, "
+        "does not distil yet");
+  }
 
   // Computes a chunk: row results, grad_hidden where wanted, and (accumulate_gradients) adds the
   // weight gradients to the accumulators. At most Backend::max_chunks_in_flight() chunks may be

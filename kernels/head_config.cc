@@ -62,6 +62,13 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
     return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
+  LOSSD_RETURN_IF_ERROR(Validate(options.distillation));
+  if (options.distillation.used() && options.gradients != Gradients::kExact) {
+    return errors::FieldError("gradients", "be exact with distillation", Name(options.gradients));
+  }
+  if (options.distillation.used() && options.objective.active()) {
+    return errors::FieldError("objective", "be absent with distillation", Name(options.objective.kind));
+  }
   if (absl::Status status = Validate(options.objective); !status.ok()) {
     return errors::Within("objective.", std::move(status));
   }
@@ -77,7 +84,15 @@ absl::Status Validate(const LossOptions& options) {
 
 double LargestSlope(const LossOptions& options, double largest_class_weight) {
   const double hard = options.objective.active() ? 0.0 : std::max(1.0, largest_class_weight);
-  return hard + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+  const double with_target = hard + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
+  const Distillation& distillation = options.distillation;
+  if (!distillation.used()) return with_target;
+  const double temperature = static_cast<double>(distillation.temperature);
+  // That of the reverse KL has the logarithms of q / p in it, those of the others are probabilities at most.
+  const bool logarithms = distillation.divergence == Divergence::kReverseKl;
+  const double largest = logarithms ? kLargeLse / std::min(temperature, 1.0) : 1.0;
+  return static_cast<double>(distillation.target_weight) * with_target +
+         static_cast<double>(distillation.weight) * largest / temperature;
 }
 
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "kernels/distillation.h"
 #include "kernels/objective.h"
 
 namespace lossd::kernels {
@@ -84,6 +85,7 @@ struct LossOptions {
   // In the place of the cross-entropy, the first two terms above. Then label_smoothing is 0 and
   // use_class_weights false.
   Objective objective;
+  Distillation distillation;  // of rows that have a teacher; their gradients are kExact
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };

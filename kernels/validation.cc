@@ -67,6 +67,31 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
   return ValidateTargets(config, index, slice);
 }
 
+// What a chunk with a teacher has to bring, and one without must not.
+absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) {
+  const bool distilled = chunk.options.distillation.used();
+  if (distilled != (chunk.teacher != nullptr)) {
+    return errors::FieldError("teacher", "come with options.distillation, and only with it",
+                              distilled ? "null" : "a head");
+  }
+  if (!distilled) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config, chunk.teacher->config(), "distillation.teacher"));
+  for (size_t i = 0; i < chunk.slices.size(); ++i) {
+    const Slice& slice = chunk.slices[i];
+    if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
+      return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
+    }
+    if (slice.retained_offset != -1) {
+      return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);
+    }
+    if (slice.grad_lse != nullptr || slice.grad_entropy != nullptr) {
+      return errors::FieldError(Of(i, slice.grad_lse != nullptr ? "grad_lse" : "grad_entropy"),
+                                "be null with a teacher", "an array");
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
   int64_t left = chunk_rows;
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
@@ -99,6 +124,7 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
     return errors::FieldError("hidden_dtype", "be fp32, fp16 or bf16", static_cast<int>(chunk.hidden_dtype));
   }
   LOSSD_RETURN_IF_ERROR(ValidateRowCount(chunk_rows, chunk));
+  LOSSD_RETURN_IF_ERROR(ValidateDistillation(config, chunk));
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     if (absl::Status status = ValidateSlice(config, i, chunk.slices[i], chunk); !status.ok()) return status;
   }

@@ -181,6 +181,11 @@ struct Microbatch {
   absl::Span<const float> advantages;
   absl::Span<const float> old_logprobs;
   absl::Span<const float> ref_logprobs;
+
+  // With ComputeOptions::loss.distillation: the rows' hidden states of the teacher, [N, teacher_hidden_size]
+  // of hidden_dtype, in memory of the same kind as `hidden`; not owned.
+  const void* teacher_hidden = nullptr;
+  uint64_t teacher_hidden_size = 0;
 };
 
 // Where results go; not owned. Only what is given is computed and sent. After an error the contents are

@@ -75,12 +75,13 @@ absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::opt
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
-      : LossWork(
-            microbatch.head, microbatch.step, options.accumulate_gradients,
-            options.accumulate_gradients || options.retain, microbatch.hidden_size, microbatch.hidden_dtype,
-            PlaceOf(
-                "microbatch.stream", microbatch.stream, microbatch.memory,
-                {{"microbatch.hidden", microbatch.hidden}, {"outputs.grad_hidden", outputs.grad_hidden}})),
+      : LossWork(microbatch.head, microbatch.step, options.accumulate_gradients,
+                 options.accumulate_gradients || options.retain, microbatch.hidden_size,
+                 microbatch.hidden_dtype,
+                 PlaceOf("microbatch.stream", microbatch.stream, microbatch.memory,
+                         {{"microbatch.hidden", microbatch.hidden},
+                          {"microbatch.teacher_hidden", microbatch.teacher_hidden},
+                          {"outputs.grad_hidden", outputs.grad_hidden}})),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
         advantages_(microbatch.advantages.begin(), microbatch.advantages.end()),
@@ -105,6 +106,7 @@ class ForwardWork : public LossWork {
   }
 
   uint64_t MovedRows() const override { return valid_rows_; }
+  uint64_t sent_row_bytes() const override { return row_bytes() + TeacherRowBytes(); }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(
@@ -121,6 +123,8 @@ class ForwardWork : public LossWork {
     work.slices = DivideIntoSlices(targets_, ignore_index_, rows, rule);
     work.hidden = static_cast<const char*>(microbatch_.hidden);
     work.row_bytes = row_bytes();
+    work.teacher = static_cast<const char*>(microbatch_.teacher_hidden);
+    work.teacher_row_bytes = TeacherRowBytes();
     work.outputs = outputs_;
     work.gpu = gpu();
     work.after = after();
@@ -144,6 +148,9 @@ class ForwardWork : public LossWork {
            (ref_logprobs_.empty() ? 0u : 1u);
   }
 
+  uint64_t TeacherRowBytes() const {
+    return microbatch_.teacher_hidden_size * ElementSize(microbatch_.hidden_dtype);
+  }
   double Normalizer() const { return options_.normalizer.value_or(static_cast<double>(valid_rows_)); }
 
   v1::OpenMicrobatch MakeOpen(Rows rows) const {
@@ -336,20 +343,25 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   open->mutable_in_region()->set_bytes(room_->bytes);
 }
 
-absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden) {
+absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden,
+                                                    absl::Span<const uint8_t> teacher) {
   if (region_ == nullptr || hidden.empty()) return Place();
+  const uint64_t bytes = hidden.size() + teacher.size();
   Place place;
   {
     absl::MutexLock lock(&mu_);
-    const bool more_than_share = !taken_.empty() && taken_bytes_ + hidden.size() > ShareOf(*region_);
-    const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(hidden.size());
-    if (!offset.has_value()) return Place{WithoutRoom(hidden.size())};
-    taken_[row] = {*offset, hidden.size()};
-    taken_bytes_ += hidden.size();
+    const bool more_than_share = !taken_.empty() && taken_bytes_ + bytes > ShareOf(*region_);
+    const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(bytes);
+    if (!offset.has_value()) return Place{WithoutRoom(bytes)};
+    taken_[row] = {*offset, bytes};
+    taken_bytes_ += bytes;
     place = {Place::Kind::kRegion, *offset};
   }
   LOSSD_RETURN_IF_ERROR(
       CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copiers_.to_region, after_.get()));
+  if (teacher.empty()) return place;
+  LOSSD_RETURN_IF_ERROR(CopyBytes(region_->At(place.offset + hidden.size()), teacher.data(), teacher.size(),
+                                  copiers_.to_region, after_.get()));
   return place;
 }
 
@@ -383,7 +395,7 @@ const uint8_t* SlicePlaces::Find(uint64_t row, uint64_t bytes) const {
     return inside ? region_->At(room_->offset + before) : nullptr;
   }
   const auto place = taken_.find(row);
-  return place == taken_.end() || place->second.bytes != bytes ? nullptr : region_->At(place->second.offset);
+  return place == taken_.end() || place->second.bytes < bytes ? nullptr : region_->At(place->second.offset);
 }
 
 absl::Status SlicePlaces::Fetch(const uint8_t* from, uint64_t bytes, void* to) const {
@@ -476,10 +488,14 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
   request.mutable_slice()->mutable_rows()->set_end(rows.end);
   const absl::Span<const uint8_t> hidden = HiddenOf(work, rows);
-  if (!work.gpu.has_value()) return wire::Encode(request, hidden, std::move(release));
-  auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size());
-  const absl::Status copied =
-      CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu, work.after.get());
+  const absl::Span<const uint8_t> teacher = TeacherOf(work, rows);
+  if (!work.gpu.has_value() && teacher.empty()) return wire::Encode(request, hidden, std::move(release));
+  auto copy = std::make_unique<std::vector<uint8_t>>(hidden.size() + teacher.size());
+  absl::Status copied = CopyBytes(copy->data(), hidden.data(), hidden.size(), work.gpu, work.after.get());
+  if (!teacher.empty()) {
+    copied.Update(
+        CopyBytes(copy->data() + hidden.size(), teacher.data(), teacher.size(), work.gpu, work.after.get()));
+  }
   release();  // the caller's memory is not needed any more
   if (!copied.ok()) return copied;
   const absl::Span<const uint8_t> bytes = *copy;
@@ -491,13 +507,20 @@ grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t
   request.mutable_slice()->mutable_rows()->set_begin(rows.begin);
   request.mutable_slice()->mutable_rows()->set_end(rows.end);
   request.mutable_slice()->mutable_in_region()->set_offset(offset);
-  request.mutable_slice()->mutable_in_region()->set_bytes(rows.size() * work.row_bytes);
+  request.mutable_slice()->mutable_in_region()->set_bytes(rows.size() *
+                                                          (work.row_bytes + work.teacher_row_bytes));
   return wire::Encode(request);
 }
 
 absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows) {
   const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
   return absl::MakeConstSpan(data, rows.size() * work.row_bytes);
+}
+
+absl::Span<const uint8_t> TeacherOf(const StreamWork& work, Rows rows) {
+  if (work.teacher_row_bytes == 0) return {};
+  const auto* data = reinterpret_cast<const uint8_t*>(work.teacher) + rows.begin * work.teacher_row_bytes;
+  return absl::MakeConstSpan(data, rows.size() * work.teacher_row_bytes);
 }
 
 StreamAnswers::StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places)
@@ -661,7 +684,8 @@ void LossStream::OnWriteDone(bool ok) {
 absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
   while (true) {
     const Rows rows = left_.front();
-    const absl::StatusOr<SlicePlaces::Place> place = places_.Put(rows.begin, HiddenOf(work_, rows));
+    const absl::StatusOr<SlicePlaces::Place> place =
+        places_.Put(rows.begin, HiddenOf(work_, rows), TeacherOf(work_, rows));
     if (!place.ok() || place->kind != SlicePlaces::Place::Kind::kMessage || rows.size() <= job_.rule.max_rows)
       return place;
     const std::vector<Rows> parts = CutForMessages(rows, job_.rule);
@@ -700,7 +724,7 @@ absl::Status LossStream::SendSlice() {
   if (!place.ok() || waiting_) return place.status();
   const Rows rows = left_.front();
   left_.pop_front();
-  const uint64_t bytes = rows.size() * work_.row_bytes;
+  const uint64_t bytes = rows.size() * (work_.row_bytes + work_.teacher_row_bytes);
   if (place->kind == Kind::kRegion) {
     request_ = EncodeSliceInRegion(work_, rows, place->offset);
   } else {
@@ -930,7 +954,7 @@ void LossCall::StartPart(size_t index) {
   auto places = std::make_unique<SlicePlaces>(
       MovedBytes() > 0 ? core_->connections().RegionFor(work_->gpu(), MovedBytes()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
-  const SliceRule cut = places->RuleFor(*rule, part.rows, work_->row_bytes());
+  const SliceRule cut = places->RuleFor(*rule, part.rows, work_->sent_row_bytes());
   absl::StatusOr<StreamWork> work = work_->Prepare(part.rows, cut, *meant);
   if (!work.ok()) return Fail(work.status());
   NameRun(core_->options().run, &work->first);
@@ -995,7 +1019,7 @@ void LossCall::Relaunch(const HeadInfo& facts) {
 }
 
 absl::StatusOr<SliceRule> LossCall::Rule() const {
-  return MakeSliceRule(work_->row_bytes(), options_.slice_bytes, facts_.limits);
+  return MakeSliceRule(work_->sent_row_bytes(), options_.slice_bytes, facts_.limits);
 }
 
 bool LossCall::WouldCutOtherwise(const Part& part) const {

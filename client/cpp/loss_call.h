@@ -49,14 +49,16 @@ namespace lossd::client::internal {
 
 // What one stream sends, and where its results go.
 struct StreamWork {
-  v1::ComputeLossRequest first;  // opens the call
-  Rows rows;                     // the range it opens
-  bool server_cuts = false;      // no slices are sent; the server answers any it likes
-  std::vector<Rows> slices;      // else: to be sent; ascending, disjoint, inside `rows`
-  const char* hidden = nullptr;  // hidden states of row 0 of the microbatch
-  uint64_t row_bytes = 0;        // of a row of hidden states
-  LossOutputs outputs;           // of the whole microbatch
-  std::optional<int> gpu;        // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
+  v1::ComputeLossRequest first;    // opens the call
+  Rows rows;                       // the range it opens
+  bool server_cuts = false;        // no slices are sent; the server answers any it likes
+  std::vector<Rows> slices;        // else: to be sent; ascending, disjoint, inside `rows`
+  const char* hidden = nullptr;    // hidden states of row 0 of the microbatch
+  uint64_t row_bytes = 0;          // of a row of hidden states
+  const char* teacher = nullptr;   // the teacher's, if the rows have one, likewise
+  uint64_t teacher_row_bytes = 0;  // 0: they have none
+  LossOutputs outputs;             // of the whole microbatch
+  std::optional<int> gpu;          // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
   std::shared_ptr<const StreamPoint> after;  // copies of that GPU's memory begin after it; null: at once
 };
 
@@ -85,6 +87,8 @@ class LossWork {
   bool restartable() const { return !in_step_; }
   uint64_t hidden_size() const { return hidden_size_; }
   uint64_t row_bytes() const { return row_bytes_; }
+  // What is sent of a row: with the hidden state of a teacher.
+  virtual uint64_t sent_row_bytes() const { return row_bytes_; }
   // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
@@ -157,13 +161,15 @@ class SlicePlaces {
   // kWait: there is none before a slice of this call is answered; then Put is to be called again.
   // kWaitForOthers: there is none before another call gives some back; then `freed` of WaitForOthers runs,
   // and Put is to be called again. An error of the driver ends the call.
-  absl::StatusOr<Place> Put(uint64_t row, absl::Span<const uint8_t> hidden) ABSL_LOCKS_EXCLUDED(mu_);
+  // `teacher`: lies behind `hidden`; empty if there is none.
+  absl::StatusOr<Place> Put(uint64_t row, absl::Span<const uint8_t> hidden,
+                            absl::Span<const uint8_t> teacher = {}) ABSL_LOCKS_EXCLUDED(mu_);
   // From now on a call that has nothing in the region waits for what others give back, if it may wait at all;
   // `freed` as in SharedRegion::Await. False: it may not.
   bool WaitForOthers(std::function<void()> freed) ABSL_LOCKS_EXCLUDED(mu_);
   // It has waited long enough: what finds no room travels in messages.
   void StopWaitingForOthers() ABSL_LOCKS_EXCLUDED(mu_);
-  // Where the slice of this first row, of so many bytes, lies; null: in a message.
+  // Where the slice of this first row lies, if it has at least so many bytes; null: in a message.
   const uint8_t* Find(uint64_t row, uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
   // Copies what Find has found to the caller's memory.
   absl::Status Fetch(const uint8_t* from, uint64_t bytes, void* to) const;
@@ -253,8 +259,9 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
 // The message of a slice that lies in the call's region, at `offset`.
 grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset);
 
-// The hidden states of these rows, where the caller has them.
+// The hidden states of these rows, where the caller has them; and the teacher's, or nothing.
 absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows);
+absl::Span<const uint8_t> TeacherOf(const StreamWork& work, Rows rows);
 
 // Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
 //
@@ -423,7 +430,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   // Unless the caller has said so.
   int StreamsWanted() const;
   // Of rows that travel in either direction.
-  uint64_t MovedBytes() const { return work_->MovedRows() * work_->row_bytes(); }
+  uint64_t MovedBytes() const { return work_->MovedRows() * work_->sent_row_bytes(); }
   void StartPart(size_t index);
   void FinishPart(size_t index, const StreamEnd& end);
 

@@ -76,6 +76,30 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
   return absl::OkStatus();
 }
 
+// What rows with a teacher bring, and others must not.
+absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions& options) {
+  const bool distilled = options.loss.has_distillation();
+  if (!distilled && (microbatch.teacher_hidden != nullptr || microbatch.teacher_hidden_size > 0)) {
+    return ArgumentError("microbatch.teacher_hidden", "given",
+                         "is given; it goes with options.loss.distillation only");
+  }
+  if (!distilled) return absl::OkStatus();
+  if (microbatch.teacher_hidden == nullptr && microbatch.hidden != nullptr) {
+    return ArgumentError("microbatch.teacher_hidden", "null", "is null");
+  }
+  const uint64_t rows = std::max<uint64_t>(microbatch.targets.size(), 1);
+  if (microbatch.teacher_hidden_size == 0 ||
+      microbatch.teacher_hidden_size > std::numeric_limits<int64_t>::max() / 4 / rows) {
+    return ArgumentError(
+        "microbatch.teacher_hidden_size", microbatch.teacher_hidden_size,
+        absl::StrCat("is ", microbatch.teacher_hidden_size, "; it must be above 0, and fit ", rows, " rows"));
+  }
+  if (options.retain) {
+    return ArgumentError("options.retain", "true", "is true; hidden states of a teacher are not retained");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   const auto check = [rows](const char* name, uint64_t size) {
     if (size == 0 || size == rows) return absl::OkStatus();
@@ -181,6 +205,7 @@ int32_t IgnoreIndex(const v1::LossOptions& options) {
 absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
                           const ComputeOptions& options) {
   absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
+  status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
   status.Update(ValidateScale(options));
   status.Update(ValidateDeferral(outputs, options));

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/divergence.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/decision.h"
 #include "kernels/errors/field_error.h"
@@ -449,6 +450,11 @@ absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order,
 
 namespace {
 
+NormParams NormParamsOf(const HeadConfig& config, const HeadBuffers& buffers) {
+  return {config.norm, config.norm_epsilon, config.hidden_size, buffers.value(Param::kNormGain),
+          buffers.value(Param::kNormShift)};
+}
+
 // Logits of this many bytes are turned into gradients while they are still in a cache, at least
 // kLeastBlockRows at a time so that packing W for the product stays cheap.
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
@@ -544,8 +550,22 @@ std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows
   return choices;
 }
 
+absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), "distillation.teacher"));
+  const auto* const other = dynamic_cast<const CpuHead*>(&teacher);
+  if (other == nullptr || other->pool_ != pool_) {
+    return errors::FieldError("distillation.teacher", "be a head of the same device", "another one");
+  }
+  if (!is_split_ && !other->is_split_) return absl::OkStatus();
+  return errors::FieldError("distillation.teacher",
+                            "be absent where the student or the teacher is split by vocabulary", "a head",
+                            absl::StatusCode::kUnimplemented);
+}
+
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
-  if (absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk); !status.ok()) {
+  absl::Status valid = ValidateChunk(config_, chunk_rows_, *chunk);
+  if (valid.ok() && chunk->teacher != nullptr) valid = CheckTeacher(*chunk->teacher);
+  if (absl::Status status = std::move(valid); !status.ok()) {
     callbacks.on_results(status);
     callbacks.on_done(status);
     return;
@@ -570,7 +590,7 @@ absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {
 void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   if (reports_) Retain(chunk, d);
-  const NormParams norm = norm_params();
+  const NormParams norm = NormParamsOf(config_, buffers_);
   pool_->ParallelFor(order.rows, std::max<int64_t>(1, kElementGrain / d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const RowSource& source = buffers_.sources[i];
@@ -583,12 +603,135 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
   });
 }
 
+namespace {
+
+// So many rows of c classes, which may be none, are worth a thread.
+int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
+
+}  // namespace
+
+// Rows of a chunk with a teacher. Borrows everything. Thread-compatible.
+class CpuHead::Distiller {
+ public:
+  Distiller(const Chunk& chunk, const RowOrder& order, CpuHead* student)
+      : chunk_(chunk),
+        order_(order),
+        distillation_(chunk.options.distillation),
+        student_(*student),
+        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
+        row_loss_(SelectRowLoops(), student->ContextFor(chunk.options)) {}
+
+  // As ComputeRows, in blocks of rows that the teacher's workspace holds too.
+  void ComputeRows();
+
+ private:
+  // The logits of these rows in the teacher's workspace from its first row on, but for bias and softcap.
+  void ComputeTeacherLogits(absl::Span<const RowSource> sources);
+  // Gathered row i, whose logits are there: its result, and its gradient in the place of the student's
+  // logits.
+  RowResult Row(int64_t i, float* teacher_logits) const;
+  // Adds the bias and applies the softcap; false if a dot product is not finite that the cap would hide.
+  bool Transform(float* teacher_logits) const;
+
+  const Chunk& chunk_;
+  const RowOrder& order_;
+  const Distillation& distillation_;
+  CpuHead& student_;
+  CpuHead& teacher_;
+  const RowLoss row_loss_;
+};
+
+void CpuHead::Distiller::ComputeRows() {
+  const int64_t d = student_.config_.hidden_size;
+  const int64_t c = student_.classes_.rows;
+  const HeadBuffers& buffers = student_.buffers_;
+  const int64_t block =
+      std::min(teacher_.chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)})));
+  for (int64_t first = 0; first < order_.rows; first += block) {
+    const int64_t rows = std::min(block, order_.rows - first);
+    Gemm(*student_.pool_, rows, c, d, chunk_.options.logit_scale, {buffers.hidden + first * d, d},
+         {buffers.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers.logits + first * c, c);
+    ComputeTeacherLogits({buffers.sources + first, static_cast<size_t>(rows)});
+    student_.pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        buffers.results[first + i] = Row(first + i, teacher_.buffers_.logits + i * c);
+      }
+    });
+  }
+}
+
+void CpuHead::Distiller::ComputeTeacherLogits(absl::Span<const RowSource> sources) {
+  const int64_t d = teacher_.config_.hidden_size;
+  const int64_t c = teacher_.classes_.rows;
+  const HeadBuffers& buffers = teacher_.buffers_;
+  const NormParams norm = NormParamsOf(teacher_.config_, buffers);
+  const auto rows = static_cast<int64_t>(sources.size());
+  const auto gather = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowSource& source = sources[static_cast<size_t>(i)];
+      const Slice& slice = chunk_.slices[static_cast<size_t>(source.slice)];
+      const auto* const from =
+          static_cast<const uint8_t*>(slice.teacher_hidden) + SizeOf(source.row * d, chunk_.hidden_dtype);
+      float* const hidden = buffers.hidden + i * d;
+      float* const raw = teacher_.has_norm_ ? buffers.unit + i * d : hidden;
+      ToFloat(chunk_.hidden_dtype, from, d, raw);
+      if (teacher_.has_norm_) NormForward(norm, raw, hidden);
+    }
+  };
+  teacher_.pool_->ParallelFor(rows, std::max<int64_t>(1, kElementGrain / d), gather);
+  Gemm(*teacher_.pool_, rows, c, d, distillation_.teacher_logit_scale, {buffers.hidden, d},
+       {buffers.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers.logits, c);
+}
+
+bool CpuHead::Distiller::Transform(float* teacher_logits) const {
+  const int64_t c = teacher_.classes_.rows;
+  const RowLoops& loops = SelectRowLoops();
+  const float softcap = distillation_.teacher_softcap;
+  const bool finite = softcap == 0.0f || loops.all_finite(teacher_logits, c);
+  if (const float* const bias = teacher_.buffers_.value(Param::kBias); bias != nullptr) {
+    loops.add_scaled(teacher_logits, bias, distillation_.teacher_logit_scale, c);
+  }
+  if (softcap > 0.0f) loops.softcap(teacher_logits, softcap, c);
+  return finite;
+}
+
+RowResult CpuHead::Distiller::Row(int64_t i, float* teacher_logits) const {
+  const int64_t c = student_.classes_.rows;
+  float* const logits = student_.buffers_.logits + i * c;
+  RowRequest request = student_.RequestFor(chunk_, order_, i);
+  const double row_weight = double{request.row_weight};
+  const double grad_loss = request.grad_loss;
+  const Slice& slice = chunk_.slices[static_cast<size_t>(student_.buffers_.sources[i].slice)];
+  request.counts_target = distillation_.target_weight != 0.0f || slice.out.target_logprob != nullptr;
+  request.row_weight *= distillation_.target_weight;
+  request.grad_loss *= double{distillation_.target_weight};
+  const RowStatistics statistics = row_loss_.Summarise(request, logits);
+  if (request.absent) return row_loss_.Finish(request, statistics, statistics, logits);
+
+  const bool teacher_finite = Transform(teacher_logits);
+  const double divergence = DivergenceOfRow(distillation_, logits, chunk_.options.softcap, c,
+                                            request.want_gradient, teacher_logits);
+  RowResult row = row_loss_.Finish(request, statistics, statistics, logits);
+  row.loss += row_weight * double{distillation_.weight} * divergence;
+  const auto factor =
+      static_cast<float>(grad_loss * double{distillation_.weight} * double{chunk_.options.logit_scale});
+  row.finite = row.finite && teacher_finite && std::isfinite(divergence) &&
+               std::isfinite(static_cast<float>(row.loss)) && std::isfinite(factor);
+  if (request.want_gradient && row.finite) SelectRowLoops().add_scaled(logits, teacher_logits, factor, c);
+  return row;
+}
+
 // With kAuto the rows are sampled first; if that is not accurate enough, they are computed again.
 absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
   absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
+  if (options.distillation.used()) {
+    chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
+    Distiller(chunk, order, this).ComputeRows();
+    return absl::OkStatus();
+  }
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   LOSSD_RETURN_IF_ERROR(ComputeRows(chunk, options, order));
   if (!why_exact.empty()) {
@@ -607,9 +750,6 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   options.gradients = Gradients::kExact;
   return ComputeRows(chunk, options, order);
 }
-
-// So many rows of c classes, which may be none, are worth a thread.
-int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
 
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
@@ -674,7 +814,7 @@ absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
     LOSSD_RETURN_IF_ERROR(AddNormGradients(Intersect({here.begin, order.accumulated}, here)));
   const int64_t d = config_.hidden_size;
   const RowRange hidden = Intersect({order.hidden_begin, order.hidden_end}, here);
-  const NormParams norm = norm_params();
+  const NormParams norm = NormParamsOf(config_, buffers_);
   pool_->ParallelFor(hidden.end - hidden.begin, std::max<int64_t>(1, kElementGrain / d),
                      [&](int64_t from, int64_t to) {
                        for (int64_t i = hidden.begin + from; i < hidden.begin + to; ++i) {
@@ -785,11 +925,6 @@ RowLossContext CpuHead::ContextFor(const LossOptions& options) const {
   context.class_weight_sum = SumOf(context.class_weights, config_.vocab_size);
   context.own_weight_sum = SumOf(context.class_weights + classes_.first, classes_.rows);
   return context;
-}
-
-NormParams CpuHead::norm_params() const {
-  return {config_.norm, config_.norm_epsilon, config_.hidden_size, buffers_.value(Param::kNormGain),
-          buffers_.value(Param::kNormShift)};
 }
 
 }  // namespace lossd::kernels

@@ -261,6 +261,8 @@ class CpuHead final : public HeadKernels {
   MemoryBytes memory() const override { return reservation_.bytes(); }
   std::vector<Choice> Describe() const override;
 
+  // A teacher's workspace is used for its logits. Both heads have all classes here.
+  absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -288,6 +290,8 @@ class CpuHead final : public HeadKernels {
   void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
+  class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
+
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
 
@@ -308,8 +312,6 @@ class CpuHead final : public HeadKernels {
 
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
-  NormParams norm_params() const;
-
   const HeadConfig config_;
   const int part_;  // of those that divide the classes of its copy of the head
   const bool has_norm_;

@@ -126,10 +126,10 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
     row.objective = EvaluateObjective(objective, nll, request.numbers);
     slope = row.objective.slope;
     row.loss = row_weight * row.objective.loss + row.z_loss;
-  } else {
+  } else if (request.counts_target) {
     row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
   }
-  if (alpha > 0.0) {
+  if (request.counts_target && alpha > 0.0) {
     row.loss += row_weight * share * (context_.class_weight_sum * sums.log_total - all.centred);
   }
   row.entropy = sums.log_total - all.moment / sums.total;
@@ -144,7 +144,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
-  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) && FiniteInFloat(nll) &&
+  row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
+               (!request.counts_target || FiniteInFloat(nll)) &&
                (!needs_entropy || FiniteInFloat(row.entropy)) && FiniteInFloat(scale * sums.hard_slope) &&
                FiniteInFloat(scale * sums.soft_slope) && FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
@@ -291,7 +292,8 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
-  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f;
+  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f ||
+         context_.options.distillation.used();
 }
 
 double RowLoss::ClassWeight(int32_t target) const {

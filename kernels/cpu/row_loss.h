@@ -54,6 +54,9 @@ struct RowRequest {
   bool want_gradient = false;
   bool want_entropy = false;
   bool absent = false;  // IsAbsent(); then want_gradient is false
+  // false: the loss with the target does not count, so that it may be infinite; then the row has no upstream
+  // gradient here. Of rows that are distilled without their targets.
+  bool counts_target = true;
   float sample = 0.0f;  // SampleOf() of the row and the classes that are here, of sampled gradients
 };
 

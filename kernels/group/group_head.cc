@@ -65,6 +65,7 @@ std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, const HeadCon
 
 absl::Status GroupHead::Check(const Chunk& chunk) const {
   LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, chunk_rows(), chunk));
+  if (chunk.teacher != nullptr) LOSSD_RETURN_IF_ERROR(CheckTeacher(*chunk.teacher));
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     if (chunk.slices[i].rows <= slice_rows()) continue;
     return errors::FieldError(absl::StrCat("slices[", i, "].rows"),
@@ -112,7 +113,25 @@ void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     return;
   }
   if (chunk->accumulate_gradients) summed_ = false;
-  heads_.Submit(chunk, std::move(callbacks), Parts(*chunk));
+  const auto* const teacher = static_cast<const GroupHead*>(chunk->teacher);  // CheckTeacher
+  heads_.Submit(chunk, std::move(callbacks), Parts(*chunk), teacher == nullptr ? nullptr : &teacher->heads_);
+}
+
+absl::Status GroupHead::CheckTeacher(const HeadKernels& teacher) const {
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), "distillation.teacher"));
+  if (places_ > 1) {
+    return errors::FieldError("distillation.teacher", "be absent for a head that is split by vocabulary",
+                              "a head", absl::StatusCode::kUnimplemented);
+  }
+  const auto* const group = dynamic_cast<const GroupHead*>(&teacher);
+  if (group == nullptr || group->members_ != members_ || group->places_ > 1) {
+    return errors::FieldError("distillation.teacher", "be a head of the same devices, by rows as the student",
+                              "one that is divided in another way", absl::StatusCode::kUnimplemented);
+  }
+  for (int member = 0; member < members_->size(); ++member) {
+    LOSSD_RETURN_IF_ERROR(head(member).CheckTeacher(group->head(member)));
+  }
+  return absl::OkStatus();
 }
 
 // ---- Tensors ----

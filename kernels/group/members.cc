@@ -210,10 +210,14 @@ void MemberHeads::Refuse(absl::Status refusal, ChunkCallbacks callbacks) {
   order_->Add(std::make_shared<GroupChunk>(std::move(refusal), std::move(callbacks)));
 }
 
-void MemberHeads::Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts) {
+void MemberHeads::Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts,
+                         const MemberHeads* teacher) {
   if (absl::Status status = members_->Check(); !status.ok()) return Refuse(status, std::move(callbacks));
   const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), std::move(parts));
   const size_t count = divided->parts();  // it may be over before the last part is posted
+  for (size_t part = 0; part < count && teacher != nullptr; ++part) {
+    divided->chunk(part)->teacher = &teacher->head(divided->member(part));
+  }
   order_->Add(divided);
   for (size_t part = 0; part < count; ++part) Start(divided, part);
 }

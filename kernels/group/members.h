@@ -112,8 +112,10 @@ class MemberHeads {
   std::vector<RemotePart> Remote(Split split) const;
   void PassBy(absl::Span<const int> ranks) const;
 
-  // Computes a chunk in parts, or calls back with the refusal when its turn comes.
-  void Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts);
+  // Computes a chunk in parts, or calls back with the refusal when its turn comes. `teacher`: the heads that
+  // are Chunk::teacher of the parts, each of its member; null without one.
+  void Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts,
+              const MemberHeads* teacher = nullptr);
   void Refuse(absl::Status refusal, ChunkCallbacks callbacks);
   void WaitUntilIdle() const { order_->WaitUntilIdle(); }
 

@@ -33,7 +33,9 @@ std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const He
 // ---- Chunks ----
 
 void VocabularyHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
-  if (absl::Status status = ValidateChunk(config_, chunk_rows(), *chunk); !status.ok()) {
+  absl::Status valid = ValidateChunk(config_, chunk_rows(), *chunk);
+  if (valid.ok() && chunk->teacher != nullptr) valid = CheckTeacher(*chunk->teacher);
+  if (absl::Status status = std::move(valid); !status.ok()) {
     heads_->Refuse(std::move(status), std::move(callbacks));
     return;
   }

@@ -225,20 +225,59 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
   }
 }
 
+// Of the loss with the target, beside a divergence.
+double TargetWeight(const LossOptions& options) {
+  return options.distillation.used() ? static_cast<double>(options.distillation.target_weight) : 1.0;
+}
+
+// The divergence of row n from its teacher; nothing without one.
+RowDivergence DivergenceOf(const Head& head, const LossOptions& options, const Rows& rows,
+                           const Softmax& soft, size_t n, Result& result) {
+  const Distillation& distillation = options.distillation;
+  if (!distillation.used()) return {};
+  const Head& teacher = head.teacher.front();
+  const auto d = static_cast<size_t>(teacher.config.hidden_size);
+  const LossOptions of_teacher = {.logit_scale = distillation.teacher_logit_scale,
+                                  .softcap = distillation.teacher_softcap};
+  const Softmax teaching =
+      ComputeSoftmax(teacher, of_teacher, ApplyNorm(teacher, &rows.teacher_hidden[n * d]).y);
+  RowDivergence divergence = ComputeDivergence(distillation, soft, teaching);
+  const double sharpest = std::max(1.0, 1.0 / static_cast<double>(distillation.temperature));
+  result.max_abs_logit[n] = sharpest * std::max(MaxAbs(soft.z), MaxAbs(teaching.z));
+  result.divergence_slope[n] = divergence.slope;
+  return divergence;
+}
+
+// Adds the divergence's part to the gradient of a row's dot products.
+void AddDivergence(const LossOptions& options, const RowDivergence& divergence, const Softmax& soft,
+                   double upstream, Gradient& ds) {
+  const double factor =
+      upstream * static_cast<double>(options.distillation.weight) * static_cast<double>(options.logit_scale);
+  for (size_t v = 0; v < divergence.gradient.size(); ++v) {
+    ds.value[v] += factor * soft.cap_slope[v] * divergence.gradient[v];
+    ds.magnitude[v] += std::fabs(factor) * soft.cap_slope[v] * divergence.magnitude[v];
+  }
+}
+
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-               double row_weight, const ObjectiveRow& objective, size_t n, Result& result) {
-  const bool absent = row_weight == 0.0;
+               double row_weight, const ObjectiveRow& objective, const RowDivergence& divergence, size_t n,
+               Result& result) {
+  const double target_weight = TargetWeight(options);
+  const bool absent = row_weight == 0.0 || target_weight == 0.0;
   const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, objective);
   result.loss_sensitivity[n] = absent ? 0.0 : objective.sensitivity;
-  result.loss[n] = row_weight * row.loss;
-  result.z_loss[n] = row_weight * row.z_loss;
+  result.loss[n] = row_weight * target_weight * row.loss;
+  if (row_weight != 0.0 && options.distillation.used()) {
+    result.loss[n] += row_weight * static_cast<double>(options.distillation.weight) * divergence.value;
+  }
+  result.z_loss[n] = row_weight * target_weight * row.z_loss;
   result.lse[n] = soft.lse;
   result.entropy[n] = soft.entropy;
   result.target_logprob[n] = soft.log_p[target];
   const auto top = std::max_element(soft.z.begin(), soft.z.end());
   result.argmax[n] = static_cast<int32_t>(top - soft.z.begin());
   result.top_gap[n] = std::numeric_limits<double>::infinity();
-  result.max_abs_logit[n] = MaxAbs(soft.z);
+  result.max_abs_logit[n] = std::max(result.max_abs_logit[n], MaxAbs(soft.z));
   for (size_t v = 0; v < soft.z.size(); ++v) {
     if (static_cast<int32_t>(v) == result.argmax[n]) continue;
     result.top_gap[n] = std::min(result.top_gap[n], *top - soft.z[v]);
@@ -275,7 +314,8 @@ Result EmptyResult(size_t n, size_t d) {
   Result result;
   for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.entropy, &result.target_logprob,
                        &result.max_abs_logit, &result.top_gap, &result.loss_sensitivity, &result.dropped_mass,
-                       &result.sample_scale, &result.sampling_variance, &result.squared_gradient}) {
+                       &result.sample_scale, &result.sampling_variance, &result.squared_gradient,
+                       &result.divergence_slope}) {
     values->assign(n, 0.0);
   }
   result.argmax.assign(n, -1);
@@ -307,8 +347,11 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const double row_weight = At(rows.row_weights, n, 1.0);
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
-    const Upstream upstream = UpstreamOf(options, soft, target, rows, n);
-    RecordRow(options, u, soft, target, row_weight, upstream.objective, n, result);
+    const RowDivergence divergence = DivergenceOf(head, options, rows, soft, n, result);
+    Upstream upstream = UpstreamOf(options, soft, target, rows, n);
+    RecordRow(options, u, soft, target, row_weight, upstream.objective, divergence, n, result);
+    const double upstream_divergence = upstream.loss;
+    upstream.loss *= TargetWeight(options);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     if (options.objective.active()) {
       const ObjectiveRow& row_objective = upstream.objective;
@@ -318,7 +361,8 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     result.dropped_mass[n] = DroppedMass(options, soft, target);
     result.sums.dropped_mass += result.dropped_mass[n];
 
-    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
+    LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
+    AddDivergence(options, divergence, soft, upstream_divergence, ds.gradient);
     result.sample_scale[n] = ds.sample_scale;
     result.sampling_variance[n] = ds.sampling_variance;
     result.squared_gradient[n] = ds.squared_gradient;

@@ -70,6 +70,7 @@ struct Head {
   std::vector<double> norm_gain;      // [D]
   std::vector<double> norm_shift;     // [D]
   std::vector<double> class_weights;  // [V]
+  std::vector<Head> teacher;          // one with options.distillation, else none
 };
 
 // Rows of one microbatch. An optional vector that is empty takes its default for every row.
@@ -96,6 +97,7 @@ struct Rows {
   std::vector<int32_t> class_shares;  // of these devices (HeadConfig::shares); empty: they have the same
   // The error of logits over 1 + max |z| of the row, which decides what is undecided of sampled gradients.
   double logit_error = 0.0;
+  std::vector<double> teacher_hidden;  // [N, D of the teacher], with options.distillation
 };
 
 // A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
@@ -139,6 +141,10 @@ struct Result {
   std::vector<double> sample_scale;
   std::vector<double> sampling_variance;
   std::vector<double> squared_gradient;
+  // [N], with a teacher: the sum of the absolute slopes of the divergence, before its weight, with respect to
+  // all logits of both heads over the temperature. max_abs_logit is the largest of the logits of both heads,
+  // over the temperature too.
+  std::vector<double> divergence_slope;
 
   LossSums sums;  // over all rows
 };
@@ -172,6 +178,17 @@ struct Softmax {
 };
 // y: the row after the norm.
 Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::vector<double>& y);
+
+// The divergence of one row before its weight, with the gradient with respect to the student's logits z, and
+// the absolute terms that it is made of.
+struct RowDivergence {
+  double value = 0.0;
+  std::vector<double> gradient;
+  std::vector<double> magnitude;
+  double slope = 0.0;  // Result::divergence_slope
+};
+RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax& student,
+                                const Softmax& teacher);
 
 // Class weights as the loss sees them.
 struct ClassWeights {

@@ -41,6 +41,12 @@ void AwaitIdle(HeadSession& session, EngineContext* context) {
   context->runtime->Wait(last.done);
 }
 
+// Why a head that was named as a teacher is not found.
+absl::Status UnknownTeacher(const absl::Status& why, absl::string_view name) {
+  if (!absl::IsNotFound(why)) return why;
+  return FieldError(absl::StatusCode::kNotFound, "open.options.distillation.teacher", "is not a head", name);
+}
+
 // The head of a new stream, contribution or tensor call.
 absl::StatusOr<HeadDirectory::SessionPtr> FindOpen(const EngineContext& context, const HeadDirectory& heads,
                                                    absl::string_view name) {
@@ -165,6 +171,10 @@ absl::Status Engine::DeleteHead(absl::string_view name) {
       if (const int64_t streams = (*session)->streams().size(); streams > 0) {
         return absl::FailedPreconditionError(
             absl::StrCat("head ", name, " has ", streams, " open ComputeLoss calls"));
+      }
+      if (const int64_t streams = (*session)->teaching.streams(); streams > 0) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("head ", name, " is the teacher of ", streams, " open ComputeLoss calls"));
       }
       if (!(*session)->BeginDelete()) busy = *session;
       if ((*session)->order() != nullptr) (*session)->order()->EndTurns();
@@ -351,8 +361,16 @@ absl::StatusOr<std::unique_ptr<Stream>> Engine::Open(StreamSpec spec,
   absl::MutexLock lock(&context_->mutex);
   const auto session = FindOpen(*context_, heads_, spec.head);
   if (!session.ok()) return errors::Within("open.", session.status());
-  auto stream = (*session)->admission().Open(std::move(spec), std::move(observer));
+  TeacherOf teacher;
+  if (spec.options.distillation.used()) {
+    const auto found = heads_.FindPublished(spec.teacher);
+    if (!found.ok()) return UnknownTeacher(found.status(), spec.teacher);
+    LOSSD_TRY(teacher, CheckDistillation(**session, *found, &spec));
+  }
+  const SessionPtr teaching = teacher.session;
+  auto stream = (*session)->admission().Open(std::move(spec), std::move(teacher), std::move(observer));
   if (!stream.ok()) return stream.status();
+  if (teaching != nullptr) teaching->teaching.Begin(session->get());
   return std::make_unique<Stream>(*session, *std::move(stream));
 }
 

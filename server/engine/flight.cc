@@ -6,6 +6,7 @@
 
 #include "server/engine/engine_context.h"
 #include "server/engine/errors.h"
+#include "server/engine/head_session.h"
 #include "server/engine/open_step.h"
 #include "server/engine/stream_admission.h"
 
@@ -71,6 +72,7 @@ void Flight::MakeChunk() {
             .independent = context.options.deterministic,
             .turn = work_->turn,
             .retained = context.retained.get(),
+            .teacher = work_->teacher == nullptr ? nullptr : &work_->teacher->head().kernels(),
             .slices = absl::MakeSpan(slices_)};
 }
 

@@ -83,14 +83,17 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
                                                                .schedule = session->schedule_.get(),
                                                                .order = session->order_,
                                                                .streams = session->streams_.get()});
-  session->streams_->set_on_end(
-      [admission = session->admission_.get()](StreamState& stream) { admission->OnEnd(stream); });
+  session->streams_->set_on_end([student = session.get()](StreamState& stream) {
+    student->admission_->OnEnd(stream);
+    if (stream.teacher()) stream.teacher().session->teaching.End(student);
+  });
   return session;
 }
 
 HeadSession::HeadSession(EngineContext* context, std::string name,
                          std::unique_ptr<kernels::HeadKernels> kernels, VersionCounter* counter)
-    : context_(context),
+    : teaching(kernels.get()),
+      context_(context),
       name_(std::move(name)),
       head_(std::make_unique<head::Head>(name_, std::move(kernels))),
       config_(head_->config()),
@@ -183,6 +186,9 @@ void HeadSession::EnterStep(absl::FunctionRef<void(OpenStep&)> enter) {
 
 void HeadSession::EndStale() {
   streams_->FailEach([this](const StreamState& stream) { return step_->CheckBound(stream.binding()); });
+  for (HeadSession* student : teaching.students()) {
+    student->streams().FailEach([](const StreamState& stream) { return stream.teacher().CheckBound(); });
+  }
   deferred_.ReleaseIf([this](const Binding& binding) { return !step_->CheckBound(binding).ok(); });
 }
 
@@ -233,6 +239,8 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   }
   auto* const chunk = std::get_if<std::unique_ptr<ChunkWork>>(&next);
   if (chunk == nullptr) return nullptr;
+  // Operations on the teacher wait until it is used no more.
+  if ((*chunk)->teacher != nullptr) ++(*chunk)->teacher->chunks_in_flight_;
   auto flight = std::make_shared<Flight>(shared_from_this(), std::move(*chunk));
   if (flight->accumulates()) step_->versions().NewAccumulation();
   ++chunks_in_flight_;
@@ -259,6 +267,8 @@ void HeadSession::FinishSlice(const SliceWork& slice, double compute_seconds) {
 void HeadSession::OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) {
   for (const auto& slice : slices) streams_->FinishIfReady(slice->stream);
   --chunks_in_flight_;
+  const auto teacher = slices.empty() ? nullptr : slices.front()->stream->teacher().session;
+  if (teacher != nullptr) --teacher->chunks_in_flight_;
   context_->loop.OnLeft();
   context_->notifier.Post([slices = std::move(slices)]() mutable { slices.clear(); });
 }

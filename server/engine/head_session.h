@@ -29,6 +29,7 @@
 #include "server/engine/stream.h"
 #include "server/engine/stream_admission.h"
 #include "server/engine/stream_state.h"
+#include "server/engine/teaching.h"
 #include "server/head/head.h"
 
 namespace lossd::engine {
@@ -64,6 +65,7 @@ class HeadSession final : public DeviceLoop::Source,
   // On the device thread only, without the lock.
   head::Head& head() { return *head_; }
   Magnitudes magnitudes;  // of what the head holds; also on the device thread only
+  Teaching teaching;      // of streams of other heads
   // On the device thread, without the lock. Ends the head, and gives back the context's memory that the
   // session holds, because the backend may keep the session longer than the engine lives.
   void DeleteHead();
@@ -79,8 +81,8 @@ class HeadSession final : public DeviceLoop::Source,
   // Calls `enter`, which puts another step in the place of the open one, and then ends what was bound to the
   // former step.
   void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
-  // After a change of versions: ends the streams, and releases the deferred microbatches, that are bound to
-  // versions of the past (OpenStep::CheckBound).
+  // After a change of versions: ends the streams, also those that the head teaches, and releases the deferred
+  // microbatches, that are bound to versions of the past (OpenStep::CheckBound).
   void EndStale();
   // On the device thread, without the lock, while nothing is under way: kernels::SetShares of the head.
   absl::Status SetShares(const std::vector<int32_t>& shares);
@@ -136,8 +138,8 @@ class HeadSession final : public DeviceLoop::Source,
   std::unique_ptr<StreamSet> streams_;          // set once, by Create
   std::unique_ptr<StreamAdmission> admission_;  // set once, by Create
   std::vector<kernels::Choice> last_chunk_choices_;
-  double gradient_error_ = 0.0;  // of the last chunk that was sampled
-  int64_t chunks_in_flight_ = 0;
+  double gradient_error_ = 0.0;   // of the last chunk that was sampled
+  int64_t chunks_in_flight_ = 0;  // also those of other heads that this one teaches
   bool deleting_ = false;
   int64_t total_rows_ = 0;
 };

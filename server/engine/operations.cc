@@ -260,6 +260,7 @@ absl::Status CheckBetweenSteps(HeadSession& session) {
   OpenStep& step = session.step();
   const std::pair<int64_t, absl::string_view> all[] = {
       {session.streams().size(), "open ComputeLoss or Backward calls"},
+      {session.teaching.streams(), "open ComputeLoss calls that it teaches"},
       {*session.streams().contributions(), "open AddGradient calls"},
       {session.deferred().size(), "retained microbatches"},
       {step.ledger().accumulated_rows(), "accumulated rows"},

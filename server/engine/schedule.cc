@@ -15,6 +15,7 @@ struct ArrivalChunk final : ChunkWork {
     const StreamSpec& first = slices.front()->stream->spec();
     options = first.options;
     hidden_dtype = first.hidden_dtype;
+    teacher = slices.front()->stream->teacher().session;  // the options of all slices name the same
     accumulates = settles_with_results = first.accumulate_gradients;
     for (const auto& work : slices) {
       const StreamState& stream = *work->stream;

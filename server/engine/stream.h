@@ -80,6 +80,7 @@ struct StreamSpec {
   RowRange rows;                // carried by this stream
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   kernels::LossOptions options;    // kernels::Validate takes them: whoever makes the spec has asked it
+  std::string teacher;             // the head of options.distillation
   bool gradients_of_head = false;  // options.gradients is to be as the head's config says
   int32_t ignore_index = -100;
   Reduction reduction = Reduction::kSum;
@@ -142,9 +143,9 @@ struct IncomingSlice {
   // (kernels::Backend::AdoptStaging): the slice is then computed there, in place, if its schedule can do so.
   // Empty: nowhere.
   StagingBuffer in_place;
-  // Writes the hidden states, [rows, D] in the stream's dtype, to `to`, which has `bytes` bytes, or does
-  // nothing if `to` is where they lie. Called once, unless the stream ends first: by Receive, or by what
-  // StreamObserver::OnMemory is given. Null for retained rows.
+  // Writes the hidden states, [rows, D] in the stream's dtype and behind them the teacher's, if the stream
+  // has one, to `to`, which has `bytes` bytes, or does nothing if `to` is where they lie. Called once, unless
+  // the stream ends first: by Receive, or by what StreamObserver::OnMemory is given. Null for retained rows.
   absl::AnyInvocable<void(uint8_t* to)> copy;
   // The slice is queued, and the next one may be received. `staging_bytes` of its memory. Called after `copy`
   // on the same thread; destroyed without a call if the stream ends first.

@@ -134,17 +134,17 @@ absl::Status StreamAdmission::CheckStep(absl::string_view field, std::optional<u
 }
 
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
-    StreamSpec spec, std::shared_ptr<StreamObserver> observer) {
+    StreamSpec spec, std::shared_ptr<StreamObserver> observer, TeacherOf teacher) {
   const SliceLimits limits = parts_.schedule->For(spec.accumulate_gradients).limits();
   return StreamState::Create(std::move(spec), *parts_.config, parts_.step->state(), limits,
-                             std::move(observer));
+                             std::move(observer), std::move(teacher));
 }
 
-absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec,
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec, TeacherOf teacher,
                                                                    std::shared_ptr<StreamObserver> observer) {
   LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("open.generation", spec.generation));
-  auto stream = MakeStream(std::move(spec), std::move(observer));
+  auto stream = MakeStream(std::move(spec), std::move(observer), std::move(teacher));
   if (!stream.ok()) return stream.status();
   LOSSD_RETURN_IF_ERROR(CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckWeights());

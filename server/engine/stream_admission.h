@@ -99,8 +99,8 @@ class StreamAdmission {
 
   explicit StreamAdmission(const Parts& parts) : parts_(parts) {}
 
-  // As Engine::Open and Engine::OpenBackward, for this head.
-  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec,
+  // As Engine::Open and Engine::OpenBackward, for this head. `teacher`: CheckDistillation's, or none.
+  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec, TeacherOf teacher,
                                                     std::shared_ptr<StreamObserver> observer);
   absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
                                                             std::shared_ptr<StreamObserver> observer);
@@ -113,7 +113,8 @@ class StreamAdmission {
   // The step that a call names, if it names one, is open.
   absl::Status CheckStep(absl::string_view field, std::optional<uint64_t> named, absl::string_view run) const;
   absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
-                                                          std::shared_ptr<StreamObserver> observer);
+                                                          std::shared_ptr<StreamObserver> observer,
+                                                          TeacherOf teacher = {});
   // Finds a place for the hidden states of a stream that retains them.
   absl::Status ReserveRetained(StreamState& stream);
   // Enters a checked stream into the ledger and the set.

@@ -218,17 +218,19 @@ absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> val
   return absl::OkStatus();
 }
 
-StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits)
-    : spec_(std::move(spec)), head_state_(state), limits_(limits) {}
+StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher)
+    : spec_(std::move(spec)), head_state_(state), limits_(limits), teacher_(std::move(teacher)) {
+  limits_.max_bytes_in_place += limits_.max_rows * teacher_.hidden_size * static_cast<int64_t>(sizeof(float));
+}
 
 absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::HeadConfig& config,
-                                              HeadState state, SliceLimits limits) {
+                                              HeadState state, SliceLimits limits, TeacherOf teacher) {
   ResolveOptions(config, spec);
   LOSSD_RETURN_IF_ERROR(CheckRanges(spec));
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
 
-  StreamRows rows(std::move(spec), state, limits);
+  StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
   LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
@@ -377,12 +379,14 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
                         Text(rows));
   }
-  if (bytes != RowBytes(rows.size())) {
-    return InvalidField(
-        "payload",
-        absl::StrCat("must have ", errors::ExactBytes(RowBytes(rows.size())), " for rows ", Text(rows),
-                     " of ", hidden_size_, " ", kernels::Name(spec_.hidden_dtype), " values"),
-        absl::StrCat(bytes));
+  if (bytes != SliceBytes(*this, rows.size())) {
+    const std::string of_teacher =
+        teacher_ ? absl::StrCat(", and ", teacher_.hidden_size, " of the teacher") : "";
+    return InvalidField("payload",
+                        absl::StrCat("must have ", errors::ExactBytes(SliceBytes(*this, rows.size())),
+                                     " for rows ", Text(rows), " of ", hidden_size_, " ",
+                                     kernels::Name(spec_.hidden_dtype), " values", of_teacher),
+                        absl::StrCat(bytes));
   }
   return absl::OkStatus();
 }
@@ -452,8 +456,9 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
 absl::StatusOr<std::shared_ptr<StreamState>> StreamState::Create(StreamSpec spec,
                                                                  const kernels::HeadConfig& config,
                                                                  HeadState state, SliceLimits limits,
-                                                                 std::shared_ptr<StreamObserver> observer) {
-  auto rows = StreamRows::Create(std::move(spec), config, state, limits);
+                                                                 std::shared_ptr<StreamObserver> observer,
+                                                                 TeacherOf teacher) {
+  auto rows = StreamRows::Create(std::move(spec), config, state, limits, std::move(teacher));
   if (!rows.ok()) return rows.status();
   return std::make_shared<StreamState>(*std::move(rows), std::move(observer));
 }

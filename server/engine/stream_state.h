@@ -24,6 +24,7 @@
 #include "server/engine/ledger.h"
 #include "server/engine/staging.h"
 #include "server/engine/stream.h"
+#include "server/engine/teaching.h"
 
 namespace lossd::engine {
 
@@ -104,7 +105,7 @@ class StreamRows {
   // kernels::kIgnoredTarget and resolves the normalizer. INVALID_ARGUMENT names the field of
   // lossd.v1.OpenMicrobatch; FAILED_PRECONDITION for accumulation on a frozen head.
   static absl::StatusOr<StreamRows> Create(StreamSpec spec, const kernels::HeadConfig& config,
-                                           HeadState state, SliceLimits limits);
+                                           HeadState state, SliceLimits limits, TeacherOf teacher = {});
 
   // For a stream that retains its rows or computes retained ones: where they are. `gradients` goes with the
   // latter. Call once, before the first slice.
@@ -115,6 +116,7 @@ class StreamRows {
   HeadState head_state() const { return head_state_; }
   SliceLimits limits() const { return limits_; }
   int64_t hidden_size() const { return hidden_size_; }
+  const TeacherOf& teacher() const { return teacher_; }
   // g, the factor of every gradient: grad_output / normalizer.
   float grad_scale() const { return grad_scale_; }
   // Targets and weights of some rows of this stream.
@@ -167,7 +169,7 @@ class StreamRows {
   absl::Status CheckSlice(RowRange rows, int64_t bytes, bool in_place) const;
 
  private:
-  StreamRows(StreamSpec spec, HeadState state, SliceLimits limits);
+  StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
   const float* At(const std::vector<float>& values, RowRange rows) const;
@@ -177,12 +179,19 @@ class StreamRows {
   HeadState head_state_;
   SliceLimits limits_;
   int64_t hidden_size_ = 0;
+  TeacherOf teacher_;  // of a stream that is distilled
   int64_t valid_rows_ = 0;
   float grad_scale_ = 1.0f;
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
 };
+
+// Bytes of some rows as a slice brings them: with the hidden states of a teacher.
+inline int64_t SliceBytes(const StreamRows& stream, int64_t rows) {
+  const auto element = static_cast<int64_t>(kernels::SizeOf(stream.spec().hidden_dtype));
+  return stream.RowBytes(rows) + rows * stream.teacher().hidden_size * element;
+}
 
 // ---- The backward pass of deferred microbatches ----
 // What a caller asked for becomes a stream over rows that the engine holds. The functions are thread-safe.
@@ -207,7 +216,8 @@ class StreamState : public StreamRows {
   static absl::StatusOr<std::shared_ptr<StreamState>> Create(StreamSpec spec,
                                                              const kernels::HeadConfig& config,
                                                              HeadState state, SliceLimits limits,
-                                                             std::shared_ptr<StreamObserver> observer);
+                                                             std::shared_ptr<StreamObserver> observer,
+                                                             TeacherOf teacher = {});
 
   StreamObserver& observer() { return *observer_; }
 

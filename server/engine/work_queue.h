@@ -111,7 +111,8 @@ struct ChunkWork {
   bool accumulates = false;  // rows of the segments are reserved in the ledger
   // Rows are booked, and calls end, with the results instead of with the weight gradient.
   bool settles_with_results = false;
-  uint64_t turn = 0;  // kernels::Chunk::turn
+  uint64_t turn = 0;                     // kernels::Chunk::turn
+  std::shared_ptr<HeadSession> teacher;  // of all rows; null without one
 };
 
 // Says which random numbers are those of some rows of the stream's microbatch.
@@ -128,6 +129,7 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.rows = rows.size();
   slice.hidden = stream.is_backward() ? nullptr : memory;
   slice.retained_offset = stream.RetainedOffset(rows);
+  if (stream.teacher()) slice.teacher_hidden = memory + stream.RowBytes(rows.size());
   slice.targets = stream.targets(rows);
   slice.row_weights = stream.row_weights(rows);
   slice.grad_scale = stream.grad_scale();

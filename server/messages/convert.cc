@@ -66,6 +66,22 @@ absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
   return result;
 }
 
+absl::StatusOr<kernels::Distillation> ToDistillation(const v1::Distillation& distillation) {
+  constexpr absl::string_view kField = "open.options.distillation.";
+  LOSSD_RETURN_IF_ERROR(CheckName(absl::StrCat(kField, "teacher"), distillation.teacher()));
+  kernels::Distillation result;
+  LOSSD_TRY(result.divergence, ToDivergence(distillation.divergence(), absl::StrCat(kField, "divergence")));
+  if (distillation.has_beta()) result.beta = distillation.beta();
+  if (distillation.has_temperature()) result.temperature = distillation.temperature();
+  if (distillation.has_weight()) result.weight = distillation.weight();
+  result.target_weight = distillation.target_weight();
+  if (distillation.has_teacher_logit_scale()) {
+    result.teacher_logit_scale = distillation.teacher_logit_scale();
+  }
+  result.teacher_softcap = distillation.teacher_softcap();
+  return result;
+}
+
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
   const auto gradients = ToGradients(options.gradients(), "open.options.gradients");
   if (!gradients.ok()) return gradients.status();
@@ -80,6 +96,11 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   result.z_loss = options.z_loss();
   result.use_class_weights = options.use_class_weights();
   LOSSD_TRY(result.objective, ToObjective(options.objective()));
+  if (options.has_distillation()) {
+    LOSSD_TRY(result.distillation, ToDistillation(options.distillation()));
+    // Gradients with a teacher are exact, which GRADIENTS_AUTO leaves to the server.
+    if (result.gradients == kernels::Gradients::kAuto) result.gradients = kernels::Gradients::kExact;
+  }
   if (absl::Status status = kernels::Validate(result); !status.ok()) {
     return errors::Within("open.options.", std::move(status));
   }
@@ -300,6 +321,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   const auto options = ToLossOptions(open.options());
   if (!options.ok()) return options.status();
   spec.options = *options;
+  spec.teacher = open.options().distillation().teacher();
   spec.gradients_of_head = open.options().gradients() == v1::GRADIENTS_UNSPECIFIED;
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
   const auto reduction = ToReduction(open.reduction(), "open.reduction");
@@ -690,6 +712,24 @@ v1::Gradients ToProto(kernels::Gradients gradients) {
       return v1::GRADIENTS_AUTO;
   }
   return v1::GRADIENTS_UNSPECIFIED;
+}
+
+absl::StatusOr<kernels::Divergence> ToDivergence(v1::Divergence divergence, absl::string_view field) {
+  switch (divergence) {
+    case v1::DIVERGENCE_FORWARD_KL:
+      return kernels::Divergence::kForwardKl;
+    case v1::DIVERGENCE_REVERSE_KL:
+      return kernels::Divergence::kReverseKl;
+    case v1::DIVERGENCE_JENSEN_SHANNON:
+      return kernels::Divergence::kJensenShannon;
+    case v1::DIVERGENCE_TOTAL_VARIATION:
+      return kernels::Divergence::kTotalVariation;
+    default:
+      return FieldError(field,
+                        "be DIVERGENCE_FORWARD_KL, DIVERGENCE_REVERSE_KL, DIVERGENCE_JENSEN_SHANNON or "
+                        "DIVERGENCE_TOTAL_VARIATION",
+                        static_cast<int>(divergence));
+  }
 }
 
 absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field) {

@@ -85,6 +85,9 @@ v1::Split ToProto(kernels::Split split);
 absl::StatusOr<kernels::Gradients> ToGradients(v1::Gradients gradients, absl::string_view field);
 v1::Gradients ToProto(kernels::Gradients gradients);
 
+// Refuses unspecified.
+absl::StatusOr<kernels::Divergence> ToDivergence(v1::Divergence divergence, absl::string_view field);
+
 absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field);
 // Unspecified: the value.
 absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field);

@@ -123,6 +123,36 @@ absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
                                    .nesterov = step.nesterov()};
 }
 
+namespace {
+
+v1::Distillation DistillationMessage(const kernels::Distillation& distillation) {
+  v1::Distillation out;
+  out.set_divergence(ValueOf(distillation.divergence));
+  out.set_beta(distillation.beta);
+  out.set_temperature(distillation.temperature);
+  out.set_weight(distillation.weight);
+  out.set_target_weight(distillation.target_weight);
+  out.set_teacher_logit_scale(distillation.teacher_logit_scale);
+  out.set_teacher_softcap(distillation.teacher_softcap);
+  out.set_teacher(distillation.teacher);
+  return out;
+}
+
+absl::StatusOr<kernels::Distillation> DistillationOf(const v1::Distillation& distillation) {
+  LOSSD_TRY(const auto divergence,
+            EnumOf("divergence", distillation.divergence(), kernels::Divergence::kTotalVariation));
+  return kernels::Distillation{.divergence = divergence,
+                               .beta = distillation.beta(),
+                               .temperature = distillation.temperature(),
+                               .weight = distillation.weight(),
+                               .target_weight = distillation.target_weight(),
+                               .teacher_logit_scale = distillation.teacher_logit_scale(),
+                               .teacher_softcap = distillation.teacher_softcap(),
+                               .teacher = distillation.teacher()};
+}
+
+}  // namespace
+
 v1::LossOptions ToProto(const kernels::LossOptions& options) {
   v1::LossOptions out;
   out.set_logit_scale(options.logit_scale);
@@ -143,6 +173,7 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   sent.set_kl(ValueOf(objective.kl));
   sent.set_kl_coef(objective.kl_coef);
   sent.set_entropy_bonus(objective.entropy_bonus);
+  *out.mutable_distillation() = DistillationMessage(options.distillation);
   return out;
 }
 
@@ -151,6 +182,7 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   const v1::Objective& objective = options.objective();
   LOSSD_TRY(const auto kind, EnumOf("objective.kind", objective.kind(), kernels::kLastObjective));
   LOSSD_TRY(const auto kl, EnumOf("objective.kl", objective.kl(), kernels::KlEstimator::kK3));
+  LOSSD_TRY(const auto distillation, DistillationOf(options.distillation()));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
@@ -166,7 +198,8 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
                                             .dual_clip = objective.dual_clip(),
                                             .kl = kl,
                                             .kl_coef = objective.kl_coef(),
-                                            .entropy_bonus = objective.entropy_bonus()}};
+                                            .entropy_bonus = objective.entropy_bonus()},
+                              .distillation = distillation};
 }
 
 void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {

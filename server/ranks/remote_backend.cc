@@ -97,6 +97,13 @@ int64_t RemoteHead::PieceRows(Param param, DType dtype) const {
 }
 
 void RemoteHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) {
+  if (chunk->teacher != nullptr || chunk->options.distillation.used()) {
+    // The message to a worker carries no teacher; without it the chunk would have another loss.
+    const absl::Status refusal = absl::UnimplementedError("distillation between processes is not there yet");
+    callbacks.on_results(refusal);
+    callbacks.on_done(refusal);
+    return;
+  }
   worker_->Submit(id_, chunk, std::move(callbacks));
 }
 

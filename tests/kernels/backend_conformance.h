@@ -37,6 +37,7 @@ struct ConformanceCase {
   Split split = Split::kAny;
   std::vector<int32_t> shares;  // HeadConfig::shares of heads that are split by vocabulary
   int replicas = 1;             // likewise HeadConfig::replicas
+  bool distils = false;         // heads take teachers (HeadKernels::CheckTeacher)
 
   // That divide the classes of a head that is split by vocabulary.
   int places() const { return devices / replicas; }
@@ -89,6 +90,17 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
 
 // Likewise, where chunks ask for filtered, sampled and auto gradients.
 class GradientsConformance : public BackendConformance {};
+
+// Where rows have a teacher; conformance_distilled.cc.
+class DistillationConformance : public BackendConformance {
+ protected:
+  // A student as Plain makes it, with a frozen teacher of this hidden size.
+  ProblemSpec Distilled(std::vector<int64_t> slice_rows, int64_t hidden_size, int64_t vocab_size,
+                        int64_t teacher_hidden_size, const Distillation& distillation);
+  // Whether heads of this case are distilled; if not, checks that they say so, and refuse the chunk.
+  bool Distils();
+  void Run(const ProblemSpec& spec);
+};
 
 }  // namespace lossd::kernels::testing
 

@@ -30,6 +30,7 @@ struct ChunkBuffers {
   std::vector<SliceData> inputs;
   std::vector<absl::Span<uint8_t>> hidden;
   std::vector<absl::Span<uint8_t>> grad_hidden;
+  std::vector<absl::Span<uint8_t>> teacher_hidden;
   std::vector<Slice> slices;
   std::vector<std::unique_ptr<std::vector<uint8_t>>> own;  // of rows that have no room in RowMemory
   size_t used = 0;                                         // of RowMemory
@@ -59,7 +60,7 @@ void SpoilInputs(ChunkBuffers& buffers) {
       std::fill(values->begin(), values->end(), kNan);
     }
   }
-  for (auto* all : {&buffers.hidden, &buffers.grad_hidden}) {
+  for (auto* all : {&buffers.hidden, &buffers.grad_hidden, &buffers.teacher_hidden}) {
     for (const absl::Span<uint8_t> bytes : *all) std::fill(bytes.begin(), bytes.end(), uint8_t{0xff});
   }
 }
@@ -100,6 +101,12 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.sample_seed = data.sample_seed;
     slice.first_row = data.first_row;
     slice.stands_in = data.stands_in;
+    if (!problem.teacher.empty()) {
+      const std::vector<uint8_t> teaching = Encode(problem.hidden_dtype, data.teacher_hidden);
+      buffers.teacher_hidden.push_back(Room(buffers, teaching.size()));
+      std::copy(teaching.begin(), teaching.end(), buffers.teacher_hidden.back().begin());
+      slice.teacher_hidden = buffers.teacher_hidden.back().data();
+    }
     if (data.want_grad_hidden) {
       if (!options.grad_hidden_in_place) buffers.grad_hidden[i] = Room(buffers, hidden.size());
       std::fill(buffers.grad_hidden[i].begin(), buffers.grad_hidden[i].end(), uint8_t{0xCD});
@@ -178,6 +185,7 @@ ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& o
   chunk.hidden_dtype = problem.hidden_dtype;
   chunk.accumulate_gradients = problem.accumulate_gradients;
   chunk.independent = options.independent;
+  chunk.teacher = options.teacher;
   chunk.slices = absl::MakeSpan(buffers.slices);
   if (options.retained != nullptr) PlaceRetained(problem, options, buffers, chunk);
   absl::Notification have_results;

@@ -51,6 +51,7 @@ struct RunOptions {
   bool take_retained = false;
   std::vector<RetainedPlace> places = {};  // instead, one a slice
   bool independent = false;                // Chunk::independent
+  HeadKernels* teacher = nullptr;          // Chunk::teacher
 };
 
 // Bytes of retained memory that a problem's slices take.

@@ -42,6 +42,9 @@ void ExpectGradientNear(const char* what, const std::vector<float>& got, const r
 
 // Whether hidden states are rounded before they are multiplied.
 bool RoundsHidden(DType compute, const Problem& problem) {
+  for (const Problem& teacher : problem.teacher) {
+    if (teacher.config.norm != Norm::kNone) return true;
+  }
   return problem.config.norm != Norm::kNone || problem.hidden_dtype != compute;
 }
 
@@ -60,7 +63,13 @@ double LossTolerance(const Tolerance& tolerance, const Problem& problem, const S
   const double slope = 2.0 * double{problem.options.z_loss} * std::fabs(want.lse[row]) +
                        std::fabs(double{problem.options.objective.entropy_bonus}) * (1.0 + log_v);
   const double row_weight = slice.row_weights.empty() ? 1.0 : std::fabs(double{slice.row_weights[row]});
-  return row_weight * (largest_weight + slope) * LogitTolerance(tolerance, want, row) +
+  double of_target = largest_weight + slope;
+  if (const Distillation& distillation = problem.options.distillation; distillation.used()) {
+    // A sum over classes whose terms are off by an ulp of their exponents, even where their slopes vanish.
+    of_target = double{distillation.target_weight} * of_target +
+                double{distillation.weight} * (1.0 + want.divergence_slope[row]);
+  }
+  return row_weight * of_target * LogitTolerance(tolerance, want, row) +
          UnitRoundoff(DType::kFloat32) * std::fabs(want.loss[row]);
 }
 
@@ -237,12 +246,15 @@ Gradients DecisionFor(const Problem& problem) {
 }  // namespace
 
 reference::Head ReferenceHead(const Problem& problem) {
+  std::vector<reference::Head> teacher;
+  for (const Problem& teaching : problem.teacher) teacher.push_back(ReferenceHead(teaching));
   return {problem.config,
           ToDouble(problem.weight),
           ToDouble(problem.bias),
           ToDouble(problem.norm_gain),
           ToDouble(problem.norm_shift),
-          ToDouble(problem.class_weights)};
+          ToDouble(problem.class_weights),
+          std::move(teacher)};
 }
 
 reference::Rows ReferenceRows(const SliceData& slice) {
@@ -263,7 +275,8 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           /*sample_uniform=*/false,
           /*class_parts=*/1,
           /*class_shares=*/{},
-          /*logit_error=*/0.0};
+          /*logit_error=*/0.0,
+          ToDouble(slice.teacher_hidden)};
 }
 
 Problem WithObjective(Problem problem, const Objective& objective, Rng& rng) {
@@ -410,12 +423,19 @@ void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& wa
 void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const RunOptions& options) {
   const std::unique_ptr<HeadKernels> head = MakeHead(backend, chunks.front());
   ASSERT_NE(head, nullptr);
+  std::unique_ptr<HeadKernels> teacher;
+  RunOptions running = options;
+  if (!chunks.front().teacher.empty()) {
+    teacher = MakeHead(backend, chunks.front().teacher.front());
+    ASSERT_NE(teacher, nullptr);
+    running.teacher = teacher.get();
+  }
   reference::ParamGradients gradients = reference::ZeroGradients(chunks.front().config);
   double max_abs_logit = 0.0;
   for (const Problem& chunk : chunks) {
     const Problem asked = WithClearSamples(WithClearEpsilon(chunk));
     SCOPED_TRACE(Describe(asked));
-    const ChunkRun got = RunChunk(*head, asked, options);
+    const ChunkRun got = RunChunk(*head, asked, running);
     ASSERT_TRUE(got.results.ok()) << got.results;
     ASSERT_TRUE(got.done.ok()) << got.done;
     const Problem problem = AsComputed(asked, got);

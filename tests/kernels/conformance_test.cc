@@ -31,11 +31,13 @@ std::vector<ConformanceCase> CpuCases() {
     cases.push_back({"Cpu", SharedBackend, DType::kFloat32, hidden});
   }
   cases.push_back({"CpuRecomputed", SharedBackend, DType::kFloat32, DType::kFloat32, Logits::kRecomputed});
+  for (ConformanceCase& c : cases) c.distils = true;
   return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cpu, DistillationConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
 
 // ---- Groups of CPU backends ----
 // The conformance suite on groups of CPU backends.
@@ -98,7 +100,8 @@ std::vector<ConformanceCase> GroupCases() {
     cases.push_back({.name = absl::StrCat(name, "Of", members),
                      .backend = [=]() -> Backend& { return SharedGroup(members, least_rows); },
                      .hidden = hidden,
-                     .devices = members});
+                     .devices = members,
+                     .distils = true});
   };
   add("Divided", 2, 0, DType::kFloat32);
   add("Divided", 3, 0, DType::kBFloat16);
@@ -109,14 +112,19 @@ std::vector<ConformanceCase> GroupCases() {
 
 INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Group, DistillationConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, GradientsConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, DistillationConformance, ::testing::ValuesIn(VocabularyCases()),
+                         ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, BackendConformance, ::testing::ValuesIn(GridCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, GradientsConformance, ::testing::ValuesIn(GridCases()),
+                         ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByBoth, DistillationConformance, ::testing::ValuesIn(GridCases()),
                          ConformanceName);
 
 }  // namespace

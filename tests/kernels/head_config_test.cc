@@ -149,6 +149,23 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.sample_threshold = 0.0f}, "sample_threshold must be in [1e-30, 1], got 0");
   ExpectRefused({.sample_threshold = 9e-31f}, "sample_threshold");
   ExpectRefused({.max_gradient_error = -0.5f}, "max_gradient_error must be finite and >= 0, got -0.5");
+  constexpr Divergence kForward = Divergence::kForwardKl;
+  ExpectRefused({.distillation = {.divergence = static_cast<Divergence>(9)}}, "distillation.divergence");
+  ExpectRefused({.distillation = {.divergence = kForward, .beta = 0.0f}},
+                "distillation.beta must be in (0, 1), got 0");
+  ExpectRefused({.distillation = {.divergence = kForward, .temperature = -1.0f}},
+                "distillation.temperature must be finite and >= 1.1754944e-38, got -1");
+  ExpectRefused({.distillation = {.divergence = kForward, .weight = -2.0f}},
+                "distillation.weight must be finite and >= 0, got -2");
+  ExpectRefused({.distillation = {.divergence = kForward, .target_weight = -3.0f}},
+                "distillation.target_weight must be finite and >= 0, got -3");
+  ExpectRefused({.distillation = {.divergence = kForward, .teacher_logit_scale = 0.0f}},
+                "distillation.teacher_logit_scale must be finite and not 0, got 0");
+  ExpectRefused({.distillation = {.divergence = kForward, .teacher_softcap = -4.0f}},
+                "distillation.teacher_softcap must be 0 (none), or finite and >= 1.1754944e-38, got -4");
+  ExpectRefused({.gradients = Gradients::kAuto, .distillation = {.divergence = kForward}},
+                "gradients must be exact with distillation, got auto");
+  EXPECT_TRUE(Validate(LossOptions{.distillation = {.beta = 7.0f}}).ok()) << "without a divergence";
 }
 
 TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
@@ -160,6 +177,11 @@ TEST(LossOptionsTest, RefusesValuesThatAreNotFinite) {
     ExpectRefused({.filter_epsilon = bad}, "filter_epsilon");
     ExpectRefused({.sample_threshold = bad}, "sample_threshold");
     ExpectRefused({.max_gradient_error = bad}, "max_gradient_error");
+    constexpr Divergence kReverse = Divergence::kReverseKl;
+    ExpectRefused({.distillation = {.divergence = kReverse, .beta = bad}}, "distillation.beta");
+    ExpectRefused({.distillation = {.divergence = kReverse, .temperature = bad}}, "distillation.temperature");
+    ExpectRefused({.distillation = {.divergence = kReverse, .weight = bad}}, "distillation.weight");
+    ExpectRefused({.distillation = {.divergence = kReverse, .target_weight = bad}}, "target_weight");
   }
 }
 
@@ -179,6 +201,14 @@ TEST(LossOptionsTest, SlopesGrowWithClassWeightsAndTheZLoss) {
   EXPECT_EQ(LargestSlope({}, 0.25), 1.0);
   EXPECT_EQ(LargestSlope({}, 8.0), 8.0);
   EXPECT_EQ(LargestSlope({.z_loss = 0.5f}, 8.0), 108.0);
+  EXPECT_EQ(LargestSlope({.distillation = {.divergence = Divergence::kForwardKl,
+                                           .temperature = 0.5f,
+                                           .weight = 3.0f,
+                                           .target_weight = 0.25f}},
+                         8.0),
+            8.0);
+  EXPECT_EQ(LargestSlope({.distillation = {.divergence = Divergence::kReverseKl, .temperature = 0.5f}}, 1.0),
+            400.0);
 }
 
 TEST(LossOptionsTest, EverythingCanBeSampled) {

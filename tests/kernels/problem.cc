@@ -132,6 +132,9 @@ const std::vector<float>& Problem::Values(Param param) const {
 SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng) {
   SliceData slice;
   slice.hidden = Normal(rng, rows * spec.config.hidden_size, 0.1f, 1.0f, spec.hidden_dtype);
+  for (const ProblemSpec& teacher : spec.teacher) {
+    slice.teacher_hidden = Normal(rng, rows * teacher.config.hidden_size, 0.1f, 1.0f, spec.hidden_dtype);
+  }
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t target = UniformInt(rng, 0, spec.config.vocab_size - 1);
     slice.targets.push_back(Chance(rng, spec.ignored) ? kIgnoredTarget : static_cast<int32_t>(target));
@@ -164,6 +167,10 @@ Problem MakeProblem(const ProblemSpec& spec, Rng& rng) {
   if (spec.config.has_class_weights) problem.class_weights = UniformVector(rng, v, 0.25f, 2.0f);
   if (spec.config.norm != Norm::kNone) problem.norm_gain = UniformVector(rng, d, 0.5f, 1.5f);
   if (spec.config.norm == Norm::kLayerNorm) problem.norm_shift = UniformVector(rng, d, -0.5f, 0.5f);
+  for (const ProblemSpec& teacher : spec.teacher) {
+    problem.teacher.push_back(MakeProblem(teacher, rng));
+    problem.teacher.back().slices.clear();
+  }
   for (int64_t rows : spec.slice_rows) problem.slices.push_back(MakeSlice(spec, rows, rng));
   return problem;
 }
@@ -240,6 +247,14 @@ std::string Describe(const Problem& problem) {
     absl::StrAppend(&text, " objective ", Name(objective.kind), " clip ", objective.clip_low, " ",
                     objective.clip_high, " dual ", objective.dual_clip, " ", Name(objective.kl), " ",
                     objective.kl_coef, " entropy bonus ", objective.entropy_bonus);
+  }
+  if (options.distillation.used()) {
+    const Distillation& distillation = options.distillation;
+    absl::StrAppend(&text, " ", Name(distillation.divergence), " beta ", distillation.beta, " temperature ",
+                    distillation.temperature, " weight ", distillation.weight, " target weight ",
+                    distillation.target_weight, " teacher scale ", distillation.teacher_logit_scale,
+                    " softcap ", distillation.teacher_softcap, " of {", Describe(problem.teacher.front()),
+                    "}");
   }
   if (problem.slices.empty()) return text;
   const SliceData& first = problem.slices.front();

@@ -46,7 +46,8 @@ struct SliceData {
   bool want_grad_hidden = true;
   uint64_t sample_seed = 0;
   int64_t first_row = 0;
-  bool stands_in = false;  // comparisons do not know it
+  bool stands_in = false;             // comparisons do not know it
+  std::vector<float> teacher_hidden;  // [rows, D of the teacher], with Problem::teacher
 
   int64_t rows() const { return static_cast<int64_t>(targets.size()); }
 };
@@ -61,6 +62,7 @@ struct Problem {
   bool samples_uniform = false;  // AsComputed() sets it: whatever the options say now, that is what was done
   std::vector<float> weight, bias, norm_gain, norm_shift, class_weights;  // empty: not in the head
   std::vector<SliceData> slices;
+  std::vector<Problem> teacher;  // one, with options.distillation; only its tensors are used
 
   int64_t rows() const;
   std::vector<float>& Values(Param param);
@@ -83,6 +85,7 @@ struct ProblemSpec {
   float grad_scale = 1.0f;
   bool auto_samples_uniform = false;
   int class_parts = 1;
+  std::vector<ProblemSpec> teacher;  // one, with options.distillation; its slices do not matter
 };
 
 Problem MakeProblem(const ProblemSpec& spec, Rng& rng);

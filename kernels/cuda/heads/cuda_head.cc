@@ -5,12 +5,14 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/path_steps.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
@@ -147,6 +149,27 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
           .advantages = block.advantages,
           .old_logprobs = block.old_logprobs,
           .ref_logprobs = block.ref_logprobs};
+}
+
+LossTerms TermsOf(const HeadSizes& sizes, const HeadTensors& tensors, const Chunk& chunk,
+                  const ChunkLayout& layout) {
+  const LossOptions& options = chunk.options;
+  const ValueBuffer& values = tensors.values();
+  return {.vocab = sizes.vocab,
+          .bias = values.params.bias,
+          .class_weights = options.use_class_weights ? values.class_weights + sizes.first_class : nullptr,
+          .class_weight_sum =
+              options.use_class_weights ? tensors.class_weight_sum() : static_cast<float>(sizes.all_classes),
+          .scale = options.logit_scale,
+          .softcap = options.softcap,
+          .smoothing = options.label_smoothing,
+          .z_loss = options.z_loss,
+          .want_entropy = layout.want_entropy,
+          .any_coef_entropy = layout.any_coef_entropy,
+          .first_class = sizes.first_class,
+          .elsewhere = sizes.all_classes - sizes.vocab,
+          .bias_in_targets = sizes.is_split(),
+          .objective = options.objective};
 }
 
 // Says for a head that is split which rows' hidden gradients become complete on this device.
@@ -307,27 +330,85 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
     return absl::FailedPreconditionError(
         absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));
   }
-  return ValidateChunk(config_, sizes_.chunk_rows, chunk);
+  LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, sizes_.chunk_rows, chunk));
+  return chunk.teacher == nullptr ? absl::OkStatus() : CheckTeacher(*chunk.teacher);
 }
 
-LossTerms CudaHead::TermsOf(const Chunk& chunk, const ChunkLayout& layout) const {
-  const LossOptions& options = chunk.options;
-  const ValueBuffer& values = tensors_.values();
-  return {.vocab = sizes_.vocab,
-          .bias = values.params.bias,
-          .class_weights = options.use_class_weights ? values.class_weights + sizes_.first_class : nullptr,
-          .class_weight_sum = options.use_class_weights ? tensors_.class_weight_sum()
-                                                        : static_cast<float>(sizes_.all_classes),
-          .scale = options.logit_scale,
-          .softcap = options.softcap,
-          .smoothing = options.label_smoothing,
-          .z_loss = options.z_loss,
-          .want_entropy = layout.want_entropy,
-          .any_coef_entropy = layout.any_coef_entropy,
-          .first_class = sizes_.first_class,
-          .elsewhere = sizes_.all_classes - sizes_.vocab,
-          .bias_in_targets = sizes_.is_split(),
-          .objective = options.objective};
+// ---- a teacher's part of a chunk ----
+
+int64_t CudaHead::Lesson::MostRows(const CudaHead& head) {
+  const HeadSizes& sizes = head.sizes_;
+  const int64_t bytes = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
+  return bytes / (sizes.padded_vocab * static_cast<int64_t>(sizeof(float))) / 8 * 8;
+}
+
+absl::Status CudaHead::CheckTeacher(const HeadKernels& teacher) const {
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
+  const auto* const other = dynamic_cast<const CudaHead*>(&teacher);
+  if (other == nullptr || other->device_ != device_) {
+    return errors::FieldError(kField, "be a head of the same device", "another one");
+  }
+  const auto not_yet = [&](absl::string_view rule, const absl::AlphaNum& value) {
+    return errors::FieldError(kField, rule, value, absl::StatusCode::kUnimplemented);
+  };
+  if (sizes_.is_split() || other->sizes_.is_split()) {
+    return not_yet("be absent where the student or the teacher is split by vocabulary", "a head");
+  }
+  if (config_.logits != Logits::kStored || other->config_.logits != Logits::kStored) {
+    return not_yet("be absent where the student or the teacher recomputes its logits", "a head");
+  }
+  if (other->sizes_.chunk_rows < sizes_.chunk_rows || Lesson::MostRows(*other) == 0) {
+    return not_yet(absl::StrCat("be a head whose chunks have at least 16 rows and those of the student's, ",
+                                sizes_.chunk_rows, " (HeadSpec.workspace_bytes)"),
+                   absl::StrCat("one with ", other->sizes_.chunk_rows));
+  }
+  return absl::OkStatus();
+}
+
+CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
+    : teacher_(teacher), slot_(&teacher->slots_.Next()) {
+  const HeadSizes& sizes = teacher->sizes_;
+  const HeadConfig& config = teacher->config_;
+  rows_.wants_logprob = false;
+  for (const Slice& slice : chunk.slices) {
+    Slice taught;
+    taught.rows = slice.rows;
+    taught.hidden = slice.teacher_hidden;
+    taught.targets = slice.targets;
+    taught.row_weights = slice.row_weights;
+    slices_.push_back(taught);
+    rows_.wants_logprob |= slice.out.target_logprob != nullptr;
+  }
+  chunk_.hidden_dtype = chunk.hidden_dtype;
+  chunk_.accumulate_gradients = false;
+  chunk_.slices = absl::MakeSpan(slices_);
+  job_.chunk = &chunk_;
+  job_.layout = LayOutChunk({config, config.compute_dtype, sizes.chunk_rows, 1.0f, sizes.first_class}, chunk_,
+                            slot_->host_in);
+  job_.hidden = slot_->memory.hidden;
+  job_.direct = chunk.hidden_dtype == config.compute_dtype && !teacher->norm_->exists();
+
+  const Distillation& distillation = chunk.options.distillation;
+  rows_.hidden = job_.hidden;
+  rows_.weight = teacher->tensors_.values().compute_weight;
+  rows_.shapes = {sizes.padded_hidden, config.compute_dtype};
+  rows_.element = sizes.element;
+  rows_.padded_vocab = sizes.padded_vocab;
+  rows_.terms.vocab = sizes.vocab;
+  rows_.terms.bias = teacher->tensors_.values().params.bias;
+  rows_.terms.scale = distillation.teacher_logit_scale;
+  rows_.terms.softcap = distillation.teacher_softcap;
+  rows_.logits = teacher->workspace_.paths.At<float>(Region::kLogits);
+  rows_.block_rows = MostRows(*teacher);
+  // A lesson has no results, so their places in its slot are free.
+  const RowOutputBlock& out = slot_->device_out;
+  rows_.rows = {out.loss, out.lse, out.entropy};
+}
+
+absl::Status CudaHead::Lesson::Enqueue() const {
+  LOSSD_RETURN_IF_ERROR(Await(slot_->uploaded, teacher_->device_->compute()));
+  return teacher_->norm_->exists() ? teacher_->norm_->Forward(job_, *slot_) : absl::OkStatus();
 }
 
 void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
@@ -338,7 +419,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
-  job.terms = TermsOf(*chunk, job.layout);
+  job.terms = TermsOf(sizes_, tensors_, *chunk, job.layout);
   job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
   if (sizes_.is_split()) {
     job.in.all_targets = job.in.targets;
@@ -367,7 +448,14 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.weight_gradient_scale = job.layout.unit * t;
   DivideRows(*link_.exchange, slot, job);
 
-  job.plan = planner_->Next(*chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient()}, slot);
+  if (chunk->teacher != nullptr) {
+    pending.lesson =
+        std::make_unique<Lesson>(static_cast<CudaHead*>(chunk->teacher), *chunk);  // CheckTeacher
+    job.teacher = pending.lesson->rows();
+  }
+  job.plan = planner_->Next(
+      *chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient(), chunk->teacher != nullptr},
+      slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
 }
@@ -378,6 +466,7 @@ absl::Status CudaHead::Enqueue(const Pending& pending) {
   LOSSD_RETURN_IF_ERROR(path.Prepare(job));
   const auto phases = [&]() -> absl::Status {
     LOSSD_RETURN_IF_ERROR(transfers_->Upload(job, *pending.slot));
+    if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Upload());
     LOSSD_RETURN_IF_ERROR(Loss(pending, path));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
     LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
@@ -394,6 +483,7 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   const cudaStream_t stream = device_->compute();
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
+  if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
   LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));

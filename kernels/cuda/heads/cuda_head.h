@@ -95,6 +95,8 @@ class CudaHead : public HeadKernels {
   MemoryBytes memory() const override { return plan_; }
   std::vector<Choice> Describe() const override { return choices_; }
 
+  // Both store their logits and have all classes. The workspace of the teacher is used for its logits.
+  absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                           absl::Span<uint8_t> out) override {
@@ -122,10 +124,32 @@ class CudaHead : public HeadKernels {
   HeadTensors& tensors() { return tensors_; }
 
  private:
+  // What a teacher brings to a chunk: its hidden states of the rows, in a slot of the teacher's. Nothing else
+  // is computed of them there.
+  class Lesson {
+   public:
+    // Of `chunk`, whose teacher is `teacher`.
+    Lesson(CudaHead* teacher, const Chunk& chunk);
+    const TeacherRows* rows() const { return &rows_; }
+    // Enqueues the copies to the device; then the hidden states, ready on the compute stream.
+    absl::Status Upload() const { return teacher_->transfers_->Upload(job_, *slot_); }
+    absl::Status Enqueue() const;
+    // How many rows of fp32 logits have room where this head has the logits of a chunk; a multiple of 8.
+    static int64_t MostRows(const CudaHead& head);
+
+   private:
+    CudaHead* const teacher_;
+    ChunkSlot* const slot_;
+    Chunk chunk_;
+    std::vector<Slice> slices_;
+    ChunkJob job_;
+    TeacherRows rows_;
+  };
   // A chunk from Submit to its end.
   struct Pending {
     ChunkJob job;
-    ChunkSlot* slot = nullptr;  // null: nothing to do on the device
+    ChunkSlot* slot = nullptr;       // null: nothing to do on the device
+    std::unique_ptr<Lesson> lesson;  // of a chunk that is distilled
   };
 
   CudaHead(Device* device, const HeadConfig& config);
@@ -137,7 +161,6 @@ class CudaHead : public HeadKernels {
   absl::Status CheckChunk(const Chunk& chunk) const;
   // Lays the chunk out and plans it.
   void Prepare(Chunk* chunk, Pending& pending);
-  LossTerms TermsOf(const Chunk& chunk, const ChunkLayout& layout) const;
   // The phases of a chunk; each enqueues its work and returns.
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);

@@ -22,12 +22,65 @@
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/distill_rows.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/cuda/paths/head_sizes.h"
 #include "kernels/head_config.h"
 
 namespace lossd::kernels::cuda {
+
+// The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Pure functions.
+struct GemmShapes {
+  int64_t padded_hidden = 0;
+  DType compute = DType::kBFloat16;
+  bool scratch = true;  // whether the GEMMs may use scratch memory
+
+  // Z = X W^T in fp32.
+  GemmShape Logits(int64_t rows, int64_t classes) const {
+    return {.transpose_a = true,
+            .m = classes,
+            .n = rows,
+            .k = padded_hidden,
+            .lda = padded_hidden,
+            .ldb = padded_hidden,
+            .ldc = classes,
+            .input = compute,
+            .output = DType::kFloat32,
+            .scratch = scratch};
+  }
+  // dX = dZ W in `output`; rows of dZ are `ld` elements apart.
+  GemmShape HiddenGradient(int64_t rows, int64_t classes, int64_t ld, DType output) const {
+    return {.m = padded_hidden,
+            .n = rows,
+            .k = classes,
+            .lda = padded_hidden,
+            .ldb = ld,
+            .ldc = padded_hidden,
+            .input = compute,
+            .output = output,
+            .scratch = scratch};
+  }
+  GemmShape HiddenGradient(int64_t rows, int64_t classes, DType output) const {
+    return HiddenGradient(rows, classes, classes, output);
+  }
+  // dW = dZ^T X in fp32; likewise.
+  GemmShape WeightGradient(int64_t rows, int64_t classes, int64_t ld) const {
+    return {.transpose_b = true,
+            .m = padded_hidden,
+            .n = classes,
+            .k = rows,
+            .lda = padded_hidden,
+            .ldb = ld,
+            .ldc = padded_hidden,
+            .input = compute,
+            .output = DType::kFloat32,
+            .scratch = scratch};
+  }
+  GemmShape WeightGradient(int64_t rows, int64_t classes) const {
+    return WeightGradient(rows, classes, classes);
+  }
+};
 
 // Some rows of a chunk that are computed together, from compact row `begin` on. Plain data.
 struct RowBlock {
@@ -36,10 +89,26 @@ struct RowBlock {
   RowResults out;
 };
 
+// The teacher of a chunk's rows, as paths see it: another head of the device, whose hidden states of the rows
+// are there when Loss begins. Row r of it is row r of the chunk. Plain data.
+struct TeacherRows {
+  const void* hidden = nullptr;  // [padded_rows, padded_hidden] the teacher's compute dtype, after its norm
+  const void* weight = nullptr;  // [padded_vocab, padded_hidden] likewise
+  GemmShapes shapes;
+  int64_t element = 2;  // bytes of that dtype
+  int64_t padded_vocab = 0;
+  LossTerms terms;            // of its logits
+  float* logits = nullptr;    // [block_rows, padded_vocab]
+  int64_t block_rows = 0;     // a multiple of 8
+  DivergenceRows rows;        // [rows]
+  bool wants_logprob = true;  // some row's log p of the target is a result
+};
+
 // A chunk while it is being enqueued, as paths see it. Pointers are device memory of the chunk's slot unless
 // their comment says otherwise. Plain data.
 struct ChunkJob {
-  Chunk* chunk = nullptr;  // host memory
+  Chunk* chunk = nullptr;                // host memory
+  const TeacherRows* teacher = nullptr;  // host memory; null: the rows have none
   ChunkLayout layout;
   ChunkPlan plan;
 
@@ -122,58 +191,6 @@ class ChunkPath {
   // Times the library's algorithms for a full chunk of these hidden states [chunk_rows, padded_hidden] and
   // keeps the fastest. Overwrites the path's memory and adds to the weight gradient.
   virtual absl::Status Tune(const void* hidden) { return absl::OkStatus(); }
-};
-
-// The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Pure functions.
-struct GemmShapes {
-  int64_t padded_hidden = 0;
-  DType compute = DType::kBFloat16;
-  bool scratch = true;  // whether the GEMMs may use scratch memory
-
-  // Z = X W^T in fp32.
-  GemmShape Logits(int64_t rows, int64_t classes) const {
-    return {.transpose_a = true,
-            .m = classes,
-            .n = rows,
-            .k = padded_hidden,
-            .lda = padded_hidden,
-            .ldb = padded_hidden,
-            .ldc = classes,
-            .input = compute,
-            .output = DType::kFloat32,
-            .scratch = scratch};
-  }
-  // dX = dZ W in `output`; rows of dZ are `ld` elements apart.
-  GemmShape HiddenGradient(int64_t rows, int64_t classes, int64_t ld, DType output) const {
-    return {.m = padded_hidden,
-            .n = rows,
-            .k = classes,
-            .lda = padded_hidden,
-            .ldb = ld,
-            .ldc = padded_hidden,
-            .input = compute,
-            .output = output,
-            .scratch = scratch};
-  }
-  GemmShape HiddenGradient(int64_t rows, int64_t classes, DType output) const {
-    return HiddenGradient(rows, classes, classes, output);
-  }
-  // dW = dZ^T X in fp32; likewise.
-  GemmShape WeightGradient(int64_t rows, int64_t classes, int64_t ld) const {
-    return {.transpose_b = true,
-            .m = padded_hidden,
-            .n = classes,
-            .k = rows,
-            .lda = padded_hidden,
-            .ldb = ld,
-            .ldc = padded_hidden,
-            .input = compute,
-            .output = DType::kFloat32,
-            .scratch = scratch};
-  }
-  GemmShape WeightGradient(int64_t rows, int64_t classes) const {
-    return WeightGradient(rows, classes, classes);
-  }
 };
 
 }  // namespace lossd::kernels::cuda

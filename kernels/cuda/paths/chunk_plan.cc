@@ -29,6 +29,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
 
 absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
   const bool stored = limits.logits == Logits::kStored;
+  if (chunk.distilled) return "the logits are compared with a teacher's";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
   const absl::string_view reason = hopper::WhyNotFused(

@@ -52,6 +52,7 @@ struct ChunkFacts {
   int64_t rows = 0;
   int64_t padded_rows = 0;
   bool wants_gradient = false;
+  bool distilled = false;  // the rows have a teacher
 };
 
 // What it needs to know of the head and the device.

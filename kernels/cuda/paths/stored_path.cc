@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/kernels/distill_rows.h"
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
 #include "kernels/cuda/kernels/row_loss.h"
@@ -136,6 +137,12 @@ absl::Status StagedLogits::Prepare(const ChunkJob& job, Kept kept) const {
   return absl::OkStatus();
 }
 
+std::vector<int64_t> StagedLogits::BlockRows(const ChunkJob& job, Kept kept) const {
+  std::vector<int64_t> rows;
+  for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) rows.push_back(block.rows);
+  return rows;
+}
+
 bool StagedLogits::UsesSpare(const ChunkJob& job, Kept kept) const {
   const std::vector<StagedBlock> blocks = Blocks(job.padded_rows(), kept);
   return std::any_of(blocks.begin(), blocks.end(), [](const StagedBlock& block) { return block.in_spare; });
@@ -174,6 +181,28 @@ void* StagedLogits::LargestBlock() const {
 
 namespace {
 
+// Rows of a block that are computed together.
+struct RowSpan {
+  int64_t begin = 0;
+  int64_t rows = 0;
+};
+
+std::vector<RowSpan> PartsOf(int64_t rows, int64_t most) {
+  std::vector<RowSpan> parts;
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    parts.push_back({begin, std::min(most, rows - begin)});
+  }
+  return parts;
+}
+
+// The rows of a matrix from this one on.
+LogitMatrix From(const LogitMatrix& matrix, int64_t begin) {
+  LogitMatrix rows = matrix;
+  if (rows.data == nullptr) return rows;
+  rows.data = static_cast<uint8_t*>(rows.data) + begin * rows.ld * static_cast<int64_t>(SizeOf(rows.dtype));
+  return rows;
+}
+
 Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
 
 }  // namespace
@@ -188,6 +217,14 @@ StoredPath::StoredPath(const PathContext& context)
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
+  if (job.teacher != nullptr) {
+    for (const int64_t rows : staged_.BlockRows(job, KeptOf(job))) {
+      for (const RowSpan& part : PartsOf(rows, job.teacher->block_rows)) {
+        LOSSD_RETURN_IF_ERROR(context_.device->gemms().Prepare(
+            job.teacher->shapes.Logits(part.rows, job.teacher->padded_vocab)));
+      }
+    }
+  }
   return gradients_.GemmsOf(job.plan).Prepare(job);
 }
 
@@ -203,10 +240,62 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
     if (context_.sizes.is_split()) return SplitRowLoss(job, rows, logits, gradient);
+    if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient);
     const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
     return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()),
                     "row loss kernel");
   });
+}
+
+absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& rows,
+                                          const LogitMatrix& logits, const LogitMatrix& gradient) const {
+  for (const RowSpan& span : PartsOf(rows.in.padded_rows, job.teacher->block_rows)) {
+    const RowBlock part = {rows.begin + span.begin, rows.in.Block(span.begin, span.rows),
+                           rows.out.From(span.begin)};
+    LOSSD_RETURN_IF_ERROR(DistilPart(job, part, From(logits, span.begin), From(gradient, span.begin)));
+  }
+  return absl::OkStatus();
+}
+
+// The divergence before the row loss kernel, which overwrites the logits.
+absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                    const LogitMatrix& gradient) const {
+  Device& device = *context_.device;
+  const TeacherRows& teacher = *job.teacher;
+  const Distillation& distillation = job.options().distillation;
+  const DivergenceRows kept = teacher.rows.From(rows.begin);
+  const LogitMatrix taught = {teacher.logits, DType::kFloat32, teacher.padded_vocab, teacher.terms.vocab};
+  const auto* const hidden = static_cast<const uint8_t*>(teacher.hidden);
+  if (rows.in.rows > 0) {
+    LOSSD_RETURN_IF_ERROR(
+        device.gemms().Run(teacher.shapes.Logits(rows.in.padded_rows, teacher.padded_vocab),
+                           {.a = teacher.weight,
+                            .b = hidden + rows.begin * teacher.shapes.padded_hidden * teacher.element,
+                            .c = teacher.logits},
+                           device.gemm_workspace(), device.compute()));
+    const DivergenceParams p = {.student = logits,
+                                .teacher = taught,
+                                .student_terms = job.terms,
+                                .teacher_terms = teacher.terms,
+                                .distillation = distillation,
+                                .in = rows.in,
+                                .rows = kept,
+                                .want_gradient = gradient.data != nullptr};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchDivergence(p, device.compute()), "divergence kernel");
+  }
+  RowInputs with_target = rows.in;
+  with_target.weights = kept.target_weights;
+  with_target.coef_loss = kept.target_coefs;
+  const RowLossParams p = {logits, gradient, job.terms, with_target, rows.out, !job.plan.uniform_apart};
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device.limits(), device.compute()), "row loss kernel");
+  const MixDivergenceParams mix = {.gradient = gradient,
+                                   .teacher = taught,
+                                   .distillation = distillation,
+                                   .in = rows.in,
+                                   .out = rows.out,
+                                   .rows = kept,
+                                   .wants_logprob = teacher.wants_logprob};
+  return ToStatus(LaunchMixDivergence(mix, device.compute()), "mixing kernel");
 }
 
 // Statistics of the logits, those of all devices, and the gradient from the same logits.

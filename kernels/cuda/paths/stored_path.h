@@ -102,6 +102,8 @@ class StagedLogits {
 
   // Launches nothing.
   absl::Status Prepare(const ChunkJob& job, Kept kept) const;
+  // The rows of each block.
+  std::vector<int64_t> BlockRows(const ChunkJob& job, Kept kept) const;
   // Whether the logits of some rows lie in Region::kHiddenGradient.
   bool UsesSpare(const ChunkJob& job, Kept kept) const;
   // Enqueues the logits of each block and then calls step with them, which enqueues what becomes of them.
@@ -151,6 +153,11 @@ class StoredPath final : public ChunkPath {
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
+  // Of a block of rows that have a teacher, part by part as its logits have room.
+  absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                const LogitMatrix& gradient) const;
+  absl::Status DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                          const LogitMatrix& gradient) const;
   // Of a block of rows of which other devices have classes too, filtered if the plan is.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;

@@ -239,7 +239,8 @@ std::vector<ConformanceCase> Cases() {
     if (GpuCount() < way.gpus) continue;
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
-                       way.gpus, way.split, way.shares, way.replicas});
+                       way.gpus, way.split, way.shares, way.replicas,
+                       /*distils=*/way.logits == Logits::kStored && way.split == Split::kAny});
     }
   }
   return cases;
@@ -249,6 +250,8 @@ std::vector<ConformanceCase> Cases() {
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
 INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DistillationConformance);
+INSTANTIATE_TEST_SUITE_P(Cuda, DistillationConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }

@@ -145,6 +145,59 @@ TEST(ReferenceTest, KnownValuesOfObjectives) {
   EXPECT_NEAR(loss(kl, 0.0, 1.0), 0.25 * std::pow(std::log(3.0), 2), 1e-12);
 }
 
+TEST(ReferenceTest, GradientsAreDerivativesForEachDivergence) {
+  Rng rng = FreshRng();
+  for (const Divergence divergence : {Divergence::kForwardKl, Divergence::kReverseKl,
+                                      Divergence::kJensenShannon, Divergence::kTotalVariation}) {
+    for (const float target_weight : {0.0f, 0.5f}) {
+      ProblemSpec spec = RandomSpec(4, 5, 7, DType::kFloat32, DType::kFloat32, rng);
+      spec.slice_rows = {4};
+      spec.accumulate_mask = spec.grad_lse = spec.grad_entropy = false;
+      spec.options.gradients = Gradients::kExact;
+      ProblemSpec teacher = RandomSpec(0, 3, 7, DType::kFloat32, DType::kFloat32, rng);
+      spec.teacher.push_back(teacher);
+      spec.options.distillation = {.divergence = divergence,
+                                   .beta = 0.3f,
+                                   .temperature = 1.7f,
+                                   .weight = 0.8f,
+                                   .target_weight = target_weight,
+                                   .teacher_logit_scale = 0.6f,
+                                   .teacher_softcap = 4.0f};
+      CheckGradients(spec, rng);
+    }
+  }
+}
+
+// A student with logits 0 and log 3, q = 1/4, 3/4, and a teacher with p = 1/2, 1/2.
+TEST(ReferenceTest, KnownDivergences) {
+  reference::Head head;
+  head.config.hidden_size = 1;
+  head.config.vocab_size = 2;
+  head.weight = {0.0, std::log(3.0)};
+  head.teacher = {head};
+  head.teacher.front().weight = {2.0, 2.0};
+  reference::Rows rows;
+  rows.hidden = rows.teacher_hidden = {1.0, 1.0};
+  rows.targets = {1, kIgnoredTarget};
+  const auto loss = [&](const Distillation& distillation) {
+    const reference::Result result = reference::Compute(head, {.distillation = distillation}, rows, nullptr);
+    EXPECT_EQ(result.loss[1], 0.0);
+    return result.loss[0];
+  };
+  const double forward = 0.5 * std::log(2.0) + 0.5 * std::log(2.0 / 3.0);
+  EXPECT_NEAR(loss({.divergence = Divergence::kForwardKl}), forward, 1e-15);
+  EXPECT_NEAR(loss({.divergence = Divergence::kReverseKl}), 0.25 * std::log(0.5) + 0.75 * std::log(1.5),
+              1e-15);
+  EXPECT_NEAR(loss({.divergence = Divergence::kTotalVariation}), 0.25, 1e-15);
+  // m = 0.25 p + 0.75 q = 5/16, 11/16.
+  EXPECT_NEAR(loss({.divergence = Divergence::kJensenShannon, .beta = 0.25f}),
+              0.25 * (0.5 * std::log(1.6) + 0.5 * std::log(8.0 / 11)) +
+                  0.75 * (0.25 * std::log(0.8) + 0.75 * std::log(12.0 / 11)),
+              1e-15);
+  EXPECT_NEAR(loss({.divergence = Divergence::kForwardKl, .weight = 2.0f, .target_weight = 3.0f}),
+              2.0 * forward + 3.0 * std::log(4.0 / 3.0), 1e-14);
+}
+
 // Two classes with logits 0 and log 3: p = 1/4, 3/4.
 TEST(ReferenceTest, KnownValues) {
   reference::Head head;

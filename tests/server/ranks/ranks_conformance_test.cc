@@ -255,8 +255,10 @@ TEST(RanksMemory, IsSharedWhileItLasts) {
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DistillationConformance);
 INSTANTIATE_TEST_SUITE_P(Ranks, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Ranks, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Ranks, DistillationConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing::ranks_conformance_test

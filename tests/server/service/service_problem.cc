@@ -86,6 +86,7 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   spec.set_norm(static_cast<v1::Norm>(static_cast<int>(problem.config.norm) + 1));
   spec.set_norm_epsilon(problem.config.norm_epsilon);
   spec.set_compute_dtype(v1::DTYPE_FP32);
+  spec.set_frozen(!problem.config.trainable);
   const auto created = client.CreateHead(request);
   ASSERT_TRUE(created.ok()) << created.status();
   for (const Param param : kernels::kAllParams) {
@@ -129,6 +130,17 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
   open.mutable_advantages()->Assign(data.advantages.begin(), data.advantages.end());
   open.mutable_old_logprobs()->Assign(data.old_logprobs.begin(), data.old_logprobs.end());
   open.mutable_ref_logprobs()->Assign(data.ref_logprobs.begin(), data.ref_logprobs.end());
+  if (const kernels::Distillation& from = problem.options.distillation; from.used()) {
+    v1::Distillation& distillation = *options.mutable_distillation();
+    distillation.set_teacher(kTeacherName);
+    distillation.set_divergence(static_cast<v1::Divergence>(from.divergence));
+    distillation.set_beta(from.beta);
+    distillation.set_temperature(from.temperature);
+    distillation.set_weight(from.weight);
+    distillation.set_target_weight(from.target_weight);
+    distillation.set_teacher_logit_scale(from.teacher_logit_scale);
+    distillation.set_teacher_softcap(from.teacher_softcap);
+  }
   open.set_reduction(v1::REDUCTION_SUM);
   open.set_grad_output(data.grad_scale);
   open.set_want_grad_hidden(true);
@@ -145,6 +157,19 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
   return open;
 }
 
+std::string PayloadOf(const Problem& problem, const SliceData& data, int64_t begin, int64_t end) {
+  const auto rows = [&](const std::vector<float>& of, int64_t width) {
+    return Bytes(kernels::testing::Encode(
+        problem.hidden_dtype, absl::MakeConstSpan(of).subspan(static_cast<size_t>(begin * width),
+                                                              static_cast<size_t>((end - begin) * width))));
+  };
+  std::string payload = rows(data.hidden, problem.config.hidden_size);
+  for (const Problem& teacher : problem.teacher) {
+    payload += rows(data.teacher_hidden, teacher.config.hidden_size);
+  }
+  return payload;
+}
+
 LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& problem, const SliceData& data,
                    int64_t begin, int64_t end, Rng rng) {
   open.mutable_rows()->set_begin(static_cast<uint64_t>(begin));
@@ -159,12 +184,8 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
   }
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
-  const int64_t width = problem.config.hidden_size;
   for (const auto& [from, to] : Cut(begin, end, rng)) {
-    const absl::Span<const float> rows =
-        absl::MakeConstSpan(data.hidden)
-            .subspan(static_cast<size_t>(from * width), static_cast<size_t>((to - from) * width));
-    stream->SendSlice(from, to, Bytes(kernels::testing::Encode(problem.hidden_dtype, rows)));
+    stream->SendSlice(from, to, PayloadOf(problem, data, from, to));
   }
   return stream->Finish();
 }

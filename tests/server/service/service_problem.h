@@ -17,9 +17,16 @@ namespace lossd::app::testing {
 // A head with the problem's tensors, computed in fp32.
 void CreateHead(TestClient& client, const std::string& name, const kernels::testing::Problem& problem);
 
+// The name of the head that rows with Problem::teacher name.
+inline constexpr char kTeacherName[] = "teacher";
+
 // Opens microbatch `id` of step 0: all rows of `data`, every output and gradient wanted.
 v1::OpenMicrobatch OpenFor(const std::string& head, const kernels::testing::Problem& problem,
                            const kernels::testing::SliceData& data, uint64_t id);
+
+// The payload of a slice of these rows, with those of a teacher.
+std::string PayloadOf(const kernels::testing::Problem& problem, const kernels::testing::SliceData& data,
+                      int64_t begin, int64_t end);
 
 // Rows [begin, end) of one microbatch on one call, all slices sent before the first answer is read.
 LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const kernels::testing::Problem& problem,

@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -107,6 +107,48 @@ class HostRows(RowMemory):
         self._bytes[begin:end] = 0
 
 
+class PairedRows(RowMemory):
+    """Rows of a student and of its teacher, as slices bring them: the student's rows, then the teacher's. Only read.
+
+    Positions are those of rows as wide as both.
+    """
+
+    def __init__(self, student: RowMemory, student_row: int, teacher: RowMemory, teacher_row: int) -> None:
+        """`student_row`, `teacher_row`: bytes of one row. InvalidArgument if the two are on different devices."""
+        if student.device != teacher.device:
+            raise errors.InvalidArgument(f"teacher_hidden is on {teacher.device or 'the host'}; hidden is on "
+                                         f"{student.device or 'the host'}")
+        self.device = student.device
+        self.nbytes = student.nbytes + teacher.nbytes
+        self._parts = (student, student_row), (teacher, teacher_row)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[RowMemory, int, int]]:
+        width = sum(row for _, row in self._parts)
+        for memory, row in self._parts:
+            yield memory, begin // width * row, end // width * row
+
+    def wait(self) -> None:
+        for memory, _ in self._parts:
+            memory.wait()
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return memoryview(b"".join(memory.read(first, last) for memory, first, last in self._pieces(begin, end)))
+
+    def write(self, begin: int, data: memoryview) -> None:
+        raise NotImplementedError
+
+    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        for memory, first, last in self._pieces(begin, end):
+            memory.to_region(first, last, region, offset)
+            offset += last - first
+
+    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        raise NotImplementedError
+
+    def zero(self, begin: int, end: int) -> None:
+        raise NotImplementedError
+
+
 class CudaRows(RowMemory):
     """An array of a GPU, as any library has it (`__cuda_array_interface__`)."""
 
@@ -198,6 +240,20 @@ def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, tuple[i
     if len(shape) != 2:
         raise errors.InvalidArgument(f"{name} has shape {shape}; it must be [N, D]")
     return kind, (shape[0], shape[1]), rows
+
+
+def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tuple[RowMemory | None, int]:
+    """Hidden states of a teacher and the bytes of one; `kind`, `rows`: of the hidden states beside them."""
+    if values is None:
+        return None, 0
+    found, shape, memory = as_rows("teacher_hidden", values, dtype)
+    if found != kind:
+        raise errors.InvalidArgument(f"teacher_hidden is {found}; hidden is {kind}, and both travel as one")
+    if shape[0] != rows:
+        raise errors.InvalidArgument(f"teacher_hidden has {shape[0]} rows; hidden has {rows}")
+    if shape[1] < 1:
+        raise errors.InvalidArgument("teacher_hidden: a row has no elements")
+    return memory, shape[1] * types.NUMPY_DTYPES[kind].itemsize
 
 
 def _kind_of(name: str, rows: CudaRows, dtype: DType | None) -> DType:

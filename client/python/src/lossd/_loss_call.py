@@ -147,7 +147,7 @@ class SliceRules:
     def rule(self) -> SliceRule:
         with self._lock:
             assert self._facts is not None
-            return make_slice_rule(self._work.row_bytes, self._slice_bytes, self._facts.limits)
+            return make_slice_rule(self._work.sent_row_bytes, self._slice_bytes, self._facts.limits)
 
     def may_cut_otherwise(self, rule: SliceRule) -> bool:
         """The server may have been restarted with other limits: learns them once; true if they cut otherwise."""
@@ -263,12 +263,12 @@ class Round:
         work = parts.work
         region = None
         if work.memory is not None:
-            region = parts.connections.region_for(work.memory.device, work.moved_rows * work.row_bytes)
+            region = parts.connections.region_for(work.memory.device, work.moved_rows * work.sent_row_bytes)
         # Where rows have an order, those of other calls may have to come before a slice is answered.
         with SlicePlaces(region, may_wait=rule.row_grid == 0) as places:
             region = places.region
             room = places.reserve(rows, work.row_bytes) if work.hidden is None else None
-            cut = rule if region is None else rule.in_region(len(rows), region.wanted_rows(work.row_bytes))
+            cut = rule if region is None else rule.in_region(len(rows), region.wanted_rows(work.sent_row_bytes))
             plan = work.plan(rows, cut, parts.check.meant(), b"" if region is None else region.id, room)
             stream = LossStream(parts.connections, connection, parts.work, plan, rule, parts.check.accept, places)
             try:

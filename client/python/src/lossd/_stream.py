@@ -214,7 +214,7 @@ class LossStream:
 
     def _read(self) -> Iterator[bytes]:
         yield self._plan.first
-        hidden, row_bytes = self._work.hidden, self._work.row_bytes
+        hidden, row_bytes = self._work.hidden, self._work.sent_row_bytes
         left = collections.deque(self._plan.slices or ())
         while left:
             assert hidden is not None

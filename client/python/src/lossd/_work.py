@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
-from lossd._arrays import RowMemory
+from lossd._arrays import PairedRows, RowMemory
 from lossd._wire import Room
 from lossd.types import LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
@@ -82,6 +82,7 @@ class Work(ABC):
         self.rows = rows
         self.hidden_size = hidden_size
         self.row_bytes = hidden_size * element_size
+        self.sent_row_bytes = self.row_bytes  # of what is sent of a row: with the hidden state of a teacher
         self.outputs = outputs
         self.run = run
         self.hidden: RowMemory | None = None  # None: no slices are sent
@@ -143,11 +144,16 @@ class ForwardWork(Work):
                  hidden_dtype: types_pb2.DType, hidden_size: int, element_size: int, targets: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "",
-                 numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({})) -> None:
-        """`numbers`: those of options.objective, by the names of the protocol's fields and in their order."""
+                 numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+                 teacher: RowMemory | None = None, teacher_row_bytes: int = 0) -> None:
+        """`numbers`: those of options.objective, by the names of the protocol's fields and in their order. `teacher`: hidden
+        states of options.distillation's teacher, [N, teacher_row_bytes]."""
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
                          rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
+        if teacher is not None:
+            self.hidden = PairedRows(hidden, self.row_bytes, teacher, teacher_row_bytes)
+            self.sent_row_bytes += teacher_row_bytes
         self._dtype = hidden_dtype
         self._targets = targets
         self._row_weights = row_weights
@@ -171,6 +177,11 @@ class ForwardWork(Work):
             if len(values) != self.rows:
                 raise errors.InvalidArgument(f"{name} has {len(values)} entries for {self.rows} rows")
         self._check_objective()
+        distillation = self._options.distillation
+        if (distillation is None) != (self.sent_row_bytes == self.row_bytes):
+            raise errors.InvalidArgument("teacher_hidden comes with options.distillation, and only with it")
+        if distillation is not None and self._retain:
+            raise errors.InvalidArgument("retain is True; hidden states of a teacher are not retained")
         deferred = self._scale.reduction == "none"
         if self._retain and not deferred:
             raise errors.InvalidArgument("retain=True goes with reduction='none' only")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss, StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.descriptions import ServerDescription, StreamList, read
-from lossd.types import DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
+from lossd.types import Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
 _LOSSES = "/lossd.v1.LossService/"
@@ -194,13 +195,13 @@ class Client(HeadCalls):
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
             streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
-            ready: Callable[[], None] | None = None) -> LossResult:
+            ready: Callable[[], None] | None = None, teacher_hidden: NDArray[Any] | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
             head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
             old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
             grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout,
-            ready=ready).wait()
+            ready=ready, teacher_hidden=teacher_hidden).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -210,7 +211,7 @@ class Client(HeadCalls):
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
             streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
-            ready: Callable[[], None] | None = None) -> PendingLoss:
+            ready: Callable[[], None] | None = None, teacher_hidden: NDArray[Any] | None = None) -> PendingLoss:
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
@@ -244,6 +245,8 @@ class Client(HeadCalls):
           slice_bytes: of hidden states that are sent at once, at most. None: 2 MiB in messages, 4 MiB in shared memory, and
             in memory of the GPU as much as a quarter of it holds.
           ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
+          teacher_hidden: [N, D of the teacher], with options.distillation: the rows' hidden states of the teacher, of the
+            same dtype and on the same device as `hidden`, and under the same rules.
         """
         self._connections.check_usable()
         kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
@@ -251,6 +254,7 @@ class Client(HeadCalls):
         if len(classes) != shape[0]:
             raise errors.InvalidArgument(f"targets has {len(classes)} entries for {shape[0]} rows of hidden")
         gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
+        teacher, teacher_row_bytes = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
         wanted = _arrays.row_arrays(rows, len(classes))
         given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
@@ -262,8 +266,39 @@ class Client(HeadCalls):
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted), run=self._run)
-        return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(data, ready))
+            outputs=Outputs(place, wanted), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes)
+        return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(work.memory or data, ready))
+
+    def distill(
+            self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
+            targets: ArrayLike | None = None, *, step: int | None = None, id: int = 0, dtype: DType | None = None,
+            row_weights: ArrayLike | None = None, options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
+            normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
+            grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (), streams: int | None = None,
+            slice_bytes: int | None = None, timeout: float | None = None) -> LossResult:
+        """compute_loss() of rows whose loss is their divergence from a teacher's softmax, a frozen head of the server.
+
+            client.create_head("teacher", hidden_size=4096, vocab_size=32000, frozen=True)
+            result = client.distill("student", hidden, teacher_hidden, lossd.Distillation("teacher", "reverse_kl"),
+                                    step=0, id=1, accumulate=True, grad_hidden=True)
+
+        Args:
+          teacher_hidden: [N, D of the teacher], as compute_loss() has it.
+          targets: [N]; those that are options.ignore_index mark rows that are left out. None: no row is. Needed for
+            distillation.target_weight.
+          options: distillation takes the place of what it says of that; the other arguments are those of compute_loss().
+        """
+        if targets is None:
+            if distillation.target_weight != 0:
+                raise errors.InvalidArgument(
+                    f"targets is None; distillation.target_weight is {distillation.target_weight}, and needs them")
+            options = replace(options, ignore_index=-100)
+            targets = np.zeros(len(hidden), np.int32)
+        return self.compute_loss(
+            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights,
+            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer,
+            grad_output=grad_output, accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams,
+            slice_bytes=slice_bytes, timeout=timeout, teacher_hidden=teacher_hidden)
 
     def backward(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",

@@ -22,6 +22,7 @@ Split = Literal["any", "rows", "vocabulary"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
 ObjectiveKind = Literal["reinforce", "importance_sampling", "ppo", "cispo", "dft"]
 Kl = Literal["k1", "k2", "k3"]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -45,6 +46,9 @@ OBJECTIVES: Mapping[str, loss_pb2.ObjectiveKind] = {
     "reinforce": loss_pb2.OBJECTIVE_REINFORCE, "importance_sampling": loss_pb2.OBJECTIVE_IMPORTANCE_SAMPLING,
     "ppo": loss_pb2.OBJECTIVE_PPO, "cispo": loss_pb2.OBJECTIVE_CISPO, "dft": loss_pb2.OBJECTIVE_DFT}
 KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.KL_K2, "k3": loss_pb2.KL_K3}
+DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
+    "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
+    "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -143,6 +147,53 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """Rows are compared with the softmax of a teacher, another head of the server; "Distillation" in docs/math.md.
+
+    The loss of a row is weight * divergence + target_weight * (the loss with its target, as LossOptions say). Gradients
+    are those of the head that is trained, and exact.
+
+    InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number or word.
+    """
+
+    teacher: str  # a frozen head of the server, with the same vocab_size
+    # Of the teacher's softmax p and the student's q: "forward_kl", KL(p || q); "reverse_kl", KL(q || p);
+    # "jensen_shannon", beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q; "total_variation".
+    divergence: Divergence = "forward_kl"
+    beta: float = 0.5  # jensen_shannon: in (0, 1)
+    # Divides the logits of both; finite and at least 1.18e-38. The divergence is not multiplied by its square.
+    temperature: float = 1.0
+    weight: float = 1.0  # of the divergence; finite and not negative
+    target_weight: float = 0.0  # of the loss with the targets; finite and not negative
+    teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
+    teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.teacher, str):
+            raise TypeError(f"distillation.teacher is {self.teacher!r}; it must be the name of a head, a str")
+        enum_value("distillation.divergence", DIVERGENCES, self.divergence)
+        for option in fields(self):
+            if option.name not in ("teacher", "divergence"):
+                _check_type("distillation." + option.name, getattr(self, option.name), option.default)
+        _check("distillation.beta", self.beta, "in (0, 1)", 0 < self.beta < 1)
+        _check("distillation.temperature", self.temperature, "finite and at least 1.18e-38",
+               1.18e-38 <= self.temperature < math.inf)
+        _check("distillation.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
+        _check("distillation.target_weight", self.target_weight, "finite and not negative",
+               0 <= self.target_weight < math.inf)
+        _check("distillation.teacher_logit_scale", self.teacher_logit_scale, "finite and not 0",
+               math.isfinite(self.teacher_logit_scale) and self.teacher_logit_scale != 0)
+        _check("distillation.teacher_softcap", self.teacher_softcap, "0, or finite and at least 1.18e-38",
+               self.teacher_softcap == 0 or 1.18e-38 <= self.teacher_softcap < math.inf)
+
+    def to_proto(self) -> loss_pb2.Distillation:
+        """Each field under its own name."""
+        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        values["divergence"] = DIVERGENCES[self.divergence]
+        return loss_pb2.Distillation(**values)
+
+
+@dataclass(frozen=True)
 class LossOptions:
     """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
 
@@ -170,10 +221,14 @@ class LossOptions:
     max_gradient_error: float | None = None
     # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
     objective: Objective | None = None
+    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "exact" and "auto" go with
 
     def __post_init__(self) -> None:
         for option in fields(self):
             _check_type(option.name, getattr(self, option.name), option.default)
+        if self.distillation is not None and self.gradients in ("filtered", "sampled"):
+            raise errors.InvalidArgument(
+                f"gradients is {self.gradients!r}; it must be 'exact', 'auto' or None with distillation")
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
@@ -194,6 +249,8 @@ class LossOptions:
             _check("label_smoothing", self.label_smoothing, "0 with an objective", self.label_smoothing == 0)
             if self.use_class_weights:
                 raise errors.InvalidArgument("use_class_weights is True; it must be False with an objective")
+            if self.distillation is not None:
+                raise errors.InvalidArgument(f"objective is {self.objective}; it must be None with distillation")
 
     def to_proto(self) -> loss_pb2.LossOptions:
         """Each field under its own name; None is absent."""
@@ -203,10 +260,12 @@ class LossOptions:
             values["gradients"] = GRADIENTS[self.gradients]
         if self.objective is not None:
             values["objective"] = self.objective.to_proto()
+        if self.distillation is not None:
+            values["distillation"] = self.distillation.to_proto()
         return loss_pb2.LossOptions(**values)
 
 
-_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective")
+_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "distillation")
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -217,6 +276,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         kind, ok = "a str", isinstance(value, str)
     elif name == "objective":
         kind, ok = "a lossd.Objective", isinstance(value, Objective)
+    elif name == "distillation":
+        kind, ok = "a lossd.Distillation", isinstance(value, Distillation)
     elif isinstance(default, bool):
         kind, ok = "a bool", isinstance(value, (bool, np.bool_))
     elif name == "ignore_index":

@@ -137,6 +137,15 @@ TEST(ChunkPlan, WhatCannotBeFilteredMayBeFused) {
   EXPECT_TRUE(c.Plan().fused());
 }
 
+TEST(ChunkPlan, RowsWithATeacherAreNotFused) {
+  Case c;
+  EXPECT_TRUE(c.Plan().fused());
+  c.chunk.distilled = true;
+  EXPECT_FALSE(c.Plan().fused());
+  EXPECT_TRUE(c.Plan().exact());
+  EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("teacher"));
+}
+
 TEST(ChunkPlan, GradientsOfEntropiesAreFused) {
   Case c;
   c.chunk.terms.any_coef_entropy = true;

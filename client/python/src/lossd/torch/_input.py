@@ -222,6 +222,34 @@ def to_send(tensor: torch.Tensor, place: Place) -> Sent:
     return Sent(as_array(host), ready)
 
 
+def both(*waits: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Waits for all of them, in their order."""
+    present = [wait for wait in waits if wait is not None]
+
+    def wait_for_all() -> None:
+        for wait in present:
+            wait()
+
+    return wait_for_all if present else None
+
+
+def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any) -> None:
+    """TypeError or ValueError if rows of `hidden` cannot be distilled so."""
+    if not isinstance(distillation, lossd.Distillation):
+        raise TypeError(f"distillation is {_a(distillation)}; it must be a lossd.Distillation")
+    if not isinstance(teacher_hidden, torch.Tensor):
+        raise TypeError(f"teacher_hidden is {_a(teacher_hidden)}; it must be a tensor")
+    if teacher_hidden.dim() == 0 or teacher_hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(f"teacher_hidden has shape {tuple(teacher_hidden.shape)}; hidden of shape {tuple(hidden.shape)} "
+                         f"needs {tuple(hidden.shape[:-1])} and the teacher's hidden size")
+    if teacher_hidden.device != hidden.device:
+        raise ValueError(f"teacher_hidden is on {teacher_hidden.device}; hidden is on {hidden.device}")
+    if teacher_hidden.requires_grad:
+        raise ValueError("teacher_hidden requires a gradient, but lossd computes none for it: use teacher_hidden.detach()")
+    if targets is None and distillation.target_weight != 0:
+        raise ValueError(f"targets is None; distillation.target_weight is {distillation.target_weight}, and needs them")
+
+
 def as_sent(tensor: torch.Tensor) -> Any:
     """A contiguous tensor as lossd.Client takes it; on a GPU bf16 as int16."""
     if tensor.device.type == "cpu":

@@ -121,16 +121,25 @@ class Module(Protocol):
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
+@dataclass(frozen=True)
+class Teaching:
+    """What a call of LossHead.distill() has besides."""
+
+    distillation: lossd.Distillation
+    hidden: torch.Tensor  # (..., D of the teacher), as it travels
+
+
 class Job:
     """One microbatch from start() to the end of backward."""
 
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
-                 numbers: Mapping[str, Any]) -> None:
+                 numbers: Mapping[str, Any], teaching: Teaching | None = None) -> None:
         """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names."""
         self.module = module
         self.options = options
         self.numbers = numbers
+        self.teaching = teaching
         self.hidden = hidden  # as it travels; part of the graph
         self.labels = labels
         self.row_weights = row_weights
@@ -171,12 +180,13 @@ class Job:
     def wire_id(self) -> int:
         return self.module.steps.wire_id(self.number)
 
-    def _first_pass(self) -> bytes:
-        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective}")
+    def _pass_key(self) -> bytes:
+        """Of the computation among the first passes under checkpoints."""
+        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation}")
 
     def start(self) -> None:
         if self.plan.repeats:
-            self._known, normalizer = self.module.first_passes.find(self._first_pass())
+            self._known, normalizer = self.module.first_passes.find(self._pass_key())
             self.normalizer = self.normalizer if normalizer is None else normalizer
             if self._known is not None:
                 return
@@ -191,6 +201,11 @@ class Job:
         if self.writes_hidden and not self.row_losses:
             gradient = self._gradient_memory(place)
         sent = _input.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
+        teacher, ready = None, sent.ready
+        if self.teaching is not None:
+            taught = self.teaching.hidden
+            beside = _input.to_send(taught.reshape(-1, taught.shape[-1]), place)
+            teacher, ready = beside.array, _input.both(sent.ready, beside.ready)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
@@ -204,7 +219,7 @@ class Job:
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=sent.ready, **self.numbers,
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher, **self.numbers,
             **module.transport)
 
     def _gradient_memory(self, place: _input.Place) -> Any:
@@ -235,7 +250,7 @@ class Job:
         if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         if self.plan.checkpoint is Pass.FIRST:
-            self.module.first_passes.note(self.step, self._first_pass(), result, self.normalizer)
+            self.module.first_passes.note(self.step, self._pass_key(), result, self.normalizer)
         return result
 
     @contextmanager

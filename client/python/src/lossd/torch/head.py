@@ -16,7 +16,7 @@ from lossd import errors
 from lossd._arrays import known_arguments
 from lossd.torch import _data_parallel, _input, _modes, _step_tracker
 from lossd.torch._modes import outside_of_compile
-from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
+from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput, Teaching
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
 
@@ -308,8 +308,41 @@ class LossHead(torch.nn.Module):
                                  f"{'needs one for each row' if rows[name] is None else 'does not use it'}")
         return self._start(hidden, actions, rows, normalizer, microbatch, replace(self.options, objective=objective))
 
+    @outside_of_compile
+    def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
+                targets: torch.Tensor | None = None, *, row_weights: torch.Tensor | None = None,
+                normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
+        """The loss of rows that are compared with the softmax of a teacher, a frozen head of the same server.
+
+            loss = head.distill(hidden, teacher_trunk(tokens).detach(), lossd.Distillation("teacher", temperature=2.0))
+            loss.backward()
+
+        Args:
+          teacher_hidden: (..., D of the teacher), on the device of `hidden`; travels in the dtype of `hidden`.
+          targets: (...); those that are ignore_index mark rows that are left out. None: no row is. Needed for
+            distillation.target_weight.
+          row_weights, normalizer, microbatch: as in start().
+        """
+        if self.deferred:
+            raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
+                               "reduction 'mean' or 'sum'")
+        _input.check_teacher(teacher_hidden, hidden, distillation, targets)
+        if targets is None:
+            targets = torch.full(hidden.shape[:-1], 1 if self.options.ignore_index == 0 else 0, dtype=torch.int64)
+        pending: PendingHeadLoss | None = None
+        try:
+            options = replace(self.options, distillation=distillation)
+            pending = self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
+                                  Teaching(distillation, teacher_hidden))
+            return pending.wait()
+        except BaseException:
+            if pending is not None:
+                pending.cancel()  # after an interrupt; else it has ended
+            raise
+
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
-               normalizer: float | None, microbatch: int | None, options: lossd.LossOptions) -> PendingHeadLoss:
+               normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
+               teaching: Teaching | None = None) -> PendingHeadLoss:
         """`rows`: the row weights and what the objective takes, by name."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
@@ -330,7 +363,9 @@ class LossHead(torch.nn.Module):
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
         weights = floats.pop("row_weights")
         numbers = {name: values for name, values in floats.items() if values is not None}
-        job = Job(self, wire, labels, weights, plan, number, options, numbers)
+        if teaching is not None:
+            teaching = replace(teaching, hidden=teaching.hidden.to(wire.dtype))
+        job = Job(self, wire, labels, weights, plan, number, options, numbers, teaching)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
