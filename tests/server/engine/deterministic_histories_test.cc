@@ -286,9 +286,13 @@ void SendMicrobatch(Engine& engine, const StreamSpec& spec, const std::vector<fl
         StreamSpec part = spec;
         part.rows = range;
         part.targets.assign(spec.targets.begin() + range.begin, spec.targets.begin() + range.end);
-        if (!spec.row_weights.empty())
-          part.row_weights.assign(spec.row_weights.begin() + range.begin,
-                                  spec.row_weights.begin() + range.end);
+        const auto cut = [range](const std::vector<float>& whole, std::vector<float>& out) {
+          if (!whole.empty()) out.assign(whole.begin() + range.begin, whole.begin() + range.end);
+        };
+        cut(spec.row_weights, part.row_weights);
+        cut(spec.numbers.advantages, part.numbers.advantages);
+        cut(spec.numbers.old_logprobs, part.numbers.old_logprobs);
+        cut(spec.numbers.ref_logprobs, part.numbers.ref_logprobs);
         auto results = std::make_shared<RowCollector>();
         auto stream = engine.Open(part, results);
         ASSERT_TRUE(stream.ok()) << stream.status();
@@ -396,7 +400,17 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
       spec.options.filter_epsilon = 0.003f;
       spec.options.sample_threshold = 0.01f;
       spec.options.max_gradient_error = 0.05f + 0.01f * static_cast<float>(rng() % 10);
+      const bool with_objective = rng() % 2 == 0;
+      if (with_objective) {
+        spec.options.objective = {
+            .kind = kernels::ObjectiveKind::kPpo, .clip_low = 0.2f, .clip_high = 0.3f, .kl_coef = 0.1f};
+      }
       for (int64_t row = 0; row < spec.microbatch_rows; ++row) {
+        if (with_objective) {
+          spec.numbers.advantages.push_back(normal(rng));
+          spec.numbers.old_logprobs.push_back(-4.0f + 0.3f * normal(rng));
+          spec.numbers.ref_logprobs.push_back(-4.0f + 0.3f * normal(rng));
+        }
         const bool ignored = rng() % 8 == 0;
         spec.targets.push_back(ignored ? -100 : static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));
         spec.row_weights.push_back(static_cast<float>(rng() % 3));
