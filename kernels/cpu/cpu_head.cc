@@ -67,6 +67,8 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
     buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
     buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
+    buffers.ranked = workspace.Take<RankedClass>(chunk_rows * kMostTopClasses);
+    buffers.class_logits = workspace.Take<float>(chunk_rows * kMostGivenClasses);
     buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
     if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
   }
@@ -460,6 +462,21 @@ double SumOf(const float* values, int64_t n) {
   return sum;
 }
 
+// What the slices of a chunk want of single classes, at most.
+struct WantedClasses {
+  int64_t top_k = 0;
+  int64_t class_count = 0;
+};
+
+WantedClasses WantedOf(const Chunk& chunk) {
+  WantedClasses wanted;
+  for (const Slice& slice : chunk.slices) {
+    wanted.top_k = std::max<int64_t>(wanted.top_k, slice.top_k);
+    wanted.class_count = std::max<int64_t>(wanted.class_count, slice.class_count);
+  }
+  return wanted;
+}
+
 bool AnyGradEntropy(const Chunk& chunk) {
   for (const Slice& slice : chunk.slices) {
     for (int64_t row = 0; slice.grad_entropy != nullptr && row < slice.rows; ++row) {
@@ -609,6 +626,38 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
 // So many rows of c classes, which may be none, are worth a thread.
 int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
 
+namespace {
+
+// Delivers what is wanted of single classes, from all parts of a head that is split, whose row results are
+// there. A given class has a logit that is not 0 on one part alone, so the sum over the parts is that logit.
+absl::Status MergeClasses(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, int part,
+                          bool reports, ClassExchange& exchange) {
+  const WantedClasses wanted = WantedOf(chunk);
+  const auto slice_of = [&](int64_t i) -> const Slice& {
+    return chunk.slices[static_cast<size_t>(buffers.sources[i].slice)];
+  };
+  if (wanted.top_k > 0 && order.rows > 0) {
+    const absl::Span<const RankedClass> own = {buffers.ranked,
+                                               static_cast<size_t>(order.rows * wanted.top_k)};
+    LOSSD_RETURN_IF_ERROR(exchange.MergeTop(
+        part, own, wanted.top_k, reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
+          StoreRanked(slice_of(i), buffers.sources[i].row, buffers.results[i].lse, ranked);
+        }));
+  }
+  if (wanted.class_count == 0 || order.rows == 0) return absl::OkStatus();
+  const RowRange rows = {0, order.rows};
+  float* const logits = buffers.class_logits;
+  LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, logits, rows, wanted.class_count).status());
+  LOSSD_TRY(const RowRange here, exchange.CollectRows(part, logits, rows, rows, wanted.class_count));
+  for (int64_t i = here.begin; i < here.end; ++i) {
+    StoreClasses(slice_of(i), buffers.sources[i].row, buffers.results[i].lse,
+                 logits + i * wanted.class_count);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
@@ -617,20 +666,29 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
   const int64_t block =
       std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
-  const int64_t grain = RowGrain(c);
+  const WantedClasses wanted = WantedOf(chunk);
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
          {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
-    pool_->ParallelFor(rows, grain, [&](int64_t begin, int64_t end) {
+    pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+      std::array<RankedClass, kMostTopClasses> ranked;
+      std::array<float, kMostGivenClasses> class_logits;
       for (int64_t i = first + begin; i < first + end; ++i) {
-        const RowRequest request = RequestFor(chunk, order, i);
-        const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
+        RowRequest request = RequestFor(chunk, order, i);
+        request.top = is_split_ ? buffers_.ranked + i * wanted.top_k : ranked.data();
+        request.class_logits =
+            is_split_ ? buffers_.class_logits + i * wanted.class_count : class_logits.data();
         if (is_split_) {
-          buffers_.statistics[i] = own;
-        } else {
-          buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
+          request.top_k = wanted.top_k;  // rows lie side by side
+          buffers_.statistics[i] = row_loss.Summarise(request, buffers_.logits + i * c);
+          continue;
         }
+        const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
+        buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
+        const Slice& slice = chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+        StoreRanked(slice, buffers_.sources[i].row, buffers_.results[i].lse, ranked);
+        StoreClasses(slice, buffers_.sources[i].row, buffers_.results[i].lse, class_logits.data());
       }
     });
   }
@@ -638,14 +696,15 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const auto all = static_cast<size_t>(order.rows);
   LOSSD_RETURN_IF_ERROR(
       exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
-  pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
+  pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
                                             buffers_.merged[i], buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
-  return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
+  LOSSD_RETURN_IF_ERROR(exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all}));
+  return MergeClasses(chunk, order, buffers_, part_, reports_, *exchange_);
 }
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
@@ -709,7 +768,9 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
   for (Slice& slice : chunk.slices) {
     slice.sums = LossSums();
     for (int64_t row = 0; row < slice.rows; ++row) {
-      if (slice.targets[row] == kIgnoredTarget) StoreRow(slice.out, row, ignored);
+      if (slice.targets[row] != kIgnoredTarget) continue;
+      StoreRow(slice.out, row, ignored);
+      StoreNoClasses(slice, row);
     }
   }
   for (int64_t i = 0; i < order.rows; ++i) {
@@ -764,6 +825,9 @@ RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_
   request.want_gradient = gathered < order.with_gradient();
   request.want_entropy = slice.out.entropy != nullptr;
   request.absent = IsAbsent(slice, row);
+  request.top_k = slice.top_k;
+  request.class_count = slice.class_count;
+  if (slice.class_count > 0) request.classes = ClassesOf(slice, row);
   request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row),
                             static_cast<uint64_t>(classes_.first));
   return request;

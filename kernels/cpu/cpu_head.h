@@ -66,6 +66,8 @@ struct HeadBuffers {
   RowStatistics* statistics = nullptr;  // [R], of the replica's classes
   RowStatistics* merged = nullptr;      // [R], of all classes
   GradientSums* gradients = nullptr;    // [R], of the replica's classes
+  RankedClass* ranked = nullptr;        // [R, kMostTopClasses], of the replica's classes
+  float* class_logits = nullptr;        // [R, kMostGivenClasses], 0 of classes elsewhere
   float* bad_rows = nullptr;            // [2 R], of this part and of all: not 0 where dx is not finite
   float* norm_sums = nullptr;           // [2 D]; only with a norm
 };

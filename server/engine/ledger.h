@@ -41,6 +41,7 @@ struct MicrobatchTerms {
   // (deterministic_schedule.h).
   bool want_grad_hidden = false;
   bool want_row_entropy = false;
+  bool want_top_classes = false;
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
@@ -57,6 +58,7 @@ struct RowContents {
 struct RowValues {
   std::vector<int32_t> targets;
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
+  std::vector<int32_t> classes;  // StreamSpec::classes, of which the ledger knows nothing
 };
 
 // What the ledger knows of the rows of one microbatch.

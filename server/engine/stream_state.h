@@ -122,6 +122,8 @@ class StreamRows {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   const float* row_weights(RowRange rows) const;
+  // Those of the rows whose log-probabilities are wanted; null: none.
+  const int32_t* classes(RowRange rows) const;
   // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
   RowContents contents() const {
     return {.targets = spec_.targets,

@@ -87,16 +87,20 @@ def _join(head: bytes, payload: memoryview) -> bytes:
     return joined
 
 
-def encode_opening(kind: str, first: M, arrays: Mapping[str, NDArray[Any]], last: M) -> bytes:
-    """A ComputeLossRequest whose field `kind` has the fields of `first`, the arrays by name, and those of `last`.
+def encode_opening(kind: str, first: M, *more: Mapping[str, NDArray[Any]] | M) -> bytes:
+    """A ComputeLossRequest whose field `kind` has the fields of `first`, and those of `more`: messages, and arrays by name.
 
     They are in the order of their numbers, as protobuf writes them. Elements of arrays have four bytes each.
     """
     parts: list[bytes | memoryview] = [first.SerializeToString()]
-    for name, array in arrays.items():
-        if array.size:
-            parts += (_tag(type(first), name) + _varint(array.nbytes), np.ascontiguousarray(array).view(np.uint8).data)
-    parts.append(last.SerializeToString())
+    for part in more:
+        if isinstance(part, Message):
+            parts.append(part.SerializeToString())
+            continue
+        for name, array in part.items():
+            if array.size:
+                parts += (_tag(type(first), name) + _varint(array.nbytes),
+                          np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     size = sum(len(part) for part in parts)
     return b"".join((_tag(loss_pb2.ComputeLossRequest, kind) + _varint(size), *parts))
 
