@@ -67,8 +67,8 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
     buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
     buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
-    buffers.ranked = workspace.Take<RankedClass>(chunk_rows * kMostTopClasses);
-    buffers.class_logits = workspace.Take<float>(chunk_rows * kMostGivenClasses);
+    buffers.ranked = workspace.Take<RankedClass>(ClassEntries(chunk_rows));
+    buffers.class_logits = workspace.Take<float>(ClassEntries(chunk_rows));
     buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
     if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
   }
@@ -466,6 +466,7 @@ double SumOf(const float* values, int64_t n) {
 struct WantedClasses {
   int64_t top_k = 0;
   int64_t class_count = 0;
+  bool any() const { return top_k > 0 || class_count > 0; }
 };
 
 WantedClasses WantedOf(const Chunk& chunk) {
@@ -628,33 +629,68 @@ int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_
 
 namespace {
 
-// Delivers what is wanted of single classes, from all parts of a head that is split, whose row results are
-// there. A given class has a logit that is not 0 on one part alone, so the sum over the parts is that logit.
-absl::Status MergeClasses(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, int part,
-                          bool reports, ClassExchange& exchange) {
-  const WantedClasses wanted = WantedOf(chunk);
-  const auto slice_of = [&](int64_t i) -> const Slice& {
-    return chunk.slices[static_cast<size_t>(buffers.sources[i].slice)];
-  };
-  if (wanted.top_k > 0 && order.rows > 0) {
-    const absl::Span<const RankedClass> own = {buffers.ranked,
-                                               static_cast<size_t>(order.rows * wanted.top_k)};
-    LOSSD_RETURN_IF_ERROR(exchange.MergeTop(
-        part, own, wanted.top_k, reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
-          StoreRanked(slice_of(i), buffers.sources[i].row, buffers.results[i].lse, ranked);
-        }));
+// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
+// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
+// part alone, so the sum over the parts is that logit.
+class ClassMerger {
+ public:
+  ClassMerger(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, ShardRows classes,
+              ThreadPool* pool)
+      : chunk_(chunk), order_(order), buffers_(buffers), classes_(classes), pool_(pool) {}
+
+  absl::Status MergeTop(int part, bool reports, int64_t k, int64_t entries, ClassExchange& exchange) const {
+    for (int64_t first = 0; first < order_.rows; first += entries / k) {
+      const int64_t rows = std::min(entries / k, order_.rows - first);
+      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
+                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
+        }
+      });
+      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
+                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
+                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
+                                                            LseOf(first + i), ranked);
+                                              }));
+    }
+    return absl::OkStatus();
   }
-  if (wanted.class_count == 0 || order.rows == 0) return absl::OkStatus();
-  const RowRange rows = {0, order.rows};
-  float* const logits = buffers.class_logits;
-  LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, logits, rows, wanted.class_count).status());
-  LOSSD_TRY(const RowRange here, exchange.CollectRows(part, logits, rows, rows, wanted.class_count));
-  for (int64_t i = here.begin; i < here.end; ++i) {
-    StoreClasses(slice_of(i), buffers.sources[i].row, buffers.results[i].lse,
-                 logits + i * wanted.class_count);
+
+  absl::Status MergeGiven(int part, int64_t count, int64_t entries, ClassExchange& exchange) const {
+    for (int64_t first = 0; first < order_.rows; first += entries / count) {
+      const RowRange rows = {0, std::min(entries / count, order_.rows - first)};
+      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
+      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
+      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
+      for (int64_t i = here.begin; i < here.end; ++i) {
+        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
+                     buffers_.class_logits + i * count);
+      }
+    }
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
-}
+
+ private:
+  const Slice& SliceOf(int64_t i) const {
+    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+  }
+  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
+  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
+  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
+  void TakeGiven(int64_t i, float* logits) const {
+    const Slice& slice = SliceOf(i);
+    for (int32_t j = 0; j < slice.class_count; ++j) {
+      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
+      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
+    }
+  }
+
+  const Chunk& chunk_;
+  const RowOrder& order_;
+  const HeadBuffers& buffers_;
+  const ShardRows classes_;
+  ThreadPool* const pool_;
+};
 
 }  // namespace
 
@@ -667,6 +703,11 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const int64_t block =
       std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
   const WantedClasses wanted = WantedOf(chunk);
+  const auto request_for = [&](int64_t i) {
+    RowRequest request = RequestFor(chunk, order, i);
+    request.keeps_logits = is_split_ && wanted.any();
+    return request;
+  };
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
@@ -675,12 +716,11 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
       std::array<RankedClass, kMostTopClasses> ranked;
       std::array<float, kMostGivenClasses> class_logits;
       for (int64_t i = first + begin; i < first + end; ++i) {
-        RowRequest request = RequestFor(chunk, order, i);
-        request.top = is_split_ ? buffers_.ranked + i * wanted.top_k : ranked.data();
-        request.class_logits =
-            is_split_ ? buffers_.class_logits + i * wanted.class_count : class_logits.data();
+        RowRequest request = request_for(i);
+        request.top = ranked.data();
+        request.class_logits = class_logits.data();
         if (is_split_) {
-          request.top_k = wanted.top_k;  // rows lie side by side
+          request.top_k = request.class_count = 0;  // ClassMerger
           buffers_.statistics[i] = row_loss.Summarise(request, buffers_.logits + i * c);
           continue;
         }
@@ -696,15 +736,22 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const auto all = static_cast<size_t>(order.rows);
   LOSSD_RETURN_IF_ERROR(
       exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
+  const ClassMerger merger(chunk, order, buffers_, classes_, pool_);
+  const int64_t entries = ClassEntries(chunk_rows_);
+  if (wanted.top_k > 0) {
+    LOSSD_RETURN_IF_ERROR(merger.MergeTop(part_, reports_, wanted.top_k, entries, *exchange_));
+  }
+  if (wanted.class_count > 0) {
+    LOSSD_RETURN_IF_ERROR(merger.MergeGiven(part_, wanted.class_count, entries, *exchange_));
+  }
   pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
-                                            buffers_.merged[i], buffers_.logits + i * c);
+      buffers_.results[i] = row_loss.Finish(request_for(i), buffers_.statistics[i], buffers_.merged[i],
+                                            buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
-  LOSSD_RETURN_IF_ERROR(exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all}));
-  return MergeClasses(chunk, order, buffers_, part_, reports_, *exchange_);
+  return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
 // dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;

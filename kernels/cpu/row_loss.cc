@@ -57,6 +57,12 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
   return all;
 }
 
+double LogSumExp(const RowStatistics& all) {
+  const double target_exp = std::exp(double{all.target_logit} - double{all.reference});
+  const double lse = double{all.max} + std::log(target_exp + all.other_exp);
+  return all.finite && FiniteInFloat(lse) ? lse : std::numeric_limits<double>::quiet_NaN();
+}
+
 GradientSums Add(absl::Span<const GradientSums* const> parts) {
   GradientSums all;
   for (const GradientSums* part : parts) {
@@ -292,7 +298,7 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
-  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f;
+  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f || request.keeps_logits;
 }
 
 double RowLoss::ClassWeight(int32_t target) const {

@@ -53,8 +53,9 @@ struct RowRequest {
   float grad_entropy = 0.0f;  // dL/dentropy
   bool want_gradient = false;
   bool want_entropy = false;
-  bool absent = false;  // IsAbsent(); then want_gradient is false
-  float sample = 0.0f;  // SampleOf() of the row and the classes that are here, of sampled gradients
+  bool absent = false;        // IsAbsent(); then want_gradient is false
+  bool keeps_logits = false;  // until Finish
+  float sample = 0.0f;        // SampleOf() of the row and the classes that are here, of sampled gradients
   // What Summarise says of single classes among those that are here.
   int32_t top_k = 0;
   RankedClass* top = nullptr;        // out: [top_k], as SelectTop
@@ -80,6 +81,9 @@ struct RowStatistics {
 // The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
 // alone the result is what that part says. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
+
+// The log-sum-exp of a row over all classes; NaN if it, or a logit, is not finite. Thread-safe.
+double LogSumExp(const RowStatistics& all);
 
 // What is said of the gradient of a row, as in LossSums: of some of its classes, or of all.
 struct GradientSums {
