@@ -4,14 +4,14 @@
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
-//                   [--thresholds=10,12] [--deferred]
+//                   [--thresholds=10,12] [--deferred] [--top_k=64]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
 // cuBLASLt products with 16-bit output. loss_times.h says what the errors are. --deferred also times the two
 // calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
 // and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
-// logits once more.
+// logits once more. --top_k also times microbatches that want so many top classes of each row.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -58,6 +58,7 @@ ABSL_FLAG(bool, errors, true, "compare with double precision");
 ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
 ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
+ABSL_FLAG(int, top_k, 0, "also time microbatches that want so many top classes of each row, at most 128");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head has then");
 
@@ -198,6 +199,15 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   Microbatch forward(*backend, *head, shape, data, ComputeType(), options, Call::kLoss);
   forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
+  if (const int top_k = absl::GetFlag(FLAGS_top_k); top_k > 0) {
+    for (auto& [batch, key] :
+         {std::pair(&full, "top_loss_and_gradients"), std::pair(&forward, "top_loss_only")}) {
+      batch->set_top_k(top_k);
+      batch->WarmUp(backend->max_chunks_in_flight());
+      result[key] = ToJson(Summarise(batch->Run(iterations + 1, backend->max_chunks_in_flight())));
+      batch->set_top_k(0);
+    }
+  }
   if (absl::GetFlag(FLAGS_deferred)) {
     const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16;
     Json deferred = TimeDeferred(*backend, *head, shape, data, ComputeType(), options, iterations, errors);
@@ -251,6 +261,15 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
   if (result.contains("step")) {
     std::cout << absl::StrFormat("  norm and update %.2f ms",
                                  result["step"]["norm_and_update"]["median_ms"].get<double>())
+              << std::endl;
+  }
+  if (result.contains("top_loss_only")) {
+    const auto ratio = [&](const char* with, const char* without) {
+      return result[with]["median_ms"].get<double>() / result[without]["median_ms"].get<double>();
+    };
+    std::cout << absl::StrFormat("  top classes: loss+grad x%.3f, loss x%.3f of those without",
+                                 ratio("top_loss_and_gradients", "loss_and_gradients"),
+                                 ratio("top_loss_only", "loss_only"))
               << std::endl;
   }
   if (result.contains("deferred")) std::cout << DeferredText(result["deferred"]) << std::endl;

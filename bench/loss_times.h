@@ -114,6 +114,12 @@ class Microbatch {
   float sample_threshold() const { return sample_threshold_; }
   // Of the microbatches from now on.
   void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
+  // The most probable classes of each row are wanted too, so many of them.
+  void set_top_k(int32_t top_k) {
+    top_k_ = top_k;
+    top_logprobs_.resize(static_cast<size_t>(shape_.rows * top_k));
+    top_classes_.resize(static_cast<size_t>(shape_.rows * top_k));
+  }
 
   void WarmUp(int in_flight) {
     const Clock::time_point begin = Clock::now();
@@ -172,6 +178,9 @@ class Microbatch {
       if (gradients) slice.grad_hidden = gradient_->bytes().data() + first * shape_.hidden * element_;
       slice.out.lse = lse_.data() + first;
       slice.out.loss = loss_.data() + first;
+      slice.top_k = top_k_;
+      slice.out.top_logprobs = top_logprobs_.data() + first * top_k_;
+      slice.out.top_classes = top_classes_.data() + first * top_k_;
       if (deferral_ != nullptr) Defer(first, slice, work->chunk);
       work->slices.push_back(slice);
     }
@@ -215,6 +224,9 @@ class Microbatch {
   const Deferral* const deferral_;
   const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
   std::vector<float> lse_, loss_, entropy_;
+  int32_t top_k_ = 0;
+  std::vector<float> top_logprobs_;   // [rows, top_k_]
+  std::vector<int32_t> top_classes_;  // [rows, top_k_]
   std::unique_ptr<kernels::StagingMemory> hidden_, gradient_;
   int64_t chunk_rows_ = 0;
   absl::Mutex mutex_;

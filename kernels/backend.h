@@ -95,16 +95,27 @@ struct MemoryStats {
 // The target of a row that has none: loss 0, grad_hidden 0, no weight gradient, no GEMM work.
 inline constexpr int32_t kIgnoredTarget = -1;
 
+// The most classes of a row whose log-probabilities a slice may ask for: of classes that it names
+// (Slice::classes), and of the most probable ones (Slice::top_k).
+inline constexpr int32_t kMostGivenClasses = 256;
+inline constexpr int32_t kMostTopClasses = 128;
+
 // Where the per-row results of a slice go; each is null (not wanted) or [rows] in host memory.
-// Ignored rows get 0 (argmax: -1). Losses carry the row weight; lse, entropy and argmax do not. Absent rows
-// (IsAbsent) have loss 0; the rest is NaN (argmax: -1) where their logits are not finite, and all else is
-// finite in a slice that has not failed.
+// Ignored rows get 0 (argmax and top classes: -1). Losses carry the row weight; the others do not. Absent
+// rows (IsAbsent) have loss 0; the rest is NaN (argmax and top classes: -1) where their logits are not
+// finite, and all else is finite in a slice that has not failed, but for the log-probability of a class whose
+// logit is -infinity.
 struct RowOutputs {
   float* loss = nullptr;            // with z-loss, times the row weight
   float* lse = nullptr;             // natural log, of the logits after scale and softcap
   float* entropy = nullptr;         // nats, of softmax(z)
   float* target_logprob = nullptr;  // log p_y = z_y - lse
   int32_t* argmax = nullptr;        // the smallest class among those with the largest logit
+  float* class_logprobs = nullptr;  // [rows, Slice::class_count]: z_v - lse of Slice::classes
+  // [rows, Slice::top_k] each: of the classes with the largest logits, the largest first, and of equal logits
+  // the smaller class first. Both or neither.
+  float* top_logprobs = nullptr;
+  int32_t* top_classes = nullptr;
 };
 
 // Sums over rows, in double: of a slice, and added up of a stream, a chunk or a step. They go to the client
@@ -174,6 +185,13 @@ struct Slice {
   // With Chunk::teacher: the rows' hidden states of the teacher, [rows, D of the teacher],
   // Chunk::hidden_dtype.
   const void* teacher_hidden = nullptr;
+
+  // Classes whose log-probabilities are wanted, each in [0, V), in any order and as often as the caller
+  // likes: [rows, class_count], or with shared_classes [class_count], the same for all rows.
+  const int32_t* classes = nullptr;
+  int32_t class_count = 0;  // in [0, kMostGivenClasses]
+  bool shared_classes = false;
+  int32_t top_k = 0;  // how many most probable classes are wanted: in [0, min(V, kMostTopClasses)]
 
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
@@ -505,6 +523,11 @@ class Backend {
     return absl::UnimplementedError("these devices share no memory");
   }
 };
+
+// The classes of row `row` whose log-probabilities are wanted, [class_count].
+inline const int32_t* ClassesOf(const Slice& slice, int64_t row) {
+  return slice.shared_classes ? slice.classes : slice.classes + row * slice.class_count;
+}
 
 // Whether row `row`, which has a target, is absent: its weight is 0 and nothing else of it has a gradient. An
 // absent row adds nothing to any sum, whatever its hidden state holds (docs/math.md, "Rows of weight 0").

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/validation.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <tuple>
@@ -21,6 +22,33 @@ absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice
     if (target == kIgnoredTarget || (target >= 0 && target < config.vocab_size)) continue;
     return errors::FieldError(absl::StrCat(Of(index, "targets"), "[", row, "]"),
                               absl::StrCat("be in [0, ", config.vocab_size, ") or ", kIgnoredTarget), target);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateWantedClasses(const HeadConfig& config, size_t index, const Slice& slice) {
+  const int64_t most_top = std::min<int64_t>(config.vocab_size, kMostTopClasses);
+  if (slice.top_k < 0 || slice.top_k > most_top) {
+    return errors::FieldError(Of(index, "top_k"), absl::StrCat("be in [0, ", most_top, "]"), slice.top_k);
+  }
+  if (slice.class_count < 0 || slice.class_count > kMostGivenClasses) {
+    return errors::FieldError(Of(index, "class_count"), absl::StrCat("be in [0, ", kMostGivenClasses, "]"),
+                              slice.class_count);
+  }
+  if (slice.rows == 0) return absl::OkStatus();
+  if (slice.top_k > 0 && (slice.out.top_logprobs == nullptr || slice.out.top_classes == nullptr)) {
+    return errors::FieldError(Of(index, "out.top_logprobs"), "not be null with top_k", "null");
+  }
+  if (slice.class_count == 0) return absl::OkStatus();
+  if (slice.classes == nullptr || slice.out.class_logprobs == nullptr) {
+    return errors::FieldError(Of(index, slice.classes == nullptr ? "classes" : "out.class_logprobs"),
+                              "not be null with class_count", "null");
+  }
+  const int64_t count = (slice.shared_classes ? 1 : slice.rows) * slice.class_count;
+  for (int64_t i = 0; i < count; ++i) {
+    if (slice.classes[i] >= 0 && slice.classes[i] < config.vocab_size) continue;
+    return errors::FieldError(absl::StrCat(Of(index, "classes"), "[", i, "]"),
+                              absl::StrCat("be in [0, ", config.vocab_size, ")"), slice.classes[i]);
   }
   return absl::OkStatus();
 }
@@ -64,6 +92,7 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
                                 "null");
     }
   }
+  LOSSD_RETURN_IF_ERROR(ValidateWantedClasses(config, index, slice));
   return ValidateTargets(config, index, slice);
 }
 
@@ -80,6 +109,10 @@ absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) 
     const Slice& slice = chunk.slices[i];
     if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
       return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
+    }
+    if (slice.class_count > 0 || slice.top_k > 0) {
+      return errors::FieldError(Of(i, slice.class_count > 0 ? "class_count" : "top_k"), "be 0 with a teacher",
+                                slice.class_count > 0 ? slice.class_count : slice.top_k);
     }
     if (slice.retained_offset != -1) {
       return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);

@@ -18,7 +18,8 @@ namespace lossd::kernels {
 
 // INVALID_ARGUMENT if the head or its `chunk_rows` cannot take this chunk: options out of range, class
 // weights or weight gradients that the head does not have, too many rows, missing pointers, a grad_scale that
-// is not finite, targets outside [0, V) other than kIgnoredTarget. Reads every target.
+// is not finite, targets outside [0, V) other than kIgnoredTarget, wanted classes outside [0, V) or too many
+// of them. Reads every target and class.
 absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const Chunk& chunk);
 
 // NOT_FOUND if the head has no such tensor; INVALID_ARGUMENT if the row range leaves it or `bytes` is not

@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -143,15 +144,32 @@ struct LossFlags {
   std::optional<uint64_t> step;
   uint64_t microbatch_id = 0;
   std::string grad_out, rows_out;
+  std::vector<int32_t> classes;
+  uint32_t top_k = 0;
   client::ComputeOptions loss;
 };
 
 // Per-row results of a microbatch.
 struct RowResults {
-  explicit RowResults(uint64_t rows) : loss(rows), lse(rows), entropy(rows), logprob(rows), argmax(rows) {}
+  RowResults(uint64_t rows, std::vector<int32_t> named, uint64_t k)
+      : loss(rows),
+        lse(rows),
+        entropy(rows),
+        logprob(rows),
+        argmax(rows),
+        classes(std::move(named)),
+        top_k(k),
+        class_logprobs(rows * classes.size()),
+        top_logprobs(rows * k),
+        top_classes(rows * k) {}
 
   std::vector<float> loss, lse, entropy, logprob;
   std::vector<int32_t> argmax;
+  const std::vector<int32_t> classes;  // [K], the same for all rows
+  const uint64_t top_k;
+  std::vector<float> class_logprobs;  // [N, K]
+  std::vector<float> top_logprobs;    // [N, top_k]
+  std::vector<int32_t> top_classes;   // [N, top_k]
 };
 
 absl::Status InFile(const std::string& file, const absl::Status& status) {
@@ -191,23 +209,35 @@ absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
   return std::vector<float>(values, values + bytes->size() / sizeof(float));
 }
 
+// A vector, or a matrix with `columns` columns.
 template <typename T>
-NamedTensor AsTensor(const std::string& name, formats::DType dtype, const std::vector<T>& values) {
+NamedTensor AsTensor(const std::string& name, formats::DType dtype, const std::vector<T>& values,
+                     std::optional<uint64_t> columns = std::nullopt) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-  return {name,
-          {dtype,
-           {static_cast<int64_t>(values.size())},
-           std::vector<uint8_t>(bytes, bytes + values.size() * sizeof(T))}};
+  std::vector<int64_t> shape = {static_cast<int64_t>(values.size() / columns.value_or(1))};
+  if (columns.has_value()) shape.push_back(static_cast<int64_t>(*columns));
+  return {name, {dtype, std::move(shape), std::vector<uint8_t>(bytes, bytes + values.size() * sizeof(T))}};
 }
 
 absl::Status SaveCsv(const std::string& path, const std::vector<int32_t>& targets,
                      const RowResults& results) {
   std::ofstream file(path);
-  file << "row,target,loss,lse,entropy,logprob,argmax\n";
+  const size_t named = results.classes.size(), k = results.top_k;
+  file << "row,target,loss,lse,entropy,logprob,argmax";
+  for (const int32_t place : results.classes) file << ",logprob_" << place;
+  for (size_t i = 1; i <= k; ++i) file << ",top_class_" << i << ",top_logprob_" << i;
+  file << "\n";
   for (size_t row = 0; row < targets.size(); ++row) {
-    file << absl::StreamFormat("%d,%d,%.9g,%.9g,%.9g,%.9g,%d\n", row, targets[row], results.loss[row],
+    file << absl::StreamFormat("%d,%d,%.9g,%.9g,%.9g,%.9g,%d", row, targets[row], results.loss[row],
                                results.lse[row], results.entropy[row], results.logprob[row],
                                results.argmax[row]);
+    for (size_t i = row * named; i < (row + 1) * named; ++i) {
+      file << absl::StreamFormat(",%.9g", results.class_logprobs[i]);
+    }
+    for (size_t i = row * k; i < (row + 1) * k; ++i) {
+      file << absl::StreamFormat(",%d,%.9g", results.top_classes[i], results.top_logprobs[i]);
+    }
+    file << "\n";
   }
   file.close();
   return file ? absl::OkStatus() : absl::InternalError(absl::StrCat("cannot write ", path));
@@ -217,11 +247,20 @@ absl::Status SaveRows(const std::string& path, const std::vector<int32_t>& targe
                       const RowResults& results) {
   if (absl::EndsWith(path, ".csv")) return SaveCsv(path, targets, results);
   using formats::DType;
-  return SaveTensors(path, {AsTensor("row_loss", DType::kFloat32, results.loss),
-                            AsTensor("row_lse", DType::kFloat32, results.lse),
-                            AsTensor("row_entropy", DType::kFloat32, results.entropy),
-                            AsTensor("row_logprob", DType::kFloat32, results.logprob),
-                            AsTensor("row_argmax", DType::kInt32, results.argmax)});
+  std::vector<NamedTensor> tensors = {AsTensor("row_loss", DType::kFloat32, results.loss),
+                                      AsTensor("row_lse", DType::kFloat32, results.lse),
+                                      AsTensor("row_entropy", DType::kFloat32, results.entropy),
+                                      AsTensor("row_logprob", DType::kFloat32, results.logprob),
+                                      AsTensor("row_argmax", DType::kInt32, results.argmax)};
+  if (!results.classes.empty()) {
+    tensors.push_back(
+        AsTensor("class_logprobs", DType::kFloat32, results.class_logprobs, results.classes.size()));
+  }
+  if (results.top_k > 0) {
+    tensors.push_back(AsTensor("top_classes", DType::kInt32, results.top_classes, results.top_k));
+    tensors.push_back(AsTensor("top_logprobs", DType::kFloat32, results.top_logprobs, results.top_k));
+  }
+  return SaveTensors(path, tensors);
 }
 
 absl::Status CheckOutputs(const LossFlags& flags) {
@@ -372,12 +411,18 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
   client::LossOutputs outputs;
   std::vector<uint8_t> gradient(flags.grad_out.empty() ? 0 : rows->hidden.size());
   if (!flags.grad_out.empty()) outputs.grad_hidden = gradient.data();
-  RowResults results(flags.rows_out.empty() ? 0 : rows->rows);
+  RowResults results(flags.rows_out.empty() ? 0 : rows->rows, flags.classes, flags.top_k);
+  microbatch.classes = results.classes;
   outputs.row_loss = absl::MakeSpan(results.loss);
   outputs.row_lse = absl::MakeSpan(results.lse);
   outputs.row_entropy = absl::MakeSpan(results.entropy);
   outputs.row_logprob = absl::MakeSpan(results.logprob);
   outputs.row_argmax = absl::MakeSpan(results.argmax);
+  outputs.class_logprobs = absl::MakeSpan(results.class_logprobs);
+  outputs.class_count = static_cast<uint32_t>(results.classes.size());
+  outputs.top_logprobs = absl::MakeSpan(results.top_logprobs);
+  outputs.top_classes = absl::MakeSpan(results.top_classes);
+  outputs.top_k = flags.top_k;
 
   client::ComputeOptions options = flags.loss;
   options.accumulate_gradients = flags.accumulate;
@@ -436,8 +481,19 @@ void AddLossCommand(CLI::App* app, Context* context) {
   loss->add_option("--grad-out", flags->grad_out, "Write dL/dx: .npy or .safetensors")
       ->type_name("FILE")
       ->group(results);
-  loss->add_option("--rows-out", flags->rows_out, "Write results per row: .safetensors or .csv")
-      ->type_name("FILE")
+  CLI::Option* rows_out =
+      loss->add_option("--rows-out", flags->rows_out, "Write results per row: .safetensors or .csv")
+          ->type_name("FILE")
+          ->group(results);
+  loss->add_option("--classes", flags->classes, "There also log-probabilities of these classes")
+      ->delimiter(',')
+      ->type_name("CLASS,...")
+      ->needs(rows_out)
+      ->group(results);
+  loss->add_option("--top-k", flags->top_k, "There also so many of the most probable classes")
+      ->type_name("K")
+      ->check(WholeNumber(1))
+      ->needs(rows_out)
       ->group(results);
   loss->parse_complete_callback([flags] {
     if (flags->hidden.empty() && flags->random_rows == 0)

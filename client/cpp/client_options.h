@@ -186,6 +186,9 @@ struct Microbatch {
   // of hidden_dtype, in memory of the same kind as `hidden`; not owned.
   const void* teacher_hidden = nullptr;
   uint64_t teacher_hidden_size = 0;
+  // Classes of which LossOutputs::class_logprobs is wanted: [K], the same for all rows, or [N, K]; K is
+  // LossOutputs::class_count. Each in [0, V), in any order and as often as one likes. Copied.
+  absl::Span<const int32_t> classes;
 };
 
 // Where results go; not owned. Only what is given is computed and sent. After an error the contents are
@@ -199,6 +202,14 @@ struct LossOutputs {
   absl::Span<float> row_entropy;   // of the softmax, nats
   absl::Span<float> row_logprob;   // log p of the target
   absl::Span<int32_t> row_argmax;  // class of the largest logit; -1 for ignored rows
+  // [N, class_count]: log p of Microbatch::classes; empty if class_count, at most 256, is 0.
+  absl::Span<float> class_logprobs;
+  uint32_t class_count = 0;
+  // The `top_k` most probable classes of each row and their log p, the most probable first, of equals the
+  // smaller class first; -1 and 0 for ignored rows. [N, top_k] each, empty if top_k is 0. At most 128 and V.
+  absl::Span<float> top_logprobs;
+  absl::Span<int32_t> top_classes;
+  uint32_t top_k = 0;
 };
 
 // How a loss is computed, and how its rows travel.

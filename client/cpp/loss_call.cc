@@ -87,6 +87,7 @@ class ForwardWork : public LossWork {
         advantages_(microbatch.advantages.begin(), microbatch.advantages.end()),
         old_logprobs_(microbatch.old_logprobs.begin(), microbatch.old_logprobs.end()),
         ref_logprobs_(microbatch.ref_logprobs.begin(), microbatch.ref_logprobs.end()),
+        classes_(microbatch.classes.begin(), microbatch.classes.end()),
         microbatch_(microbatch),
         outputs_(outputs),
         options_(options),
@@ -97,6 +98,7 @@ class ForwardWork : public LossWork {
     microbatch_.advantages = advantages_;
     microbatch_.old_logprobs = old_logprobs_;
     microbatch_.ref_logprobs = ref_logprobs_;
+    microbatch_.classes = classes_;
   }
 
   absl::Status Validate() const override {
@@ -111,7 +113,8 @@ class ForwardWork : public LossWork {
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(
         targets_, ignore_index_, streams,
-        RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float)));
+        RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float) +
+                                             classes_each() * sizeof(int32_t)));
   }
 
   absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
@@ -120,7 +123,9 @@ class ForwardWork : public LossWork {
     *work.first.mutable_open() = MakeOpen(rows);
     SetMeant(meant, work.first.mutable_open());
     work.rows = rows;
-    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, rule);
+    SliceRule with_classes = rule;
+    with_classes.max_rows = std::min(rule.max_rows, MostRowsWithClasses(outputs_));
+    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, with_classes);
     work.hidden = static_cast<const char*>(microbatch_.hidden);
     work.row_bytes = row_bytes();
     work.teacher = static_cast<const char*>(microbatch_.teacher_hidden);
@@ -176,6 +181,11 @@ class ForwardWork : public LossWork {
     add(advantages_, open.mutable_advantages());
     add(old_logprobs_, open.mutable_old_logprobs());
     add(ref_logprobs_, open.mutable_ref_logprobs());
+    const auto each = static_cast<std::ptrdiff_t>(classes_each());
+    const bool shared = each == 0;
+    open.mutable_classes()->Add(
+        classes_.begin() + each * static_cast<std::ptrdiff_t>(rows.begin),
+        shared ? classes_.end() : classes_.begin() + each * static_cast<std::ptrdiff_t>(rows.end));
     return open;
   }
 
@@ -187,11 +197,17 @@ class ForwardWork : public LossWork {
     open->set_want_row_entropy(!outputs_.row_entropy.empty());
     open->set_want_row_logprob(!outputs_.row_logprob.empty());
     open->set_want_row_argmax(!outputs_.row_argmax.empty());
+    open->set_class_count(outputs_.class_count);
+    open->set_top_k(outputs_.top_k);
   }
+
+  // Entries of classes_ for each row; 0: all rows have the same.
+  uint64_t classes_each() const { return classes_.size() == outputs_.class_count ? 0 : outputs_.class_count; }
 
   const std::vector<int32_t> targets_;
   const std::vector<float> row_weights_;
   const std::vector<float> advantages_, old_logprobs_, ref_logprobs_;
+  const std::vector<int32_t> classes_;
   Microbatch microbatch_;  // refers to the copies above
   const LossOutputs outputs_;
   const ComputeOptions options_;
@@ -475,6 +491,12 @@ absl::Status CheckCount(absl::string_view name, int count, bool wanted, const v1
   return ServerSent(count, " values of ", name, " for ", Text(rows), "; ", expected, " were expected");
 }
 
+absl::Status CheckClasses(absl::string_view name, int count, uint64_t each, const v1::RowRange& rows) {
+  const uint64_t expected = (rows.end() - rows.begin()) * each;
+  if (static_cast<uint64_t>(count) == expected) return absl::OkStatus();
+  return ServerSent(count, " values of ", name, " for ", Text(rows), "; ", expected, " were expected");
+}
+
 template <typename Field, typename T>
 void CopyRows(const Field& field, uint64_t begin, absl::Span<T> out) {
   if (!out.empty()) std::copy(field.begin(), field.end(), out.begin() + begin);
@@ -590,6 +612,10 @@ absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gra
       CheckCount("row_logprob", result.row_logprob_size(), !outputs.row_logprob.empty(), result.rows()));
   status.Update(
       CheckCount("row_argmax", result.row_argmax_size(), !outputs.row_argmax.empty(), result.rows()));
+  status.Update(
+      CheckClasses("class_logprobs", result.class_logprobs_size(), outputs.class_count, result.rows()));
+  status.Update(CheckClasses("top_logprobs", result.top_logprobs_size(), outputs.top_k, result.rows()));
+  status.Update(CheckClasses("top_classes", result.top_classes_size(), outputs.top_k, result.rows()));
   return status;
 }
 
@@ -614,6 +640,9 @@ void StreamAnswers::Scatter(const v1::SliceResult& result, Rows rows) const {
   CopyRows(result.row_entropy(), rows.begin, outputs.row_entropy);
   CopyRows(result.row_logprob(), rows.begin, outputs.row_logprob);
   CopyRows(result.row_argmax(), rows.begin, outputs.row_argmax);
+  CopyRows(result.class_logprobs(), rows.begin * outputs.class_count, outputs.class_logprobs);
+  CopyRows(result.top_logprobs(), rows.begin * outputs.top_k, outputs.top_logprobs);
+  CopyRows(result.top_classes(), rows.begin * outputs.top_k, outputs.top_classes);
 }
 
 absl::Status StreamAnswers::HandleSummary(const v1::MicrobatchSummary& summary) {

@@ -100,6 +100,14 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
   return absl::OkStatus();
 }
 
+absl::Status ValidateClasses(const Microbatch& microbatch, uint64_t class_count) {
+  const uint64_t classes = microbatch.classes.size(), rows = microbatch.targets.size();
+  if (classes == class_count || classes == class_count * rows) return absl::OkStatus();
+  return ArgumentError("microbatch.classes", classes,
+                       absl::StrCat("has ", classes, " entries; outputs.class_count is ", class_count,
+                                    ", so it must have as many, or as many for each of the ", rows, " rows"));
+}
+
 absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   const auto check = [rows](const char* name, uint64_t size) {
     if (size == 0 || size == rows) return absl::OkStatus();
@@ -110,6 +118,13 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   status.Update(check("row_entropy", outputs.row_entropy.size()));
   status.Update(check("row_logprob", outputs.row_logprob.size()));
   status.Update(check("row_argmax", outputs.row_argmax.size()));
+  const auto check_classes = [rows](const char* name, uint64_t size, uint64_t each) {
+    return size == rows * each ? absl::OkStatus()
+                               : WrongCount(absl::StrCat("outputs.", name), size, rows * each);
+  };
+  status.Update(check_classes("class_logprobs", outputs.class_logprobs.size(), outputs.class_count));
+  status.Update(check_classes("top_logprobs", outputs.top_logprobs.size(), outputs.top_k));
+  status.Update(check_classes("top_classes", outputs.top_classes.size(), outputs.top_k));
   return status;
 }
 
@@ -185,6 +200,9 @@ void FillRows(absl::Span<T> values, Rows rows, T value) {
   if (!values.empty()) std::fill(values.begin() + rows.begin, values.begin() + rows.end, value);
 }
 
+// Where the results of rows lie that have `each` of them.
+Rows Each(Rows rows, uint64_t each) { return {rows.begin * each, rows.end * each}; }
+
 void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
   if (outputs.grad_hidden != nullptr) {
     std::memset(static_cast<char*>(outputs.grad_hidden) + rows.begin * row_bytes, 0, rows.size() * row_bytes);
@@ -194,6 +212,9 @@ void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
   FillRows(outputs.row_entropy, rows, 0.0f);
   FillRows(outputs.row_logprob, rows, 0.0f);
   FillRows(outputs.row_argmax, rows, int32_t{-1});
+  FillRows(outputs.class_logprobs, Each(rows, outputs.class_count), 0.0f);
+  FillRows(outputs.top_logprobs, Each(rows, outputs.top_k), 0.0f);
+  FillRows(outputs.top_classes, Each(rows, outputs.top_k), int32_t{-1});
 }
 
 }  // namespace
@@ -207,6 +228,7 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
   status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
+  status.Update(ValidateClasses(microbatch, outputs.class_count));
   status.Update(ValidateScale(options));
   status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));

@@ -6,6 +6,7 @@
 #ifndef LOSSD_CLIENT_CPP_LOSS_PLAN_H_
 #define LOSSD_CLIENT_CPP_LOSS_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -57,6 +58,13 @@ struct SliceRule {
   uint64_t max_rows_in_region = 0;
   friend bool operator==(const SliceRule&, const SliceRule&) = default;
 };
+
+// The most rows of a slice of a call that wants results of single classes, which are large
+// (OpenMicrobatch.class_count).
+inline uint64_t MostRowsWithClasses(const LossOutputs& outputs) {
+  const uint64_t row_bytes = 4 * uint64_t{outputs.class_count} + 9 * uint64_t{outputs.top_k};
+  return row_bytes == 0 ? ~uint64_t{0} : std::max<uint64_t>(1, (uint64_t{1} << 19) / row_bytes);
+}
 
 // Cuts the valid rows of `range` into slices, in ascending order. Slices start and end with a valid row; long
 // runs of ignored rows are in none.

@@ -68,6 +68,8 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
     buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
     buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
+    buffers.ranked = workspace.Take<RankedClass>(ClassEntries(chunk_rows));
+    buffers.class_logits = workspace.Take<float>(ClassEntries(chunk_rows));
     buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
     if (config.norm != Norm::kNone) buffers.norm_sums = workspace.Take<float>(2 * config.hidden_size);
   }
@@ -466,6 +468,22 @@ double SumOf(const float* values, int64_t n) {
   return sum;
 }
 
+// What the slices of a chunk want of single classes, at most.
+struct WantedClasses {
+  int64_t top_k = 0;
+  int64_t class_count = 0;
+  bool any() const { return top_k > 0 || class_count > 0; }
+};
+
+WantedClasses WantedOf(const Chunk& chunk) {
+  WantedClasses wanted;
+  for (const Slice& slice : chunk.slices) {
+    wanted.top_k = std::max<int64_t>(wanted.top_k, slice.top_k);
+    wanted.class_count = std::max<int64_t>(wanted.class_count, slice.class_count);
+  }
+  return wanted;
+}
+
 bool AnyGradEntropy(const Chunk& chunk) {
   const Objective& objective = chunk.options.objective;
   for (const Slice& slice : chunk.slices) {
@@ -751,6 +769,73 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
+namespace {
+
+// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
+// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
+// part alone, so the sum over the parts is that logit.
+class ClassMerger {
+ public:
+  ClassMerger(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, ShardRows classes,
+              ThreadPool* pool)
+      : chunk_(chunk), order_(order), buffers_(buffers), classes_(classes), pool_(pool) {}
+
+  absl::Status MergeTop(int part, bool reports, int64_t k, int64_t entries, ClassExchange& exchange) const {
+    for (int64_t first = 0; first < order_.rows; first += entries / k) {
+      const int64_t rows = std::min(entries / k, order_.rows - first);
+      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
+                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
+        }
+      });
+      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
+                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
+                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
+                                                            LseOf(first + i), ranked);
+                                              }));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MergeGiven(int part, int64_t count, int64_t entries, ClassExchange& exchange) const {
+    for (int64_t first = 0; first < order_.rows; first += entries / count) {
+      const RowRange rows = {0, std::min(entries / count, order_.rows - first)};
+      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
+      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
+      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
+      for (int64_t i = here.begin; i < here.end; ++i) {
+        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
+                     buffers_.class_logits + i * count);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const Slice& SliceOf(int64_t i) const {
+    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+  }
+  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
+  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
+  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
+  void TakeGiven(int64_t i, float* logits) const {
+    const Slice& slice = SliceOf(i);
+    for (int32_t j = 0; j < slice.class_count; ++j) {
+      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
+      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
+    }
+  }
+
+  const Chunk& chunk_;
+  const RowOrder& order_;
+  const HeadBuffers& buffers_;
+  const ShardRows classes_;
+  ThreadPool* const pool_;
+};
+
+}  // namespace
+
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
@@ -759,20 +844,33 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
   const int64_t block =
       std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
-  const int64_t grain = RowGrain(c);
+  const WantedClasses wanted = WantedOf(chunk);
+  const auto request_for = [&](int64_t i) {
+    RowRequest request = RequestFor(chunk, order, i);
+    request.keeps_logits = is_split_ && wanted.any();
+    return request;
+  };
   for (int64_t first = 0; first < order.rows; first += block) {
     const int64_t rows = std::min(block, order.rows - first);
     Gemm(*pool_, rows, c, d, options.logit_scale, {buffers_.hidden + first * d, d},
          {buffers_.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers_.logits + first * c, c);
-    pool_->ParallelFor(rows, grain, [&](int64_t begin, int64_t end) {
+    pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+      std::array<RankedClass, kMostTopClasses> ranked;
+      std::array<float, kMostGivenClasses> class_logits;
       for (int64_t i = first + begin; i < first + end; ++i) {
-        const RowRequest request = RequestFor(chunk, order, i);
-        const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
+        RowRequest request = request_for(i);
+        request.top = ranked.data();
+        request.class_logits = class_logits.data();
         if (is_split_) {
-          buffers_.statistics[i] = own;
-        } else {
-          buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
+          request.top_k = request.class_count = 0;  // ClassMerger
+          buffers_.statistics[i] = row_loss.Summarise(request, buffers_.logits + i * c);
+          continue;
         }
+        const RowStatistics own = row_loss.Summarise(request, buffers_.logits + i * c);
+        buffers_.results[i] = row_loss.Finish(request, own, own, buffers_.logits + i * c);
+        const Slice& slice = chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+        StoreRanked(slice, buffers_.sources[i].row, buffers_.results[i].lse, ranked);
+        StoreClasses(slice, buffers_.sources[i].row, buffers_.results[i].lse, class_logits.data());
       }
     });
   }
@@ -780,10 +878,18 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const auto all = static_cast<size_t>(order.rows);
   LOSSD_RETURN_IF_ERROR(
       exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
-  pool_->ParallelFor(order.rows, grain, [&](int64_t begin, int64_t end) {
+  const ClassMerger merger(chunk, order, buffers_, classes_, pool_);
+  const int64_t entries = ClassEntries(chunk_rows_);
+  if (wanted.top_k > 0) {
+    LOSSD_RETURN_IF_ERROR(merger.MergeTop(part_, reports_, wanted.top_k, entries, *exchange_));
+  }
+  if (wanted.class_count > 0) {
+    LOSSD_RETURN_IF_ERROR(merger.MergeGiven(part_, wanted.class_count, entries, *exchange_));
+  }
+  pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      buffers_.results[i] = row_loss.Finish(RequestFor(chunk, order, i), buffers_.statistics[i],
-                                            buffers_.merged[i], buffers_.logits + i * c);
+      buffers_.results[i] = row_loss.Finish(request_for(i), buffers_.statistics[i], buffers_.merged[i],
+                                            buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });
@@ -851,7 +957,9 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
   for (Slice& slice : chunk.slices) {
     slice.sums = LossSums();
     for (int64_t row = 0; row < slice.rows; ++row) {
-      if (slice.targets[row] == kIgnoredTarget) StoreRow(slice.out, row, ignored);
+      if (slice.targets[row] != kIgnoredTarget) continue;
+      StoreRow(slice.out, row, ignored);
+      StoreNoClasses(slice, row);
     }
   }
   for (int64_t i = 0; i < order.rows; ++i) {
@@ -906,6 +1014,9 @@ RowRequest CpuHead::RequestFor(const Chunk& chunk, const RowOrder& order, int64_
   request.want_gradient = gathered < order.with_gradient();
   request.want_entropy = slice.out.entropy != nullptr || chunk.options.objective.entropy_bonus != 0.0f;
   request.absent = IsAbsent(slice, row);
+  request.top_k = slice.top_k;
+  request.class_count = slice.class_count;
+  if (slice.class_count > 0) request.classes = ClassesOf(slice, row);
   request.sample = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + row),
                             static_cast<uint64_t>(classes_.first));
   return request;

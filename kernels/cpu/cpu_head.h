@@ -6,6 +6,7 @@
 #ifndef LOSSD_KERNELS_CPU_CPU_HEAD_H_
 #define LOSSD_KERNELS_CPU_CPU_HEAD_H_
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -66,9 +67,16 @@ struct HeadBuffers {
   RowStatistics* statistics = nullptr;  // [R], of the replica's classes
   RowStatistics* merged = nullptr;      // [R], of all classes
   GradientSums* gradients = nullptr;    // [R], of the replica's classes
+  RankedClass* ranked = nullptr;        // [ClassEntries(R)], of the replica's classes, of some rows at a time
+  float* class_logits = nullptr;        // [ClassEntries(R)], likewise; 0 of classes elsewhere
   float* bad_rows = nullptr;            // [2 R], of this part and of all: not 0 where dx is not finite
   float* norm_sums = nullptr;           // [2 D]; only with a norm
 };
+
+// Entries of single classes that the parts of a head exchange at a time: at least those of one row.
+constexpr int64_t ClassEntries(int64_t chunk_rows) {
+  return std::max<int64_t>(kMostTopClasses, kMostGivenClasses) + 2 * chunk_rows;
+}
 
 // Arenas of a head, indexed by MemoryKind.
 using HeadArenas = std::array<Arena, kMemoryKinds>;

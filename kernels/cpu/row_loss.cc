@@ -57,6 +57,12 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
   return all;
 }
 
+double LogSumExp(const RowStatistics& all) {
+  const double target_exp = std::exp(double{all.target_logit} - double{all.reference});
+  const double lse = double{all.max} + std::log(target_exp + all.other_exp);
+  return all.finite && FiniteInFloat(lse) ? lse : std::numeric_limits<double>::quiet_NaN();
+}
+
 GradientSums Add(absl::Span<const GradientSums* const> parts) {
   GradientSums all;
   for (const GradientSums* part : parts) {
@@ -93,6 +99,7 @@ RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const
   const int64_t target = request.target - context_.first_class;
   own.has_target = target >= 0 && target < n;
   if (own.has_target) own.target_logit = logits[target];
+  NameClasses(request, logits);
   if (context_.options.label_smoothing > 0.0f) {
     own.centred = loops_.centred_sum(logits, class_weights(), own.reference, n);
     own.weight_sum = context_.own_weight_sum;
@@ -102,6 +109,17 @@ RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const
   }
   own.other_exp = SumExponentials(request, own, logits);
   return own;
+}
+
+// What is wanted of single classes, while the logits are there.
+void RowLoss::NameClasses(const RowRequest& request, const float* logits) const {
+  const int64_t n = context_.classes;
+  if (request.top_k > 0)
+    SelectTop(loops_, logits, n, context_.first_class, {request.top, static_cast<size_t>(request.top_k)});
+  for (int32_t i = 0; i < request.class_count; ++i) {
+    const int64_t place = request.classes[i] - context_.first_class;
+    request.class_logits[i] = place >= 0 && place < n ? logits[place] : 0.0f;
+  }
 }
 
 RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, const RowStatistics& all,
@@ -292,7 +310,7 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
-  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f ||
+  return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f || request.keeps_logits ||
          context_.options.distillation.used();
 }
 
@@ -330,6 +348,15 @@ absl::Status SoleExchange::AddSums(int, const float* own, float* to, int64_t n) 
   return absl::OkStatus();
 }
 
+absl::Status SoleExchange::MergeTop(int, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                                    TakeRanked take) {
+  const auto each = static_cast<size_t>(k);
+  for (size_t row = 0; takes && (row + 1) * each <= own.size(); ++row) {
+    take(static_cast<int64_t>(row), own.subspan(row * each, each));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<RowRange> SoleExchange::CollectRows(int, float*, RowRange rows, RowRange wanted, int64_t) {
   return Intersect(wanted, rows);
 }
@@ -338,7 +365,8 @@ ThreadExchange::ThreadExchange(int parts)
     : barrier_(parts),
       statistics_(static_cast<size_t>(parts)),
       gradients_(static_cast<size_t>(parts)),
-      floats_(static_cast<size_t>(parts)) {}
+      floats_(static_cast<size_t>(parts)),
+      ranked_(static_cast<size_t>(parts)) {}
 
 absl::Status ThreadExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                              absl::Span<RowStatistics> merged) {
@@ -387,6 +415,19 @@ absl::Status ThreadExchange::AddSums(int part, const float* own, float* to, int6
     float sum = 0.0f;
     for (const float* of_part : floats_) sum += of_part[i];
     to[i] += sum;
+  }
+  barrier_.arrive_and_wait();
+  return absl::OkStatus();
+}
+
+absl::Status ThreadExchange::MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                                      TakeRanked take) {
+  ranked_[static_cast<size_t>(part)] = own;
+  barrier_.arrive_and_wait();
+  if (takes) {
+    std::vector<const RankedClass*> of_part;
+    for (const auto& ranked : ranked_) of_part.push_back(ranked.data());
+    MergeRanked(of_part, static_cast<int64_t>(own.size()) / k, k, take);
   }
   barrier_.arrive_and_wait();
   return absl::OkStatus();
@@ -504,6 +545,25 @@ absl::Status RankExchange::AddSums(int part, const float* own, float* to, int64_
                            to[first + i] += sum;
                          }
                        });
+}
+
+// In pieces of whole rows that a room holds.
+absl::Status RankExchange::MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                                    TakeRanked take) {
+  const auto room = static_cast<int64_t>(transfers_->Room(part).size() / sizeof(RankedClass));
+  const int64_t rows = static_cast<int64_t>(own.size()) / k;
+  const int64_t piece = std::max<int64_t>(1, room / k);
+  for (int64_t first = 0; first < rows; first += piece) {
+    const int64_t n = std::min(piece, rows - first);
+    LOSSD_RETURN_IF_ERROR(ForAll<RankedClass>(
+        ExchangeKind::kRowStatistics, part, own.data() + first * k, n * k,
+        [&](int64_t, int64_t, absl::Span<const RankedClass* const> of_rank) {
+          if (!takes) return;
+          MergeRanked(of_rank, n, k,
+                      [&](int64_t row, absl::Span<const RankedClass> ranked) { take(first + row, ranked); });
+        }));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<RowRange> RankExchange::CollectRows(int part, float* own, RowRange rows, RowRange wanted,

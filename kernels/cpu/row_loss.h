@@ -23,6 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/cpu/row_classes.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/decision.h"
 #include "kernels/exchange_times.h"
@@ -57,7 +58,14 @@ struct RowRequest {
   // false: the loss with the target does not count, so that it may be infinite; then the row has no upstream
   // gradient here. Of rows that are distilled without their targets.
   bool counts_target = true;
-  float sample = 0.0f;  // SampleOf() of the row and the classes that are here, of sampled gradients
+  bool keeps_logits = false;  // until Finish
+  float sample = 0.0f;        // SampleOf() of the row and the classes that are here, of sampled gradients
+  // What Summarise says of single classes among those that are here.
+  int32_t top_k = 0;
+  RankedClass* top = nullptr;        // out: [top_k], as SelectTop
+  const int32_t* classes = nullptr;  // [class_count], counted from the first of the vocabulary
+  int32_t class_count = 0;
+  float* class_logits = nullptr;  // out: [class_count]; 0 of classes elsewhere
 };
 
 // What some classes of a row say of it. z are the logits.
@@ -77,6 +85,9 @@ struct RowStatistics {
 // The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
 // alone the result is what that part says. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
+
+// The log-sum-exp of a row over all classes; NaN if it, or a logit, is not finite. Thread-safe.
+double LogSumExp(const RowStatistics& all);
 
 // What is said of the gradient of a row, as in LossSums: of some of its classes, or of all.
 struct GradientSums {
@@ -123,6 +134,7 @@ class RowLoss {
   };
 
   bool Transform(float* logits) const;
+  void NameClasses(const RowRequest& request, const float* logits) const;
   double SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const;
   Others OthersOf(const RowRequest& request, const RowStatistics& own) const;
   Sums SumsOf(const RowStatistics& own, const RowStatistics& all) const;
@@ -209,6 +221,10 @@ class ClassExchange {
   virtual absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) = 0;
   // Adds the `own` of all parts to every `to`, [n] each.
   virtual absl::Status AddSums(int part, const float* own, float* to, int64_t n) = 0;
+  // The `k` first of all parts' classes in each row, of `own` [rows, k], as SelectTop left them there. Calls
+  // take(row, ranked) of every row, with [k] classes, if `takes`.
+  virtual absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                                TakeRanked take) = 0;
   // Brings the rows `wanted` of those that SumRows has divided, `rows`, to where they are delivered, and
   // returns those that this part delivers. `own` as in SumRows.
   virtual absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
@@ -224,6 +240,8 @@ class SoleExchange final : public ClassExchange {
                               absl::Span<RowResult> results) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                        TakeRanked take) override;
   absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                        int64_t cols) override;
 };
@@ -240,6 +258,8 @@ class ThreadExchange final : public ClassExchange {
                               absl::Span<RowResult> results) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                        TakeRanked take) override;
   absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                        int64_t cols) override;
 
@@ -251,6 +271,7 @@ class ThreadExchange final : public ClassExchange {
   std::vector<absl::Span<const RowStatistics>> statistics_;
   std::vector<absl::Span<const GradientSums>> gradients_;
   std::vector<const float*> floats_;
+  std::vector<absl::Span<const RankedClass>> ranked_;
 };
 
 // A class exchange between threads of one process whose time is counted, the wait for the other parts
@@ -278,6 +299,11 @@ class TimedExchange final : public ClassExchange {
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override {
     const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kHiddenGradients);
     return exchange_->AddSums(part, own, to, n);
+  }
+  absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                        TakeRanked take) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kRowStatistics);
+    return exchange_->MergeTop(part, own, k, takes, take);
   }
   absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                        int64_t cols) override {
@@ -319,6 +345,8 @@ class RankExchange final : public ClassExchange {
                               absl::Span<RowResult> results) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
+  absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                        TakeRanked take) override;
   absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                        int64_t cols) override;
 

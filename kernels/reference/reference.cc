@@ -401,13 +401,19 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
   return classes;
 }
 
-std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows) {
+std::vector<double> LogProbabilities(const Head& head, const LossOptions& options, const Rows& rows) {
   const size_t d = static_cast<size_t>(head.config.hidden_size);
-  std::vector<double> probabilities;
+  std::vector<double> all;
   for (size_t n = 0; n < rows.targets.size(); ++n) {
     const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d]).y);
-    for (double log_p : soft.log_p) probabilities.push_back(std::exp(log_p));
+    all.insert(all.end(), soft.log_p.begin(), soft.log_p.end());
   }
+  return all;
+}
+
+std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows) {
+  std::vector<double> probabilities = LogProbabilities(head, options, rows);
+  for (double& p : probabilities) p = std::exp(p);
   return probabilities;
 }
 

@@ -162,7 +162,9 @@ struct SampledClasses {
 };
 SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows);
 
-// p [N, V] of the rows; of ignored rows too.
+// log p [N, V] of the rows; of ignored rows too.
+std::vector<double> LogProbabilities(const Head& head, const LossOptions& options, const Rows& rows);
+// p [N, V], likewise.
 std::vector<double> Probabilities(const Head& head, const LossOptions& options, const Rows& rows);
 
 // The formulas of docs/math.md for one row: its logits, its loss, and the gradient with respect to its dot

@@ -27,6 +27,16 @@ void CopyIf(bool wanted, const std::vector<T>& from, size_t index, size_t rows, 
   to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
 }
 
+// Copies the first `wanted` of each row's `each` results.
+template <typename T>
+void CopyFirst(const std::vector<T>& from, int32_t each, size_t index, size_t rows, int32_t wanted,
+               std::vector<T>& to) {
+  for (size_t row = 0; wanted > 0 && row < rows; ++row) {
+    const auto first = from.begin() + static_cast<std::ptrdiff_t>((index + row) * static_cast<size_t>(each));
+    to.insert(to.end(), first, first + wanted);
+  }
+}
+
 }  // namespace
 
 Flight::Flight(std::shared_ptr<Owner> owner, std::unique_ptr<ChunkWork> work)
@@ -49,13 +59,17 @@ void Flight::Launch() {
 }
 
 void Flight::MakeChunk() {
-  RowWants wants;
+  RowWants& wants = results_.wants;
   for (const Segment& segment : work_->segments) wants.Add(segment.wants);
   if (wants.loss) results_.loss.resize(work_->rows);
   if (wants.lse) results_.lse.resize(work_->rows);
   if (wants.entropy) results_.entropy.resize(work_->rows);
   if (wants.logprob) results_.logprob.resize(work_->rows);
   if (wants.argmax) results_.argmax.resize(work_->rows);
+  const auto class_count = static_cast<size_t>(wants.class_count), top_k = static_cast<size_t>(wants.top_k);
+  results_.class_logprobs.resize(work_->rows * class_count);
+  results_.top_logprobs.resize(work_->rows * top_k);
+  results_.top_classes.resize(work_->rows * top_k);
   for (const Segment& segment : work_->segments) {
     kernels::Slice slice = segment.input;
     slice.out = {.loss = PlaceIf(segment.wants.loss, results_.loss, segment.index),
@@ -63,6 +77,13 @@ void Flight::MakeChunk() {
                  .entropy = PlaceIf(segment.wants.entropy, results_.entropy, segment.index),
                  .target_logprob = PlaceIf(segment.wants.logprob, results_.logprob, segment.index),
                  .argmax = PlaceIf(segment.wants.argmax, results_.argmax, segment.index)};
+    // Rows that want any top classes get as many as the chunk's widest slice.
+    const bool wants_top = segment.wants.top_k > 0;
+    slice.top_k = wants_top ? wants.top_k : 0;
+    slice.out.top_logprobs = PlaceIf(wants_top, results_.top_logprobs, segment.index * top_k);
+    slice.out.top_classes = PlaceIf(wants_top, results_.top_classes, segment.index * top_k);
+    slice.out.class_logprobs =
+        PlaceIf(slice.class_count > 0, results_.class_logprobs, segment.index * class_count);
     slices_.push_back(slice);
   }
   const EngineContext& context = *head_.context;
@@ -128,6 +149,14 @@ void Flight::TakeResults() {
     CopyIf(wants.entropy, results_.entropy, slice->index, rows, output.entropy);
     CopyIf(wants.logprob, results_.logprob, slice->index, rows, output.logprob);
     CopyIf(wants.argmax, results_.argmax, slice->index, rows, output.argmax);
+    const auto class_count = static_cast<size_t>(wants.class_count);
+    CopyIf(class_count > 0, results_.class_logprobs,
+           slice->index * static_cast<size_t>(results_.wants.class_count), rows * class_count,
+           output.class_logprobs);
+    CopyFirst(results_.top_logprobs, results_.wants.top_k, slice->index, rows, wants.top_k,
+              output.top_logprobs);
+    CopyFirst(results_.top_classes, results_.wants.top_k, slice->index, rows, wants.top_k,
+              output.top_classes);
   }
 }
 

@@ -71,6 +71,10 @@ class Flight : public std::enable_shared_from_this<Flight> {
   struct RowResults {
     std::vector<float> loss, lse, entropy, logprob;
     std::vector<int32_t> argmax;
+    // Rows of what the widest slice wants: [rows, wants.class_count], [rows, wants.top_k].
+    std::vector<float> class_logprobs, top_logprobs;
+    std::vector<int32_t> top_classes;
+    RowWants wants;  // of all slices
   };
 
   void MakeChunk();

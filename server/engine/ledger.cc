@@ -389,7 +389,8 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
       return OpenedOtherwise(
           id,
           " was opened before with other options (rows, loss options, dtype, reduction, normalizer or "
-          "grad_output; in deterministic mode also want_grad_hidden or want_row_entropy)");
+          "grad_output; in deterministic mode also want_grad_hidden, want_row_entropy or whether there is a "
+          "top_k)");
     }
     if (const auto row = it->second.FirstDiffering(rows, contents); row.has_value()) {
       return OpenedOtherwise(

@@ -41,6 +41,7 @@ struct MicrobatchTerms {
   // (deterministic_schedule.h).
   bool want_grad_hidden = false;
   bool want_row_entropy = false;
+  bool want_top_classes = false;
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
@@ -61,6 +62,7 @@ struct RowValues {
   std::vector<int32_t> targets;
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
   ObjectiveRows numbers;
+  std::vector<int32_t> classes;  // StreamSpec::classes, of which the ledger knows nothing
 };
 
 // What the ledger knows of the rows of one microbatch.

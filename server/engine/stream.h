@@ -11,6 +11,7 @@
 #ifndef LOSSD_SERVER_ENGINE_STREAM_H_
 #define LOSSD_SERVER_ENGINE_STREAM_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -49,6 +50,8 @@ struct RowWants {
   bool entropy = false;
   bool logprob = false;
   bool argmax = false;
+  int32_t class_count = 0;  // of classes that the stream names
+  int32_t top_k = 0;        // most probable classes
 
   // From now on what `other` wants, too.
   void Add(const RowWants& other) {
@@ -57,6 +60,8 @@ struct RowWants {
     entropy |= other.entropy;
     logprob |= other.logprob;
     argmax |= other.argmax;
+    class_count = std::max(class_count, other.class_count);
+    top_k = std::max(top_k, other.top_k);
   }
 };
 
@@ -94,6 +99,10 @@ struct StreamSpec {
   std::vector<int32_t> targets;    // [rows.size()], raw: a class or ignore_index
   std::vector<float> row_weights;  // empty or [rows.size()]
   ObjectiveRows numbers;           // fields of lossd.v1.OpenMicrobatch: there if options.objective needs them
+  // Classes of which log-probabilities are wanted: [want_rows.class_count], the same for all rows, or
+  // [rows.size(), want_rows.class_count].
+  std::vector<int32_t> classes;
+  bool shared_classes() const { return static_cast<int64_t>(classes.size()) == want_rows.class_count; }
 };
 
 // Opens the backward pass of rows of a retained microbatch. Field names equal those of
@@ -112,6 +121,9 @@ struct BackwardSpec {
   std::vector<float> grad_lse;      // empty (0) or [rows.size()]: dL/dlse
   std::vector<float> grad_entropy;  // empty (0) or [rows.size()]: dL/dentropy
 };
+
+// What a slice may have of results of single classes, with 4 bytes a given class and 9 a top class.
+inline constexpr int64_t kMostClassResultBytes = int64_t{512} << 10;
 
 // Limits on one slice of a head.
 struct SliceLimits {
@@ -184,6 +196,9 @@ struct SliceOutput {
   // [rows] if wanted, else empty.
   std::vector<float> loss, lse, entropy, logprob;
   std::vector<int32_t> argmax;
+  // [rows, class_count] and [rows, top_k] as wanted.
+  std::vector<float> class_logprobs, top_logprobs;
+  std::vector<int32_t> top_classes;
   double queue_seconds = 0.0;    // since it was queued until its chunk was formed
   double compute_seconds = 0.0;  // of its chunk, until results were ready
 };

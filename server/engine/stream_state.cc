@@ -199,6 +199,48 @@ absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config
   return absl::OkStatus();
 }
 
+// What is wanted of single classes.
+absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const SliceLimits& limits) {
+  const int64_t most_top = std::min<int64_t>(vocab_size, kernels::kMostTopClasses);
+  if (spec.want_rows.top_k < 0 || spec.want_rows.top_k > most_top) {
+    return InvalidField("open.top_k",
+                        absl::StrCat("must be at most ", most_top, " (of the head's ", vocab_size,
+                                     " classes at most ", kernels::kMostTopClasses, ")"),
+                        absl::StrCat(spec.want_rows.top_k));
+  }
+  const int64_t count = spec.want_rows.class_count;
+  if (count < 0 || count > kernels::kMostGivenClasses) {
+    return InvalidField("open.class_count", absl::StrCat("must be at most ", kernels::kMostGivenClasses),
+                        absl::StrCat(count));
+  }
+  if (count > 0 && limits.has_grid()) {
+    return InvalidField(
+        "open.class_count",
+        "must be 0 with accumulate_gradients on a deterministic server, where calls share chunks",
+        absl::StrCat(count));
+  }
+  const auto size = static_cast<int64_t>(spec.classes.size());
+  if (size != count && size != count * spec.rows.size()) {
+    return InvalidField("open.classes",
+                        absl::StrCat("must have class_count entries, ", count,
+                                     ", or as many for each of the ", spec.rows.size(), " rows"),
+                        absl::StrCat(size));
+  }
+  for (size_t i = 0; i < spec.classes.size(); ++i) {
+    if (spec.classes[i] >= 0 && spec.classes[i] < vocab_size) continue;
+    return InvalidField(absl::StrCat("open.classes[", i, "]"),
+                        absl::StrCat("must be in [0, ", vocab_size, ")"), absl::StrCat(spec.classes[i]));
+  }
+  return absl::OkStatus();
+}
+
+// Results of single classes are far larger than the others; a slice of a stream that wants them has fewer
+// rows, so that its answer stays a message of the usual size.
+int64_t MostRowsWithClasses(const RowWants& wants) {
+  const int64_t row_bytes = 4 * int64_t{wants.class_count} + 9 * int64_t{wants.top_k};
+  return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
+}
+
 }  // namespace
 
 absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
@@ -229,7 +271,9 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   LOSSD_RETURN_IF_ERROR(CheckRanges(spec));
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
+  LOSSD_RETURN_IF_ERROR(CheckClasses(spec, config.vocab_size, limits));
 
+  limits.max_rows = std::min(limits.max_rows, MostRowsWithClasses(spec.want_rows));
   StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
@@ -285,7 +329,8 @@ absl::Status StreamRows::ResolveNormalizer() {
             .normalizer = normalizer,
             .grad_output = spec_.grad_output,
             .want_grad_hidden = limits_.has_grid() && spec_.want_grad_hidden,
-            .want_row_entropy = limits_.has_grid() && spec_.want_rows.entropy};
+            .want_row_entropy = limits_.has_grid() && spec_.want_rows.entropy,
+            .want_top_classes = limits_.has_grid() && spec_.want_rows.top_k > 0};
   return absl::OkStatus();
 }
 
@@ -314,6 +359,12 @@ void StreamRows::PutNumbers(RowRange rows, kernels::Slice& slice) const {
   slice.ref_logprobs = At(spec_.numbers.ref_logprobs, rows);
 }
 
+const int32_t* StreamRows::classes(RowRange rows) const {
+  if (spec_.classes.empty()) return nullptr;
+  const int64_t first = spec_.shared_classes() ? 0 : rows.begin - spec_.rows.begin;
+  return spec_.classes.data() + first * spec_.want_rows.class_count;
+}
+
 int64_t StreamRows::RowBytes(int64_t rows) const {
   return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
 }
@@ -333,7 +384,8 @@ int64_t StreamRows::HostBytes() const {
                         gradients_.entropy.size() + spec_.numbers.advantages.size() +
                         spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
-  return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float));
+  return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
+                                          spec_.classes.size() * sizeof(int32_t));
 }
 
 RowValues StreamRows::TakeValues() {
@@ -342,7 +394,8 @@ RowValues StreamRows::TakeValues() {
           .grad_loss = std::move(gradients_.loss),
           .grad_lse = std::move(gradients_.lse),
           .grad_entropy = std::move(gradients_.entropy),
-          .numbers = std::move(spec_.numbers)};
+          .numbers = std::move(spec_.numbers),
+          .classes = std::move(spec_.classes)};
 }
 
 DeferredMicrobatches::Part StreamRows::TakePart() {

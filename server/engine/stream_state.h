@@ -126,6 +126,8 @@ class StreamRows {
   const float* row_weights(RowRange rows) const;
   // Points the slice to what the objective takes with the rows.
   void PutNumbers(RowRange rows, kernels::Slice& slice) const;
+  // Those of the rows whose log-probabilities are wanted; null: none.
+  const int32_t* classes(RowRange rows) const;
   // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
   RowContents contents() const {
     return {.targets = spec_.targets,

@@ -138,6 +138,9 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.grad_entropy = stream.grad_entropy(rows);
   stream.PutNumbers(rows, slice);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
+  slice.classes = stream.classes(rows);
+  slice.class_count = stream.spec().want_rows.class_count;
+  slice.shared_classes = stream.spec().shared_classes();
   NameSamples(stream, rows, slice);
   return slice;
 }

@@ -114,6 +114,12 @@ absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bo
                     absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
 }
 
+// A number that the engine bounds.
+absl::StatusOr<int32_t> ToCount(absl::string_view field, uint32_t count) {
+  if (count <= uint32_t{std::numeric_limits<int32_t>::max()}) return static_cast<int32_t>(count);
+  return FieldError(field, "be below 2^31", count);
+}
+
 // Takes the generation that an opening message or a step names. Another process draws other numbers, so it
 // goes with the incarnation.
 template <typename Message>
@@ -334,6 +340,15 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.retain = open.retain();
   spec.want_rows = {open.want_row_loss(), open.want_row_lse(), open.want_row_entropy(),
                     open.want_row_logprob(), open.want_row_argmax()};
+  LOSSD_TRY(const int32_t class_count, ToCount("open.class_count", open.class_count()));
+  LOSSD_TRY(const int32_t top_k, ToCount("open.top_k", open.top_k()));
+  if (open.options().has_distillation() && (class_count > 0 || top_k > 0)) {
+    return FieldError(class_count > 0 ? "open.class_count" : "open.top_k", "be 0 with distillation",
+                      class_count > 0 ? class_count : top_k);
+  }
+  spec.want_rows.class_count = class_count;
+  spec.want_rows.top_k = top_k;
+  spec.classes.assign(open.classes().begin(), open.classes().end());
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));
@@ -545,6 +560,9 @@ v1::SliceResult ToProto(const engine::SliceOutput& output) {
   message.mutable_row_entropy()->Add(output.entropy.begin(), output.entropy.end());
   message.mutable_row_logprob()->Add(output.logprob.begin(), output.logprob.end());
   message.mutable_row_argmax()->Add(output.argmax.begin(), output.argmax.end());
+  message.mutable_class_logprobs()->Add(output.class_logprobs.begin(), output.class_logprobs.end());
+  message.mutable_top_logprobs()->Add(output.top_logprobs.begin(), output.top_logprobs.end());
+  message.mutable_top_classes()->Add(output.top_classes.begin(), output.top_classes.end());
   return message;
 }
 

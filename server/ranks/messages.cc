@@ -382,6 +382,11 @@ absl::Status Take(const char* what, const std::string& bytes, size_t want, void*
   return absl::OkStatus();
 }
 
+// The length of Slice::classes.
+int64_t ClassesIn(int64_t rows, bool shared, int32_t class_count) {
+  return (shared ? std::min<int64_t>(rows, 1) : rows) * class_count;
+}
+
 // By vocabulary the leader writes the gradients, perhaps while the others still read.
 void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace find,
                     v1::ChunkSlice* message) {
@@ -471,6 +476,13 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   message.set_want_entropy(slice.out.entropy != nullptr);
   message.set_want_target_logprob(slice.out.target_logprob != nullptr);
   message.set_want_argmax(slice.out.argmax != nullptr);
+  if (slice.class_count > 0) {
+    Put(slice.classes, ClassesIn(slice.rows, slice.shared_classes, slice.class_count),
+        message.mutable_classes());
+  }
+  message.set_class_count(slice.class_count);
+  message.set_shared_classes(slice.shared_classes);
+  message.set_top_k(slice.top_k);
   return message;
 }
 
@@ -483,6 +495,16 @@ absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool
   status.Update(Take("entropies", results.entropy(), each, slice.out.entropy));
   status.Update(Take("log-probabilities", results.target_logprob(), each, slice.out.target_logprob));
   status.Update(Take("argmax", results.argmax(), each, slice.out.argmax));
+  if (slice.class_count > 0) {
+    status.Update(Take("log-probabilities of classes", results.class_logprobs(),
+                       each * static_cast<size_t>(slice.class_count), slice.out.class_logprobs));
+  }
+  if (slice.top_k > 0) {
+    const size_t top = each * static_cast<size_t>(slice.top_k);
+    status.Update(
+        Take("log-probabilities of top classes", results.top_logprobs(), top, slice.out.top_logprobs));
+    status.Update(Take("top classes", results.top_classes(), top, slice.out.top_classes));
+  }
   if (results.grad_hidden_in_place() != in_place) {
     status.Update(absl::InternalError("it put gradients where they do not belong"));
   }
@@ -533,6 +555,15 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   status.Update(Get("advantages", message.advantages(), rows, slice.advantages));
   status.Update(Get("old_logprobs", message.old_logprobs(), rows, slice.old_logprobs));
   status.Update(Get("ref_logprobs", message.ref_logprobs(), rows, slice.ref_logprobs));
+  slice.class_count = message.class_count();
+  slice.shared_classes = message.shared_classes();
+  slice.top_k = message.top_k();
+  if (slice.class_count < 0 || slice.class_count > kernels::kMostGivenClasses || slice.top_k < 0 ||
+      slice.top_k > kernels::kMostTopClasses) {
+    status.Update(absl::InternalError("it wants more classes of a row than there may be"));
+  }
+  status.Update(Get("classes", message.classes(), ClassesIn(rows, slice.shared_classes, slice.class_count),
+                    slice.classes));
   if (!status.ok()) return status;
   if (rows == 0) slice.targets = reinterpret_cast<const int32_t*>(message.targets().data());
   slice.grad_scale = message.grad_scale();
@@ -548,6 +579,10 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   slice.out.target_logprob =
       Room<float>(message.want_target_logprob(), rows, results.mutable_target_logprob());
   slice.out.argmax = Room<int32_t>(message.want_argmax(), rows, results.mutable_argmax());
+  slice.out.class_logprobs =
+      Room<float>(slice.class_count > 0, rows * slice.class_count, results.mutable_class_logprobs());
+  slice.out.top_logprobs = Room<float>(slice.top_k > 0, rows * slice.top_k, results.mutable_top_logprobs());
+  slice.out.top_classes = Room<int32_t>(slice.top_k > 0, rows * slice.top_k, results.mutable_top_classes());
   return slice;
 }
 

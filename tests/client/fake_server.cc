@@ -544,6 +544,15 @@ class FakeLossService final : public v1::LossService::Service {
       if (open.want_row_entropy()) result->add_row_entropy(valid ? 0.125f * target : 0);
       if (open.want_row_logprob()) result->add_row_logprob(valid ? -loss : 0);
       if (open.want_row_argmax()) result->add_row_argmax(argmax);
+      const int each = static_cast<int>(open.class_count());
+      const int of_row = open.classes_size() == each ? 0 : at * each;
+      for (int i = 0; i < each; ++i) {
+        result->add_class_logprobs(valid ? -0.5f * static_cast<float>(open.classes(of_row + i)) : 0.0f);
+      }
+      for (int i = 0; i < static_cast<int>(open.top_k()); ++i) {
+        result->add_top_logprobs(valid ? -static_cast<float>(i) : 0.0f);
+        result->add_top_classes(valid ? target + i : -1);
+      }
       if (!valid) continue;
       if (open.options().has_objective()) {
         v1::ObjectiveSums* const objective = summary->mutable_objective();

@@ -7,6 +7,7 @@
 //   loss    sum(x) + y / 4, times the row weight      dL/dx   2 x
 //   lse     loss + 1                                   entropy y / 8
 //   logprob -loss                                      argmax  y if the row's index is even, else y + 1
+// A named class v has log-probability -v / 2; the i-th top class is y + i, with -i.
 // Accumulating adds g = sum(x) to element y of the weight's first column, and 1 to the bias of y. AddGradient
 // keeps the first column too.
 //

@@ -54,6 +54,7 @@ void SpoilInputs(ChunkBuffers& buffers) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   for (SliceData& data : buffers.inputs) {
     std::fill(data.targets.begin(), data.targets.end(), std::numeric_limits<int32_t>::max());
+    std::fill(data.classes.begin(), data.classes.end(), std::numeric_limits<int32_t>::max());
     std::fill(data.accumulate.begin(), data.accumulate.end(), uint8_t{1});
     for (auto* values : {&data.row_weights, &data.grad_loss, &data.grad_lse, &data.grad_entropy,
                          &data.advantages, &data.old_logprobs, &data.ref_logprobs}) {
@@ -65,14 +66,33 @@ void SpoilInputs(ChunkBuffers& buffers) {
   }
 }
 
+constexpr float kUnset = -12345.0f;
+
+void PointClasses(const SliceData& data, SliceOutputs& outputs, Slice& slice) {
+  const auto rows = static_cast<size_t>(data.rows());
+  outputs.class_logprobs.assign(rows * static_cast<size_t>(data.class_count), kUnset);
+  const auto top_k = static_cast<size_t>(std::max(data.top_k, 0));
+  outputs.top_logprobs.assign(rows * top_k, kUnset);
+  outputs.top_classes.assign(rows * top_k, -7);
+  slice.classes = data.classes.data();
+  slice.class_count = data.class_count;
+  slice.shared_classes = data.shared_classes;
+  slice.top_k = data.top_k;
+  slice.out.class_logprobs = outputs.class_logprobs.data();
+  slice.out.top_logprobs = outputs.top_logprobs.data();
+  slice.out.top_classes = outputs.top_classes.data();
+}
+
 void PointOutputs(SliceOutputs& outputs, size_t rows, Slice& slice) {
-  constexpr float kUnset = -12345.0f;
   for (auto* values : {&outputs.loss, &outputs.lse, &outputs.entropy, &outputs.target_logprob}) {
     values->assign(rows, kUnset);
   }
   outputs.argmax.assign(rows, -7);
-  slice.out = {outputs.loss.data(), outputs.lse.data(), outputs.entropy.data(), outputs.target_logprob.data(),
-               outputs.argmax.data()};
+  slice.out.loss = outputs.loss.data();
+  slice.out.lse = outputs.lse.data();
+  slice.out.entropy = outputs.entropy.data();
+  slice.out.target_logprob = outputs.target_logprob.data();
+  slice.out.argmax = outputs.argmax.data();
 }
 
 ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, ChunkRun& run) {
@@ -114,6 +134,7 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
           options.grad_hidden_in_place ? buffers.hidden.back().data() : buffers.grad_hidden[i].data();
     }
     if (options.want_row_outputs) PointOutputs(run.slices[i], static_cast<size_t>(data.rows()), slice);
+    PointClasses(data, run.slices[i], slice);
     buffers.slices.push_back(slice);
   }
   return buffers;

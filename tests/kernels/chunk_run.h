@@ -23,6 +23,9 @@ std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem);
 struct SliceOutputs {
   std::vector<float> loss, lse, entropy, target_logprob;  // [rows]
   std::vector<int32_t> argmax;                            // [rows]
+  std::vector<float> class_logprobs;                      // [rows, class_count]
+  std::vector<float> top_logprobs;                        // [rows, top_k]
+  std::vector<int32_t> top_classes;                       // [rows, top_k]
   std::vector<float> grad_hidden;                         // [rows, D], or empty
   LossSums sums;
   int64_t first_nonfinite_row = -1;

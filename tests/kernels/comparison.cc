@@ -89,6 +89,78 @@ void ExpectRowMatches(const Tolerance& tolerance, const Problem& problem, const 
   }
 }
 
+// Of `count` values from `begin` on.
+template <typename T>
+absl::Span<const T> PartOf(const std::vector<T>& values, size_t row, int32_t count) {
+  return absl::MakeConstSpan(values).subspan(row * static_cast<size_t>(count), static_cast<size_t>(count));
+}
+
+// Both may be -infinity.
+void ExpectLogProbNear(float got, double want, double tolerance, size_t row) {
+  if (std::isinf(want)) {
+    EXPECT_EQ(static_cast<double>(got), want) << "row " << row;
+  } else {
+    EXPECT_NEAR(got, want, tolerance) << "row " << row;
+  }
+}
+
+// The classes have to be those of the reference but for logits that an error could exchange: each of them is
+// at most so much less probable than the one that the reference has in its place.
+void ExpectTopMatches(absl::Span<const double> log_p, absl::Span<const float> values,
+                      absl::Span<const int32_t> classes, double tolerance, size_t row) {
+  std::vector<int32_t> order(log_p.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return log_p[static_cast<size_t>(a)] > log_p[static_cast<size_t>(b)];
+  });
+  std::vector<int32_t> seen(classes.begin(), classes.end());
+  std::sort(seen.begin(), seen.end());
+  EXPECT_EQ(std::adjacent_find(seen.begin(), seen.end()), seen.end()) << "row " << row << ": a class twice";
+  for (size_t i = 0; i < classes.size(); ++i) {
+    ASSERT_GE(classes[i], 0) << "row " << row << " rank " << i;
+    ASSERT_LT(static_cast<size_t>(classes[i]), log_p.size()) << "row " << row << " rank " << i;
+    const double here = log_p[static_cast<size_t>(classes[i])];
+    const double want = log_p[static_cast<size_t>(order[i])];
+    ExpectLogProbNear(values[i], here, tolerance, row);
+    ExpectLogProbNear(static_cast<float>(here), want, 2 * tolerance, row);
+    if (i == 0) continue;
+    EXPECT_GE(values[i - 1], values[i]) << "row " << row << " rank " << i;
+    if (values[i - 1] == values[i] && log_p[static_cast<size_t>(classes[i - 1])] == here) {
+      EXPECT_LT(classes[i - 1], classes[i]) << "row " << row << " rank " << i;
+    }
+  }
+}
+
+// What was wanted of single classes.
+void ExpectClassesMatch(const Tolerance& tolerance, const Problem& problem, const SliceData& slice,
+                        const reference::Result& want, const SliceOutputs& got) {
+  if (slice.class_count == 0 && slice.top_k == 0) return;
+  const std::vector<double> log_p =
+      reference::LogProbabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+  const auto vocab = static_cast<size_t>(problem.config.vocab_size);
+  for (size_t row = 0; row < slice.targets.size(); ++row) {
+    const absl::Span<const float> given = PartOf(got.class_logprobs, row, slice.class_count);
+    const absl::Span<const float> top = PartOf(got.top_logprobs, row, slice.top_k);
+    const absl::Span<const int32_t> top_classes = PartOf(got.top_classes, row, slice.top_k);
+    if (slice.targets[row] == kIgnoredTarget) {
+      for (const float value : given) EXPECT_EQ(value, 0.0f) << "ignored row " << row;
+      for (const float value : top) EXPECT_EQ(value, 0.0f) << "ignored row " << row;
+      for (const int32_t place : top_classes) EXPECT_EQ(place, -1) << "ignored row " << row;
+      continue;
+    }
+    // The difference of two numbers that are rounded to fp32 each.
+    const double allowed =
+        2 * (LogitTolerance(tolerance, want, row) + UnitRoundoff(DType::kFloat32) * std::fabs(want.lse[row]));
+    const auto of_row = absl::MakeConstSpan(log_p).subspan(row * vocab, vocab);
+    const absl::Span<const int32_t> classes =
+        PartOf(slice.classes, slice.shared_classes ? 0 : row, slice.class_count);
+    for (size_t i = 0; i < given.size(); ++i) {
+      ExpectLogProbNear(given[i], of_row[static_cast<size_t>(classes[i])], allowed, row);
+    }
+    ExpectTopMatches(of_row, top, top_classes, allowed, row);
+  }
+}
+
 void ExpectIgnoredRow(const SliceOutputs& got, size_t row, int64_t hidden_size) {
   EXPECT_EQ(got.loss[row], 0.0f) << "ignored row " << row;
   EXPECT_EQ(got.lse[row], 0.0f) << "ignored row " << row;
@@ -394,6 +466,7 @@ void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& 
   const Tolerance tolerance = ToleranceFor(compute, RoundsHidden(compute, problem));
   ExpectSumsMatch(tolerance, problem, slice, want, got.sums, !got.entropy.empty());
   ExpectSamplingSumsMatch(compute, problem, slice, want, got.sums);
+  ExpectClassesMatch(tolerance, problem, slice, want, got);
   for (size_t row = 0; row < got.loss.size(); ++row) {
     if (slice.targets[row] == kIgnoredTarget) {
       ExpectIgnoredRow(got, row, problem.config.hidden_size);

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,34 @@ Problem Poisoned(Problem problem) {
   return problem;
 }
 
+// The same for what is wanted of single classes.
+void TakePoisonedClasses(const Problem& problem, const SliceData& slice, size_t row, SliceOutputs& got) {
+  if (slice.class_count == 0 && slice.top_k == 0) return;
+  const auto vocab = static_cast<size_t>(problem.config.vocab_size);
+  const std::vector<double> all =
+      reference::LogProbabilities(ReferenceHead(problem), problem.options, ReferenceRows(slice));
+  const auto log_p = absl::MakeConstSpan(all).subspan(row * vocab, vocab);
+  std::vector<int32_t> order(vocab);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return log_p[static_cast<size_t>(a)] > log_p[static_cast<size_t>(b)];
+  });
+  const auto count = static_cast<size_t>(slice.class_count), k = static_cast<size_t>(slice.top_k);
+  for (size_t i = 0; i < count; ++i) {
+    float& value = got.class_logprobs[row * count + i];
+    EXPECT_TRUE(std::isnan(value)) << "row " << row << " " << value;
+    const int32_t place = slice.classes[(slice.shared_classes ? 0 : row) * count + i];
+    value = static_cast<float>(log_p[static_cast<size_t>(place)]);
+  }
+  for (size_t i = 0; i < k; ++i) {
+    float& value = got.top_logprobs[row * k + i];
+    EXPECT_TRUE(std::isnan(value)) << "row " << row << " " << value;
+    EXPECT_EQ(got.top_classes[row * k + i], -1) << "row " << row;
+    got.top_classes[row * k + i] = order[i];
+    value = static_cast<float>(log_p[static_cast<size_t>(order[i])]);
+  }
+}
+
 // Checks what poisoned rows say, and puts what the same rows say with finite hidden states in its place.
 void TakePoisoned(const Problem& problem, const SliceData& slice, const reference::Result& want,
                   SliceOutputs& got) {
@@ -65,6 +94,7 @@ void TakePoisoned(const Problem& problem, const SliceData& slice, const referenc
     EXPECT_TRUE(std::isnan(got.entropy[row])) << "row " << row << " " << got.entropy[row];
     EXPECT_TRUE(std::isnan(got.target_logprob[row])) << "row " << row << " " << got.target_logprob[row];
     EXPECT_EQ(got.argmax[row], -1) << "row " << row;
+    TakePoisonedClasses(problem, slice, row, got);
     for (size_t i = 0; slice.want_grad_hidden && i < d; ++i) ASSERT_EQ(got.grad_hidden[row * d + i], 0.0f);
     got.lse[row] = static_cast<float>(want.lse[row]);
     got.entropy[row] = static_cast<float>(want.entropy[row]);

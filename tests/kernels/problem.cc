@@ -146,6 +146,14 @@ SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng) {
   if (spec.grad_loss) slice.grad_loss = UniformVector(rng, rows, -1.0f, 1.0f);
   if (spec.grad_lse) slice.grad_lse = UniformVector(rng, rows, -1.0f, 1.0f);
   if (spec.grad_entropy) slice.grad_entropy = UniformVector(rng, rows, -1.0f, 1.0f);
+  slice.class_count = spec.class_count;
+  slice.shared_classes = spec.shared_classes;
+  slice.top_k = static_cast<int32_t>(std::min<int64_t>(spec.top_k, spec.config.vocab_size));
+  for (int64_t i = 0; i < (spec.shared_classes ? 1 : rows) * spec.class_count; ++i) {
+    const bool again = i % spec.class_count > 0 && Chance(rng, 0.2);
+    const auto fresh = static_cast<int32_t>(UniformInt(rng, 0, spec.config.vocab_size - 1));
+    slice.classes.push_back(again ? slice.classes.back() : fresh);
+  }
   if (spec.accumulate_mask) {
     for (int64_t i = 0; i < rows; ++i) slice.accumulate.push_back(Chance(rng, 0.6) ? 1 : 0);
   }
@@ -204,6 +212,9 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
   spec.grad_lse = Chance(rng, 0.3);
   spec.grad_entropy = Chance(rng, 0.3);
   spec.grad_scale = Uniform(rng, 0.1f, 2.0f);
+  if (Chance(rng, 0.3)) spec.class_count = static_cast<int32_t>(UniformInt(rng, 1, 9));
+  spec.shared_classes = Chance(rng, 0.3);
+  if (Chance(rng, 0.3)) spec.top_k = static_cast<int32_t>(UniformInt(rng, 1, 70));
   spec.slice_rows.clear();
   for (int64_t left = rows; left > 0;) {
     const int64_t take = UniformInt(rng, 1, left);
@@ -214,7 +225,7 @@ ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DT
 }
 
 std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain) {
-  std::vector<ProblemSpec> specs(14, plain);
+  std::vector<ProblemSpec> specs(17, plain);
   specs[1].config.has_bias = true;
   specs[2].config.norm = Norm::kLayerNorm;
   specs[3].config.norm = Norm::kRmsNorm;
@@ -228,6 +239,11 @@ std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain) {
   specs[11].grad_lse = true;
   specs[12].grad_entropy = true;
   specs[13].grad_scale = -0.37f;
+  specs[14].top_k = 5;
+  specs[15].class_count = 7;
+  specs[16].class_count = 3;
+  specs[16].shared_classes = true;
+  specs[16].top_k = 64;
   return specs;
 }
 
@@ -260,7 +276,9 @@ std::string Describe(const Problem& problem) {
   const SliceData& first = problem.slices.front();
   absl::StrAppend(&text, " row weights ", !first.row_weights.empty(), " mask ", !first.accumulate.empty(),
                   " grad_loss ", !first.grad_loss.empty(), " grad_lse ", !first.grad_lse.empty(),
-                  " grad_entropy ", !first.grad_entropy.empty(), " grad_scale ", first.grad_scale);
+                  " grad_entropy ", !first.grad_entropy.empty(), " grad_scale ", first.grad_scale,
+                  " classes ", first.class_count, first.shared_classes ? " shared" : "", " top_k ",
+                  first.top_k);
   return text;
 }
 

@@ -48,6 +48,10 @@ struct SliceData {
   int64_t first_row = 0;
   bool stands_in = false;             // comparisons do not know it
   std::vector<float> teacher_hidden;  // [rows, D of the teacher], with Problem::teacher
+  std::vector<int32_t> classes;       // Slice::classes
+  int32_t class_count = 0;
+  bool shared_classes = false;
+  int32_t top_k = 0;
 
   int64_t rows() const { return static_cast<int64_t>(targets.size()); }
 };
@@ -83,6 +87,9 @@ struct ProblemSpec {
   bool grad_lse = false;
   bool grad_entropy = false;
   float grad_scale = 1.0f;
+  int32_t class_count = 0;  // drawn, some of them twice
+  bool shared_classes = false;
+  int32_t top_k = 0;  // or V if that is less
   bool auto_samples_uniform = false;
   int class_parts = 1;
   std::vector<ProblemSpec> teacher;  // one, with options.distillation; its slices do not matter

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
@@ -226,6 +227,38 @@ absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& size
   return GuardRows(job, slot, workspace.keep, stream);
 }
 
+// The logits of the classes that slices name. Each class lies on one device, and the others have 0 for it.
+absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
+                          const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
+  const int64_t count = job.layout.class_count;
+  if (count == 0) return absl::OkStatus();
+  const cudaStream_t stream = device.compute();
+  ClassLogitsParams p = {.hidden = job.hidden,
+                         .weight = weight,
+                         .dtype = compute,
+                         .ld = sizes.padded_hidden,
+                         .rows = job.rows(),
+                         .count = static_cast<int>(count),
+                         .terms = job.terms,
+                         .classes = job.classes.classes,
+                         .logits = job.classes.class_logits()};
+  if (!sizes.is_split()) return ToStatus(LaunchClassLogits(p, stream), "class kernel");
+  const TopScratch scratch = TopScratch::Carve(sizes, memory[Region::kTopClasses]);
+  const int64_t piece = kTopScratchEntries / count;
+  const int64_t row_bytes = sizes.padded_hidden * sizes.element;
+  for (int64_t begin = 0; begin < job.rows(); begin += piece) {
+    p.rows = std::min(piece, job.rows() - begin);
+    p.hidden = static_cast<const uint8_t*>(job.hidden) + begin * row_bytes;
+    p.classes = job.classes.classes + begin * count;
+    p.logits = scratch.own;
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchClassLogits(p, stream), "class kernel");
+    LOSSD_RETURN_IF_ERROR(exchange.Sum(ExchangeKind::kRowStatistics, scratch.own, p.rows * count));
+    LOSSD_RETURN_IF_ERROR(Copy(job.classes.class_logits() + begin * count, scratch.own,
+                               p.rows * count * static_cast<int64_t>(sizeof(float)), stream));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 CudaHead::CudaHead(Device* device, const HeadConfig& config)
@@ -435,6 +468,8 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.square = out.square;
   job.sample_threshold = out.sample_threshold;
   job.decision = out.decision;
+  job.classes = slot.classes;
+  cuda::PlaceClasses(job.layout, slot.host_in, slot.classes);
   job.hidden = slot.memory.hidden;
   job.loss_branch = &slot.loss_branch;
   job.weight_branch = &slot.weight_branch;
@@ -453,9 +488,10 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
         std::make_unique<Lesson>(static_cast<CudaHead*>(chunk->teacher), *chunk);  // CheckTeacher
     job.teacher = pending.lesson->rows();
   }
-  job.plan = planner_->Next(
-      *chunk, {job.terms, job.rows(), job.padded_rows(), job.wants_gradient(), chunk->teacher != nullptr},
-      slot);
+  job.plan = planner_->Next(*chunk,
+                            {job.terms, job.rows(), job.padded_rows(), job.wants_gradient(),
+                             chunk->teacher != nullptr, job.layout.top_k > 0},
+                            slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
 }
@@ -485,6 +521,8 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
   LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
+  LOSSD_RETURN_IF_ERROR(NamedClasses(*device_, sizes_, workspace_.paths, tensors_.values().compute_weight,
+                                     config_.compute_dtype, *link_.exchange, job));
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));
   LOSSD_RETURN_IF_ERROR(GuardRows(job, slot, workspace_.keep, stream));
@@ -539,8 +577,8 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       *final_status = HiddenGradientLost(pending->job.layout.accumulate);
     }
     if (final_status->ok() && reports) {
-      UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in,
-                    pending->slot->host_out);
+      UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in, pending->slot->host_out,
+                    pending->slot->classes);
       *final_status = device->Fail(ZeroUntouchedGradients(*pending->job.chunk, pending->job.layout, hidden));
     }
     shared->on_results(*final_status);

@@ -202,7 +202,8 @@ MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int mul
   plan[MemoryKind::kWorkspace] = RoundUp(workspace.bytes, kDevicePage);
   plan[MemoryKind::kSlots] = RoundUp(workspace.slot_bytes, kDevicePage);
   plan[MemoryKind::kStaging] =
-      kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows));
+      kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows) +
+                     ClassBlockBytes(sizes.chunk_rows));
   return plan;
 }
 

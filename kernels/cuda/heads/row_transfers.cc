@@ -17,6 +17,9 @@ absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes, 
     slot.memory = workspace.slots[i];
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, InputBlockBytes(rows)), slot.host_inputs));
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, OutputBlockBytes(rows)), slot.host_outputs));
+    LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, ClassBlockBytes(rows)), slot.host_classes));
+    Carver classes(slot.host_classes.data());
+    slot.classes = RowClassBlock::Carve(classes, rows);
     Carver host_in(slot.host_inputs.data()), host_out(slot.host_outputs.data());
     Carver device_in(slot.memory.inputs), device_out(slot.memory.outputs);
     slot.host_in = RowInputBlock::Carve(host_in, rows);

@@ -23,8 +23,10 @@ struct ChunkSlot {
   SlotMemory memory;
   PinnedBuffer host_inputs;
   PinnedBuffer host_outputs;
+  PinnedBuffer host_classes;
   RowInputBlock host_in, device_in;
   RowOutputBlock host_out, device_out;
+  RowClassBlock classes;
   Event uploaded, row_results, hidden_gradient, results, done;
   DeviceBranch loss_branch, weight_branch;  // of a filtered chunk
   // The options of its chunk if that says whether others should try the filter, in host_out.decision.

@@ -125,6 +125,8 @@ struct ChunkJob {
   float* square = nullptr;            // [rows], out, over the gradient unit squared
   float* sample_threshold = nullptr;  // [1], out
   Decision* decision = nullptr;       // [1], out, of a chunk whose plan is not exact
+  // Of a chunk that wants something of single classes; pinned memory of the host.
+  RowClassBlock classes;
 
   void* hidden = nullptr;  // x: [padded_rows, padded_hidden] compute dtype, after the norm
   // dx is wanted, or needed for the gradients of the norm. It goes to Region::kHiddenGradient in this dtype:

@@ -31,6 +31,7 @@ absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, con
   const bool stored = limits.logits == Logits::kStored;
   if (chunk.distilled) return "the logits are compared with a teacher's";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
+  if (chunk.selects_top) return "the most probable classes are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
   const absl::string_view reason = hopper::WhyNotFused(
       chunk.terms, limits.filter.dtype, stored && chunk.wants_gradient, limits.device.fused_clusters);
@@ -257,6 +258,20 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   return block;
 }
 
+RowClassBlock RowClassBlock::Carve(Carver& carver, int64_t capacity) {
+  RowClassBlock block;
+  block.classes = carver.Take<int32_t>(capacity * kMostGivenClasses);
+  block.top_logits = carver.Take<float>(capacity * kMostTopClasses);
+  block.top_places = carver.Take<int32_t>(capacity * kMostTopClasses);
+  return block;
+}
+
+int64_t ClassBlockBytes(int64_t capacity) {
+  Carver carver(nullptr);
+  RowClassBlock::Carve(carver, capacity);
+  return carver.used();
+}
+
 int64_t InputBlockBytes(int64_t capacity) {
   Carver carver(nullptr);
   RowInputBlock::Carve(carver, capacity);
@@ -308,6 +323,8 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       inputs.slice_begin[layout.device_slices++] = static_cast<int32_t>(place.compact_begin);
       layout.want_hidden_gradient |= slice.grad_hidden != nullptr;
       layout.want_entropy |= slice.out.entropy != nullptr;
+      layout.class_count = std::max(layout.class_count, slice.class_count);
+      layout.top_k = std::max(layout.top_k, slice.top_k);
     }
     layout.slices.push_back(place);
   }
@@ -316,8 +333,49 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   return layout;
 }
 
+// Rows of a slice that wants fewer classes than others get class 0 in the places that are left.
+void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const RowClassBlock& classes) {
+  if (layout.class_count == 0) return;
+  for (const SliceLayout& place : layout.slices) {
+    const Slice& slice = *place.slice;
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      if (compact < 0) continue;
+      int32_t* const to = classes.classes + compact * layout.class_count;
+      std::fill_n(to, layout.class_count, 0);
+      if (slice.class_count > 0) std::copy_n(ClassesOf(slice, r), slice.class_count, to);
+    }
+  }
+}
+
+namespace {
+
+// At most 0, whatever rounding makes of the two; NaN if `lse` is.
+float LogProbability(float logit, double lse) {
+  const double value = double{logit} - lse;
+  return static_cast<float>(value > 0.0 ? 0.0 : value);
+}
+
+// What row r of a slice wants of single classes; compact < 0: it has no target.
+void UnpackClasses(const Slice& slice, int64_t r, int64_t compact, const ChunkLayout& layout,
+                   const RowOutputBlock& outputs, const RowClassBlock& classes) {
+  const bool ignored = compact < 0;
+  const double lse = ignored ? 0.0 : double{outputs.lse[compact]};
+  for (int32_t i = 0; i < slice.class_count; ++i) {
+    slice.out.class_logprobs[r * slice.class_count + i] =
+        ignored ? 0.0f : LogProbability(classes.class_logits()[compact * layout.class_count + i], lse);
+  }
+  for (int32_t i = 0; i < slice.top_k; ++i) {
+    const int64_t from = compact * layout.top_k + i, to = r * slice.top_k + i;
+    slice.out.top_logprobs[to] = ignored ? 0.0f : LogProbability(classes.top_logits[from], lse);
+    slice.out.top_classes[to] = ignored || std::isnan(lse) ? -1 : classes.top_places[from];
+  }
+}
+
+}  // namespace
+
 void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
-                   const RowOutputBlock& outputs) {
+                   const RowOutputBlock& outputs, const RowClassBlock& classes) {
   if (layout.planned != Gradients::kExact && layout.compact_rows > 0) {
     TellDecision(chunk, outputs);
   } else if (layout.planned != Gradients::kExact) {
@@ -331,6 +389,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
+      UnpackClasses(slice, r, compact, layout, outputs, classes);
       if (compact >= 0) AddToSums(chunk.options.objective, slice, r, compact, layout, inputs, outputs);
     }
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {

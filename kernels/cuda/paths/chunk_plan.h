@@ -52,7 +52,8 @@ struct ChunkFacts {
   int64_t rows = 0;
   int64_t padded_rows = 0;
   bool wants_gradient = false;
-  bool distilled = false;  // the rows have a teacher
+  bool distilled = false;    // the rows have a teacher
+  bool selects_top = false;  // some slice wants the most probable classes
 };
 
 // What it needs to know of the head and the device.
@@ -118,9 +119,24 @@ struct RowOutputBlock {
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };
 
-// Bytes of the two blocks, on the device and pinned on the host.
+// What slices want of single classes, compact order, in pinned memory of the host, where kernels read and
+// write it.
+struct RowClassBlock {
+  // [rows, ChunkLayout::class_count], room for kMostGivenClasses a row: classes of the vocabulary, then their
+  // logits in the same place.
+  int32_t* classes = nullptr;
+  // [rows, ChunkLayout::top_k], room for kMostTopClasses a row.
+  float* top_logits = nullptr;
+  int32_t* top_places = nullptr;
+
+  static RowClassBlock Carve(Carver& carver, int64_t capacity);
+  float* class_logits() const { return reinterpret_cast<float*>(classes); }
+};
+
+// Bytes of the first two blocks, on the device and pinned on the host, and of the third, on the host alone.
 int64_t InputBlockBytes(int64_t capacity);
 int64_t OutputBlockBytes(int64_t capacity);
+int64_t ClassBlockBytes(int64_t capacity);
 
 struct SliceLayout {
   Slice* slice = nullptr;
@@ -143,6 +159,9 @@ struct ChunkLayout {
   bool accumulate_all = true;  // every one does
   bool want_entropy = false;
   bool any_coef_entropy = false;
+  // What the slices want at most (kernels/backend.h); rows of all slices have room for as much.
+  int32_t class_count = 0;
+  int32_t top_k = 0;
   float unit = 1.0f;  // power of two taken out of coef_*
   // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
   Gradients planned = Gradients::kExact;
@@ -161,10 +180,13 @@ struct LayoutHead {
 // head.chunk_rows).
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs);
 
+// Writes the classes whose logits are wanted, if layout.class_count is not 0.
+void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const RowClassBlock& classes);
+
 // Hands the device's results to the chunk, the decision about its filter, and to the slices: row outputs,
 // sums, first_nonfinite_row. Hidden gradients are not its business.
 void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
-                   const RowOutputBlock& outputs);
+                   const RowOutputBlock& outputs, const RowClassBlock& classes = {});
 
 }  // namespace lossd::kernels::cuda
 

@@ -14,7 +14,7 @@
 namespace lossd::kernels::cuda {
 
 FilteredStoredPath::FilteredStoredPath(const PathContext& context)
-    : context_(context), exact_(context), staged_(context), filter_(context, buffers_) {
+    : context_(context), exact_(context), staged_(context), filter_(context, buffers_), top_(context) {
   Carver own(context.memory[Region::kFilter]), logits(context.memory[Region::kLogits]);
   buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, logits, logits);
 }
@@ -25,12 +25,14 @@ absl::Status FilteredStoredPath::Prepare(const ChunkJob& job) {
 }
 
 absl::Status FilteredStoredPath::Select(const ChunkJob& job) const {
-  return staged_.ForEachBlock(job, Kept::kNothing, [&](const RowBlock& rows, const LogitMatrix& logits) {
+  const auto step = [&](const RowBlock& rows, const LogitMatrix& logits) -> absl::Status {
+    LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
     return ToStatus(
         LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
                          context_.device->compute()),
         "selection kernel");
-  });
+  };
+  return staged_.ForEachBlock(job, Kept::kNothing, step);
 }
 
 // Row results and dx, either way.
@@ -44,7 +46,7 @@ absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
       context_, job, *job.loss_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
-        LOSSD_RETURN_IF_ERROR(exact_.RowLoss(job));
+        LOSSD_RETURN_IF_ERROR(exact_.RowLoss(job, /*selects=*/false));
         return job.wants_hidden_gradient ? exact_.HiddenGemm(job) : absl::OkStatus();
       },
       [&]() -> absl::Status {
@@ -75,7 +77,7 @@ Selection SelectionFor(const ChunkPlan& plan) {
 }  // namespace
 
 FilteredRecomputedPath::FilteredRecomputedPath(const PathContext& context)
-    : context_(context), exact_(context), filter_(context, buffers_) {
+    : context_(context), exact_(context), filter_(context, buffers_), top_(context) {
   Carver own(context.memory[Region::kFilter]), arena(context.memory[Region::kLogits]);
   buffers_ = FilterBuffers::Carve(FilterShapeOf(context.config, context.sizes), own, arena, arena);
 }
@@ -117,7 +119,7 @@ absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
       context_, job, *job.loss_branch,
       [&]() -> absl::Status {
         LOSSD_RETURN_IF_ERROR(ZeroDroppedMass(job, stream));
-        return exact_.Statistics(job);
+        return exact_.Statistics(job, /*selects=*/false);
       },
       [] { return absl::OkStatus(); });
 }
@@ -140,6 +142,7 @@ absl::Status FilteredRecomputedPath::SelectFromLogits(const ChunkJob& job, const
                                                       const FilterArena& arena) const {
   const LogitMatrix logits = exact_.LogitsAt(arena.logits);
   LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
+  LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
   return ToStatus(LaunchSelectRows({logits, job.terms, rows.in, rows.out, filter_.Selection(job, rows.begin)},
                                    context_.device->compute()),
                   "selection kernel");

@@ -38,6 +38,7 @@ class FilteredStoredPath final : public ChunkPath {
   const StagedLogits staged_;
   FilterBuffers buffers_;
   const CandidateFilter filter_;
+  const TopSelector top_;
 };
 
 // Logits are recomputed, a block of rows after the other: candidates are listed by the logit pass where the
@@ -70,6 +71,7 @@ class FilteredRecomputedPath final : public ChunkPath {
   RecomputedPath exact_;
   FilterBuffers buffers_;
   const CandidateFilter filter_;
+  const TopSelector top_;
   FilterBlock block_;  // of the chunk that Prepare has begun
 };
 

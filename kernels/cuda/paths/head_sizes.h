@@ -72,8 +72,9 @@ enum class Region : uint8_t {
   kFilter,          // the first group of FilterBuffers or of SampleBuffers
   kPopularity,      // HotClasses; kept from chunk to chunk
   kSplitRows,       // SplitRows, of a head that is split by vocabulary
+  kTopClasses,      // TopScratch, of a head that is split by vocabulary
 };
-inline constexpr size_t kRegions = 10;
+inline constexpr size_t kRegions = 11;
 
 // Bytes by region.
 class PathClaims {

@@ -483,6 +483,22 @@ void SplitRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kSplitRows, bytes);
 }
 
+TopScratch TopScratch::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
+  Carver carver(base);
+  TopScratch scratch;
+  scratch.own = carver.Take<float>(2 * kTopScratchEntries);
+  scratch.all = carver.Take<float>(2 * kTopScratchEntries * sizes.parts);
+  if (bytes != nullptr) *bytes = carver.used();
+  return scratch;
+}
+
+void TopScratch::Claim(const HeadSizes& sizes, PathClaims& claims) {
+  if (!sizes.is_split()) return;
+  int64_t bytes = 0;
+  Carve(sizes, nullptr, &bytes);
+  claims.Claim(Region::kTopClasses, bytes);
+}
+
 namespace {
 
 // The matrix of ds, and the sums over its columns.
@@ -549,6 +565,7 @@ void ClaimRecomputed(const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kRules, rows * static_cast<int64_t>(sizeof(GradientRule)));
   claims.Claim(Region::kRunningRows, rows * static_cast<int64_t>(sizeof(RunningRow)));
   claims.Claim(Region::kTargetDots, rows * static_cast<int64_t>(sizeof(float)));
+  claims.Claim(Region::kHiddenGradient, RunningTopBytes(rows));  // dx is not there yet
   if (!sizes.fused) return;
   Carver fused(nullptr);
   hopper::FusedRows::Carve(fused, rows);
@@ -588,6 +605,7 @@ PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
       break;
   }
   SplitRows::Claim(sizes, claims);
+  TopScratch::Claim(sizes, claims);
   return claims;
 }
 

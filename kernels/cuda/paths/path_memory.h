@@ -328,6 +328,27 @@ struct SplitRows {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
+// ---- single classes of rows ----
+
+// Entries that parts exchange at a time; at least the most that a row has.
+inline constexpr int64_t kTopScratchEntries = 32768;
+static_assert(kTopScratchEntries >= kMostTopClasses && kTopScratchEntries >= kMostGivenClasses);
+
+// Of a head that is split by vocabulary: lists of single classes, [entries] floats and, of top classes, as
+// many int32 behind them; of the classes here, and of all parts.
+struct TopScratch {
+  float* own = nullptr;  // [2, kTopScratchEntries]
+  float* all = nullptr;  // [parts, 2, kTopScratchEntries]
+
+  static TopScratch Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
+  static void Claim(const HeadSizes& sizes, PathClaims& claims);
+};
+
+// Bytes of the top classes of `rows` rows while their logits come a block of classes at a time.
+constexpr int64_t RunningTopBytes(int64_t rows) {
+  return rows * kMostTopClasses * static_cast<int64_t>(sizeof(float) + sizeof(int32_t));
+}
+
 // What all paths of such a head claim, and the rows of one that is split.
 PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes);
 

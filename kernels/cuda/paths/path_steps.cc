@@ -102,6 +102,53 @@ absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCount
   return ToStatus(LaunchDecideListed(p, context_.device->compute()), "decision kernel");
 }
 
+absl::Status TopSelector::Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                 int64_t first_class, bool last) const {
+  const int k = job.layout.top_k;
+  if (k == 0 || rows.in.rows == 0) return absl::OkStatus();
+  static_assert(kMostSelected == kMostTopClasses);
+  auto* const lists = context_.memory.At<float>(Region::kHiddenGradient);
+  const int64_t entries = context_.sizes.chunk_rows * kMostTopClasses;
+  const TopLists running = TopLists{lists, reinterpret_cast<int32_t*>(lists + entries)}.From(rows.begin * k);
+  SelectTopParams p = {.logits = logits,
+                       .first_class = first_class,
+                       .terms = job.terms,
+                       .compute = context_.config.compute_dtype,
+                       .rows = rows.in.rows,
+                       .k = k,
+                       .top = running};
+  if (first_class > 0) p.before = running;
+  if (last && context_.sizes.is_split()) return Exchange(job, rows.begin, p);
+  if (last) p.top = TopLists{job.classes.top_logits, job.classes.top_places}.From(rows.begin * k);
+  return ToStatus(LaunchSelectTop(p, context_.device->compute()), "selection kernel");
+}
+
+absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const SelectTopParams& select) const {
+  const cudaStream_t stream = context_.device->compute();
+  const int k = select.k;
+  const int64_t piece = kTopScratchEntries / k;
+  for (int64_t first = 0; first < select.rows; first += piece) {
+    SelectTopParams p = select;
+    p.rows = std::min(piece, select.rows - first);
+    const int64_t entries = p.rows * k;
+    p.logits.data = static_cast<float*>(select.logits.data) + first * select.logits.ld;
+    if (select.before.logits != nullptr) p.before = select.before.From(first * k);
+    p.top = {scratch_.own, reinterpret_cast<int32_t*>(scratch_.own + entries)};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchSelectTop(p, stream), "selection kernel");
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(
+        scratch_.own, scratch_.all, entries * static_cast<int64_t>(sizeof(float) + sizeof(int32_t))));
+    const MergeTopParams merge = {
+        .all = {scratch_.all, reinterpret_cast<int32_t*>(scratch_.all + entries)},
+        .stride = 2 * entries,
+        .parts = context_.sizes.parts,
+        .rows = p.rows,
+        .k = k,
+        .top = TopLists{job.classes.top_logits, job.classes.top_places}.From((begin + first) * k)};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchMergeTop(merge, stream), "merge kernel");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {
   const LossOptions& options = job.options();
   DecideSampledParams p = {.rows = job.rows(),

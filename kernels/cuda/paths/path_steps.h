@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of a chunk that several paths have in common. Between the kernels that know the classes on this
 // device and those that need all classes: sums of rows (RowMerger), and what is said of gradients that are
-// not exact (GradientMerger); for a head that is not split by vocabulary there is nothing to exchange. Of
+// not exact (GradientMerger), and the most probable classes (TopSelector); for a head that is not split by
+// vocabulary there is nothing to exchange. Of
 // gradients from a list of elements of ds: which chunks try it (FilterBackoff), what filtered gradients do
 // with candidates (CandidateFilter), the weight gradient from the list (AddEntries) with the uniform part of
 // label smoothing beside it (AddUniform), and how a chunk goes on by the device's decision
@@ -22,6 +23,7 @@
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/device/gemm.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/sampled.h"
 #include "kernels/cuda/kernels/split_rows.h"
 #include "kernels/cuda/paths/chunk_path.h"
@@ -79,6 +81,33 @@ class GradientMerger {
 
   const PathContext& context_;
   const SplitRows rows_;
+};
+
+// ---- single classes of rows ----
+
+// The most probable classes of the rows of a chunk that wants them, while its fp32 logits are in memory. A
+// path that does not compute whole rows of logits calls Select with the blocks of classes of its rows in
+// order; until the last of them Region::kHiddenGradient, which must be free, has the lists so far.
+class TopSelector {
+ public:
+  explicit TopSelector(const PathContext& context)
+      : context_(context), scratch_(TopScratch::Carve(context.sizes, context.memory[Region::kTopClasses])) {}
+
+  // The rows' logits of the classes from `first_class` on, counted from the first here, of which the `last`
+  // end with the classes here. With that job.classes is complete, of a head that is split on all devices.
+  // Nothing if the chunk wants none.
+  absl::Status Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                      int64_t first_class, bool last) const;
+  // Of whole rows.
+  absl::Status Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits) const {
+    return Select(job, rows, logits, 0, true);
+  }
+
+ private:
+  absl::Status Exchange(const ChunkJob& job, int64_t begin, const SelectTopParams& select) const;
+
+  const PathContext& context_;
+  const TopScratch scratch_;
 };
 
 // ---- sampled gradients ----

@@ -30,7 +30,8 @@ RecomputedPath::RecomputedPath(const PathContext& context)
     : context_(context),
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype, /*scratch=*/false},
       shape_(RecomputedShapeOf(context.config, context.sizes, context.device->limits().multiprocessors)),
-      merger_(context) {
+      merger_(context),
+      top_(context) {
   Carver rows(context.memory[Region::kFusedRows]);
   fused_rows_ = hopper::FusedRows::Carve(rows, context.sizes.chunk_rows);
   merger_.UseIn(fused_rows_);
@@ -100,12 +101,20 @@ absl::Status RecomputedPath::ForEachClassBlock(
 
 // ---- the loss ----
 
-absl::Status RecomputedPath::Statistics(const ChunkJob& job) const {
-  return ForEachRowBlock(job, blocks_.rows,
-                         [&](const RowBlock& rows) { return RowBlockStatistics(job, rows); });
+absl::Status RecomputedPath::Loss(const ChunkJob& job) {
+  if (job.layout.top_k > 0) {
+    LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));  // TopSelector
+  }
+  return Statistics(job, /*selects=*/true);
 }
 
-absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const {
+absl::Status RecomputedPath::Statistics(const ChunkJob& job, bool selects) const {
+  return ForEachRowBlock(job, blocks_.rows,
+                         [&](const RowBlock& rows) { return RowBlockStatistics(job, rows, selects); });
+}
+
+absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBlock& rows,
+                                                bool selects) const {
   const cudaStream_t stream = context_.device->compute();
   const RecomputedArena arena = Arena(job);
   if (job.plan.fused()) {
@@ -119,6 +128,8 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
   const auto fold = [&](int64_t first, int64_t classes) -> absl::Status {
     const ClassBlock block = ClassesOf(job.plan, first, classes, arena.logits);
     LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, first, block.logits));
+    const bool last = first + classes >= context_.sizes.padded_vocab;
+    if (selects) LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, block.logits, first, last));
     return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
   };
   LOSSD_RETURN_IF_ERROR(ForEachClassBlock(fold));

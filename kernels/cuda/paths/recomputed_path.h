@@ -23,14 +23,15 @@ class RecomputedPath final : public ChunkPath {
   static bool Takes(const ChunkPlan& plan) { return plan.exact(); }
 
   absl::Status Prepare(const ChunkJob& job) override;
-  absl::Status Loss(const ChunkJob& job) override { return Statistics(job); }
+  absl::Status Loss(const ChunkJob& job) override;
   // Both gradients, block by block.
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
   // The steps of these phases, for paths that put others between them. Row results and rules of all rows:
-  absl::Status Statistics(const ChunkJob& job) const;
+  // selects: also the most probable classes, for which Region::kHiddenGradient is free.
+  absl::Status Statistics(const ChunkJob& job, bool selects) const;
   // The gradients that job wants, from the rules and PathContext::keep.
   absl::Status Gradients(const ChunkJob& job) const;
   // Logits of a block of rows and of the classes from first_class on.
@@ -57,7 +58,7 @@ class RecomputedPath final : public ChunkPath {
  private:
   RecomputedBlocks ChooseBlocks(const ChunkPlan& plan, int64_t padded_rows) const;
   RecomputedArena Arena(const ChunkJob& job) const;
-  absl::Status RowBlockStatistics(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status RowBlockStatistics(const ChunkJob& job, const RowBlock& rows, bool selects) const;
   absl::Status RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status ClassBlockGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   absl::Status AddHiddenGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
@@ -79,6 +80,7 @@ class RecomputedPath final : public ChunkPath {
   const GemmShapes shapes_;
   const RecomputedShape shape_;
   const RowMerger merger_;
+  const TopSelector top_;
   hopper::FusedRows fused_rows_;  // without partials
   RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
 };

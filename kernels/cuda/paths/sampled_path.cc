@@ -277,7 +277,7 @@ std::vector<Choice> SampledStoredPath::DescribeMemory(const ChunkPlan& plan) con
 }
 
 SampledRecomputedPath::SampledRecomputedPath(const PathContext& context)
-    : context_(context), exact_(context), merger_(context) {
+    : context_(context), exact_(context), merger_(context), top_(context) {
   Carver own(context.memory[Region::kFilter]), hidden(context.memory[Region::kHiddenGradient]),
       arena(context.memory[Region::kLogits]);
   buffers_ = RecomputedSampleBuffers::Carve(ShapeOfHead(), own, hidden, arena);
@@ -348,7 +348,7 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
   if (context_.sizes.is_split()) return absl::OkStatus();  // the rules are there
   return BranchByDecision(
-      context_, job, *job.loss_branch, [&] { return exact_.Statistics(job); },
+      context_, job, *job.loss_branch, [&] { return exact_.Statistics(job, /*selects=*/false); },
       [] { return absl::OkStatus(); });
 }
 
@@ -372,6 +372,7 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   const LogitMatrix logits = exact_.LogitsAt(arena.elements);
   const LogitMatrix gradient = InPlaceOf(logits, compute);
   LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
+  LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
   if (context_.sizes.is_split()) {
     LOSSD_RETURN_IF_ERROR(
         exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass() + rows.begin));

@@ -114,6 +114,7 @@ class SampledRecomputedPath final : public ChunkPath {
   const PathContext& context_;
   RecomputedPath exact_;
   const GradientMerger merger_;
+  const TopSelector top_;
   RecomputedSampleBuffers buffers_;
   int64_t block_rows_ = 0;  // of the chunk that Prepare has begun
 };

@@ -213,7 +213,8 @@ StoredPath::StoredPath(const PathContext& context)
       staged_(context),
       gradients_(context),
       merger_(context),
-      gradient_merger_(context) {}
+      gradient_merger_(context),
+      top_(context) {}
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
@@ -233,9 +234,10 @@ LogitMatrix StoredPath::elements() const {
           context_.sizes.vocab};
 }
 
-absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
+absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
   const LogitMatrix all = elements();
-  return staged_.ForEachBlock(job, KeptOf(job), [&](const RowBlock& rows, const LogitMatrix& logits) {
+  const auto step = [&](const RowBlock& rows, const LogitMatrix& logits) -> absl::Status {
+    if (selects) LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
     LogitMatrix gradient = all;
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
@@ -244,7 +246,8 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job) const {
     const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
     return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()),
                     "row loss kernel");
-  });
+  };
+  return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
 absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& rows,
@@ -333,7 +336,7 @@ absl::Status StoredPath::Loss(const ChunkJob& job) {
   if (staged_.UsesSpare(job, KeptOf(job))) {
     LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   }
-  return RowLoss(job);
+  return RowLoss(job, /*selects=*/true);
 }
 
 absl::Status StoredPath::HiddenGradient(const ChunkJob& job) {

@@ -143,8 +143,8 @@ class StoredPath final : public ChunkPath {
   absl::Status Tune(const void* hidden) override;
 
   // The steps of these phases, for paths that put others between them. Row results, and the gradient if one
-  // is wanted; Region::kHiddenGradient may be written.
-  absl::Status RowLoss(const ChunkJob& job) const;
+  // is wanted; Region::kHiddenGradient may be written. selects: also the most probable classes.
+  absl::Status RowLoss(const ChunkJob& job, bool selects) const;
   // The gradient, or what takes its place: all of Region::kLogits.
   LogitMatrix elements() const;
   // dx and dW from that gradient; the rows of job.hidden that may not be added are 0.
@@ -168,6 +168,7 @@ class StoredPath final : public ChunkPath {
   const StoredGradients gradients_;
   const RowMerger merger_;
   const GradientMerger gradient_merger_;
+  const TopSelector top_;
 };
 
 // Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it

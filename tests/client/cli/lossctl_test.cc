@@ -227,6 +227,25 @@ TEST_F(LossctlTest, LossOfFiles) {
             "0,4,2,3,0.5,-2,4\n"
             "1,-100,0,0,0,0,-1\n"
             "2,8,5,6,1,-5,8\n");
+  EXPECT_EQ(Run("loss head --hidden in.safetensors:x --targets in.safetensors:y --rows-out classes.csv "
+                "--classes 6,0 --top-k 2")
+                .exit_code,
+            0);
+  EXPECT_EQ(Read(folder_.File("classes.csv")),
+            "row,target,loss,lse,entropy,logprob,argmax,logprob_6,logprob_0,top_class_1,top_logprob_1,"
+            "top_class_2,top_logprob_2\n"
+            "0,4,2,3,0.5,-2,4,-3,-0,4,-0,5,-1\n"
+            "1,-100,0,0,0,0,-1,0,0,-1,0,-1,0\n"
+            "2,8,5,6,1,-5,8,-3,-0,8,-0,9,-1\n");
+  EXPECT_EQ(Run("loss head --hidden in.safetensors:x --targets in.safetensors:y --rows-out top.safetensors "
+                "--top-k 1")
+                .exit_code,
+            0);
+  const auto top = LoadTensor(folder_.File("top.safetensors:top_classes"));
+  ASSERT_TRUE(top.ok()) << top.status();
+  EXPECT_EQ(top->shape, (std::vector<int64_t>{3, 1}));
+  EXPECT_EQ(top->bytes, bytes(std::vector<int32_t>{4, -1, 8}));
+  EXPECT_NE(Run("loss head --random 3 --top-k 2").exit_code, 0) << "goes with --rows-out";
   EXPECT_THAT(Run("loss head --hidden in.safetensors --targets in.safetensors:y").err,
               HasSubstr("(x, y); name one"));
   EXPECT_THAT(Run("loss head --hidden in.safetensors:y --targets in.safetensors:y").err,

@@ -103,6 +103,8 @@ class Call {
   std::vector<std::string> names_;  // of the row results wanted
   std::vector<float> loss_, lse_, entropy_, logprob_;
   std::vector<int32_t> argmax_;
+  std::vector<float> class_logprobs_, top_logprobs_;
+  std::vector<int32_t> top_classes_;
   std::unique_ptr<const internal::LossWork> work_;
 };
 
@@ -206,8 +208,10 @@ Call::Call(const json& call) {
                         "grad_entropy", "grad_hidden"});
   } else {
     CheckMembers(
-        call, {"head", "step", "id", "accumulate", "hidden_size", "dtype", "targets", "row_weights",
-               "options", "reduction", "normalizer", "grad_output", "retain", "grad_hidden", "row_results"});
+        call,
+        {"head", "step", "id", "accumulate", "hidden_size", "dtype", "targets", "row_weights", "options",
+         "reduction", "normalizer", "grad_output", "retain", "grad_hidden", "row_results"},
+        {"classes", "top_k"});
   }
   rows_ = call[backward ? "grad_loss" : "targets"].size();
   const uint64_t bytes = rows_ * call["hidden_size"].get<uint64_t>() * ElementSize(DTypeNamed(call["dtype"]));
@@ -246,6 +250,26 @@ void Call::MakeForward(const json& call) {
   outputs.row_entropy = wanted("entropy", &entropy_);
   outputs.row_logprob = wanted("logprob", &logprob_);
   outputs.row_argmax = wanted("argmax", &argmax_);
+  std::vector<int32_t> classes;
+  if (call.contains("classes")) {
+    const json& lists = call["classes"];
+    const bool shared = lists[0].is_number();
+    outputs.class_count = static_cast<uint32_t>((shared ? lists : lists[0]).size());
+    for (const json& list : lists) {
+      const std::vector<int32_t> more =
+          shared ? std::vector<int32_t>{list} : list.get<std::vector<int32_t>>();
+      classes.insert(classes.end(), more.begin(), more.end());
+    }
+  }
+  microbatch.classes = classes;
+  outputs.top_k = call.value("top_k", 0u);
+  const auto several = [this](auto* values, uint64_t each) {
+    values->assign(rows_ * each, 77);
+    return absl::MakeSpan(*values);
+  };
+  outputs.class_logprobs = several(&class_logprobs_, outputs.class_count);
+  outputs.top_logprobs = several(&top_logprobs_, outputs.top_k);
+  outputs.top_classes = several(&top_classes_, outputs.top_k);
   work_ = internal::LossWork::Forward(microbatch, outputs, options);
 }
 
@@ -272,6 +296,9 @@ json Call::RowResults() const {
     if (name == "entropy") results[name] = entropy_;
     if (name == "logprob") results[name] = logprob_;
     if (name == "argmax") results[name] = argmax_;
+    if (name == "class_logprobs") results[name] = class_logprobs_;
+    if (name == "top_logprobs") results[name] = top_logprobs_;
+    if (name == "top_classes") results[name] = top_classes_;
   }
   return results;
 }

@@ -512,6 +512,63 @@ TEST(LossPlanTest, ASliceWithoutRoomIsCutForMessages) {
               ::testing::ElementsAre(Rows{5, 40}, Rows{40, 80}, Rows{80, 85}));
 }
 
+// Classes of each row, and one list for all rows; over several streams and slices.
+TEST_F(LossTest, SingleClasses) {
+  for (const bool shared : {false, true}) {
+    Batch batch(random_, 700, 17);
+    Microbatch microbatch = batch.AsMicrobatch(shared ? 5 : 4);
+    std::vector<int32_t> classes;
+    for (uint64_t i = 0; i < (shared ? 1 : batch.n) * 3; ++i)
+      classes.push_back(static_cast<int32_t>(i % kVocab));
+    microbatch.classes = classes;
+    std::vector<float> given(batch.n * 3, NAN), top(batch.n * 2, NAN);
+    std::vector<int32_t> top_classes(batch.n * 2, 7777);
+    LossOutputs outputs = batch.Outputs();
+    outputs.class_logprobs = absl::MakeSpan(given);
+    outputs.class_count = 3;
+    outputs.top_logprobs = absl::MakeSpan(top);
+    outputs.top_classes = absl::MakeSpan(top_classes);
+    outputs.top_k = 2;
+    ComputeOptions options;
+    options.streams = 3;
+    options.slice_bytes = 1024;
+    const auto result = client_->ComputeLoss(microbatch, outputs, options);
+    ASSERT_TRUE(result.ok()) << result.status();
+    batch.ExpectOutputs();
+    for (uint64_t row = 0; row < batch.n; ++row) {
+      for (uint64_t i = 0; i < 3; ++i) {
+        const float named = -0.5f * static_cast<float>(classes[(shared ? 0 : row * 3) + i]);
+        ASSERT_EQ(given[row * 3 + i], batch.Valid(row) ? named : 0.0f) << "row " << row;
+      }
+      for (uint64_t i = 0; i < 2; ++i) {
+        ASSERT_EQ(top[row * 2 + i], batch.Valid(row) ? -static_cast<float>(i) : 0.0f) << "row " << row;
+        ASSERT_EQ(top_classes[row * 2 + i],
+                  batch.Valid(row) ? batch.targets[row] + static_cast<int32_t>(i) : -1);
+      }
+    }
+  }
+}
+
+TEST(LossPlanTest, RowsOfSlicesWithClasses) {
+  EXPECT_EQ(MostRowsWithClasses({}), ~uint64_t{0});
+  EXPECT_EQ(MostRowsWithClasses({.class_count = 256, .top_k = 128}), 240);
+  EXPECT_EQ(MostRowsWithClasses({.top_k = 64}), 910);
+}
+
+TEST(LossPlanTest, UnsentRowsHaveNoClasses) {
+  std::vector<float> given(6 * 2, 9), top(6, 9);
+  std::vector<int32_t> top_classes(6, 9);
+  LossOutputs outputs{.class_logprobs = absl::MakeSpan(given),
+                      .class_count = 2,
+                      .top_logprobs = absl::MakeSpan(top),
+                      .top_classes = absl::MakeSpan(top_classes),
+                      .top_k = 1};
+  FillUnsentRows(outputs, sizeof(float), {1, 6}, std::vector<Rows>{{2, 3}, {4, 5}});
+  EXPECT_THAT(given, ::testing::ElementsAre(9, 9, 0, 0, 9, 9, 0, 0, 9, 9, 0, 0));
+  EXPECT_THAT(top, ::testing::ElementsAre(9, 0, 9, 0, 9, 0));
+  EXPECT_THAT(top_classes, ::testing::ElementsAre(9, -1, 9, -1, 9, -1));
+}
+
 TEST(LossPlanTest, UnsentRowsAreFilled) {
   std::vector<float> dx(6 * 2, 9), loss(6, 9);
   std::vector<int32_t> argmax(6, 9);

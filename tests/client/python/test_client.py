@@ -720,3 +720,96 @@ def test_waiting_takes_no_cpu_time() -> None:
         assert cores < MOST
     finally:
         server.kill()
+
+
+# Single classes: log-probabilities of those that are named, and the most probable ones.
+
+
+def log_softmax(z):
+    return z - (np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) + z.max(-1, keepdims=True))
+
+
+def check_top(result, log_p, valid, k):
+    """The classes of the k largest logits; where fp32 exchanges two, they are as probable."""
+    order = np.argsort(-log_p, axis=1, kind="stable")[:, :k]
+    want = np.take_along_axis(log_p, order, 1)
+    assert result.top_classes.dtype == np.int32 and result.top_logprobs.dtype == np.float32
+    assert result.top_classes.shape == result.top_logprobs.shape == (len(valid), k)
+    np.testing.assert_allclose(result.top_logprobs[valid], want[valid], atol=1e-5)
+    named = np.take_along_axis(log_p, np.where(valid[:, None], result.top_classes, 0), 1)
+    np.testing.assert_allclose(named[valid], want[valid], atol=1e-5)
+    assert (result.top_classes[~valid] == -1).all() and (result.top_logprobs[~valid] == 0).all()
+
+
+@pytest.mark.parametrize("temperature, softcap", [(1.0, 0.0), (0.1, 0.0), (10.0, 0.0), (1.0, 3.0)])
+def test_classes_and_top_k(client, make_head, problem, rng, temperature, softcap):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V, seed=5)
+    classes = rng.integers(0, V, (N, 9))
+    classes[:, 4] = classes[:, 3]  # twice
+    options = lossd.LossOptions(logit_scale=1 / temperature, softcap=softcap)
+    result = client.compute_loss(head, hidden, targets, step=0, accumulate=True, grad_hidden=True, options=options,
+                                 classes=classes, top_k=64, rows=("loss",), streams=3, slice_bytes=2048)
+    z = logits(client, head, hidden) / temperature
+    log_p = log_softmax(softcap * np.tanh(z / softcap) if softcap else z)
+    valid = targets != -100
+    want = np.where(valid[:, None], np.take_along_axis(log_p, classes, 1), 0)
+    assert result.class_logprobs.dtype == np.float32
+    np.testing.assert_allclose(result.class_logprobs, want, atol=1e-4 if temperature < 1 else 1e-5)
+    check_top(result, log_p, valid, 64)
+    alone = client.compute_loss(head, hidden, targets, grad_hidden=True, options=options)
+    np.testing.assert_allclose(alone.grad_hidden, result.grad_hidden, atol=1e-8)
+    assert alone.class_logprobs is None and alone.top_classes is None and alone.top_logprobs is None
+
+
+def test_one_list_of_classes_for_all_rows(client, make_head, problem):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V, seed=5)
+    classes = [V - 1, 0, 0, 17]
+    result = client.compute_loss(head, hidden, targets, classes=classes)
+    log_p = log_softmax(logits(client, head, hidden))
+    valid = targets != -100
+    np.testing.assert_allclose(result.class_logprobs, np.where(valid[:, None], log_p[:, classes], 0), atol=1e-5)
+
+
+def test_all_classes_with_ties_and_masked_ones(client, make_head, rng):
+    head = make_head(hidden_size=4, vocab_size=6, bias=True)
+    client.write_tensor(head, "weight", np.zeros((6, 4), np.float32))
+    client.write_tensor(head, "bias", np.array([0, 2, -np.inf, 2, 0, 1], np.float32))
+    result = client.compute_loss(head, rng.standard_normal((3, 4)).astype(np.float32), [1, -100, 5], top_k=6, classes=[2, 3])
+    np.testing.assert_array_equal(result.top_classes, [[1, 3, 5, 0, 4, 2], [-1] * 6, [1, 3, 5, 0, 4, 2]])
+    lse = np.log(2 * np.exp(2) + np.exp(1) + 2)
+    np.testing.assert_allclose(result.top_logprobs[0], np.array([2, 2, 1, 0, 0, -np.inf]) - lse, atol=1e-6)
+    np.testing.assert_allclose(result.class_logprobs, [[-np.inf, 2 - lse], [0, 0], [-np.inf, 2 - lse]], atol=1e-6)
+
+
+def test_classes_of_ignored_rows(client, make_head, problem):
+    hidden, _ = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+    ignored = client.compute_loss(head, hidden, np.full(N, -100), classes=[3, 4], top_k=2)
+    assert ignored.sent_bytes == 0
+    assert (ignored.class_logprobs == 0).all() and ignored.class_logprobs.shape == (N, 2)
+    assert (ignored.top_logprobs == 0).all() and (ignored.top_classes == -1).all()
+
+
+def test_slices_with_many_classes_have_few_rows(client, make_head, problem):
+    """A slice of all rows would be an answer of 1.7 MB beside the gradients."""
+    hidden, _ = problem
+    head = make_head(hidden_size=D, vocab_size=V, seed=5)
+    result = client.compute_loss(head, hidden, np.zeros(N, int), classes=np.zeros(256, int), top_k=128, streams=1)
+    log_p = log_softmax(logits(client, head, hidden))
+    np.testing.assert_allclose(result.class_logprobs, np.repeat(log_p[:, :1], 256, 1), atol=1e-5)
+    check_top(result, log_p, np.ones(N, bool), 128)
+
+
+@pytest.mark.parametrize("arguments, says", [
+    ({"top_k": V + 1}, rf"top_k .*{V}"), ({"top_k": 129}, r"top_k .*128"), ({"top_k": -1}, "top_k is -1"),
+    ({"classes": [0, V]}, rf"classes\[1\] .*{V}"), ({"classes": [-1]}, r"classes\[0\]"),
+    ({"classes": np.zeros(257, int)}, "class_count .*256"), ({"classes": [[1]]}, r"classes has shape \(1, 1\)"),
+    ({"classes": [0.5]}, "classes has shape .* float64"), ({"classes": [2**31]}, r"classes\[0\] is 2147483648")])
+def test_bad_classes_are_refused(client, make_head, problem, arguments, says):
+    hidden, targets = problem
+    head = make_head(hidden_size=D, vocab_size=V)
+    with pytest.raises(lossd.InvalidArgument, match=says):
+        client.compute_loss(head, hidden, targets, step=0, accumulate=True, **arguments)
+    assert client.describe_head(head).step_microbatches == 0

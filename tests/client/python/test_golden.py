@@ -26,7 +26,7 @@ from servers import ScriptedServer, listener, speak
 
 import lossd
 from lossd import _connections, _plan, _stream, _target, _tensors, _wire, errors, types
-from lossd._arrays import HostRows
+from lossd._arrays import class_arrays, HostRows
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._loss_call import AnswerCheck
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -91,7 +91,12 @@ def _forward(call: Case) -> ForwardWork:
     kind = types.NUMPY_DTYPES[call["dtype"]]
     rows = len(call["targets"])
     gradient = _stale(rows * call["hidden_size"] * kind.itemsize) if call["grad_hidden"] else None
-    results = {name: np.full(rows, 77, np.int32 if name == "argmax" else np.float32) for name in call["row_results"]}
+    classes = np.array(call["classes"], "<i4") if "classes" in call else None
+    several = class_arrays(classes, call.get("top_k", 0), rows)
+    for array in several.values():
+        array.fill(77)
+    results = {name: np.full(rows, 77, np.int32 if name == "argmax" else np.float32)
+               for name in call["row_results"] if name not in several}
     weights = call["row_weights"]
     return ForwardWork(
         head=call["head"], step=call["step"], id=call["id"], accumulate=call["accumulate"],
@@ -100,7 +105,8 @@ def _forward(call: Case) -> ForwardWork:
         targets=np.array(call["targets"], "<i4"), row_weights=None if weights is None else np.array(weights, "<f4"),
         options=types.LossOptions(**options),
         scale=Scale(call["reduction"], call["normalizer"], call["grad_output"]),
-        reduction=types.REDUCTIONS[call["reduction"]], retain=call["retain"], outputs=Outputs(gradient, results))
+        reduction=types.REDUCTIONS[call["reduction"]], retain=call["retain"],
+        outputs=Outputs(gradient, results, several), classes=classes)
 
 
 def _backward(call: Case) -> BackwardWork:
@@ -323,7 +329,8 @@ def run_stream_answers(case: Case) -> None:
     assert case["gives"] == {
         "valid_rows": summary.valid_rows, "received_bytes": answers.received_bytes,
         "grad_hidden": None if gradient is None else bytes(gradient.read(0, gradient.nbytes)).hex(),
-        "row_results": {name: values.tolist() for name, values in work.outputs.rows.items()}}
+        "row_results": {name: values.reshape(-1).tolist()
+                        for name, values in (work.outputs.rows | work.outputs.classes).items()}}
 
 
 def run_tensor_answers(case: Case) -> None:

@@ -56,6 +56,9 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   open.add_targets(-7);
   open.add_row_weights(1.5f);
   open.add_row_weights(2.5f);
+  open.set_class_count(3);
+  for (const int32_t place : {4, 4, 0}) open.add_classes(place);
+  open.set_top_k(9);
   const auto spec = ToStreamSpec(open);
   ASSERT_TRUE(spec.ok()) << spec.status();
   EXPECT_EQ(spec->head, "h");
@@ -76,6 +79,20 @@ TEST(ConvertTest, StreamSpecTakesEveryField) {
   EXPECT_FALSE(spec->want_rows.loss || spec->want_rows.entropy || spec->want_rows.logprob);
   EXPECT_THAT(spec->targets, ElementsAre(1, -7));
   EXPECT_THAT(spec->row_weights, ElementsAre(1.5f, 2.5f));
+  EXPECT_THAT(spec->classes, ElementsAre(4, 4, 0));
+  EXPECT_TRUE(spec->shared_classes());
+  EXPECT_EQ(spec->want_rows.class_count, 3);
+  EXPECT_EQ(spec->want_rows.top_k, 9);
+}
+
+TEST(ConvertTest, NumbersOfClassesThatNoIntegerHolds) {
+  for (const bool top : {false, true}) {
+    v1::OpenMicrobatch open;
+    open.set_hidden_dtype(v1::DTYPE_BF16);
+    open.set_reduction(v1::REDUCTION_SUM);
+    top ? open.set_top_k(1u << 31) : open.set_class_count(1u << 31);
+    EXPECT_EQ(FieldOf(ToStreamSpec(open).status()), top ? "open.top_k" : "open.class_count");
+  }
 }
 
 TEST(ConvertTest, ObjectivesAndTheirNumbers) {
@@ -220,11 +237,17 @@ TEST(ConvertTest, SliceResultsKeepTheirOrder) {
   output.rows = {3, 5};
   output.loss = {1.0f, 2.0f};
   output.argmax = {-1, 7};
+  output.class_logprobs = {-1.5f, -2.5f};
+  output.top_logprobs = {0.0f, -0.5f, 0.0f, -3.0f};
+  output.top_classes = {-1, -1, 7, 2};
   const v1::SliceResult result = ToProto(output);
   EXPECT_EQ(result.rows().begin(), 3u);
   EXPECT_EQ(result.rows().end(), 5u);
   EXPECT_THAT(result.row_loss(), ElementsAre(1.0f, 2.0f));
   EXPECT_THAT(result.row_argmax(), ElementsAre(-1, 7));
+  EXPECT_THAT(result.class_logprobs(), ElementsAre(-1.5f, -2.5f));
+  EXPECT_THAT(result.top_logprobs(), ElementsAre(0.0f, -0.5f, 0.0f, -3.0f));
+  EXPECT_THAT(result.top_classes(), ElementsAre(-1, -1, 7, 2));
   EXPECT_EQ(result.row_lse_size(), 0);
 }
 

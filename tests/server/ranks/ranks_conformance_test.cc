@@ -138,6 +138,9 @@ void ExpectSameBits(const ChunkRun& got, const ChunkRun& want) {
     EXPECT_EQ(a.entropy, b.entropy);
     EXPECT_EQ(a.target_logprob, b.target_logprob);
     EXPECT_EQ(a.argmax, b.argmax);
+    EXPECT_EQ(a.class_logprobs, b.class_logprobs);
+    EXPECT_EQ(a.top_logprobs, b.top_logprobs);
+    EXPECT_EQ(a.top_classes, b.top_classes);
     EXPECT_EQ(a.grad_hidden, b.grad_hidden);
     EXPECT_EQ(a.sums.loss, b.sums.loss);
     EXPECT_EQ(a.sums.dropped_mass, b.sums.dropped_mass);

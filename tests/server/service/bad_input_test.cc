@@ -64,6 +64,52 @@ TEST_F(BadInputTest, CountsOfTargetsAndWeights) {
   ExpectInvalid(RunWith([](auto& open) { open.add_row_weights(1.0f); }), "open.row_weights.size", "1");
 }
 
+TEST_F(BadInputTest, SingleClasses) {
+  const auto with_classes = [](uint32_t count, std::vector<int32_t> classes) {
+    return [=](v1::OpenMicrobatch& open) {
+      open.set_class_count(count);
+      open.mutable_classes()->Assign(classes.begin(), classes.end());
+    };
+  };
+  ExpectInvalid(RunWith(with_classes(2, {1})), "open.classes", "1");
+  ExpectInvalid(RunWith(with_classes(0, {1})), "open.classes", "1");
+  ExpectInvalid(RunWith(with_classes(2, {1, kClasses})), "open.classes[1]", "30");
+  ExpectInvalid(RunWith(with_classes(1, {-1})), "open.classes[0]", "-1");
+  ExpectInvalid(RunWith(with_classes(257, std::vector<int32_t>(257, 1))), "open.class_count", "257");
+  ExpectInvalid(RunWith([](auto& open) { open.set_top_k(kClasses + 1); }), "open.top_k", "31");
+}
+
+// 2^19 / (4 * 256 + 9 * 20) rows, as `accepted` says.
+TEST_F(BadInputTest, RowsOfSlicesWithClasses) {
+  constexpr uint64_t kMost = 435;
+  v1::OpenMicrobatch open;
+  open.set_head("head");
+  open.set_microbatch_rows(kMost + 1);
+  open.mutable_rows()->set_end(kMost + 1);
+  open.set_hidden_dtype(v1::DTYPE_FP32);
+  open.set_reduction(v1::REDUCTION_SUM);
+  for (uint64_t i = 0; i <= kMost; ++i) open.add_targets(1);
+  open.set_class_count(256);
+  for (int i = 0; i < 256; ++i) open.add_classes(2);
+  open.set_top_k(20);
+  for (const bool too_many : {false, true}) {
+    const auto stream = client_->OpenLoss();
+    stream->SendOpen(open);
+    const uint64_t rows = too_many ? kMost + 1 : kMost;
+    stream->SendSlice(0, static_cast<int64_t>(rows), std::string(rows * kHidden * sizeof(float), '\0'));
+    if (!too_many) stream->SendSlice(kMost, kMost + 1, std::string(kHidden * sizeof(float), '\0'));
+    const LossAnswers answers = stream->Finish();
+    if (too_many) {
+      ExpectInvalid(answers.status, "slice.rows", "[0, 436)");
+      continue;
+    }
+    ASSERT_TRUE(answers.status.ok()) << answers.status;
+    EXPECT_EQ(answers.accepted->limits().max_rows(), kMost);
+    EXPECT_EQ(answers.slices[0].result.class_logprobs_size(), static_cast<int>(kMost) * 256);
+    EXPECT_EQ(answers.slices[0].result.top_classes_size(), static_cast<int>(kMost) * 20);
+  }
+}
+
 TEST_F(BadInputTest, Labels) {
   ExpectInvalid(RunWith([](auto& open) { open.set_targets(3, kClasses); }), "open.targets[3]", "30");
   ExpectInvalid(RunWith([](auto& open) { open.set_targets(11, -1); }), "open.targets[11]", "-1");
@@ -533,6 +579,19 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
           o.set_want_grad_hidden(false);
         },
         "open.reduction", "none"},
+       {[](Open& o) { o.set_class_count(257); }, "open.class_count", "257"},
+       {[](Open& o) {
+          o.set_class_count(1);
+          o.add_classes(kClasses);
+        },
+        "open.classes[0]", "30"},
+       {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
+       {[](Open& o) {
+          o.mutable_options()->mutable_distillation()->set_teacher("teacher");
+          o.mutable_options()->mutable_distillation()->set_divergence(v1::DIVERGENCE_FORWARD_KL);
+          o.set_top_k(2);
+        },
+        "open.top_k", "2"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
         absl::StatusCode::kUnavailable},

@@ -371,6 +371,20 @@ TEST_P(GradientsTest, SeveralMicrobatchesOnMixedStreams) {
   RunAndCompare(kernels::testing::MakeProblem(spec, rng_), rng_);
 }
 
+// Slices of one chunk want different numbers of classes.
+TEST_P(GradientsTest, SingleClasses) {
+  ProblemSpec spec = SpecFor({37, 1, 64, 5, 20}, 33, 211, GetParam());
+  Problem problem = kernels::testing::MakeProblem(spec, rng_);
+  for (size_t i = 0; i < problem.slices.size(); ++i) {
+    spec.class_count = static_cast<int32_t>(3 * i);
+    spec.shared_classes = i == 2;
+    spec.top_k = i == 1 ? 0 : static_cast<int32_t>(1 + 31 * i);
+    const int64_t rows = problem.slices[i].rows();
+    problem.slices[i] = kernels::testing::MakeSlice(spec, rows, rng_);
+  }
+  RunAndCompare(problem, rng_);
+}
+
 TEST_P(GradientsTest, EveryOptionAtOnce) {
   ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
   spec.config.norm = kernels::Norm::kLayerNorm;
@@ -801,6 +815,47 @@ INSTANTIATE_TEST_SUITE_P(Modes, SampledServiceTest,
                            return absl::StrCat(mode.param.deterministic ? "deterministic" : "arrival", "On",
                                                mode.param.devices);
                          });
+
+// Calls of a microbatch share chunks there, so they agree on whether they want top classes, but not on how
+// many, and none names classes of its own.
+TEST_P(SampledServiceTest, SingleClasses) {
+  TestServer server(Options());
+  CreateHead(server);
+  const auto client = Connect(server, 1);
+  std::vector<int32_t> argmax(kSampledRows), top_classes(kSampledRows * 3);
+  std::vector<float> top(kSampledRows * 3), named(kSampledRows);
+  const auto compute = [&](uint32_t top_k, bool names, bool accumulates) {
+    client::Microbatch microbatch = SmallMicrobatch(data_, 0, 0);
+    client::LossOutputs outputs{.row_argmax = absl::MakeSpan(argmax),
+                                .top_logprobs = absl::MakeSpan(top).subspan(0, kSampledRows * top_k),
+                                .top_classes = absl::MakeSpan(top_classes).subspan(0, kSampledRows * top_k),
+                                .top_k = top_k};
+    const std::vector<int32_t> classes = {3};
+    if (names) {
+      microbatch.classes = classes;
+      outputs.class_count = 1;
+      outputs.class_logprobs = absl::MakeSpan(named);
+    }
+    client::ComputeOptions options;
+    options.accumulate_gradients = accumulates;
+    options.slice_bytes = 4096;
+    return client->ComputeLoss(microbatch, outputs, options).status();
+  };
+  ASSERT_TRUE(compute(3, false, true).ok());
+  for (size_t row = 0; row < kSampledRows; ++row) {
+    EXPECT_EQ(top_classes[row * 3], argmax[row]) << row;
+    EXPECT_TRUE(top[row * 3] >= top[row * 3 + 1] && top[row * 3 + 1] >= top[row * 3 + 2]) << row;
+  }
+  EXPECT_TRUE(compute(1, false, true).ok());
+  const bool deterministic = GetParam().deterministic;
+  EXPECT_EQ(absl::IsFailedPrecondition(compute(0, false, true)), deterministic);
+  const absl::Status with_names = compute(3, true, true);
+  EXPECT_EQ(absl::IsInvalidArgument(with_names), deterministic) << with_names;
+  if (deterministic) {
+    EXPECT_THAT(std::string(with_names.message()), HasSubstr("open.class_count"));
+  }
+  EXPECT_TRUE(compute(3, true, false).ok());
+}
 
 TEST_P(SampledServiceTest, RepeatsAreSampledAlike) {
   std::vector<float> first, again, other;

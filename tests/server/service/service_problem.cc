@@ -154,6 +154,9 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
     open.add_targets(target == kernels::kIgnoredTarget ? kIgnoreIndex : target);
   }
   for (const float weight : data.row_weights) open.add_row_weights(weight);
+  open.set_class_count(static_cast<uint32_t>(data.class_count));
+  open.mutable_classes()->Assign(data.classes.begin(), data.classes.end());
+  open.set_top_k(static_cast<uint32_t>(data.top_k));
   return open;
 }
 
@@ -182,6 +185,11 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
     const std::vector<float> part(floats->begin() + begin, floats->begin() + end);
     floats->Assign(part.begin(), part.end());
   }
+  if (!data.shared_classes) {
+    const std::vector<int32_t> classes(open.classes().begin() + begin * data.class_count,
+                                       open.classes().begin() + end * data.class_count);
+    open.mutable_classes()->Assign(classes.begin(), classes.end());
+  }
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
   for (const auto& [from, to] : Cut(begin, end, rng)) {
@@ -197,6 +205,10 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
   kernels::testing::SliceOutputs out;
   for (auto* values : {&out.loss, &out.lse, &out.entropy, &out.target_logprob}) values->assign(rows, NAN);
   out.argmax.assign(rows, -7);
+  const auto class_count = static_cast<size_t>(data.class_count), top_k = static_cast<size_t>(data.top_k);
+  out.class_logprobs.assign(rows * class_count, NAN);
+  out.top_logprobs.assign(rows * top_k, NAN);
+  out.top_classes.assign(rows * top_k, -7);
   out.grad_hidden.assign(rows * width, NAN);
   size_t answered = 0;
   for (const LossAnswers& call : calls) {
@@ -216,6 +228,12 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
                 out.target_logprob.begin() + begin);
       std::copy(slice.result.row_argmax().begin(), slice.result.row_argmax().end(),
                 out.argmax.begin() + begin);
+      std::copy(slice.result.class_logprobs().begin(), slice.result.class_logprobs().end(),
+                out.class_logprobs.begin() + begin * class_count);
+      std::copy(slice.result.top_logprobs().begin(), slice.result.top_logprobs().end(),
+                out.top_logprobs.begin() + begin * top_k);
+      std::copy(slice.result.top_classes().begin(), slice.result.top_classes().end(),
+                out.top_classes.begin() + begin * top_k);
       const absl::Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(slice.payload.data()),
                                             slice.payload.size());
       const std::vector<float> grad = kernels::testing::Decode(problem.hidden_dtype, bytes);

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _cuda, errors, types
 from lossd._regions import SharedRegion
-from lossd.types import DType, RowOutput
+from lossd.types import ClassOutput, DType, RowOutput
 
 
 # Errors of calls with arguments that do not exist.
@@ -278,18 +278,18 @@ def ready_with(rows: RowMemory, ready: Callable[[], None] | None) -> Callable[[]
     return both
 
 
-def as_targets(targets: ArrayLike) -> NDArray[np.int32]:
+def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     array = np.asarray(targets)
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise errors.InvalidArgument(
-            f"targets has shape {array.shape} and dtype {array.dtype}; it must be [N] of integers")
+            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be [N] of integers")
     classes = array.astype("<i4")
     beyond = np.flatnonzero(classes != array)  # of the 32 bits in which they travel
     if len(beyond):
         worst = int(beyond[0])
-        raise errors.InvalidArgument(f"targets[{worst}] is {int(array[worst])}: not a class")
+        raise errors.InvalidArgument(f"{name}[{worst}] is {int(array[worst])}: not a class")
     return classes
 
 
@@ -342,4 +342,27 @@ def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray
         if name not in types.ROW_OUTPUTS:
             raise errors.InvalidArgument(f"rows names {name!r}; there are {', '.join(types.ROW_OUTPUTS)}")
         arrays[name] = np.empty(rows, np.int32 if name == "argmax" else np.float32)
+    return arrays
+
+
+def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None:
+    """[K] or [rows, K]."""
+    if classes is None:
+        return None
+    array = np.asarray(classes)
+    if array.ndim not in (1, 2) or (array.dtype.kind not in "iu" and array.size) or (array.ndim == 2 and len(array) != rows):
+        raise errors.InvalidArgument(
+            f"classes has shape {array.shape} and dtype {array.dtype}; it must be [K] or [{rows}, K] of integers")
+    return as_targets(array.reshape(-1), "classes").reshape(array.shape)
+
+
+def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[ClassOutput, NDArray[Any]]:
+    if top_k < 0:
+        raise errors.InvalidArgument(f"top_k is {top_k}; it must be 0 or positive")
+    arrays: dict[ClassOutput, NDArray[Any]] = {}
+    if classes is not None and classes.shape[-1]:
+        arrays["class_logprobs"] = np.empty((rows, classes.shape[-1]), np.float32)
+    if top_k:
+        arrays["top_logprobs"] = np.empty((rows, top_k), np.float32)
+        arrays["top_classes"] = np.empty((rows, top_k), np.int32)
     return arrays

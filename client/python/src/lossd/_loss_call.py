@@ -385,6 +385,9 @@ class LossCall:
         finally:
             self._on_end(self)
         result.rows = self._work.outputs.rows
+        several = self._work.outputs.classes
+        result.class_logprobs = several.get("class_logprobs")
+        result.top_classes, result.top_logprobs = several.get("top_classes"), several.get("top_logprobs")
         result.wall_seconds = time.monotonic() - self._start
         return result
 

@@ -21,7 +21,7 @@ from lossd._plan import AnswerTracker, Rows, SliceRule
 from lossd._shown import exact_bytes
 from lossd._wire import SlicePlaces
 from lossd._work import Outputs, StreamPlan, Work
-from lossd.types import RowOutput
+from lossd.types import ClassOutput, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
 
@@ -111,6 +111,11 @@ class StreamAnswers:
             "logprob": result.row_logprob, "argmax": result.row_argmax}
         for name, field in values.items():
             self._scatter_rows(rows, name, field)
+        several: dict[ClassOutput, Any] = {
+            "class_logprobs": result.class_logprobs, "top_logprobs": result.top_logprobs,
+            "top_classes": result.top_classes}
+        for kind, field in several.items():
+            self._scatter_classes(rows, kind, field)
         self._places.free(rows.begin)
 
     def _fetch_gradient(self, rows: Rows, payload: memoryview) -> None:
@@ -139,6 +144,14 @@ class StreamAnswers:
             raise errors.server_sent(f"{len(values)} values of row_{name} for {rows}; {expected} were expected")
         if out is not None:
             out[rows.begin:rows.end] = np.fromiter(values, out.dtype, expected)
+
+    def _scatter_classes(self, rows: Rows, name: ClassOutput, values: Any) -> None:
+        out = self._outputs.classes.get(name)
+        expected = len(rows) * out.shape[1] if out is not None else 0
+        if len(values) != expected:
+            raise errors.server_sent(f"{len(values)} values of {name} for {rows}; {expected} were expected")
+        if out is not None:
+            out[rows.begin:rows.end] = np.fromiter(values, out.dtype, expected).reshape(len(rows), -1)
 
     def _handle_summary(self, summary: loss_pb2.MicrobatchSummary) -> None:
         if self._accepted is None:

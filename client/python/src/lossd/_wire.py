@@ -87,24 +87,20 @@ def _join(head: bytes, payload: memoryview) -> bytes:
     return joined
 
 
-def encode_opening(kind: str, first: M, arrays: Mapping[str, NDArray[Any]], last: M,
-                   after: Mapping[str, NDArray[Any]] = MappingProxyType({})) -> bytes:
-    """A ComputeLossRequest whose field `kind` has the fields of `first`, the arrays by name, those of `last`, and the arrays
-    after them.
+def encode_opening(kind: str, first: M, *more: Mapping[str, NDArray[Any]] | M) -> bytes:
+    """A ComputeLossRequest whose field `kind` has the fields of `first`, and those of `more`: messages, and arrays by name.
 
     They are in the order of their numbers, as protobuf writes them. Elements of arrays have four bytes each.
     """
     parts: list[bytes | memoryview] = [first.SerializeToString()]
-
-    def add(named: Mapping[str, NDArray[Any]]) -> None:
-        for name, array in named.items():
+    for part in more:
+        if isinstance(part, Message):
+            parts.append(part.SerializeToString())
+            continue
+        for name, array in part.items():
             if array.size:
-                parts.extend((_tag(type(first), name) + _varint(array.nbytes),
-                              np.ascontiguousarray(array).view(np.uint8).data))
-
-    add(arrays)
-    parts.append(last.SerializeToString())
-    add(after)
+                parts += (_tag(type(first), name) + _varint(array.nbytes),
+                          np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     size = sum(len(part) for part in parts)
     return b"".join((_tag(loss_pb2.ComputeLossRequest, kind) + _varint(size), *parts))
 

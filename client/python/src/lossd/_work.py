@@ -6,6 +6,7 @@ Works are immutable; methods may run on several threads at once, each with rows 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
 from lossd._arrays import PairedRows, RowMemory
 from lossd._wire import Room
-from lossd.types import LossOptions, LossResult, Reduction, RowOutput
+from lossd.types import ClassOutput, LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
 _MAX_OPEN_BYTES = 4 << 20  # opening messages, with targets and weights, stay below what any gRPC peer takes
@@ -42,12 +43,28 @@ class Outputs:
 
     grad_hidden: RowMemory | None = None
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)  # [N] each
+    classes: dict[ClassOutput, NDArray[Any]] = field(default_factory=dict)  # [N, K] or [N, k] each
+
+    @property
+    def class_count(self) -> int:
+        return self.classes["class_logprobs"].shape[1] if "class_logprobs" in self.classes else 0
+
+    @property
+    def top_k(self) -> int:
+        return self.classes["top_classes"].shape[1] if "top_classes" in self.classes else 0
+
+    def most_rows(self) -> int | None:
+        """Of a slice with results of single classes, which are large (OpenMicrobatch.class_count); None: as many as may be."""
+        row_bytes = 4 * self.class_count + 9 * self.top_k
+        return max(1, 2**19 // row_bytes) if row_bytes else None
 
     def fill_ignored(self, rows: Rows, row_bytes: int) -> None:
         if self.grad_hidden is not None:
             self.grad_hidden.zero(rows.begin * row_bytes, rows.end * row_bytes)
         for name, array in self.rows.items():
             array[rows.begin:rows.end] = _IGNORED[name]
+        for kind, array in self.classes.items():
+            array[rows.begin:rows.end] = -1 if kind == "top_classes" else 0
 
 
 @dataclass(frozen=True)
@@ -145,9 +162,10 @@ class ForwardWork(Work):
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "",
                  numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
-                 teacher: RowMemory | None = None, teacher_row_bytes: int = 0) -> None:
+                 teacher: RowMemory | None = None, teacher_row_bytes: int = 0, classes: NDArray[np.int32] | None = None) -> None:
         """`numbers`: those of options.objective, by the names of the protocol's fields and in their order. `teacher`: hidden
-        states of options.distillation's teacher, [N, teacher_row_bytes]."""
+        states of options.distillation's teacher, [N, teacher_row_bytes]. `classes`: [K] or [N, K], those that outputs.classes
+        is for."""
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
                          rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
@@ -158,6 +176,7 @@ class ForwardWork(Work):
         self._targets = targets
         self._row_weights = row_weights
         self._numbers = numbers
+        self._classes = classes
         self._options = options
         self._scale = scale
         self._reduction = reduction
@@ -200,11 +219,15 @@ class ForwardWork(Work):
             raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
 
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
-        # Target, row weight, numbers of the objective.
-        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8 + 4 * len(self._numbers)))
+        # Target, row weight, numbers of the objective, classes.
+        named = self._classes.shape[1] if self._classes is not None and self._classes.ndim == 2 else 0
+        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8 + 4 * (len(self._numbers) + named)))
 
     def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
              room: Room | None = None) -> StreamPlan:
+        most = self.outputs.most_rows()
+        if most is not None:
+            rule = dataclasses.replace(rule, max_rows=min(rule.max_rows, most))
         slices = divide_into_slices(self._valid, rows, rule)
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
@@ -212,8 +235,13 @@ class ForwardWork(Work):
         if self._row_weights is not None:
             arrays["row_weights"] = self._row_weights[rows.begin:rows.end]
         last = loss_pb2.OpenMicrobatch(retain=self._retain, region=region, run=self.run, **names(meant))
-        after = {name: values[rows.begin:rows.end] for name, values in self._numbers.items()}
-        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last, after), rows, slices)
+        numbers = {name: values[rows.begin:rows.end] for name, values in self._numbers.items()}
+        count = loss_pb2.OpenMicrobatch(class_count=self.outputs.class_count)
+        classes: dict[str, NDArray[Any]] = {}
+        if self._classes is not None:
+            classes["classes"] = self._classes if self._classes.ndim == 1 else self._classes[rows.begin:rows.end]
+        top = loss_pb2.OpenMicrobatch(top_k=self.outputs.top_k)
+        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last, numbers, count, classes, top), rows, slices)
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer

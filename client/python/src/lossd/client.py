@@ -194,14 +194,16 @@ class Client(HeadCalls):
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
-            ready: Callable[[], None] | None = None, teacher_hidden: NDArray[Any] | None = None) -> LossResult:
+            classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
+            timeout: float | None = None, ready: Callable[[], None] | None = None,
+            teacher_hidden: NDArray[Any] | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
             head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
-            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
-            grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout,
-            ready=ready, teacher_hidden=teacher_hidden).wait()
+            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction,
+            normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
+            grad_hidden=grad_hidden, rows=rows, classes=classes, top_k=top_k, streams=streams, slice_bytes=slice_bytes,
+            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -210,8 +212,9 @@ class Client(HeadCalls):
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
-            ready: Callable[[], None] | None = None, teacher_hidden: NDArray[Any] | None = None) -> PendingLoss:
+            classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
+            timeout: float | None = None, ready: Callable[[], None] | None = None,
+            teacher_hidden: NDArray[Any] | None = None) -> PendingLoss:
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
@@ -241,6 +244,10 @@ class Client(HeadCalls):
           grad_hidden: True: return dL/dx; or a C-contiguous array [N, D] of the same dtype to write it into. For a CUDA
             array it is a CUDA array.
           rows: results wanted for every row.
+          classes: classes whose log-probabilities are wanted (LossResult.class_logprobs): [K], the same for all rows, or
+            [N, K]. K is at most 256; a class may come more than once.
+          top_k: how many of the most probable classes are wanted (LossResult.top_classes, top_logprobs): at most 128, and
+            at most V. Of equal logits the smaller class comes first.
           streams: concurrent streams. None: one for each connection that is idle, at least one.
           slice_bytes: of hidden states that are sent at once, at most. None: 2 MiB in messages, 4 MiB in shared memory, and
             in memory of the GPU as much as a quarter of it holds.
@@ -250,23 +257,24 @@ class Client(HeadCalls):
         """
         self._connections.check_usable()
         kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
-        classes = _arrays.as_targets(targets)
-        if len(classes) != shape[0]:
-            raise errors.InvalidArgument(f"targets has {len(classes)} entries for {shape[0]} rows of hidden")
+        labels = _arrays.as_targets(targets)
+        if len(labels) != shape[0]:
+            raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
         gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
         teacher, teacher_row_bytes = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
-        wanted = _arrays.row_arrays(rows, len(classes))
+        wanted = _arrays.row_arrays(rows, len(labels))
+        named = _arrays.as_classes(classes, len(labels))
         given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
         numbers = {name: values for name, values in floats.items() if values is not None}
         work = ForwardWork(
             head=head, step=step, id=id, accumulate=accumulate, hidden=data,
             hidden_dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize,
-            targets=classes,
+            targets=labels, classes=named,
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes)
+            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes)
         return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(work.memory or data, ready))
 
     def distill(

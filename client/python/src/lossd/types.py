@@ -30,6 +30,8 @@ OptimizerState = Literal["none", "momentum", "adam"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
 ROW_OUTPUTS: tuple[RowOutput, ...] = ("loss", "lse", "entropy", "logprob", "argmax")
+# Several results per row, of single classes.
+ClassOutput = Literal["class_logprobs", "top_logprobs", "top_classes"]
 
 DTYPES: Mapping[str, types_pb2.DType] = {
     "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
@@ -373,6 +375,12 @@ class LossResult(Shown):
     grad_hidden: NDArray[Any] | None = None
     # [N] each, those that were wanted: float32, argmax int32.
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
+    # With `classes`: their log-probabilities [N, K], float32; 0 for ignored rows.
+    class_logprobs: NDArray[np.float32] | None = None
+    # With `top_k`: the most probable classes [N, k], int32, the most probable first, and their log-probabilities,
+    # float32; -1 and 0 for ignored rows.
+    top_classes: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
     incarnation: int = field(default=0, repr=False)  # where the server stood
     step: int = 0

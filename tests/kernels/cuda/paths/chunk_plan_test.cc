@@ -52,6 +52,21 @@ TEST(ChunkPlan, FilteredChunksNeedTheirLogits) {
   EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
 }
 
+// They are selected from logits in memory, whatever the gradients are.
+TEST(ChunkPlan, ChunksThatSelectTopClassesNeedTheirLogits) {
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    for (Gradients gradients : {Gradients::kExact, Gradients::kSampled, Gradients::kAuto}) {
+      Case c;
+      c.limits.logits = logits;
+      c.options.gradients = gradients;
+      EXPECT_TRUE(c.Plan().fused());
+      c.chunk.selects_top = true;
+      EXPECT_EQ(c.Plan().gradients, gradients);
+      EXPECT_EQ(c.Plan().why_not_fused, "the most probable classes are selected from the logits");
+    }
+  }
+}
+
 TEST(ChunkPlan, SampledChunksAreFusedAsExactOnesAre) {
   Case c;
   for (Gradients gradients : {Gradients::kSampled, Gradients::kAuto}) {
@@ -509,6 +524,55 @@ TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   EXPECT_EQ(slice.sums.correct_rows, 1);
   EXPECT_EQ(slice.sums.dropped_mass, 0.0);  // no kernel has filled it
   EXPECT_EQ(chunk.gradients, Gradients::kExact);
+}
+
+// Two slices that want different numbers of classes: rows have room for as many as the widest wants.
+TEST(ChunkLayout, SingleClassesOfEachRow) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, kIgnoredTarget, 6};
+  const std::vector<int32_t> named = {5, 6, 7, 8, 9, 10}, shared = {11};
+  std::vector<float> given(6, -7), given_shared(3, -7), top(6, -7);
+  std::vector<int32_t> top_classes(6, -7);
+  std::vector<Slice> slices(2);
+  for (Slice& slice : slices) {
+    slice.rows = 3;
+    slice.targets = targets.data();
+  }
+  slices[0].classes = named.data();
+  slices[0].class_count = 2;
+  slices[0].out.class_logprobs = given.data();
+  slices[1].classes = shared.data();
+  slices[1].class_count = 1;
+  slices[1].shared_classes = true;
+  slices[1].out.class_logprobs = given_shared.data();
+  slices[1].top_k = 2;
+  slices[1].out.top_logprobs = top.data();
+  slices[1].out.top_classes = top_classes.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  EXPECT_EQ(layout.class_count, 2);
+  EXPECT_EQ(layout.top_k, 2);
+  std::vector<uint8_t> memory(static_cast<size_t>(ClassBlockBytes(8)));
+  Carver carver(memory.data());
+  const RowClassBlock classes = RowClassBlock::Carve(carver, 8);
+  PlaceClasses(layout, blocks.inputs, classes);
+  EXPECT_THAT(std::vector<int32_t>(classes.classes, classes.classes + 8),
+              ElementsAre(5, 6, 9, 10, 11, 0, 11, 0));
+  for (int i = 0; i < 8; ++i) {
+    classes.class_logits()[i] = static_cast<float>(-i);
+    classes.top_logits[i] = static_cast<float>(i == 4 ? 3 : -i);
+    classes.top_places[i] = 20 + i;
+  }
+  for (int row = 0; row < 4; ++row) blocks.outputs.lse[row] = 2.0f;
+  blocks.outputs.lse[3] = NAN;  // an absent row whose logits are not finite
+  blocks.outputs.first_bad[0] = blocks.outputs.first_bad[1] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs, classes);
+  EXPECT_THAT(given, ElementsAre(-2, -3, 0, 0, -4, -5));
+  EXPECT_THAT(given_shared, ElementsAre(-6, 0, ::testing::IsNan()));
+  EXPECT_THAT(top, ElementsAre(0, -7, 0, 0, ::testing::IsNan(), ::testing::IsNan()))
+      << "3 - 2 is rounding: 0";
+  EXPECT_THAT(top_classes, ElementsAre(24, 25, -1, -1, -1, -1));
 }
 
 TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {

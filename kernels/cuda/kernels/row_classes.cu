@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Single classes of a row.
+//
+// A class is compared as one number of 64 bits: its logit, in an order of unsigned numbers, and below it the
+// complement of its place, so that a larger number comes first and no two are equal.
+//
+// Selection, one thread block a row: classes that come before the k-th best so far go into a list in shared
+// memory; when it may become too long it is sorted, all but the first k are dropped, and the k-th is the new
+// threshold. The row is read once. Of logits in a random order some k ln(V / k) get into the list; in the
+// worst order, ascending, all do, and the list is sorted for every kSubTile classes.
+//
+// Bytes: rows * V * 4 read. The logits of given classes: rows * count * D * (2 or 4) of the weight, most of
+// it from L2 where rows name the same classes.
+#include "kernels/cuda/kernels/device_math.cuh"
+#include "kernels/cuda/kernels/row_classes.h"
+#include "kernels/cuda/kernels/row_loss_math.cuh"
+
+namespace lossd::kernels::cuda {
+namespace {
+
+using Key = unsigned long long;
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 4;             // that a thread loads ahead
+constexpr int kSubTile = kThreads * 4;  // classes of one vector of each thread
+constexpr int kListKeys = 2048;         // a power of two; at least kMostSelected + kSubTile
+constexpr int kMostCount = 256;         // given classes of a row
+static_assert(kListKeys >= kMostSelected + kSubTile);
+
+__device__ __forceinline__ Key KeyOf(float z, int32_t place) {
+  if (isnan(z)) z = NegativeInfinity();
+  if (z == 0.0f) z = 0.0f;  // not -0
+  const uint32_t bits = __float_as_uint(z);
+  const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+  return static_cast<Key>(ordered) << 32 | ~static_cast<uint32_t>(place);
+}
+
+__device__ __forceinline__ float LogitOf(Key key) {
+  const auto ordered = static_cast<uint32_t>(key >> 32);
+  return __uint_as_float((ordered & 0x80000000u) != 0 ? ordered & 0x7fffffffu : ~ordered);
+}
+
+__device__ __forceinline__ int32_t PlaceOf(Key key) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(key));
+}
+
+__device__ __forceinline__ Key NoKey() { return KeyOf(NegativeInfinity(), INT32_MAX); }
+
+struct SharedList {
+  Key keys[kListKeys];
+  Key threshold;  // what does not exceed it need not be looked at
+  int count;
+};
+
+// All threads: sorts the list, the largest first, and drops all but the first k.
+__device__ void Prune(SharedList& list, int k) {
+  __syncthreads();
+  const int count = list.count;
+  int size = 2;
+  while (size < count) size *= 2;
+  for (int i = count + static_cast<int>(threadIdx.x); i < size; i += kThreads) list.keys[i] = 0;
+  for (int width = 2; width <= size; width *= 2) {
+    for (int stride = width / 2; stride > 0; stride /= 2) {
+      __syncthreads();
+      for (int i = static_cast<int>(threadIdx.x); i < size / 2; i += kThreads) {
+        const int low = 2 * i - (i & (stride - 1)), high = low + stride;
+        const Key a = list.keys[low], b = list.keys[high];
+        const bool descending = (low & width) == 0;
+        if ((a < b) != descending) continue;
+        list.keys[low] = b;
+        list.keys[high] = a;
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    list.count = min(count, k);
+    if (count >= k) list.threshold = list.keys[k - 1];
+  }
+  __syncthreads();
+}
+
+// T: what the product multiplied.
+template <typename T>
+__global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constant__ SelectTopParams p) {
+  __shared__ SharedList list;
+  const int64_t row = blockIdx.x;
+  const LogitMap<T, true> map(p.terms);  // the terms count classes from the first of the block
+  const auto* const vectors =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.logits.data) + row * p.logits.ld);
+  const int classes = static_cast<int>(p.logits.classes);
+  const auto first_place = static_cast<int32_t>(p.terms.first_class + p.first_class);
+  const bool goes_on = p.before.logits != nullptr;
+  if (threadIdx.x == 0) {
+    list.count = goes_on ? p.k : 0;
+    list.threshold = 0;
+  }
+  for (int i = static_cast<int>(threadIdx.x); goes_on && i < p.k; i += kThreads) {
+    list.keys[i] = KeyOf(p.before.logits[row * p.k + i], p.before.places[row * p.k + i]);
+    if (i == p.k - 1) list.threshold = list.keys[i];
+  }
+  __syncthreads();
+
+  const int all = (classes + 3) / 4;  // rows are padded to whole vectors
+  for (int tile = 0; tile < all; tile += kThreads * kVectors) {
+    float z[kVectors][4];
+    const Key threshold = list.threshold;
+    bool any = false;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = tile + v * kThreads + static_cast<int>(threadIdx.x);
+      const float4 dots = index < all ? vectors[index] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const float x[4] = {dots.x, dots.y, dots.z, dots.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = 4 * index + i;
+        const bool here = column < classes;
+        z[v][i] = here ? map(x[i], column).z : NegativeInfinity();
+        any = any || (here && KeyOf(z[v][i], first_place + column) > threshold);
+      }
+    }
+    if (__syncthreads_or(any ? 1 : 0) == 0) continue;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int count = list.count;
+      __syncthreads();  // all have read it
+      if (count > kListKeys - kSubTile) Prune(list, p.k);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = 4 * (tile + v * kThreads + static_cast<int>(threadIdx.x)) + i;
+        const Key key = KeyOf(z[v][i], first_place + column);
+        if (column < classes && key > list.threshold) list.keys[atomicAdd(&list.count, 1)] = key;
+      }
+      __syncthreads();
+    }
+  }
+  Prune(list, p.k);
+  const int count = list.count;
+  for (int i = static_cast<int>(threadIdx.x); i < p.k; i += kThreads) {
+    const Key key = i < count ? list.keys[i] : NoKey();
+    p.top.logits[row * p.k + i] = LogitOf(key);
+    p.top.places[row * p.k + i] = PlaceOf(key);
+  }
+}
+
+// One thread block a row, one thread a rank of every part: an entry's rank among all is its rank in its own
+// part and how many of each other part come before it.
+__global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_constant__ MergeTopParams p) {
+  const int64_t row = blockIdx.x;
+  const auto key_at = [&](int part, int i) {
+    const int64_t entry = part * p.stride + row * p.k + i;
+    return KeyOf(p.all.logits[entry], p.all.places[entry]);
+  };
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= p.k) return;
+  for (int part = 0; part < p.parts; ++part) {
+    const Key key = key_at(part, i);
+    int rank = i;
+    for (int other = 0; other < p.parts && rank < p.k; ++other) {
+      if (other == part) continue;
+      int low = 0, high = p.k;  // the first entry that does not come before it lies in [low, high]
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (key_at(other, middle) > key) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      rank += low;
+    }
+    if (rank >= p.k) continue;
+    p.top.logits[row * p.k + rank] = LogitOf(key);
+    p.top.places[row * p.k + rank] = PlaceOf(key);
+  }
+}
+
+// One thread block a row, one warp a class at a time.
+template <typename T>
+__global__ __launch_bounds__(kThreads) void ClassLogitsKernel(const __grid_constant__ ClassLogitsParams p) {
+  constexpr int kSize = Vec<T>::kSize;
+  __shared__ int32_t places[kMostCount];
+  const int64_t row = blockIdx.x;
+  for (int i = static_cast<int>(threadIdx.x); i < p.count; i += kThreads) {
+    places[i] = p.classes[row * p.count + i] - static_cast<int32_t>(p.terms.first_class);
+  }
+  __syncthreads();  // all have been read: the logits may take their place
+  const LogitMap<T, true> map(p.terms);
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.ld);
+  for (int i = static_cast<int>(threadIdx.x) >> 5; i < p.count; i += kThreads / 32) {
+    const int place = places[i];
+    if (place < 0 || place >= p.terms.vocab) {
+      if (lane == 0) p.logits[row * p.count + i] = 0.0f;
+      continue;
+    }
+    const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + int64_t{place} * p.ld);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int64_t v = lane; v < p.ld / kSize; v += 32) {
+      float a[kSize], b[kSize];
+      Vec<T>::Unpack(x[v], a);
+      Vec<T>::Unpack(w[v], b);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sum = fmaf(a[j], b[j], sum);
+    }
+    sum = WarpSum(sum);
+    if (lane == 0) p.logits[row * p.count + i] = map(sum, place).z;
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchSelectTop(const SelectTopParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  SelectTopParams p = params;
+  p.terms = params.terms.From(params.first_class);
+  const auto blocks = static_cast<unsigned>(params.rows);
+  if (params.compute == DType::kFloat32) {
+    SelectTopKernel<float><<<blocks, kThreads, 0, stream>>>(p);
+  } else {
+    SelectTopKernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchMergeTop(const MergeTopParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  MergeTopKernel<<<static_cast<unsigned>(params.rows), kMostSelected, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchClassLogits(const ClassLogitsParams& params, cudaStream_t stream) {
+  if (params.rows == 0 || params.count == 0) return cudaSuccess;
+  if (params.count > kMostCount) return cudaErrorInvalidValue;
+  const auto blocks = static_cast<unsigned>(params.rows);
+  switch (params.dtype) {
+    case DType::kFloat32:
+      ClassLogitsKernel<float><<<blocks, kThreads, 0, stream>>>(params);
+      break;
+    case DType::kFloat16:
+      ClassLogitsKernel<__half><<<blocks, kThreads, 0, stream>>>(params);
+      break;
+    case DType::kBFloat16:
+      ClassLogitsKernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(params);
+      break;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace lossd::kernels::cuda
