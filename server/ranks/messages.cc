@@ -123,8 +123,6 @@ absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
                                    .nesterov = step.nesterov()};
 }
 
-namespace {
-
 v1::Distillation ToProto(const kernels::Distillation& distillation) {
   v1::Distillation out;
   out.set_divergence(ValueOf(distillation.divergence));
@@ -150,8 +148,6 @@ absl::StatusOr<kernels::Distillation> FromProto(const v1::Distillation& distilla
                                .teacher_softcap = distillation.teacher_softcap(),
                                .teacher = distillation.teacher()};
 }
-
-}  // namespace
 
 v1::LossOptions ToProto(const kernels::LossOptions& options) {
   v1::LossOptions out;
