@@ -368,7 +368,7 @@ absl::StatusOr<std::unique_ptr<Stream>> Engine::Open(StreamSpec spec,
     LOSSD_TRY(teacher, CheckDistillation(**session, *found, &spec));
   }
   const SessionPtr teaching = teacher.session;
-  auto stream = (*session)->admission().Open(std::move(spec), std::move(teacher), std::move(observer));
+  auto stream = (*session)->admission().Open(std::move(spec), std::move(observer), std::move(teacher));
   if (!stream.ok()) return stream.status();
   if (teaching != nullptr) teaching->teaching.Begin(session->get());
   return std::make_unique<Stream>(*session, *std::move(stream));

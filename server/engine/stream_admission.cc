@@ -140,8 +140,9 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
                              std::move(observer), std::move(teacher));
 }
 
-absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec, TeacherOf teacher,
-                                                                   std::shared_ptr<StreamObserver> observer) {
+absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec spec,
+                                                                   std::shared_ptr<StreamObserver> observer,
+                                                                   TeacherOf teacher) {
   LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("open.generation", spec.generation));
   auto stream = MakeStream(std::move(spec), std::move(observer), std::move(teacher));

@@ -100,8 +100,8 @@ class StreamAdmission {
   explicit StreamAdmission(const Parts& parts) : parts_(parts) {}
 
   // As Engine::Open and Engine::OpenBackward, for this head. `teacher`: CheckDistillation's, or none.
-  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec, TeacherOf teacher,
-                                                    std::shared_ptr<StreamObserver> observer);
+  absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec, std::shared_ptr<StreamObserver> observer,
+                                                    TeacherOf teacher = {});
   absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
                                                             std::shared_ptr<StreamObserver> observer);
   // The stream is over and has left the set.

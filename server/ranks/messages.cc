@@ -123,9 +123,7 @@ absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
                                    .nesterov = step.nesterov()};
 }
 
-namespace {
-
-v1::Distillation DistillationMessage(const kernels::Distillation& distillation) {
+v1::Distillation ToProto(const kernels::Distillation& distillation) {
   v1::Distillation out;
   out.set_divergence(ValueOf(distillation.divergence));
   out.set_beta(distillation.beta);
@@ -138,7 +136,7 @@ v1::Distillation DistillationMessage(const kernels::Distillation& distillation) 
   return out;
 }
 
-absl::StatusOr<kernels::Distillation> DistillationOf(const v1::Distillation& distillation) {
+absl::StatusOr<kernels::Distillation> FromProto(const v1::Distillation& distillation) {
   LOSSD_TRY(const auto divergence,
             EnumOf("divergence", distillation.divergence(), kernels::Divergence::kTotalVariation));
   return kernels::Distillation{.divergence = divergence,
@@ -150,8 +148,6 @@ absl::StatusOr<kernels::Distillation> DistillationOf(const v1::Distillation& dis
                                .teacher_softcap = distillation.teacher_softcap(),
                                .teacher = distillation.teacher()};
 }
-
-}  // namespace
 
 v1::LossOptions ToProto(const kernels::LossOptions& options) {
   v1::LossOptions out;
@@ -173,7 +169,7 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   sent.set_kl(ValueOf(objective.kl));
   sent.set_kl_coef(objective.kl_coef);
   sent.set_entropy_bonus(objective.entropy_bonus);
-  *out.mutable_distillation() = DistillationMessage(options.distillation);
+  *out.mutable_distillation() = ToProto(options.distillation);
   return out;
 }
 
@@ -182,7 +178,7 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   const v1::Objective& objective = options.objective();
   LOSSD_TRY(const auto kind, EnumOf("objective.kind", objective.kind(), kernels::kLastObjective));
   LOSSD_TRY(const auto kl, EnumOf("objective.kl", objective.kl(), kernels::KlEstimator::kK3));
-  LOSSD_TRY(const auto distillation, DistillationOf(options.distillation()));
+  LOSSD_TRY(const auto distillation, FromProto(options.distillation()));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),

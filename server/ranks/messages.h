@@ -32,6 +32,9 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config);
 v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update);
 absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step);
 
+v1::Distillation ToProto(const kernels::Distillation& distillation);
+absl::StatusOr<kernels::Distillation> FromProto(const v1::Distillation& distillation);
+
 v1::LossOptions ToProto(const kernels::LossOptions& options);
 absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options);
 

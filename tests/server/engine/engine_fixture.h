@@ -257,7 +257,7 @@ class SessionTest : public ::testing::Test {
     Call call;
     {
       absl::MutexLock lock(&context_->mutex);
-      auto state = session_->admission().Open(std::move(spec), {}, call.results);
+      auto state = session_->admission().Open(std::move(spec), call.results);
       EXPECT_TRUE(state.ok()) << state.status();
       if (!state.ok()) return call;
       call.state = *std::move(state);
@@ -268,7 +268,7 @@ class SessionTest : public ::testing::Test {
   }
   absl::Status OpenStatus(StreamSpec spec) {
     absl::MutexLock lock(&context_->mutex);
-    return session_->admission().Open(std::move(spec), {}, std::make_shared<RowCollector>()).status();
+    return session_->admission().Open(std::move(spec), std::make_shared<RowCollector>()).status();
   }
   // A loss of rows that do not accumulate.
   static StreamSpec LossOnly(uint64_t id, int64_t rows) {

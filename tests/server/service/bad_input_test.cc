@@ -478,8 +478,40 @@ TEST_F(ErrorFieldsTest, LossOptions) {
         },
         "open.options.label_smoothing", "0.5"},
        {[](Options& o) { o.mutable_objective()->set_entropy_bonus(1.0f); },
-        "open.options.objective.entropy_bonus", "1"}},
+        "open.options.objective.entropy_bonus", "1"},
+       {[](Options& o) { o.mutable_distillation()->set_teacher("teacher"); },
+        "open.options.distillation.divergence", "0"}},
       {"ignore_index"}, call);
+}
+
+TEST_F(ErrorFieldsTest, Distillation) {
+  const auto call = [&](const std::function<void(v1::Distillation&)>& spoil) {
+    return RunWith([&](v1::OpenMicrobatch& open) {
+      v1::Distillation& distillation = *open.mutable_options()->mutable_distillation();
+      distillation.set_teacher("teacher");
+      distillation.set_divergence(v1::DIVERGENCE_JENSEN_SHANNON);
+      spoil(distillation);
+    });
+  };
+  using Distillation = v1::Distillation;
+  const std::string path = "open.options.distillation.";
+  Walk<Distillation>(
+      path,
+      {{[](Distillation& d) { d.set_teacher("../x"); }, path + "teacher", "../x"},
+       {[](Distillation& d) { d.set_divergence(static_cast<v1::Divergence>(17)); }, path + "divergence",
+        "17"},
+       {[](Distillation& d) { d.set_beta(1.0f); }, path + "beta", "1"},
+       {[](Distillation& d) { d.set_temperature(0.0f); }, path + "temperature", "0"},
+       {[](Distillation& d) { d.set_weight(-1.0f); }, path + "weight", "-1"},
+       {[](Distillation& d) { d.set_target_weight(NAN); }, path + "target_weight", "nan"},
+       {[](Distillation& d) { d.set_teacher_logit_scale(0.0f); }, path + "teacher_logit_scale", "0"},
+       {[](Distillation& d) { d.set_teacher_softcap(-1.0f); }, path + "teacher_softcap", "-1"}},
+      {}, call);
+  EXPECT_FALSE(RunWith([](v1::OpenMicrobatch& open) {
+                 open.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
+                 open.mutable_options()->mutable_distillation()->set_teacher("teacher");
+                 open.mutable_options()->mutable_distillation()->set_divergence(v1::DIVERGENCE_FORWARD_KL);
+               }).ok());
 }
 
 TEST_F(ErrorFieldsTest, Objective) {
