@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// This file is longer than 1,200 lines, because a loss call and its streams change together.
 #include "client/cpp/loss_call.h"
 
 #include <algorithm>

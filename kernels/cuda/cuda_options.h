@@ -43,7 +43,8 @@ struct CudaBackendOptions {
   // Other code of the process works on the GPU too. How threads wait for the GPU stays as that code has it.
   // And since its work may wait for a head, no call of this backend waits for its work, but those that free
   // memory and those that make the backend: these load all code (kernel_code.h), and products take the
-  // algorithms of Gemms::LoadCode.
+  // algorithms of Gemms::LoadCode. Not yet so of kAuto, whose first chunk waits. Of fp32 heads the
+  // algorithms that work without scratch memory are less exact: hidden gradients were off by up to 2e-5.
   bool shares_process = false;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.

@@ -351,18 +351,19 @@ Binding StreamRows::binding() const {
   return binding;
 }
 
-const float* StreamRows::row_weights(RowRange rows) const { return At(spec_.row_weights, rows); }
-
-void StreamRows::PutNumbers(RowRange rows, kernels::Slice& slice) const {
+void StreamRows::PutValues(RowRange rows, kernels::Slice& slice) const {
+  slice.targets = targets(rows);
+  slice.row_weights = At(spec_.row_weights, rows);
+  slice.grad_loss = At(gradients_.loss, rows);
+  slice.grad_lse = At(gradients_.lse, rows);
+  slice.grad_entropy = At(gradients_.entropy, rows);
   slice.advantages = At(spec_.numbers.advantages, rows);
   slice.old_logprobs = At(spec_.numbers.old_logprobs, rows);
   slice.ref_logprobs = At(spec_.numbers.ref_logprobs, rows);
-}
-
-const int32_t* StreamRows::classes(RowRange rows) const {
-  if (spec_.classes.empty()) return nullptr;
-  const int64_t first = spec_.shared_classes() ? 0 : rows.begin - spec_.rows.begin;
-  return spec_.classes.data() + first * spec_.want_rows.class_count;
+  slice.class_count = spec_.want_rows.class_count;
+  slice.shared_classes = spec_.shared_classes();
+  const int64_t first = slice.shared_classes ? 0 : rows.begin - spec_.rows.begin;
+  if (!spec_.classes.empty()) slice.classes = spec_.classes.data() + first * slice.class_count;
 }
 
 int64_t StreamRows::RowBytes(int64_t rows) const {

@@ -119,15 +119,13 @@ class StreamRows {
   const TeacherOf& teacher() const { return teacher_; }
   // g, the factor of every gradient: grad_output / normalizer.
   float grad_scale() const { return grad_scale_; }
-  // Targets and weights of some rows of this stream.
+  // Targets of some rows of this stream.
   const int32_t* targets(RowRange rows) const {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
-  const float* row_weights(RowRange rows) const;
-  // Points the slice to what the objective takes with the rows.
-  void PutNumbers(RowRange rows, kernels::Slice& slice) const;
-  // Those of the rows whose log-probabilities are wanted; null: none.
-  const int32_t* classes(RowRange rows) const;
+  // Points the slice to what came with the rows: targets, weights, upstream gradients, what the objective
+  // takes, and the classes of which log-probabilities are wanted.
+  void PutValues(RowRange rows, kernels::Slice& slice) const;
   // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
   RowContents contents() const {
     return {.targets = spec_.targets,
@@ -140,9 +138,6 @@ class StreamRows {
             .ref_logprobs = spec_.numbers.ref_logprobs};
   }
 
-  const float* grad_loss(RowRange rows) const { return At(gradients_.loss, rows); }
-  const float* grad_lse(RowRange rows) const { return At(gradients_.lse, rows); }
-  const float* grad_entropy(RowRange rows) const { return At(gradients_.entropy, rows); }
   // The place of some rows of one slice in retained memory, in bytes; -1: none.
   int64_t RetainedOffset(RowRange rows) const;
   // The rows of this stream, in ascending order, cut so that each slice obeys the limits and lies in one

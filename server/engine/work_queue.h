@@ -130,17 +130,9 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.hidden = stream.is_backward() ? nullptr : memory;
   slice.retained_offset = stream.RetainedOffset(rows);
   if (stream.teacher()) slice.teacher_hidden = memory + stream.RowBytes(rows.size());
-  slice.targets = stream.targets(rows);
-  slice.row_weights = stream.row_weights(rows);
+  stream.PutValues(rows, slice);
   slice.grad_scale = stream.grad_scale();
-  slice.grad_loss = stream.grad_loss(rows);
-  slice.grad_lse = stream.grad_lse(rows);
-  slice.grad_entropy = stream.grad_entropy(rows);
-  stream.PutNumbers(rows, slice);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
-  slice.classes = stream.classes(rows);
-  slice.class_count = stream.spec().want_rows.class_count;
-  slice.shared_classes = stream.spec().shared_classes();
   NameSamples(stream, rows, slice);
   return slice;
 }

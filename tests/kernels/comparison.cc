@@ -376,6 +376,7 @@ Problem WithObjective(Problem problem, const Objective& objective, Rng& rng) {
           return !std::isfinite(bound) || std::fabs(double{log_ratio} - bound) > margin;
         });
         if (clear) break;
+        log_ratio = 2.0f + static_cast<float>(margin);  // beyond all of them
       }
       const auto logprob = static_cast<float>(result.target_logprob[row]);
       slice.advantages.push_back(Chance(rng, 0.1) ? 0.0f : Uniform(rng, -2.0f, 2.0f));

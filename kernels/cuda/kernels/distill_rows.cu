@@ -65,7 +65,9 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
     const float value = Relative(q, log_q, log_p);
     return make_float2(value, value);
   } else if constexpr (kDivergence == Divergence::kJensenShannon) {
-    const float log_m = logf(beta * p + (1.0f - beta) * q);  // not used where both are 0
+    // Relative to the larger one, so that m is not 0 where p or q is not. Not used where both are 0.
+    const float top = fmaxf(log_p, log_q);
+    const float log_m = top + logf(beta * expf(log_p - top) + (1.0f - beta) * expf(log_q - top));
     const float of_student = (1.0f - beta) * Relative(q, log_q, log_m);
     return make_float2(beta * Relative(p, log_p, log_m) + of_student, of_student);
   } else {

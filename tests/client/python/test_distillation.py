@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,15 @@ def divergence(d: lossd.Distillation, student: Tensor, teacher: Tensor) -> Tenso
 def logits(hidden: Tensor, weight: Tensor, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
     z = scale * hidden.double() @ weight.T
     return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+@pytest.fixture(autouse=True)
+def heads_go(client: lossd.Client) -> Iterator[None]:
+    """Other tests of the same server look at all heads."""
+    yield
+    for head in client.list_heads():
+        if head.spec.name.startswith(("student-", "teacher-")):
+            client.delete_head(head.spec.name)
 
 
 class Heads:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lossd import errors
@@ -19,6 +20,9 @@ from lossd._embedded import EmbeddedClient, Member, check_client, options_of, to
 T = TypeVar("T")
 
 _CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_file", "listen"}
+_NOT_ON_GPUS = ("several ranks inside the trainer's processes do not compute on GPUs yet: steps of a pipeline were seen to stand "
+                'still there; one server on these GPUs does (docs/training/colocated.md). backend="cpu" computes on the CPU, and '
+                'backend="cuda" tries the GPUs all the same')
 # Memory for rows that grows would be given back while ranks train, and a GPU gives back memory of the host only once all that is
 # enqueued on it has ended: also a collective that waits for a rank that waits for the head.
 _CLIENT = {"shared_memory_bytes": 256 << 20}
@@ -37,14 +41,16 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
         dist.barrier()
 
     The devices of all ranks compute together: with split "vocabulary" each has a part of the classes, with "rows" each has all
-    classes and computes a part of the rows. There is no program to start and no launcher of its own, and on a GPU no MPS is needed, because a
-    process computes its part of the head beside its own work. Rank 0 of the group serves the clients.
+    classes and computes a part of the rows. There is no program to start and no launcher of its own: a process computes its part of the head
+    beside its own work. Rank 0 of the group serves the clients.
 
     The ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and ends in all of
     them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
     Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
 
-    On GPUs each rank takes the GPU that its thread works on; a rank that works on none yet takes the one with the number LOCAL_RANK, or
+    On GPUs this does not work yet: steps of a pipeline were seen to stand still, until the server said after `collective_timeout` that a
+    rank is lost. So it is refused where torch sees a GPU unless `backend` says "cuda", which tries it. Each rank then takes the GPU that its
+    thread works on; a rank that works on none yet takes the one with the number LOCAL_RANK, or
     its number in the group.
 
     Args:
@@ -55,12 +61,15 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
         `rank_timeout` (here "1m"), `rank_silence_timeout`, `collective_timeout`.
 
     Raises:
+      Unimplemented: there are several ranks, and a GPU, and `backend` does not say.
       Unavailable, InvalidArgument, ResourceExhausted: as lossd.embedded(), in the rank that it is about; the other ranks raise
         Unavailable or DeadlineExceeded with the text of that one.
       FailedPrecondition: the ranks are not on one host, or the group is not one of torch.distributed that this process is in.
     """
     check_client(client)
     rank, size = _place_in(group)
+    if size > 1 and backend in (None, "auto") and torch.cuda.is_available():
+        raise errors.Unimplemented(_NOT_ON_GPUS)
     if taken := sorted(_CHOSEN & {*(flags or {})}):
         raise errors.InvalidArgument(f"flags has {taken[0]}, which colocate() chooses itself")
     options = options_of(checkpoint_dir=checkpoint_dir, restore=restore, backend=backend, device=device, threads=threads,
