@@ -682,6 +682,18 @@ SliceData RowsOf(const SliceData& slice, int64_t hidden_size, int64_t begin, int
   copy(slice.grad_loss, part.grad_loss, 1);
   copy(slice.grad_lse, part.grad_lse, 1);
   copy(slice.grad_entropy, part.grad_entropy, 1);
+  copy(slice.advantages, part.advantages, 1);
+  copy(slice.old_logprobs, part.old_logprobs, 1);
+  copy(slice.ref_logprobs, part.ref_logprobs, 1);
+  // Gradients have other bits where single classes are wanted.
+  part.class_count = slice.class_count;
+  part.shared_classes = slice.shared_classes;
+  part.top_k = slice.top_k;
+  if (slice.shared_classes) {
+    part.classes = slice.classes;
+  } else {
+    copy(slice.classes, part.classes, slice.class_count);
+  }
   return part;
 }
 
