@@ -44,8 +44,8 @@ from typing import Any
 import numpy as np
 import torch
 from pipeline_layouts import (
-    BALANCED, EVEN, KINDS, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds, read_shares,
-    read_splits, seconds_without_gaps)
+    BALANCED, EVEN, KINDS, ON_STAGES, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds,
+    read_shares, read_splits, seconds_without_gaps)
 from pipeline_ranks import Settings, Shape, measure_parts, measure_server, reported, train
 from pipeline_server import CONTROL, Mps, Server, of_trainer
 
@@ -130,11 +130,15 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
         parser.error(str(error))
     if any(len(split) != arguments.gpus for split in (*arguments.splits, *arguments.colocated_splits)):
         parser.error(f"splits must have {arguments.gpus} stages, one a GPU")
-    arguments.on_stages = not {"colocated", "embedded"}.isdisjoint(arguments.kinds)
-    if arguments.on_stages and arguments.layers < arguments.gpus and not arguments.colocated_splits:
+    if on_stages(arguments) and arguments.layers < arguments.gpus and not arguments.colocated_splits:
         parser.error(f"layers is {arguments.layers}; a head on the GPUs of {arguments.gpus} stages needs as many, or "
                      "--colocated_splits, or other --kinds")
     return arguments
+
+
+def on_stages(arguments: argparse.Namespace) -> bool:
+    """Whether a configuration has its head on the GPUs of the stages."""
+    return not set(ON_STAGES).isdisjoint(arguments.kinds)
 
 
 def read_flag(text: str) -> tuple[str, str]:
@@ -327,13 +331,13 @@ def measured(context: Any, settings: Settings, arguments: argparse.Namespace) ->
         for name in ("shape", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
             if earlier["settings"][name] != getattr(arguments, name):
                 sys.exit(f"{arguments.parts} has {name} {earlier['settings'][name]}, not {getattr(arguments, name)}")
-        needed = arguments.gradients if arguments.on_stages else []
+        needed = arguments.gradients if on_stages(arguments) else []
         missing = set(needed) - set(earlier["measured_seconds"].get("server", {}))
         if missing:
             sys.exit(f"{arguments.parts} has no time of a head with {' and '.join(missing)} gradients")
         return {"card": earlier["card"], **earlier["measured_seconds"]}
     heads = list(filter(None, arguments.local_heads.split(",")))
-    gradients = arguments.gradients if arguments.on_stages else []
+    gradients = arguments.gradients if on_stages(arguments) else []
     with ExitStack() as stack:
         environment, server = {}, None
         if gradients and "on" in arguments.mps:

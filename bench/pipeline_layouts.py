@@ -15,6 +15,7 @@ from lossd.torch import balance
 
 ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
 KINDS = ("local", "embedded", "colocated", "server", "server replicas", "local replicas")
+ON_STAGES = ("embedded", "colocated")  # kinds whose head is on the GPUs of the stages
 MEASURED = Path(__file__).parents[1] / "client" / "plan" / "measured.json"
 BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
 
@@ -37,7 +38,7 @@ class Configuration:
 
     @property
     def colocated(self) -> bool:
-        return self.kind in ("colocated", "embedded")
+        return self.kind in ON_STAGES
 
     @property
     def embedded(self) -> bool:

@@ -581,15 +581,15 @@ absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
-  absl::Status valid = ValidateChunk(config_, chunk_rows_, *chunk);
-  if (valid.ok() && chunk->teacher != nullptr) valid = CheckTeacher(*chunk->teacher);
-  if (absl::Status status = std::move(valid); !status.ok()) {
+  absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk);
+  if (status.ok() && chunk->teacher != nullptr) status = CheckTeacher(*chunk->teacher);
+  if (!status.ok()) {
     callbacks.on_results(status);
     callbacks.on_done(status);
     return;
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
-  const absl::Status status = ComputeResults(*chunk, order);
+  status = ComputeResults(*chunk, order);
   callbacks.on_results(status);
   if (status.ok()) AccumulateWeight(order);
   callbacks.on_done(status);

@@ -121,25 +121,18 @@ class Module(Protocol):
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
 
-@dataclass(frozen=True)
-class Teaching:
-    """What a call of LossHead.distill() has besides."""
-
-    distillation: lossd.Distillation
-    hidden: torch.Tensor  # (..., D of the teacher), as it travels
-
-
 class Job:
     """One microbatch from start() to the end of backward."""
 
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
-                 numbers: Mapping[str, Any], teaching: Teaching | None = None) -> None:
-        """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names."""
+                 numbers: Mapping[str, Any], taught: torch.Tensor | None = None) -> None:
+        """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
+        options.distillation's teacher, (..., its D), as they travel."""
         self.module = module
         self.options = options
         self.numbers = numbers
-        self.teaching = teaching
+        self.taught = taught
         self.hidden = hidden  # as it travels; part of the graph
         self.labels = labels
         self.row_weights = row_weights
@@ -202,9 +195,8 @@ class Job:
             gradient = self._gradient_memory(place)
         sent = _input.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
         teacher, ready = None, sent.ready
-        if self.teaching is not None:
-            taught = self.teaching.hidden
-            beside = _input.to_send(taught.reshape(-1, taught.shape[-1]), place)
+        if self.taught is not None:
+            beside = _input.to_send(self.taught.reshape(-1, self.taught.shape[-1]), place)
             teacher, ready = beside.array, _input.both(sent.ready, beside.ready)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +16,7 @@ from lossd import errors
 from lossd._arrays import known_arguments
 from lossd.torch import _data_parallel, _input, _modes, _step_tracker
 from lossd.torch._modes import outside_of_compile
-from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput, Teaching
+from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction
 
@@ -232,14 +232,7 @@ class LossHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
         """The loss; see start()."""
-        pending: PendingHeadLoss | None = None
-        try:
-            pending = self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer, microbatch=microbatch)
-            return pending.wait()
-        except BaseException:
-            if pending is not None:
-                pending.cancel()  # after an interrupt; else it has ended
-            raise
+        return _waited(lambda: self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer, microbatch=microbatch))
 
     @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
@@ -263,15 +256,9 @@ class LossHead(torch.nn.Module):
             objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
             microbatch: int | None = None) -> LossOutput:
         """The loss of an objective in the place of the cross-entropy, with both gradients in one pass; see start_policy()."""
-        pending: PendingHeadLoss | None = None
-        try:
-            pending = self.start_policy(hidden, actions, advantages, old_logprobs, ref_logprobs, objective=objective,
-                                        row_weights=row_weights, normalizer=normalizer, microbatch=microbatch)
-            return pending.wait()
-        except BaseException:
-            if pending is not None:
-                pending.cancel()
-            raise
+        return _waited(lambda: self.start_policy(
+            hidden, actions, advantages, old_logprobs, ref_logprobs, objective=objective, row_weights=row_weights,
+            normalizer=normalizer, microbatch=microbatch))
 
     @outside_of_compile
     def start_policy(
@@ -329,20 +316,13 @@ class LossHead(torch.nn.Module):
         _input.check_teacher(teacher_hidden, hidden, distillation, targets)
         if targets is None:
             targets = torch.full(hidden.shape[:-1], 1 if self.options.ignore_index == 0 else 0, dtype=torch.int64)
-        pending: PendingHeadLoss | None = None
-        try:
-            options = replace(self.options, distillation=distillation)
-            pending = self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
-                                  Teaching(distillation, teacher_hidden))
-            return pending.wait()
-        except BaseException:
-            if pending is not None:
-                pending.cancel()  # after an interrupt; else it has ended
-            raise
+        options = replace(self.options, distillation=distillation)
+        return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
+                                           teacher_hidden))
 
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
-               teaching: Teaching | None = None) -> PendingHeadLoss:
+               teacher_hidden: torch.Tensor | None = None) -> PendingHeadLoss:
         """`rows`: the row weights and what the objective takes, by name."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
@@ -363,9 +343,8 @@ class LossHead(torch.nn.Module):
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
         weights = floats.pop("row_weights")
         numbers = {name: values for name, values in floats.items() if values is not None}
-        if teaching is not None:
-            teaching = replace(teaching, hidden=teaching.hidden.to(wire.dtype))
-        job = Job(self, wire, labels, weights, plan, number, options, numbers, teaching)
+        taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
+        job = Job(self, wire, labels, weights, plan, number, options, numbers, taught)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
@@ -461,6 +440,18 @@ class PendingHeadLoss:
             self._output = self._job.lazy_output()
         assert isinstance(self._output, torch.Tensor)
         return self._output
+
+
+def _waited(begin: Callable[[], PendingHeadLoss]) -> LossOutput:
+    """The loss of what `begin` begins, which ends too if this is interrupted."""
+    pending: PendingHeadLoss | None = None
+    try:
+        pending = begin()
+        return pending.wait()
+    except BaseException:
+        if pending is not None:
+            pending.cancel()  # after an interrupt; else it has ended
+        raise
 
 
 def _describe(client: lossd.Client, head: str) -> lossd.HeadDescription:
