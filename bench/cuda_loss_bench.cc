@@ -4,14 +4,15 @@
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
-//                   [--thresholds=10,12] [--deferred] [--top_k=64]
+//                   [--thresholds=10,12] [--deferred] [--top_k=64] [--losses=row_values,ppo,forward_kl]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
 // cuBLASLt products with 16-bit output. loss_times.h says what the errors are. --deferred also times the two
 // calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
 // and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
-// logits once more. --top_k also times microbatches that want so many top classes of each row.
+// logits once more. --top_k also times microbatches that want so many top classes of each row, --losses those
+// with other losses beside the cross-entropy: distillation has a teacher of the same hidden size.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -59,6 +60,10 @@ ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in
 ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
 ABSL_FLAG(int, top_k, 0, "also time microbatches that want so many top classes of each row, at most 128");
+ABSL_FLAG(std::vector<std::string>, losses, {},
+          "also time microbatches of these: row_values (a loss alone, with each row's log-probability and "
+          "entropy), ppo (with a divergence from a reference), forward_kl, reverse_kl, jensen_shannon, "
+          "total_variation");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head has then");
 
@@ -138,6 +143,53 @@ std::vector<Way> Ways() {
   return ways;
 }
 
+// The times of each of --losses: of `forward` row values, of `full` the others.
+Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, const DataShape& shape,
+                const LossData& data, Microbatch& full, Microbatch& forward) {
+  const auto time = [&](Microbatch& batch) {
+    batch.WarmUp(backend.max_chunks_in_flight());
+    const int count = absl::GetFlag(FLAGS_iterations) + 1;
+    return ToJson(Summarise(batch.Run(count, backend.max_chunks_in_flight())));
+  };
+  Json times = Json::object();
+  std::unique_ptr<kernels::HeadKernels> teacher;
+  for (const std::string& loss : absl::GetFlag(FLAGS_losses)) {
+    if (loss == "row_values") {
+      forward.set_row_values(true);
+      times[loss] = time(forward);
+      forward.set_row_values(false);
+    } else if (loss == "ppo") {
+      full.Run(1, 1);
+      full.set_objective({.kind = kernels::ObjectiveKind::kPpo,
+                          .clip_low = 0.2f,
+                          .clip_high = 0.2f,
+                          .kl = kernels::KlEstimator::kK3,
+                          .kl_coef = 0.1f});
+      times[loss] = time(full);
+      full.set_objective({});
+    } else {
+      using kernels::Divergence;
+      const kernels::Distillation distillation = {
+          .divergence = FromName({Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJensenShannon,
+                                  Divergence::kTotalVariation},
+                                 "losses", loss)};
+      if (teacher == nullptr) {
+        kernels::HeadConfig config = student;
+        config.trainable = false;
+        config.optimizer_state = kernels::OptimizerState::kNone;
+        teacher = Take(backend.CreateHead(config), "CreateHead");
+        WriteWeight(*teacher, shape, data);
+      }
+      full.set_teacher(teacher.get(), distillation);
+      times[loss] = time(full);
+      times[loss]["chunk_rows"] = full.chunk_rows();
+      times[loss]["predicted_error"] = full.predicted_error();
+      full.set_teacher(nullptr, {});
+    }
+  }
+  return times;
+}
+
 Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const kernels::LossOptions options = {
       .gradients = way.gradients,
@@ -208,6 +260,9 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       batch->set_top_k(0);
     }
   }
+  if (!absl::GetFlag(FLAGS_losses).empty()) {
+    result["losses"] = TimeLosses(*backend, config, shape, data, full, forward);
+  }
   if (absl::GetFlag(FLAGS_deferred)) {
     const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16;
     Json deferred = TimeDeferred(*backend, *head, shape, data, ComputeType(), options, iterations, errors);
@@ -271,6 +326,16 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
                                  ratio("top_loss_and_gradients", "loss_and_gradients"),
                                  ratio("top_loss_only", "loss_only"))
               << std::endl;
+  }
+  if (result.contains("losses")) {
+    for (const auto& [loss, times] : result["losses"].items()) {
+      const double ms = times["median_ms"];
+      std::cout << absl::StrFormat("  %s %.2f ms: x%.3f of the floor, x%.3f of loss+grad, x%.3f of the first product",
+                                   loss, ms, ms / floor.total(),
+                                   ms / result["loss_and_gradients"]["median_ms"].get<double>(),
+                                   ms / floor.logits.median)
+                << std::endl;
+    }
   }
   if (result.contains("deferred")) std::cout << DeferredText(result["deferred"]) << std::endl;
   std::cout << result.dump() << std::endl;

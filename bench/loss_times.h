@@ -14,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -74,7 +75,8 @@ class Microbatch {
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
              const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, Call call,
              const Deferral* deferral = nullptr)
-      : head_(head),
+      : backend_(backend),
+        head_(head),
         shape_(shape),
         data_(data),
         dtype_(dtype),
@@ -83,7 +85,8 @@ class Microbatch {
         deferral_(deferral),
         lse_(shape.rows),
         loss_(shape.rows),
-        entropy_(shape.rows) {
+        entropy_(shape.rows),
+        logprob_(shape.rows) {
     const int64_t elements = shape.rows * shape.hidden;
     hidden_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
     gradient_ = Take(backend.AllocateStaging(elements * element_), "AllocateStaging");
@@ -114,6 +117,43 @@ class Microbatch {
   float sample_threshold() const { return sample_threshold_; }
   // Of the microbatches from now on.
   void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
+  // Each row's log-probability of its target and its entropy are wanted too.
+  void set_row_values(bool wanted) { row_values_ = wanted; }
+  // The loss is another one. Each row has an advantage around 0, and log-probabilities, old and of the
+  // reference, near those of the rows' last loss, which has to be the cross-entropy.
+  void set_objective(const kernels::Objective& objective) {
+    options_.objective = objective;
+    if (!objective.active()) return;
+    std::mt19937 rng(1);
+    std::normal_distribution<float> normal;
+    for (auto* numbers : {&advantages_, &old_logprobs_, &ref_logprobs_}) numbers->resize(loss_.size());
+    for (size_t row = 0; row < loss_.size(); ++row) {
+      advantages_[row] = normal(rng);
+      old_logprobs_[row] = std::min(0.0f, 0.1f * normal(rng) - loss_[row]);
+      ref_logprobs_[row] = std::min(0.0f, 0.2f * normal(rng) - loss_[row]);
+    }
+  }
+  // The loss is another one: `teacher` has the same classes and hidden size. Its hidden states are those of
+  // the rows times 1.125, so that with equal weights its softmax is the more certain one. Null: no teacher.
+  void set_teacher(kernels::HeadKernels* teacher, const kernels::Distillation& distillation) {
+    teacher_ = teacher;
+    options_.distillation = distillation;
+    if (teacher == nullptr || teacher_hidden_ != nullptr) return;
+    if (dtype_ != kernels::DType::kBFloat16) Check(absl::UnimplementedError("a teacher in fp32"), "teacher");
+    const int64_t elements = shape_.rows * shape_.hidden;
+    teacher_hidden_ = Take(backend_.AllocateStaging(2 * elements), "AllocateStaging");
+    auto* to = reinterpret_cast<uint16_t*>(teacher_hidden_->bytes().data());
+    const auto* from = reinterpret_cast<const uint16_t*>(hidden_->bytes().data());
+    for (int64_t i = 0; i < elements; ++i) {
+      const uint32_t wide = static_cast<uint32_t>(from[i]) << 16;
+      float value = 0.0f;
+      std::memcpy(&value, &wide, 4);
+      value *= 1.125f;
+      uint32_t bits = 0;
+      std::memcpy(&bits, &value, 4);
+      to[i] = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+    }
+  }
   // The most probable classes of each row are wanted too, so many of them.
   void set_top_k(int32_t top_k) {
     top_k_ = top_k;
@@ -178,6 +218,18 @@ class Microbatch {
       if (gradients) slice.grad_hidden = gradient_->bytes().data() + first * shape_.hidden * element_;
       slice.out.lse = lse_.data() + first;
       slice.out.loss = loss_.data() + first;
+      if (row_values_) {
+        slice.out.target_logprob = logprob_.data() + first;
+        slice.out.entropy = entropy_.data() + first;
+      }
+      if (options_.objective.active()) {
+        slice.advantages = advantages_.data() + first;
+        slice.old_logprobs = old_logprobs_.data() + first;
+        slice.ref_logprobs = ref_logprobs_.data() + first;
+      }
+      if (teacher_ != nullptr) {
+        slice.teacher_hidden = teacher_hidden_->bytes().data() + first * shape_.hidden * element_;
+      }
       slice.top_k = top_k_;
       slice.out.top_logprobs = top_logprobs_.data() + first * top_k_;
       slice.out.top_classes = top_classes_.data() + first * top_k_;
@@ -185,6 +237,7 @@ class Microbatch {
       work->slices.push_back(slice);
     }
     work->chunk.options = options_;
+    work->chunk.teacher = teacher_;
     work->chunk.hidden_dtype = dtype_;
     work->chunk.accumulate_gradients = gradients;
     work->chunk.slices = absl::MakeSpan(work->slices);
@@ -215,15 +268,20 @@ class Microbatch {
     slice.grad_entropy = deferral_->gradients.entropy.data() + begin;
   }
 
+  kernels::Backend& backend_;
   kernels::HeadKernels& head_;
   const DataShape shape_;
   const LossData& data_;
   const kernels::DType dtype_;
-  const kernels::LossOptions options_;
+  kernels::LossOptions options_;
   const Call call_;
   const Deferral* const deferral_;
   const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
-  std::vector<float> lse_, loss_, entropy_;
+  std::vector<float> lse_, loss_, entropy_, logprob_;
+  bool row_values_ = false;
+  std::vector<float> advantages_, old_logprobs_, ref_logprobs_;
+  kernels::HeadKernels* teacher_ = nullptr;
+  std::unique_ptr<kernels::StagingMemory> teacher_hidden_;
   int32_t top_k_ = 0;
   std::vector<float> top_logprobs_;   // [rows, top_k_]
   std::vector<int32_t> top_classes_;  // [rows, top_k_]

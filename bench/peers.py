@@ -5,6 +5,7 @@ one GPU, for comparison with cuda_loss_bench on the same shapes and the same kin
     python3 peers.py --out peers.json                 # the shapes of cuda_loss_bench, with errors
     python3 peers.py --sweep --csv sweeps.csv         # time and memory over V, N and D, fp32 and bf16
     python3 peers.py --norm --shapes=                 # LayerNorm and RMSNorm bandwidth
+    python3 peers.py --distill                        # KL(teacher || student) with gradients of the student
 
 Peers are used when they can be imported. Times are medians in ms by CUDA events; memory is the peak above
 the inputs, gradients included; errors are ||a - ref|| / ||ref|| against fp64 over sampled rows and classes.
@@ -84,6 +85,35 @@ def methods(dynamic):
         print("without liger_kernel:", error)
     if not dynamic:
         found.update(compiled_for_each_shape())
+    return found
+
+
+# Forward KL of PyTorch and Liger: functions of (hidden, weight, hidden and weight of the teacher).
+
+
+def eager_kl(hidden, weight, teacher_hidden, teacher_weight):
+    student = F.log_softmax((hidden @ weight.T).float(), 1)
+    with torch.no_grad():
+        teacher = F.log_softmax((teacher_hidden @ teacher_weight.T).float(), 1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def distillers():
+    found = {"torch": eager_kl, "torch.compile": torch.compile(eager_kl)}
+    try:
+        from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction as jsd
+
+        found["liger"] = lambda e, w, te, tw: first(jsd.apply(e, w, te, tw, None, 0.0, -100, 1.0))
+    except ImportError as error:
+        print("without liger_kernel:", error)
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0)
+        found["liger_chunked"] = lambda e, w, te, tw: first(chunked(
+            e, w, te, tw, torch.zeros(len(e), dtype=torch.long, device=e.device)))
+    except ImportError as error:
+        print("without liger_kernel's chunked losses:", error)
     return found
 
 
@@ -222,17 +252,17 @@ def floor(hidden, weight, iterations):
 
 
 def run_method(function, data, iterations, reference=None):
-    hidden, weight, targets = data
+    hidden, weight, *others = data  # others: the targets, or the teacher's hidden states and weight
     hidden.requires_grad_(True)
     weight.requires_grad_(True)
 
     def forward():
         with torch.no_grad():
-            function(hidden, weight, targets)
+            function(hidden, weight, *others)
 
     def full():
         hidden.grad = weight.grad = None
-        loss = function(hidden, weight, targets)
+        loss = function(hidden, weight, *others)
         loss.backward()
         return loss.detach()
 
@@ -273,6 +303,31 @@ def compare_shapes(cases, iterations, wanted, done):
             print(f"  {method:14s} loss {result['loss_only']['median_ms']:7.2f}  loss+grad {full:7.2f} "
                   f"x{full / bare['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB  errors "
                   + " ".join(f"{key} {value:.1e}" for key, value in result["errors"].items()), flush=True)
+        results.append(entry)
+        done(results)
+        torch.compiler.reset()
+
+
+def compare_distillation(cases, iterations, done):
+    """The teacher has the student's weight, and its hidden states times 1.125, as in cuda_loss_bench."""
+    results = []
+    for name, kind in cases:
+        hidden, weight, _ = {"real": real, "peaked": peaked, "flat": flat}[kind](*SHAPES[name])
+        bare = floor(hidden, weight, iterations)
+        entry = {"shape": name, "data": kind, "floor": bare, "methods": {}}
+        print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms", flush=True)
+        for method, function in distillers().items():
+            try:
+                result = run_method(function, (hidden, weight, hidden * 1.125, weight.detach().clone()), iterations)
+            except Exception as error:  # of whatever kind a peer raises
+                print(f"  {method} failed: {str(error)[:200]}", flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
+            entry["methods"][method] = result
+            full = result["loss_and_gradients"]["median_ms"]
+            print(f"  {method:14s} KL+grad {full:7.2f} x{full / bare['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB",
+                  flush=True)
         results.append(entry)
         done(results)
         torch.compiler.reset()
@@ -402,6 +457,7 @@ def main():
     parser.add_argument("--csv", default="sweeps.csv")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which the sweep stops")
     parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--distill", action="store_true")
     args = parser.parse_args()
     global REAL_DATA
     REAL_DATA = args.real_data
@@ -421,6 +477,9 @@ def main():
     else:
         cases = [(name, kind) for name in args.shapes.split(",") if name for kind in args.data.split(",")]
         wanted = [name for name in args.methods.split(",") if name]
+        if args.distill:
+            compare_distillation(cases, args.iterations, lambda results: save(distillation=results))
+            return
         compare_shapes(cases, args.iterations, wanted, lambda results: save(loss=results))
 
 
