@@ -27,8 +27,8 @@ LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")
 FOLLOWED = {("a", "href")}
 COUNTED = {"h1", "h2", "h3", "h4", "li", "tr", "td", "th", "pre", "img", "blockquote"}
 # Words that a reader may look for, and a page that has to be among what is found.
-SEARCHES = {"ComputeLoss": "reference/protocol/loss.html", "LossHead": "reference/python/torch.html", "liveness_timeout": "reference/flags.html",
-            "lossd_rows_total": "reference/metrics.html", "incarnation": "docs/glossary.html", "Megatron": "docs/training/megatron.html"}
+SEARCHES = {"ComputeLoss": "reference/protocol/loss.html", "LossHead": "reference/python/torch.html", "liveness_timeout": "docs/reference/flags.html",
+            "lossd_rows_total": "docs/reference/metrics.html", "incarnation": "docs/glossary.html", "Megatron": "docs/training/megatron.html"}
 
 
 class Page(HTMLParser):

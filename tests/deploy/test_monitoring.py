@@ -207,7 +207,7 @@ def test_rules_are_in_order_on_a_server_that_is_well(monitored: tuple[ServerProc
 
 def test_every_family_that_is_asked_for_is_documented() -> None:
     """A misspelt family of a rule or a panel would be silent on a GPU, where no test looks."""
-    documented = set(re.findall(r"`((?:lossd|process)_\w+)`", (ROOT / "docs" / "operations.md").read_text()))
+    documented = set(re.findall(r"`((?:lossd|process)_\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     texts = [rule["expr"] for group in groups() for rule in group["rules"]] + prometheus_process.queries()
     asked = {re.sub(r"_(bucket|sum|count)$", "", name) for text in texts for name in re.findall(r"\b(?:lossd|process)_\w+\b", text)}
     assert asked - documented - {"lossd_rows", "lossd_chunk_rows"} == set()

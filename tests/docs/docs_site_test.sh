@@ -34,7 +34,7 @@ docs/faq.html: chosing.html does not exist
 has no such anchor
 index.html: loads https://example.com/overview.svg from elsewhere
 docs/choosing.md: the site shows
-search: liveness_timeout does not find reference/flags.html
+search: liveness_timeout does not find docs/reference/flags.html
 END
 
 if command -v chromium >/dev/null; then

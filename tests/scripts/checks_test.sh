@@ -51,23 +51,25 @@ test_layers() {
 test_docs() {
   plant docs/operations.md '# Running it' \
     '' \
-    '`--listen` is a flag and so is `--gone`. [There](#metrics) is a heading, [not here](#nowhere), and no [file](missing.md).' \
+    '`--listen` is a flag and so is `--lost`. [There](#metrics) is a heading, [not here](#nowhere), and no [file](missing.md).' \
     '' \
     '## Metrics' \
     '' \
-    '`lossd_heads`, `lossd_gone`' \
-    '' \
-    'What to look at:'
+    '`lossd_lost`'
+  plant docs/reference/flags.md '`--listen`, `--gone`'
+  plant docs/reference/metrics.md '`lossd_heads`, `lossd_gone`'
   plant server/app/main.cc 'ABSL_FLAG(std::string, listen, "", "");' 'ABSL_FLAG(' '    bool, forgotten, false, "");'
   plant server/metrics/metrics.cc 'const char* kNames[] = {"lossd_heads", "lossd_forgotten"};'
   expect_found \
-    "docs/operations.md: no metric lossd_gone in the code" \
-    "docs/operations.md: metric lossd_forgotten is not there" \
-    "docs/operations.md: no flag --gone in the code" \
-    "docs/operations.md: flag --forgotten is not there" \
+    "docs/operations.md: no metric lossd_lost in the code" \
+    "docs/operations.md: no flag --lost in the code" \
+    "docs/reference/metrics.md: no metric lossd_gone in the code" \
+    "docs/reference/metrics.md: metric lossd_forgotten is not there" \
+    "docs/reference/flags.md: no flag --gone in the code" \
+    "docs/reference/flags.md: flag --forgotten is not there" \
     "./docs/operations.md: #nowhere has no such heading" \
     "./docs/operations.md: missing.md does not exist" \
-    "check-docs: 6 faults"
+    "check-docs: 8 faults"
 }
 
 test_clocks() {
