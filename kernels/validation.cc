@@ -220,4 +220,19 @@ absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& opti
   return CheckTrainedBy(config, options);
 }
 
+absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teacher, bool same_device) {
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(student.config, teacher.config, kField));
+  if (!same_device) return errors::FieldError(kField, "be a head of the same device", "another one");
+  const auto range = [](const ShardRows& rows) { return absl::StrCat("[", rows.first, ", ", rows.end(), ")"); };
+  if (student.classes.first == teacher.classes.first && student.classes.rows == teacher.classes.rows) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError(
+      kField,
+      absl::StrCat("have the same classes on each device as the student, ", range(student.classes),
+                   " (HeadSpec.split, SetShares)"),
+      range(teacher.classes), absl::StatusCode::kUnimplemented);
+}
+
 }  // namespace lossd::kernels
