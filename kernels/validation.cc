@@ -224,15 +224,16 @@ absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teache
   constexpr absl::string_view kField = "distillation.teacher";
   LOSSD_RETURN_IF_ERROR(ValidateTeacher(student.config, teacher.config, kField));
   if (!same_device) return errors::FieldError(kField, "be a head of the same device", "another one");
-  const auto range = [](const ShardRows& rows) { return absl::StrCat("[", rows.first, ", ", rows.end(), ")"); };
+  const auto range = [](const ShardRows& rows) {
+    return absl::StrCat("[", rows.first, ", ", rows.end(), ")");
+  };
   if (student.classes.first == teacher.classes.first && student.classes.rows == teacher.classes.rows) {
     return absl::OkStatus();
   }
-  return errors::FieldError(
-      kField,
-      absl::StrCat("have the same classes on each device as the student, ", range(student.classes),
-                   " (HeadSpec.split, SetShares)"),
-      range(teacher.classes), absl::StatusCode::kUnimplemented);
+  return errors::FieldError(kField,
+                            absl::StrCat("have the same classes on each device as the student, ",
+                                         range(student.classes), " (HeadSpec.split, SetShares)"),
+                            range(teacher.classes), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace lossd::kernels

@@ -124,9 +124,9 @@ struct HeadPart {
   ShardRows classes;
 };
 
-// What HeadKernels::CheckTeacher asks on one device: INVALID_ARGUMENT as ValidateTeacher, and if the teacher is
-// no head of the same backend and device; UNIMPLEMENTED if the parts have other classes than each other. The
-// field is "distillation.teacher".
+// What HeadKernels::CheckTeacher asks on one device: INVALID_ARGUMENT as ValidateTeacher, and if the teacher
+// is no head of the same backend and device; UNIMPLEMENTED if the parts have other classes than each other.
+// The field is "distillation.teacher".
 absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teacher, bool same_device);
 
 }  // namespace lossd::kernels

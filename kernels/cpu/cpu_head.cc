@@ -573,8 +573,8 @@ std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows
 absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
   const auto* const other = dynamic_cast<const CpuHead*>(&teacher);
   const bool same_device = other != nullptr && other->pool_ == pool_;
-  return ValidateTeacherPart({config_, classes_}, {teacher.config(), same_device ? other->classes_ : classes_},
-                             same_device);
+  return ValidateTeacherPart({config_, classes_},
+                             {teacher.config(), same_device ? other->classes_ : classes_}, same_device);
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -746,8 +746,8 @@ absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) 
     buffers.statistics[i] = own.statistics;
     buffers.taught[i] = own.taught;
   });
-  LOSSD_RETURN_IF_ERROR(exchange.MergeStatistics(part, {buffers.statistics + first, count},
-                                                 {buffers.merged + first, count}));
+  LOSSD_RETURN_IF_ERROR(
+      exchange.MergeStatistics(part, {buffers.statistics + first, count}, {buffers.merged + first, count}));
   LOSSD_RETURN_IF_ERROR(exchange.MergeTaught(
       part, {buffers.taught + first, count}, [&](int64_t row, absl::Span<const TaughtRow* const> of_part) {
         buffers.merged_taught[first + row] = MergeSoftened(of_part, distillation_.temperature);
@@ -843,6 +843,7 @@ RowResult CpuHead::Distiller::Finish(const Request& request, const RowStatistics
   }
   RowResult row = row_loss_.Finish(with_target, own, all, logits);
   row.divergence = request.row_weight * divergence;
+  if (distillation_.target_weight != 0.0f) row.target_loss = row.loss / double{distillation_.target_weight};
   row.loss += double{distillation_.weight} * row.divergence;
   const double slope = request.grad_loss * double{distillation_.weight};
   const auto factor = static_cast<float>(slope * double{options_.logit_scale});
@@ -853,8 +854,8 @@ RowResult CpuHead::Distiller::Finish(const Request& request, const RowStatistics
   if (options_.gradients != Gradients::kSampled) return row;
   row.gradient_factor += std::fabs(slope) / double{distillation_.temperature};
   const int64_t target = with_target.target - student_.classes_.first;
-  row.gradient =
-      SampleGradient(options_, row.gradient_factor, with_target.sample, own.has_target ? target : -1, c, logits);
+  row.gradient = SampleGradient(options_, row.gradient_factor, with_target.sample,
+                                own.has_target ? target : -1, c, logits);
   return row;
 }
 

@@ -154,6 +154,8 @@ inline void AddToSums(const Objective& objective, const Slice& slice, int64_t ro
   sums.dropped_mass += result.gradient.dropped_mass;
   sums.sampling_variance += result.gradient.sampling_variance;
   sums.squared_gradient += result.gradient.squared_gradient;
+  sums.divergence += result.divergence;
+  sums.target_loss += result.target_loss;
   if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 

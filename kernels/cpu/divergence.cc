@@ -53,7 +53,8 @@ ClassTerm TermOf(double p, double log_p, double q, double log_q, double beta) {
 }
 
 template <Divergence kDivergence>
-DivergenceSums SumDivergenceOf(const Distillation& distillation, const TaughtLogits& logits, const TaughtRow& row) {
+DivergenceSums SumDivergenceOf(const Distillation& distillation, const TaughtLogits& logits,
+                               const TaughtRow& row) {
   const double inverse = 1.0 / double{distillation.temperature};
   const double beta = double{distillation.beta};
   const LogSoftmax teacher(row.teacher, inverse), student(row.student, inverse);
@@ -143,8 +144,9 @@ DivergenceSums AddDivergences(absl::Span<const TaughtRow* const> parts) {
 
 DivergenceSums SumDivergence(const Distillation& distillation, const TaughtLogits& logits,
                              const TaughtRow& row) {
-  return WithDivergence(distillation.divergence,
-                        [&](auto divergence) { return SumDivergenceOf<divergence.value>(distillation, logits, row); });
+  return WithDivergence(distillation.divergence, [&](auto divergence) {
+    return SumDivergenceOf<divergence.value>(distillation, logits, row);
+  });
 }
 
 void WriteDivergenceGradient(const Distillation& distillation, const TaughtLogits& logits,

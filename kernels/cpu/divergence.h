@@ -21,7 +21,7 @@ namespace lossd::kernels {
 // What some classes of a row say of one softmax at the temperature T.
 struct SoftenedRow {
   float top = -std::numeric_limits<float>::infinity();  // the largest z; -infinity if all are
-  double sum = 0.0;                                     // of exp((z - top) / T), or of exp(z / T) without a top
+  double sum = 0.0;  // of exp((z - top) / T), or of exp(z / T) without a top
 };
 
 // The sums of a divergence over some classes of a row, or over all.

@@ -299,11 +299,12 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
   if (own.has_target) {
     logits[request.target - context_.first_class] = static_cast<float>(target_gradient);
   }
-  row.gradient = SampleGradient(options, row.gradient_factor, request.sample,
-                                own.has_target ? request.target - context_.first_class : -1,
-                                context_.classes, logits);
+  row.gradient =
+      SampleGradient(options, row.gradient_factor, request.sample,
+                     own.has_target ? request.target - context_.first_class : -1, context_.classes, logits);
   if (!uniform_after) return;
-  loops_.gradient_from_exp(logits, class_weights(), 1.0f, static_cast<float>(double{options.logit_scale} * sums.smoothing),
+  loops_.gradient_from_exp(logits, class_weights(), 1.0f,
+                           static_cast<float>(double{options.logit_scale} * sums.smoothing),
                            context_.classes);
 }
 

@@ -107,7 +107,8 @@ struct RowResult {
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
   double gradient_factor = 0.0;     // kappa of docs/math.md
-  double divergence = 0.0;          // of a row with a teacher, times the row weight
+  double divergence = 0.0;          // of a row with a teacher, as in LossSums
+  double target_loss = 0.0;         // likewise
   GradientSums gradient;            // of the classes that are here
   ObjectiveTerm<double> objective;  // if there is one, and the row is not absent
   int32_t argmax = -1;
@@ -158,8 +159,8 @@ class RowLoss {
   const RowLossContext context_;
 };
 
-// Samples in place the gradient [n] of a row with respect to its dot products, but for element `target`, which
-// is -1 if it is elsewhere. omega: SampleOf() of the row and these classes; kappa: of the row.
+// Samples in place the gradient [n] of a row with respect to its dot products, but for element `target`,
+// which is -1 if it is elsewhere. omega: SampleOf() of the row and these classes; kappa: of the row.
 // Thread-safe.
 GradientSums SampleGradient(const LossOptions& options, double kappa, float omega, int64_t target, int64_t n,
                             float* gradient);

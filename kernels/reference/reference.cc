@@ -268,6 +268,8 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   result.loss[n] = row_weight * target_weight * row.loss;
   if (row_weight != 0.0 && options.distillation.used()) {
     result.loss[n] += row_weight * static_cast<double>(options.distillation.weight) * divergence.value;
+    result.sums.divergence += row_weight * divergence.value;
+    result.sums.target_loss += row_weight * row.loss;
   }
   result.z_loss[n] = row_weight * target_weight * row.z_loss;
   result.lse[n] = soft.lse;
@@ -347,8 +349,7 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
     const RowDivergence divergence = DivergenceOf(head, options, rows, soft, n, result);
-    const Upstream upstream =
-        WithDivergence(options, UpstreamOf(options, soft, target, rows, n), divergence);
+    const Upstream upstream = WithDivergence(options, UpstreamOf(options, soft, target, rows, n), divergence);
     RecordRow(options, u, soft, target, row_weight, upstream.objective, divergence, n, result);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     if (options.objective.active()) {

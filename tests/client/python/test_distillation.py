@@ -153,8 +153,8 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         lossd.Distillation(heads.teacher, "kl")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="distillation.temperature is 'hot'"):
         lossd.Distillation(heads.teacher, temperature="hot")  # type: ignore[arg-type]
-    with pytest.raises(lossd.InvalidArgument, match="gradients is 'sampled'"):
-        lossd.LossOptions(gradients="sampled", distillation=d)
+    with pytest.raises(lossd.InvalidArgument, match="gradients is 'filtered'"):
+        lossd.LossOptions(gradients="filtered", distillation=d)
     with pytest.raises(lossd.InvalidArgument, match="teacher_hidden has 36 rows; hidden has 37"):
         client.distill(heads.student, hidden, taught[:36], d)
     with pytest.raises(lossd.InvalidArgument, match="teacher_hidden is fp16; hidden is fp32"):
