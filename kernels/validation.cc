@@ -110,10 +110,6 @@ absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) 
     if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
       return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
     }
-    if (slice.class_count > 0 || slice.top_k > 0) {
-      return errors::FieldError(Of(i, slice.class_count > 0 ? "class_count" : "top_k"), "be 0 with a teacher",
-                                slice.class_count > 0 ? slice.class_count : slice.top_k);
-    }
     if (slice.retained_offset != -1) {
       return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);
     }

@@ -625,6 +625,83 @@ int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_
 
 }  // namespace
 
+namespace {
+
+// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
+// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
+// part alone, so the sum over the parts is that logit.
+class ClassMerger {
+ public:
+  ClassMerger(const Chunk& chunk, const HeadBuffers& buffers, ShardRows classes, ThreadPool* pool)
+      : chunk_(chunk), buffers_(buffers), classes_(classes), pool_(pool) {}
+
+  // Of the gathered rows [begin, end), with room for so many entries.
+  absl::Status Merge(const WantedClasses& wanted, RowRange rows, int64_t entries, int part, bool reports,
+                     ClassExchange& exchange) const {
+    if (wanted.top_k > 0) {
+      LOSSD_RETURN_IF_ERROR(MergeTop(rows, part, reports, wanted.top_k, entries, exchange));
+    }
+    return wanted.class_count > 0 ? MergeGiven(rows, part, wanted.class_count, entries, exchange)
+                                  : absl::OkStatus();
+  }
+
+ private:
+  absl::Status MergeTop(RowRange all, int part, bool reports, int64_t k, int64_t entries,
+                        ClassExchange& exchange) const {
+    for (int64_t first = all.begin; first < all.end; first += entries / k) {
+      const int64_t rows = std::min(entries / k, all.end - first);
+      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
+                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
+        }
+      });
+      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
+                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
+                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
+                                                            LseOf(first + i), ranked);
+                                              }));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MergeGiven(RowRange all, int part, int64_t count, int64_t entries,
+                          ClassExchange& exchange) const {
+    for (int64_t first = all.begin; first < all.end; first += entries / count) {
+      const RowRange rows = {0, std::min(entries / count, all.end - first)};
+      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
+      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
+      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
+      for (int64_t i = here.begin; i < here.end; ++i) {
+        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
+                     buffers_.class_logits + i * count);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const Slice& SliceOf(int64_t i) const {
+    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+  }
+  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
+  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
+  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
+  void TakeGiven(int64_t i, float* logits) const {
+    const Slice& slice = SliceOf(i);
+    for (int32_t j = 0; j < slice.class_count; ++j) {
+      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
+      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
+    }
+  }
+
+  const Chunk& chunk_;
+  const HeadBuffers& buffers_;
+  const ShardRows classes_;
+  ThreadPool* const pool_;
+};
+
+}  // namespace
+
 // Rows of a chunk with a teacher. Of a split head every part computes its classes of both heads. Borrows
 // everything. Thread-compatible.
 class CpuHead::Distiller {
@@ -728,11 +805,19 @@ void CpuHead::Distiller::ForEachRow(int64_t first, int64_t rows,
 void CpuHead::Distiller::ComputeBlock(int64_t first, int64_t rows) const {
   ForEachRow(first, rows, [&](int64_t i) {
     float* const taught_logits = TeacherLogitsOf(i, first);
-    const Request request = RequestOf(i);
+    std::array<RankedClass, kMostTopClasses> ranked;
+    std::array<float, kMostGivenClasses> class_logits;
+    Request request = RequestOf(i);
+    request.with_target.top = ranked.data();
+    request.with_target.class_logits = class_logits.data();
     Summary own = Summarise(request, i, taught_logits);
     if (!request.with_target.absent) own.taught.sums = Sum(own.taught, i, taught_logits);
-    student_.buffers_.results[i] =
-        Finish(request, own.statistics, own.statistics, own.taught, i, taught_logits);
+    RowResult& row = student_.buffers_.results[i];
+    row = Finish(request, own.statistics, own.statistics, own.taught, i, taught_logits);
+    const RowSource& source = student_.buffers_.sources[i];
+    const Slice& slice = chunk_.slices[static_cast<size_t>(source.slice)];
+    StoreRanked(slice, source.row, row.lse, ranked);
+    StoreClasses(slice, source.row, row.lse, class_logits.data());
   });
 }
 
@@ -742,7 +827,9 @@ absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) 
   const int part = student_.part_;
   const auto count = static_cast<size_t>(rows);
   ForEachRow(first, rows, [&](int64_t i) {
-    const Summary own = Summarise(RequestOf(i), i, TeacherLogitsOf(i, first));
+    Request request = RequestOf(i);
+    request.with_target.top_k = request.with_target.class_count = 0;  // ClassMerger
+    const Summary own = Summarise(request, i, TeacherLogitsOf(i, first));
     buffers.statistics[i] = own.statistics;
     buffers.taught[i] = own.taught;
   });
@@ -884,73 +971,6 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
-namespace {
-
-// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
-// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
-// part alone, so the sum over the parts is that logit.
-class ClassMerger {
- public:
-  ClassMerger(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, ShardRows classes,
-              ThreadPool* pool)
-      : chunk_(chunk), order_(order), buffers_(buffers), classes_(classes), pool_(pool) {}
-
-  absl::Status MergeTop(int part, bool reports, int64_t k, int64_t entries, ClassExchange& exchange) const {
-    for (int64_t first = 0; first < order_.rows; first += entries / k) {
-      const int64_t rows = std::min(entries / k, order_.rows - first);
-      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
-                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
-        }
-      });
-      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
-                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
-                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
-                                                            LseOf(first + i), ranked);
-                                              }));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status MergeGiven(int part, int64_t count, int64_t entries, ClassExchange& exchange) const {
-    for (int64_t first = 0; first < order_.rows; first += entries / count) {
-      const RowRange rows = {0, std::min(entries / count, order_.rows - first)};
-      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
-      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
-      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
-      for (int64_t i = here.begin; i < here.end; ++i) {
-        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
-                     buffers_.class_logits + i * count);
-      }
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  const Slice& SliceOf(int64_t i) const {
-    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
-  }
-  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
-  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
-  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
-  void TakeGiven(int64_t i, float* logits) const {
-    const Slice& slice = SliceOf(i);
-    for (int32_t j = 0; j < slice.class_count; ++j) {
-      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
-      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
-    }
-  }
-
-  const Chunk& chunk_;
-  const RowOrder& order_;
-  const HeadBuffers& buffers_;
-  const ShardRows classes_;
-  ThreadPool* const pool_;
-};
-
-}  // namespace
-
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
@@ -994,14 +1014,9 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const auto all = static_cast<size_t>(order.rows);
   LOSSD_RETURN_IF_ERROR(
       exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
-  const ClassMerger merger(chunk, order, buffers_, classes_, pool_);
-  const int64_t entries = ClassEntries(chunk_rows_);
-  if (wanted.top_k > 0) {
-    LOSSD_RETURN_IF_ERROR(merger.MergeTop(part_, reports_, wanted.top_k, entries, *exchange_));
-  }
-  if (wanted.class_count > 0) {
-    LOSSD_RETURN_IF_ERROR(merger.MergeGiven(part_, wanted.class_count, entries, *exchange_));
-  }
+  LOSSD_RETURN_IF_ERROR(
+      ClassMerger(chunk, buffers_, classes_, pool_)
+          .Merge(wanted, {0, order.rows}, ClassEntries(chunk_rows_), part_, reports_, *exchange_));
   pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       buffers_.results[i] = row_loss.Finish(request_for(i), buffers_.statistics[i], buffers_.merged[i],

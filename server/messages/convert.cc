@@ -340,10 +340,6 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
                     open.want_row_logprob(), open.want_row_argmax()};
   LOSSD_TRY(const int32_t class_count, ToCount("open.class_count", open.class_count()));
   LOSSD_TRY(const int32_t top_k, ToCount("open.top_k", open.top_k()));
-  if (open.options().has_distillation() && (class_count > 0 || top_k > 0)) {
-    return FieldError(class_count > 0 ? "open.class_count" : "open.top_k", "be 0 with distillation",
-                      class_count > 0 ? class_count : top_k);
-  }
   spec.want_rows.class_count = class_count;
   spec.want_rows.top_k = top_k;
   spec.classes.assign(open.classes().begin(), open.classes().end());
