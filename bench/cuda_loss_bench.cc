@@ -4,14 +4,17 @@
 //
 //   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
-//                   [--thresholds=10,12] [--deferred] [--top_k=64]
+//                   [--thresholds=10,12] [--deferred] [--top_k=64] [--divergence=forward_kl]
 //
 // "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
 // the other (host copies both ways included, overlapped by the backend); the floor is the three bare
 // cuBLASLt products with 16-bit output. loss_times.h says what the errors are. --deferred also times the two
 // calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
 // and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
-// logits once more. --top_k also times microbatches that want so many top classes of each row.
+// logits once more. --top_k also times microbatches that want so many top classes of each row. With
+// --divergence the loss is the divergence from a teacher of the same shape, weight and hidden states, whose
+// logits have another scale: four products instead of three, beside the same floor, and no errors but the
+// predicted one.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -59,6 +62,8 @@ ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in
 ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
 ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
 ABSL_FLAG(int, top_k, 0, "also time microbatches that want so many top classes of each row, at most 128");
+ABSL_FLAG(std::string, divergence, "none",
+          "forward_kl, reverse_kl, jensen_shannon, total_variation: instead of the loss with targets");
 ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
 ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head has then");
 
@@ -138,11 +143,32 @@ std::vector<Way> Ways() {
   return ways;
 }
 
+// Of --divergence: the teacher's softmax is a little flatter.
+kernels::Distillation DistillationOfFlags() {
+  using kernels::Divergence;
+  return {.divergence = FromName({Divergence::kNone, Divergence::kForwardKl, Divergence::kReverseKl,
+                                  Divergence::kJensenShannon, Divergence::kTotalVariation},
+                                 "divergence", absl::GetFlag(FLAGS_divergence)),
+          .teacher_logit_scale = 0.8f};
+}
+
+// A frozen head with the weight of the data; null without --divergence.
+std::unique_ptr<kernels::HeadKernels> MakeTeacher(kernels::Backend& backend, kernels::HeadConfig config,
+                                                  const DataShape& shape, const LossData& data) {
+  if (!DistillationOfFlags().used()) return nullptr;
+  config.trainable = false;
+  config.optimizer_state = kernels::OptimizerState::kNone;
+  auto teacher = Take(backend.CreateHead(config), "CreateHead");
+  WriteWeight(*teacher, shape, data);
+  return teacher;
+}
+
 Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const kernels::LossOptions options = {
       .gradients = way.gradients,
       .sample_threshold = std::ldexp(1.0f, -way.threshold),
-      .max_gradient_error = static_cast<float>(absl::GetFlag(FLAGS_max_gradient_error))};
+      .max_gradient_error = static_cast<float>(absl::GetFlag(FLAGS_max_gradient_error)),
+      .distillation = DistillationOfFlags()};
   auto backend = Take(CreateGpus(absl::GetFlag(FLAGS_devices),
                                  {.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
                                   .autotune = absl::GetFlag(FLAGS_autotune),
@@ -165,7 +191,9 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t taken = free_before - FreeBytes();
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
+  const auto teacher = MakeTeacher(*backend, config, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, Call::kLossAndGradients);
+  full.set_teacher(teacher.get());
   if (kernels::MaySample(way.gradients)) {  // the first chunks know no hot classes
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");
@@ -185,7 +213,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       {"choices", ToJson(head->Describe())}};
   result["predicted_error"] = full.predicted_error();
   result["sample_threshold"] = full.sample_threshold();
-  if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16) {
+  const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16 && teacher == nullptr;
+  if (errors) {
     const int seeds = way.gradients == kernels::Gradients::kSampled ? absl::GetFlag(FLAGS_seeds) : 0;
     result["errors"] = MeasureErrors(*head, full, shape, data, nullptr, seeds);
   }
@@ -197,6 +226,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   result["exchanges"] = exchanges.PerOne(iterations + 1);
   result["loss_and_gradients_one_at_a_time"] = ToJson(Summarise(full.Run(iterations + 1, 1)));
   Microbatch forward(*backend, *head, shape, data, ComputeType(), options, Call::kLoss);
+  forward.set_teacher(teacher.get());
   forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
   if (const int top_k = absl::GetFlag(FLAGS_top_k); top_k > 0) {
@@ -208,8 +238,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       batch->set_top_k(0);
     }
   }
-  if (absl::GetFlag(FLAGS_deferred)) {
-    const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16;
+  if (absl::GetFlag(FLAGS_deferred) && teacher == nullptr) {
     Json deferred = TimeDeferred(*backend, *head, shape, data, ComputeType(), options, iterations, errors);
     deferred["backward_ratio"] = deferred["backward"]["median_ms"].get<double>() /
                                  result["loss_and_gradients"]["median_ms"].get<double>();

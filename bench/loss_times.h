@@ -121,6 +121,10 @@ class Microbatch {
     top_classes_.resize(static_cast<size_t>(shape_.rows * top_k));
   }
 
+  // The head that the rows are compared with, as options.distillation says. It has the shape of the head, and
+  // its hidden states of the rows are the head's own; it outlives the object.
+  void set_teacher(kernels::HeadKernels* teacher) { teacher_ = teacher; }
+
   void WarmUp(int in_flight) {
     const Clock::time_point begin = Clock::now();
     while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
@@ -171,6 +175,7 @@ class Microbatch {
       kernels::Slice slice;
       slice.rows = std::min(most, end - first);
       slice.hidden = hidden_->bytes().data() + first * shape_.hidden * element_;
+      if (teacher_ != nullptr) slice.teacher_hidden = slice.hidden;
       slice.targets = data_.targets.data() + first;
       slice.grad_scale = 1.0f / static_cast<float>(shape_.rows);
       slice.sample_seed = sample_seed_;
@@ -185,6 +190,7 @@ class Microbatch {
       work->slices.push_back(slice);
     }
     work->chunk.options = options_;
+    work->chunk.teacher = teacher_;
     work->chunk.hidden_dtype = dtype_;
     work->chunk.accumulate_gradients = gradients;
     work->chunk.slices = absl::MakeSpan(work->slices);
@@ -224,6 +230,7 @@ class Microbatch {
   const Deferral* const deferral_;
   const int64_t element_ = static_cast<int64_t>(kernels::SizeOf(dtype_));
   std::vector<float> lse_, loss_, entropy_;
+  kernels::HeadKernels* teacher_ = nullptr;
   int32_t top_k_ = 0;
   std::vector<float> top_logprobs_;   // [rows, top_k_]
   std::vector<int32_t> top_classes_;  // [rows, top_k_]

@@ -835,6 +835,9 @@ absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) 
   });
   LOSSD_RETURN_IF_ERROR(
       exchange.MergeStatistics(part, {buffers.statistics + first, count}, {buffers.merged + first, count}));
+  LOSSD_RETURN_IF_ERROR(ClassMerger(chunk_, buffers, student_.classes_, student_.pool_)
+                            .Merge(WantedOf(chunk_), {first, first + rows},
+                                   ClassEntries(student_.chunk_rows_), part, student_.reports_, exchange));
   LOSSD_RETURN_IF_ERROR(exchange.MergeTaught(
       part, {buffers.taught + first, count}, [&](int64_t row, absl::Span<const TaughtRow* const> of_part) {
         buffers.merged_taught[first + row] = MergeSoftened(of_part, distillation_.temperature);

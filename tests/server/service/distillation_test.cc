@@ -406,8 +406,10 @@ TEST(VocabularyDistillationTest, TheTeacherIsDividedAsTheStudentIs) {
   // As the student again.
   v1::SetSharesRequest request;
   request.set_head(kTeacherName);
+  request.set_change_id("as the student");
   for (const uint32_t share : {3u, 0u, 2u}) request.add_shares(share);
-  ASSERT_TRUE(client->SetShares(request).ok());
+  const absl::Status changed = client->SetShares(request);
+  ASSERT_TRUE(changed.ok()) << changed;
   const LossAnswers taken = Stream(*client, OpenFor("student", problem, data, id), problem, data, 0, 40, rng);
   EXPECT_TRUE(taken.status.ok()) << taken.status;
 }
