@@ -134,6 +134,10 @@ struct LossSums {
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
   ObjectiveSums objective;
+  // Of rows with a teacher, row weights applied: their divergences, and their losses with the targets, each
+  // before its weight in Distillation. A loss with targets of weight 0 counts as 0.
+  double divergence = 0.0;
+  double target_loss = 0.0;
 
   LossSums& operator+=(const LossSums& more) {
     loss += more.loss;
@@ -145,6 +149,8 @@ struct LossSums {
     valid_rows += more.valid_rows;
     correct_rows += more.correct_rows;
     objective += more.objective;
+    divergence += more.divergence;
+    target_loss += more.target_loss;
     return *this;
   }
   // The predicted relative error of sampled gradients; 0 if nothing was sampled.

@@ -63,8 +63,9 @@ absl::Status Validate(const LossOptions& options) {
     return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
   LOSSD_RETURN_IF_ERROR(Validate(options.distillation));
-  if (options.distillation.used() && options.gradients != Gradients::kExact) {
-    return errors::FieldError("gradients", "be exact with distillation", Name(options.gradients));
+  if (options.distillation.used() && options.gradients == Gradients::kFiltered) {
+    return errors::FieldError("gradients", "be exact, sampled or auto with distillation",
+                              Name(options.gradients));
   }
   if (options.distillation.used() && options.objective.active()) {
     return errors::FieldError("objective", "be absent with distillation", Name(options.objective.kind));

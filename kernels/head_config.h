@@ -85,7 +85,7 @@ struct LossOptions {
   // In the place of the cross-entropy, the first two terms above. Then label_smoothing is 0 and
   // use_class_weights false.
   Objective objective;
-  Distillation distillation;  // of rows that have a teacher; their gradients are kExact
+  Distillation distillation;  // of rows that have a teacher; their gradients are not kFiltered
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };

@@ -110,10 +110,6 @@ absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) 
     if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
       return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
     }
-    if (slice.class_count > 0 || slice.top_k > 0) {
-      return errors::FieldError(Of(i, slice.class_count > 0 ? "class_count" : "top_k"), "be 0 with a teacher",
-                                slice.class_count > 0 ? slice.class_count : slice.top_k);
-    }
     if (slice.retained_offset != -1) {
       return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);
     }
@@ -218,6 +214,22 @@ absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& opti
   LOSSD_RETURN_IF_ERROR(Validate(options));
   if (update < 1) return errors::FieldError("update", "be >= 1", update);
   return CheckTrainedBy(config, options);
+}
+
+absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teacher, bool same_device) {
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(student.config, teacher.config, kField));
+  if (!same_device) return errors::FieldError(kField, "be a head of the same device", "another one");
+  const auto range = [](const ShardRows& rows) {
+    return absl::StrCat("[", rows.first, ", ", rows.end(), ")");
+  };
+  if (student.classes.first == teacher.classes.first && student.classes.rows == teacher.classes.rows) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError(kField,
+                            absl::StrCat("have the same classes on each device as the student, ",
+                                         range(student.classes), " (HeadSpec.split, SetShares)"),
+                            range(teacher.classes), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace lossd::kernels

@@ -283,6 +283,10 @@ struct LossResult {
   // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.
   double gradient_error() const;
   v1::ObjectiveSums objective;  // of ComputeOptions::loss.objective; all 0 without one
+  // With ComputeOptions::loss.distillation, row weights applied: loss_sum is weight * divergence_sum +
+  // target_weight * target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
+  double divergence_sum = 0;
+  double target_loss_sum = 0;
 
   uint64_t valid_rows = 0;
   uint64_t correct_rows = 0;      // largest logit is the target's

@@ -1145,6 +1145,8 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.sampling_variance += summary.sampling_variance();
   total_.squared_gradient += summary.squared_gradient();
   AddTo(total_.objective, summary.objective());
+  total_.divergence_sum += summary.divergence_sum();
+  total_.target_loss_sum += summary.target_loss_sum();
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
   total_.accumulated_rows += summary.accumulated_rows();

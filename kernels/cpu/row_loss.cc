@@ -161,6 +161,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
+  row.gradient_factor =
+      std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
   row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                (!request.counts_target || FiniteInFloat(nll)) &&
@@ -294,18 +296,15 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
   const LossOptions& options = context_.options;
   const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
   WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
-  const double kappa = std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
-  const double scale = double{options.logit_scale};
-  const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
-  const auto [before, after] = OthersOf(request, own);
-  RowSampler sampler(request.sample, threshold);
-  sampler.Sample(logits, before);
-  sampler.Sample(logits + context_.classes - after, after);
-  const double target_square = own.has_target ? target_gradient * target_gradient : 0.0;
-  row.gradient.sampling_variance = sampler.variance() / (scale * scale);
-  row.gradient.squared_gradient = (sampler.square() + target_square) / (scale * scale);
+  if (own.has_target) {
+    logits[request.target - context_.first_class] = static_cast<float>(target_gradient);
+  }
+  row.gradient =
+      SampleGradient(options, row.gradient_factor, request.sample,
+                     own.has_target ? request.target - context_.first_class : -1, context_.classes, logits);
   if (!uniform_after) return;
-  loops_.gradient_from_exp(logits, class_weights(), 1.0f, static_cast<float>(scale * sums.smoothing),
+  loops_.gradient_from_exp(logits, class_weights(), 1.0f,
+                           static_cast<float>(double{options.logit_scale} * sums.smoothing),
                            context_.classes);
 }
 
@@ -316,6 +315,18 @@ bool RowLoss::KeepsLogits(const RowRequest& request) const {
 
 double RowLoss::ClassWeight(int32_t target) const {
   return context_.class_weights == nullptr ? 1.0 : double{context_.class_weights[target]};
+}
+
+GradientSums SampleGradient(const LossOptions& options, double kappa, float omega, int64_t target, int64_t n,
+                            float* gradient) {
+  const double scale = double{options.logit_scale};
+  const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
+  RowSampler sampler(omega, threshold);
+  sampler.Sample(gradient, target < 0 ? n : target);
+  if (target >= 0) sampler.Sample(gradient + target + 1, n - target - 1);
+  const double of_target = target < 0 ? 0.0 : double{gradient[target]};
+  return {.sampling_variance = sampler.variance() / (scale * scale),
+          .squared_gradient = (sampler.square() + of_target * of_target) / (scale * scale)};
 }
 
 void RowSampler::Sample(float* gradient, int64_t n) {
@@ -338,6 +349,14 @@ absl::Status SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> 
 absl::Status SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own,
                                           absl::Span<RowResult> results) {
   for (size_t row = 0; row < results.size(); ++row) results[row].gradient = own[row];
+  return absl::OkStatus();
+}
+
+absl::Status SoleExchange::MergeTaught(int, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  for (size_t row = 0; row < own.size(); ++row) {
+    const TaughtRow* const of_part[] = {&own[row]};
+    merge(static_cast<int64_t>(row), of_part);
+  }
   return absl::OkStatus();
 }
 
@@ -365,6 +384,7 @@ ThreadExchange::ThreadExchange(int parts)
     : barrier_(parts),
       statistics_(static_cast<size_t>(parts)),
       gradients_(static_cast<size_t>(parts)),
+      taught_(static_cast<size_t>(parts)),
       floats_(static_cast<size_t>(parts)),
       ranked_(static_cast<size_t>(parts)) {}
 
@@ -389,6 +409,18 @@ absl::Status ThreadExchange::MergeGradients(int part, absl::Span<const GradientS
   for (size_t row = 0; row < results.size(); ++row) {
     for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &gradients_[i][row];
     results[row].gradient = Add(of_row);
+  }
+  barrier_.arrive_and_wait();
+  return absl::OkStatus();
+}
+
+absl::Status ThreadExchange::MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  taught_[static_cast<size_t>(part)] = own;
+  barrier_.arrive_and_wait();
+  std::vector<const TaughtRow*> of_row(taught_.size());
+  for (size_t row = 0; row < own.size(); ++row) {
+    for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &taught_[i][row];
+    merge(static_cast<int64_t>(row), of_row);
   }
   barrier_.arrive_and_wait();
   return absl::OkStatus();
@@ -499,6 +531,17 @@ absl::Status RankExchange::MergeGradients(int part, absl::Span<const GradientSum
                                   results[static_cast<size_t>(first + row)].gradient = Add(of_row);
                                 }
                               });
+}
+
+absl::Status RankExchange::MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  std::vector<const TaughtRow*> of_row(static_cast<size_t>(ranks()));
+  return ForAll<TaughtRow>(ExchangeKind::kRowStatistics, part, own.data(), static_cast<int64_t>(own.size()),
+                           [&](int64_t first, int64_t n, absl::Span<const TaughtRow* const> of_rank) {
+                             for (int64_t row = 0; row < n; ++row) {
+                               for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = of_rank[i] + row;
+                               merge(first + row, of_row);
+                             }
+                           });
 }
 
 // Each rank sends the others their rows, and adds up what comes for its own, in pieces of a room's size.

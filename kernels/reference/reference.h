@@ -187,7 +187,8 @@ struct RowDivergence {
   double value = 0.0;
   std::vector<double> gradient;
   std::vector<double> magnitude;
-  double slope = 0.0;  // Result::divergence_slope
+  double slope = 0.0;          // Result::divergence_slope
+  double max_abs_logit = 0.0;  // Result::max_abs_logit
 };
 RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax& student,
                                 const Softmax& teacher);
@@ -233,6 +234,10 @@ struct Upstream {
   double lse;
   double entropy;  // the objective's bonus included
   ObjectiveRow objective;
+  // Of a row with a teacher, whose `loss` then has the factor target_weight: the divergence, and `loss` with
+  // the factor `weight` of the divergence instead.
+  RowDivergence divergence = {};
+  double by_divergence = 0.0;
 };
 Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
                     size_t n);

@@ -98,8 +98,6 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   LOSSD_TRY(result.objective, ToObjective(options.objective()));
   if (options.has_distillation()) {
     LOSSD_TRY(result.distillation, ToDistillation(options.distillation()));
-    // Gradients with a teacher are exact, which GRADIENTS_AUTO leaves to the server.
-    if (result.gradients == kernels::Gradients::kAuto) result.gradients = kernels::Gradients::kExact;
   }
   if (absl::Status status = kernels::Validate(result); !status.ok()) {
     return errors::Within("open.options.", std::move(status));
@@ -342,10 +340,6 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
                     open.want_row_logprob(), open.want_row_argmax()};
   LOSSD_TRY(const int32_t class_count, ToCount("open.class_count", open.class_count()));
   LOSSD_TRY(const int32_t top_k, ToCount("open.top_k", open.top_k()));
-  if (open.options().has_distillation() && (class_count > 0 || top_k > 0)) {
-    return FieldError(class_count > 0 ? "open.class_count" : "open.top_k", "be 0 with distillation",
-                      class_count > 0 ? class_count : top_k);
-  }
   spec.want_rows.class_count = class_count;
   spec.want_rows.top_k = top_k;
   spec.classes.assign(open.classes().begin(), open.classes().end());
@@ -540,6 +534,8 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   message.set_dropped_mass(summary.sums.dropped_mass);
   message.set_sampling_variance(summary.sums.sampling_variance);
   message.set_squared_gradient(summary.sums.squared_gradient);
+  message.set_divergence_sum(summary.sums.divergence);
+  message.set_target_loss_sum(summary.sums.target_loss);
   if (summary.sums.objective.rows > 0) {
     const kernels::ObjectiveSums& sums = summary.sums.objective;
     v1::ObjectiveSums& objective = *message.mutable_objective();

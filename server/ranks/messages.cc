@@ -300,6 +300,8 @@ v1::SliceSums ToProto(const kernels::LossSums& sums) {
   out.set_ratio(sums.objective.ratio);
   out.set_old_kl(sums.objective.old_kl);
   out.set_ref_kl(sums.objective.ref_kl);
+  out.set_divergence(sums.divergence);
+  out.set_target_loss(sums.target_loss);
   return out;
 }
 
@@ -313,7 +315,9 @@ kernels::LossSums FromProto(const v1::SliceSums& sums) {
       .squared_gradient = sums.squared_gradient(),
       .valid_rows = sums.valid_rows(),
       .correct_rows = sums.correct_rows(),
-      .objective = {sums.objective_rows(), sums.clipped_rows(), sums.ratio(), sums.old_kl(), sums.ref_kl()}};
+      .objective = {sums.objective_rows(), sums.clipped_rows(), sums.ratio(), sums.old_kl(), sums.ref_kl()},
+      .divergence = sums.divergence(),
+      .target_loss = sums.target_loss()};
 }
 
 v1::FileLine ToProto(const head::ManifestShard& shard) {

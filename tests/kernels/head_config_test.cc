@@ -163,8 +163,8 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
                 "distillation.teacher_logit_scale must be finite and not 0, got 0");
   ExpectRefused({.distillation = {.divergence = kForward, .teacher_softcap = -4.0f}},
                 "distillation.teacher_softcap must be 0 (none), or finite and >= 1.1754944e-38, got -4");
-  ExpectRefused({.gradients = Gradients::kAuto, .distillation = {.divergence = kForward}},
-                "gradients must be exact with distillation, got auto");
+  ExpectRefused({.gradients = Gradients::kFiltered, .distillation = {.divergence = kForward}},
+                "gradients must be exact, sampled or auto with distillation, got filtered");
   EXPECT_TRUE(Validate(LossOptions{.distillation = {.beta = 7.0f}}).ok()) << "without a divergence";
 }
 

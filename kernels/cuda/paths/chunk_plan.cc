@@ -72,7 +72,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   plan.filters_elements = limits.split && plan.filtered();
   const bool apart = plan.gradients == Gradients::kSampled ||
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
-  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f;
+  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f && !chunk.distilled;
   plan.why_not_fused = WhyChunkIsNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
@@ -185,9 +185,20 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-void AddToSums(const Objective& objective, Slice& slice, int64_t row, int64_t compact,
+// Of a row with a teacher.
+void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
+                   double loss) {
+  const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
+  slice.sums.divergence += weighted;
+  if (distillation.target_weight == 0.0f) return;
+  slice.sums.target_loss += (loss - static_cast<double>(distillation.weight) * weighted) /
+                            static_cast<double>(distillation.target_weight);
+}
+
+void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t compact,
                const ChunkLayout& layout, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
   LossSums& sums = slice.sums;
+  const Objective& objective = options.objective;
   if (objective.active() && !IsAbsent(slice, row)) {
     sums.objective.Add(EvaluateObjective(objective, -static_cast<double>(outputs.target_logprob[compact]),
                                          NumbersOf(slice, row)));
@@ -200,6 +211,10 @@ void AddToSums(const Objective& objective, Slice& slice, int64_t row, int64_t co
     sums.squared_gradient += unit * unit * static_cast<double>(outputs.square[compact]);
   }
   sums.loss += static_cast<double>(outputs.loss[compact]);
+  if (options.distillation.used() && !IsAbsent(slice, row)) {
+    AddDivergence(options.distillation, slice, row, static_cast<double>(outputs.divergence[compact]),
+                  static_cast<double>(outputs.loss[compact]));
+  }
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
   if (slice.out.entropy != nullptr && std::isfinite(outputs.entropy[compact])) {
     sums.entropy += static_cast<double>(outputs.entropy[compact]);
@@ -251,6 +266,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.dropped_mass = carver.Take<float>(capacity);
   block.variance = carver.Take<float>(capacity);
   block.square = carver.Take<float>(capacity);
+  block.divergence = carver.Take<float>(capacity);
   block.sample_threshold = carver.Take<float>(1);
   block.first_bad = carver.Take<int32_t>(capacity);
   block.lost = carver.Take<int32_t>(1);
@@ -390,7 +406,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       UnpackClasses(slice, r, compact, layout, outputs, classes);
-      if (compact >= 0) AddToSums(chunk.options.objective, slice, r, compact, layout, inputs, outputs);
+      if (compact >= 0) AddToSums(chunk.options, slice, r, compact, layout, inputs, outputs);
     }
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
       const int64_t compact = outputs.first_bad[place.device_index];

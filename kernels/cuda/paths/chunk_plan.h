@@ -111,6 +111,7 @@ struct RowOutputBlock {
   float* dropped_mass = nullptr;      // only of a chunk that may be filtered
   float* variance = nullptr;          // over unit squared; only of a chunk that may be sampled
   float* square = nullptr;            // over unit squared; only of a chunk that may be sampled
+  float* divergence = nullptr;        // before its weight; only of a chunk with a teacher
   float* sample_threshold = nullptr;  // [1]
   int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
   int32_t* lost = nullptr;       // [1]: not 0 if the chunk has left something in the accumulators that fails

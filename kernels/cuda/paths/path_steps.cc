@@ -38,6 +38,20 @@ absl::Status RowMerger::Merge(const LossTerms& terms, const RowInputs& in, Runni
   return ToStatus(LaunchMergeRows(terms, in, rows_.all, context_.sizes.parts, rows, stream), "merge kernel");
 }
 
+absl::Status RowMerger::Merge(const DivergenceParams& p,
+                              cudaError_t (*launch)(const MergeTaughtParams& params,
+                                                    cudaStream_t stream)) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(
+      p.rows.records, rows_.all, p.in.rows * static_cast<int64_t>(sizeof(TaughtRecord))));
+  const MergeTaughtParams merge = {.distillation = p.distillation,
+                                   .all = reinterpret_cast<const TaughtRecord*>(rows_.all),
+                                   .parts = context_.sizes.parts,
+                                   .rows = p.in.rows,
+                                   .records = p.rows.records};
+  return ToStatus(launch(merge, context_.device->compute()), "merge kernel");
+}
+
 GradientMerger::GradientMerger(const PathContext& context)
     : context_(context), rows_(SplitRows::Carve(context.sizes, context.memory[Region::kSplitRows])) {}
 

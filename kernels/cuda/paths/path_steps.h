@@ -22,6 +22,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/distill_rows.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
 #include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/sampled.h"
@@ -44,6 +45,9 @@ class RowMerger {
   // Sums of rows become those over the classes of all parts.
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows) const;
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const;
+  // Records of rows with a teacher become those of all parts, as `launch` adds them up.
+  absl::Status Merge(const DivergenceParams& p,
+                     cudaError_t (*launch)(const MergeTaughtParams& params, cudaStream_t stream)) const;
   // Where merged sums of fused rows are relative to something else than what is stored.
   void UseIn(hopper::FusedRows& rows) const;
 

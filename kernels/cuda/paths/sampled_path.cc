@@ -89,6 +89,7 @@ SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
           .in = job.in,
           .lse = job.out.lse,
           .target_logprob = job.out.target_logprob,
+          .kappas = job.teacher != nullptr ? job.teacher->rows.factors : nullptr,
           .omega = job.omega,
           .with_gradient = job.with_gradient,
           .threshold = ThresholdOf(job),

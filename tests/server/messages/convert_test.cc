@@ -143,6 +143,14 @@ TEST(ConvertTest, SumsOfObjectivesAreThereIfThereAreRows) {
               sums.ref_kl() == 0.5);
 }
 
+TEST(ConvertTest, SumsOfDistillation) {
+  engine::StreamSummary summary;
+  summary.sums.divergence = 3.5;
+  summary.sums.target_loss = 0.25;
+  EXPECT_EQ(ToProto(summary).divergence_sum(), 3.5);
+  EXPECT_EQ(ToProto(summary).target_loss_sum(), 0.25);
+}
+
 TEST(ConvertTest, AbsentFieldsHaveTheirDefaults) {
   v1::OpenMicrobatch open;
   open.set_hidden_dtype(v1::DTYPE_BF16);

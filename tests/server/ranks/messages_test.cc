@@ -129,10 +129,13 @@ TEST(RankMessagesTest, SumsOfSlices) {
                                   .squared_gradient = 6,
                                   .valid_rows = 7,
                                   .correct_rows = 8,
-                                  .objective = {9, 10, 11, 12, 13}};
+                                  .objective = {9, 10, 11, 12, 13},
+                                  .divergence = 14,
+                                  .target_loss = 15};
   const kernels::LossSums back = FromProto(ToProto(sums));
-  const auto& [a, b, c, d, e, f, g, h, i] = back;
+  const auto& [a, b, c, d, e, f, g, h, i, j, k] = back;
   EXPECT_TRUE(a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8);
+  EXPECT_TRUE(j == 14 && k == 15);
   const auto& [rows, clipped, ratio, old_kl, ref_kl] = i;
   EXPECT_TRUE(rows == 9 && clipped == 10 && ratio == 11 && old_kl == 12 && ref_kl == 13);
 }

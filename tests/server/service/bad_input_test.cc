@@ -618,12 +618,6 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
         },
         "open.classes[0]", "30"},
        {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
-       {[](Open& o) {
-          o.mutable_options()->mutable_distillation()->set_teacher("teacher");
-          o.mutable_options()->mutable_distillation()->set_divergence(v1::DIVERGENCE_FORWARD_KL);
-          o.set_top_k(2);
-        },
-        "open.top_k", "2"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
         absl::StatusCode::kUnavailable},

@@ -87,6 +87,9 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   spec.set_norm_epsilon(problem.config.norm_epsilon);
   spec.set_compute_dtype(v1::DTYPE_FP32);
   spec.set_frozen(!problem.config.trainable);
+  if (problem.config.split == kernels::Split::kVocabulary) spec.set_split(v1::SPLIT_VOCABULARY);
+  for (const int32_t share : problem.config.shares) spec.add_shares(static_cast<uint32_t>(share));
+  spec.set_gradients(WireGradients(problem.config.gradients));
   const auto created = client.CreateHead(request);
   ASSERT_TRUE(created.ok()) << created.status();
   for (const Param param : kernels::kAllParams) {
@@ -245,6 +248,8 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
     out.sums.dropped_mass += call.summary->dropped_mass();
     out.sums.sampling_variance += call.summary->sampling_variance();
     out.sums.squared_gradient += call.summary->squared_gradient();
+    out.sums.divergence += call.summary->divergence_sum();
+    out.sums.target_loss += call.summary->target_loss_sum();
     out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
     out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
     const v1::ObjectiveSums& objective = call.summary->objective();

@@ -153,7 +153,7 @@ class Distillation:
     """Rows are compared with the softmax of a teacher, another head of the server; "Distillation" in docs/math.md.
 
     The loss of a row is weight * divergence + target_weight * (the loss with its target, as LossOptions say). Gradients
-    are those of the head that is trained, and exact.
+    are those of the head that is trained: exact, or sampled (LossOptions.gradients).
 
     InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number or word.
     """
@@ -223,14 +223,14 @@ class LossOptions:
     max_gradient_error: float | None = None
     # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
     objective: Objective | None = None
-    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "exact" and "auto" go with
+    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "filtered" do not go with
 
     def __post_init__(self) -> None:
         for option in fields(self):
             _check_type(option.name, getattr(self, option.name), option.default)
-        if self.distillation is not None and self.gradients in ("filtered", "sampled"):
+        if self.distillation is not None and self.gradients == "filtered":
             raise errors.InvalidArgument(
-                f"gradients is {self.gradients!r}; it must be 'exact', 'auto' or None with distillation")
+                f"gradients is {self.gradients!r}; it must be 'exact', 'sampled', 'auto' or None with distillation")
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
@@ -364,6 +364,10 @@ class LossResult(Shown):
     sampling_variance: float = field(default=0.0, repr=False)
     squared_gradient: float = field(default=0.0, repr=False)
     objective: ObjectiveSums = field(default_factory=ObjectiveSums, repr=False)  # of LossOptions.objective; 0 without one
+    # With LossOptions.distillation, row weights applied: loss_sum is weight * divergence_sum + target_weight *
+    # target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
+    divergence_sum: float = field(default=0.0, repr=False)
+    target_loss_sum: float = field(default=0.0, repr=False)
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -412,6 +416,8 @@ class LossResult(Shown):
         self.squared_gradient += summary.squared_gradient
         for sums in fields(ObjectiveSums):
             setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
+        self.divergence_sum += summary.divergence_sum
+        self.target_loss_sum += summary.target_loss_sum
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows

@@ -161,6 +161,16 @@ TEST(ChunkPlan, RowsWithATeacherAreNotFused) {
   EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("teacher"));
 }
 
+TEST(ChunkPlan, OfRowsWithATeacherAllOfTheGradientIsSampled) {
+  Case c;
+  c.options.gradients = Gradients::kSampled;
+  c.options.label_smoothing = 0.1f;
+  EXPECT_TRUE(c.Plan().uniform_apart);
+  c.chunk.distilled = true;
+  EXPECT_TRUE(c.Plan().sampled());
+  EXPECT_FALSE(c.Plan().uniform_apart);
+}
+
 TEST(ChunkPlan, GradientsOfEntropiesAreFused) {
   Case c;
   c.chunk.terms.any_coef_entropy = true;
@@ -488,6 +498,33 @@ TEST(ChunkLayout, ObjectivesBringNumbersAndSums) {
   EXPECT_NEAR(sums.ratio, std::exp(0.5) + std::exp(1.5), 1e-9);
   EXPECT_NEAR(sums.old_kl, std::exp(0.5) - 1.5 + std::exp(1.5) - 2.5, 1e-9);
   EXPECT_NEAR(sums.ref_kl, 2.5 + 1.5, 1e-9);
+}
+
+TEST(ChunkLayout, DivergencesAreAddedUp) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {0, kIgnoredTarget, 0, 1};
+  const std::vector<float> weights = {2.0f, 1.0f, 0.0f, 1.0f};
+  Slice slice;
+  slice.rows = 4;
+  slice.targets = targets.data();
+  slice.row_weights = weights.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  chunk.options.distillation = {.divergence = Divergence::kForwardKl, .weight = 0.5f, .target_weight = 0.25f};
+  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  const float divergence[] = {3.0f, NAN, 4.0f}, with_targets[] = {8.0f, 0.0f, 16.0f};
+  for (int r = 0; r < 3; ++r) {
+    const float weight = r == 0 ? 2.0f : r == 1 ? 0.0f : 1.0f;
+    blocks.outputs.divergence[r] = divergence[r];
+    blocks.outputs.loss[r] = weight * 0.5f * (r == 1 ? 0.0f : divergence[r]) + 0.25f * with_targets[r];
+    blocks.outputs.z_loss[r] = blocks.outputs.lse[r] = blocks.outputs.target_logprob[r] = 0.0f;
+    blocks.outputs.argmax[r] = 0;
+  }
+  blocks.outputs.first_bad[0] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  EXPECT_EQ(slice.sums.divergence, 2.0 * 3.0 + 4.0);
+  EXPECT_EQ(slice.sums.target_loss, 8.0 + 16.0);
+  EXPECT_EQ(slice.sums.loss, 0.5 * 10.0 + 0.25 * 24.0);
 }
 
 TEST(ChunkLayout, ResultsComeBackInRawOrder) {
