@@ -483,6 +483,22 @@ void SplitRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kSplitRows, bytes);
 }
 
+SoftRows SoftRows::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
+  Carver carver(base);
+  SoftRows rows;
+  rows.logits = carver.Take<float>(sizes.chunk_rows * kMostSoftTargets);
+  rows.named = carver.Take<NamedRow>(sizes.chunk_rows);
+  rows.target_dots = carver.Take<float>(sizes.chunk_rows);
+  if (bytes != nullptr) *bytes = carver.used();
+  return rows;
+}
+
+void SoftRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
+  int64_t bytes = 0;
+  Carve(sizes, nullptr, &bytes);
+  claims.Claim(Region::kSoftRows, bytes);
+}
+
 TopScratch TopScratch::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
   Carver carver(base);
   TopScratch scratch;
@@ -518,10 +534,8 @@ void ClaimStaging(const HeadConfig& config, const HeadSizes& sizes, PathClaims& 
 void ClaimStored(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   ClaimGradients(config, sizes, claims);
   ClaimStaging(config, sizes, claims);
-  if (sizes.is_split()) {
-    claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
-    claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
-  }
+  claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
+  claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
   if (config.compute_dtype != DType::kFloat32 || sizes.is_split()) {
     claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
   }
@@ -606,6 +620,7 @@ PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
   }
   SplitRows::Claim(sizes, claims);
   TopScratch::Claim(sizes, claims);
+  SoftRows::Claim(sizes, claims);
   return claims;
 }
 

@@ -344,6 +344,16 @@ struct TopScratch {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
+// What is known of the soft targets of the rows of a chunk, from its statistics until its gradients are there.
+struct SoftRows {
+  float* logits = nullptr;       // [chunk_rows, kMostSoftTargets]: SoftRowInputs::logits
+  NamedRow* named = nullptr;     // [chunk_rows]
+  float* target_dots = nullptr;  // [chunk_rows], where no path claims Region::kTargetDots
+
+  static SoftRows Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
+  static void Claim(const HeadSizes& sizes, PathClaims& claims);
+};
+
 // Bytes of the top classes of `rows` rows while their logits come a block of classes at a time.
 constexpr int64_t RunningTopBytes(int64_t rows) {
   return rows * kMostTopClasses * static_cast<int64_t>(sizeof(float) + sizeof(int32_t));

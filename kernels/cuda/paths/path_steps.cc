@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/soft_rows.h"
 #include "kernels/cuda/kernels/split_rows.h"
 #include "kernels/cuda/paths/path_memory.h"
 
@@ -85,6 +86,7 @@ absl::Status GradientMerger::MergeErrors(const ChunkJob& job) const {
 }
 
 absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
   LOSSD_RETURN_IF_ERROR(GatherSums(job.rows()));
   return ToStatus(LaunchAddParts(rows_.all_sums, context_.sizes.parts, job.rows(), job.dropped_mass,
                                  context_.device->compute()),
@@ -92,10 +94,13 @@ absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
 }
 
 absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCounters* counters) const {
-  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
-                                                        static_cast<int64_t>(sizeof(counters->highest))));
-  const DecideListedParams p = {.levels = rows_.levels,
-                                .parts = context_.sizes.parts,
+  const bool split = context_.sizes.is_split();
+  if (split) {
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
+                                                          static_cast<int64_t>(sizeof(counters->highest))));
+  }
+  const DecideListedParams p = {.levels = split ? rows_.levels : &counters->highest,
+                                .parts = split ? context_.sizes.parts : 1,
                                 .decision = job.decision,
                                 .dropped_mass = job.dropped_mass,
                                 .rows = job.rows()};
@@ -147,6 +152,33 @@ absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const Sel
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchMergeTop(merge, stream), "merge kernel");
   }
   return absl::OkStatus();
+}
+
+absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const {
+  if (!job.terms.soft) return absl::OkStatus();
+  float* const own_dots = SoftRows::Carve(context_.sizes, context_.memory[Region::kSoftRows]).target_dots;
+  const bool needs_dots = context_.memory[Region::kTargetDots] == nullptr;
+  return ToStatus(LaunchTakeTargets(block, job.terms, rows.in, context_.config.compute_dtype,
+                                    needs_dots ? own_dots + rows.begin : nullptr, context_.device->compute()),
+                  "soft target kernel");
+}
+
+absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
+  if (!job.terms.soft || rows.in.rows == 0) return absl::OkStatus();
+  if (context_.sizes.is_split()) {
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Sum(ExchangeKind::kRowStatistics, rows.in.soft.logits,
+                                                       rows.in.rows * rows.in.soft.count));
+  }
+  NamedRow* const named = SoftRows::Carve(context_.sizes, context_.memory[Region::kSoftRows]).named;
+  return ToStatus(LaunchNameRows(job.terms, rows.in, named + rows.begin, context_.device->compute()),
+                  "soft target kernel");
+}
+
+absl::Status SoftSteps::Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                              const GradientRule* rules) const {
+  if (!job.terms.soft) return absl::OkStatus();
+  return ToStatus(LaunchWriteTargets(block, job.terms, rows.in, rows.out, rules, context_.device->compute()),
+                  "soft target kernel");
 }
 
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {
