@@ -130,7 +130,8 @@ absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
   if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
     return "label smoothing under a softcap has no closed form";
   }
-  if (options.rest == Rest::kOneClass) return "the rest of a row's targets lies on classes of any probability";
+  if (options.rest == Rest::kOneClass)
+    return "the rest of a row's targets lies on classes of any probability";
   return "";
 }
 

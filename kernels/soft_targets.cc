@@ -64,10 +64,9 @@ namespace {
 
 absl::Status CheckSum(absl::string_view prefix, Rest rest, size_t row, double sum) {
   if (rest == Rest::kOneClass && sum > 1.0 + kMostOverOne) {
-    return errors::FieldError(absl::StrCat(prefix, "target_weights"),
-                              absl::StrCat("add up to at most 1.001 in each row with rest one_class (row ",
-                                           row, ")"),
-                              sum);
+    return errors::FieldError(
+        absl::StrCat(prefix, "target_weights"),
+        absl::StrCat("add up to at most 1.001 in each row with rest one_class (row ", row, ")"), sum);
   }
   if (rest == Rest::kRenormalized && !(sum > 0.0)) {
     return errors::FieldError(

@@ -895,8 +895,8 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
     SoftRow targets;
     for (int64_t i = begin; i < end; ++i) {
-      buffers_.results[i] = row_loss.Finish(request_for(i, targets), buffers_.statistics[i], buffers_.merged[i],
-                                            buffers_.logits + i * c);
+      buffers_.results[i] = row_loss.Finish(request_for(i, targets), buffers_.statistics[i],
+                                            buffers_.merged[i], buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });

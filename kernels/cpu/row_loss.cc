@@ -239,8 +239,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                (!request.counts_target || FiniteInFloat(nll)) &&
                (!needs_entropy || FiniteInFloat(row.entropy)) && FiniteInFloat(scale * sums.hard_slope) &&
-               FiniteInFloat(scale * sums.named_slope) &&
-               FiniteInFloat(scale * sums.soft_slope) && FiniteInFloat(scale * double{request.grad_entropy});
+               FiniteInFloat(scale * sums.named_slope) && FiniteInFloat(scale * sums.soft_slope) &&
+               FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
   std::array<float, kMostSoftTargets> kept;
   MaskTargets(request, logits, kept.data());

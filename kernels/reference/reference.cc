@@ -265,8 +265,7 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   const double target_weight = TargetWeight(options);
   const bool absent = row_weight == 0.0 || target_weight == 0.0;
   const RowLoss row =
-      absent ? RowLoss()
-             : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+      absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
   result.loss_sensitivity[n] = absent                    ? 0.0
                                : upstream.targets.used() ? 2.0 * upstream.targets.total
                                                          : upstream.objective.sensitivity;
@@ -446,8 +445,8 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const bool active = options.objective.active();
   const double terms[] = {
       targets.used() ? (dropped ? 0.0 : upstream.loss * targets.Slope(soft, v))
-      : active ? -upstream.loss * objective.policy_slope * hard
-             : upstream.loss * u[target] * (1.0 - alpha) * hard,
+      : active       ? -upstream.loss * objective.policy_slope * hard
+                     : upstream.loss * u[target] * (1.0 - alpha) * hard,
       active ? -upstream.loss * objective.kl_slope * hard : 0.0,
       upstream.loss * share * u_sum * p,
       upstream.loss * 2.0 * lambda * soft.lse * p,

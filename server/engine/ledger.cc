@@ -130,7 +130,7 @@ SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets) 
 
 std::array<absl::Span<const float>, MicrobatchRecord::kFloats> MicrobatchRecord::FloatsOf(
     const RowContents& contents) {
-  return {contents.row_weights, contents.grad_loss,    contents.grad_lse,    contents.grad_entropy,
+  return {contents.row_weights, contents.grad_loss,    contents.grad_lse,     contents.grad_entropy,
           contents.advantages,  contents.old_logprobs, contents.ref_logprobs, contents.soft_low,
           contents.soft_high,   contents.soft_sums};
 }
@@ -235,8 +235,8 @@ RowValues MicrobatchRecord::Contents(RowRange rows) const {
   const auto size = static_cast<size_t>(rows.size());
   RowValues values{.targets = std::vector<int32_t>(size, kernels::kIgnoredTarget)};
   const std::array<std::vector<float>*, kFloats> floats = {
-      &values.row_weights,         &values.grad_loss,          &values.grad_lse,
-      &values.grad_entropy,        &values.numbers.advantages, &values.numbers.old_logprobs,
+      &values.row_weights,          &values.grad_loss,          &values.grad_lse,
+      &values.grad_entropy,         &values.numbers.advantages, &values.numbers.old_logprobs,
       &values.numbers.ref_logprobs, &values.digest.low,         &values.digest.high,
       &values.digest.sums};
   ForEachRun(*this, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {

@@ -572,10 +572,10 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   if (slice.target_count < 0 || slice.target_count > kernels::kMostSoftTargets) {
     status.Update(absl::InternalError("it has more soft targets of a row than there may be"));
   }
-  status.Update(Get("target_classes", message.target_classes(), rows * slice.target_count,
-                    slice.target_classes));
-  status.Update(Get("target_weights", message.target_weights(), rows * slice.target_count,
-                    slice.target_weights));
+  status.Update(
+      Get("target_classes", message.target_classes(), rows * slice.target_count, slice.target_classes));
+  status.Update(
+      Get("target_weights", message.target_weights(), rows * slice.target_count, slice.target_weights));
   if (!status.ok()) return status;
   if (rows == 0) slice.targets = reinterpret_cast<const int32_t*>(message.targets().data());
   slice.grad_scale = message.grad_scale();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conformance tests of backends (backend_conformance.h) with soft targets: rows that have several classes with
-// weights in the place of one target (kernels/soft_targets.h).
+// Conformance tests of backends (backend_conformance.h) with soft targets: rows that have several classes
+// with weights in the place of one target (kernels/soft_targets.h).
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -191,8 +191,8 @@ TEST_P(BackendConformance, SoftTargetsAsLabelSmoothing) {
   }
 }
 
-// Where the named classes have nearly all of the probability, what is left of it is still precise: 1 - p would
-// be 0 in fp32.
+// Where the named classes have nearly all of the probability, what is left of it is still precise: 1 - p
+// would be 0 in fp32.
 TEST_P(BackendConformance, RestOfConfidentRows) {
   constexpr int64_t kVocab = 90;
   for (const float height : {8.0f, 24.0f, 48.0f}) {
@@ -299,8 +299,8 @@ TEST_P(BackendConformance, RefusesBadSoftTargets) {
       Rest::kNone, [](Problem& problem) { problem.slices[0].target_count = kMostSoftTargets + 1; },
       "slices[0].target_count", "[1, 90]");
   expect_refused(
-      Rest::kNone, [](Problem& problem) { problem.options.rest = Rest::kNoTargets; }, "slices[0].target_count",
-      "be 0");
+      Rest::kNone, [](Problem& problem) { problem.options.rest = Rest::kNoTargets; },
+      "slices[0].target_count", "be 0");
   expect_refused(
       Rest::kNone, [](Problem& problem) { problem.slices[0].top_k = 2; }, "slices[0].top_k", "soft targets");
   expect_refused(
@@ -310,8 +310,8 @@ TEST_P(BackendConformance, RefusesBadSoftTargets) {
       Rest::kNone, [](Problem& problem) { problem.options.use_class_weights = true; }, "use_class_weights",
       "soft targets");
   expect_refused(
-      Rest::kNone, [](Problem& problem) { problem.options.objective.kind = ObjectiveKind::kDft; }, "objective",
-      "soft targets");
+      Rest::kNone, [](Problem& problem) { problem.options.objective.kind = ObjectiveKind::kDft; },
+      "objective", "soft targets");
 }
 
 }  // namespace lossd::kernels::testing

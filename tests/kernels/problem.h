@@ -93,8 +93,8 @@ struct ProblemSpec {
   int32_t class_count = 0;  // drawn, some of them twice
   bool shared_classes = false;
   int32_t top_k = 0;  // or V if that is less
-  // With options.rest: K, or V if that is less. Drawn; some classes are named twice, some entries are fillers,
-  // some weights 0.
+  // With options.rest: K, or V if that is less. Drawn; some classes are named twice, some entries are
+  // fillers, some weights 0.
   int32_t target_count = 0;
   bool auto_samples_uniform = false;
   int class_parts = 1;

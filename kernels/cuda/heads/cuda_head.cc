@@ -474,8 +474,12 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   if (job.terms.soft) {
     PlaceSoftTargets(job.layout, chunk->options.rest, slot.host_in, slot.classes);
     const SoftRows rows = SoftRows::Carve(sizes_, workspace_.paths[Region::kSoftRows]);
-    job.in.soft = {job.layout.target_count,    slot.classes.target_classes(), slot.classes.target_weights(),
-                   rows.logits,                slot.device_in.target_total,   slot.device_in.target_rest,
+    job.in.soft = {job.layout.target_count,
+                   slot.classes.target_classes(),
+                   slot.classes.target_weights(),
+                   rows.logits,
+                   slot.device_in.target_total,
+                   slot.device_in.target_rest,
                    rows.named};
     if (job.in.target_dots == nullptr) job.in.target_dots = rows.target_dots;
   }

@@ -49,8 +49,8 @@ struct LossTerms {
   }
 };
 
-// What takes the place of the dot product of a class that is left out of the sums over a row (LossTerms::soft):
-// the bits of a NaN that no computation gives.
+// What takes the place of the dot product of a class that is left out of the sums over a row
+// (LossTerms::soft): the bits of a NaN that no computation gives.
 inline constexpr uint32_t kMaskedDot = 0xffe1a55du;
 
 // What the named classes of a row with soft targets say, the target left out; as Stats of row_loss_math.cuh.
@@ -77,8 +77,13 @@ struct SoftRowInputs {
 
   SoftRowInputs From(int64_t begin) const {
     if (count == 0) return {};
-    return {count,         classes + begin * count, weights + begin * count, logits + begin * count,
-            total + begin, rest + begin,            named + begin};
+    return {count,
+            classes + begin * count,
+            weights + begin * count,
+            logits + begin * count,
+            total + begin,
+            rest + begin,
+            named + begin};
   }
 };
 

@@ -294,7 +294,7 @@ __device__ __forceinline__ float GradientFactor(const LossTerms& terms, const Ro
   const int place = in.all_targets != nullptr ? in.all_targets[row] : in.targets[row];
   const float hard = terms.soft                 ? in.soft.total[row]
                      : terms.objective.active() ? ObjectiveOf(terms, in, row, -target_logprob).slope
-                                              : ClassWeight(terms, place) * (1.0f - terms.smoothing);
+                                                : ClassWeight(terms, place) * (1.0f - terms.smoothing);
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float softmax =
       c * (hard + share * terms.class_weight_sum + 2.0f * terms.z_loss * lse) + in.coef_lse[row];

@@ -141,7 +141,8 @@ __global__ __launch_bounds__(kThreads) void WriteTargetsKernel(const __grid_cons
 cudaError_t LaunchTakeTargets(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                               DType compute, float* target_dots, cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
-  auto* const kernel = compute == DType::kFloat32 ? TakeTargetsKernel<float> : TakeTargetsKernel<__nv_bfloat16>;
+  auto* const kernel =
+      compute == DType::kFloat32 ? TakeTargetsKernel<float> : TakeTargetsKernel<__nv_bfloat16>;
   kernel<<<static_cast<unsigned>(in.rows), kThreads, 0, stream>>>(block.logits, block.first_class, terms, in,
                                                                   target_dots);
   return cudaGetLastError();
@@ -161,8 +162,8 @@ cudaError_t LaunchWriteTargets(const ClassBlock& block, const LossTerms& terms, 
   if (in.rows == 0) return cudaSuccess;
   return WithElement(block.gradient.dtype, [&](auto element) {
     WriteTargetsKernel<typename decltype(element)::Type>
-        <<<static_cast<unsigned>(in.rows), kThreads, 0, stream>>>(block.gradient, block.first_class, terms, in,
-                                                                  out, rules);
+        <<<static_cast<unsigned>(in.rows), kThreads, 0, stream>>>(block.gradient, block.first_class, terms,
+                                                                  in, out, rules);
     return cudaGetLastError();
   });
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels for rows with soft targets (kernels/soft_targets.h). The named classes of a row are
-// few, so they are taken out of its logits before the sums over the other classes are formed, which keeps the
-// probability of those precise however small it is; and their elements of the gradient are written
+// Launchers of the kernels for rows with soft targets (kernels/soft_targets.h). The named classes of a row
+// are few, so they are taken out of its logits before the sums over the other classes are formed, which keeps
+// the probability of those precise however small it is; and their elements of the gradient are written
 // afterwards:
 //
 //   LaunchTakeTargets    for each block of classes, before its statistics: logits of named classes, masked
 //   LaunchNameRows       when all blocks have been seen: NamedRow, which LaunchFinishRunning needs
 //   LaunchWriteTargets   for each block of classes, over the elements that its gradient kernel has written
 //
-// All enqueue on `stream`; pointers are device memory, but the classes and weights of SoftRowInputs, which lie
-// in pinned memory of the host. Stateless and thread-safe.
+// All enqueue on `stream`; pointers are device memory, but the classes and weights of SoftRowInputs, which
+// lie in pinned memory of the host. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SOFT_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SOFT_ROWS_H_
 

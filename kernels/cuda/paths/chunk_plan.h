@@ -94,7 +94,7 @@ struct RowInputBlock {
   float* advantages = nullptr;    // of the objective, likewise below; 0 where it needs none
   float* old_logprobs = nullptr;
   float* ref_logprobs = nullptr;
-  float* target_total = nullptr;   // SoftRow::total and rest; only of a chunk with soft targets
+  float* target_total = nullptr;  // SoftRow::total and rest; only of a chunk with soft targets
   float* target_rest = nullptr;
   float* omega = nullptr;          // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
@@ -170,7 +170,7 @@ struct ChunkLayout {
   int32_t class_count = 0;
   int32_t top_k = 0;
   int32_t target_count = 0;  // soft targets of a row
-  float unit = 1.0f;  // power of two taken out of coef_*
+  float unit = 1.0f;         // power of two taken out of coef_*
   // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
   Gradients planned = Gradients::kExact;
 };

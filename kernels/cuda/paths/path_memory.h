@@ -344,7 +344,8 @@ struct TopScratch {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
-// What is known of the soft targets of the rows of a chunk, from its statistics until its gradients are there.
+// What is known of the soft targets of the rows of a chunk, from its statistics until its gradients are
+// there.
 struct SoftRows {
   float* logits = nullptr;       // [chunk_rows, kMostSoftTargets]: SoftRowInputs::logits
   NamedRow* named = nullptr;     // [chunk_rows]

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of a chunk that several paths have in common. Between the kernels that know the classes on this
 // device and those that need all classes: sums of rows (RowMerger), and what is said of gradients that are
-// not exact (GradientMerger), the most probable classes (TopSelector) and named ones (SoftSteps); for a head that is not split by
-// vocabulary there is nothing to exchange. Of
-// gradients from a list of elements of ds: which chunks try it (FilterBackoff), what filtered gradients do
-// with candidates (CandidateFilter), the weight gradient from the list (AddEntries) with the uniform part of
-// label smoothing beside it (AddUniform), and how a chunk goes on by the device's decision
-// (BranchByDecision).
+// not exact (GradientMerger), the most probable classes (TopSelector) and named ones (SoftSteps); for a head
+// that is not split by vocabulary there is nothing to exchange. Of gradients from a list of elements of ds:
+// which chunks try it (FilterBackoff), what filtered gradients do with candidates (CandidateFilter), the
+// weight gradient from the list (AddEntries) with the uniform part of label smoothing beside it (AddUniform),
+// and how a chunk goes on by the device's decision (BranchByDecision).
 //
 // Each function but those of FilterBackoff enqueues on the device's compute stream. Driven by the backend's
 // thread.

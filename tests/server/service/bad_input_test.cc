@@ -632,7 +632,8 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
        {[](Open& o) { o.add_target_classes(1); }, "open.target_classes", "1"},
        {[](Open& o) { o.add_target_weights(1.0f); }, "open.target_weights", "1"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 0, 0.0f, 0, &o); }, "open.target_count", "0"},
-       {[](Open& o) { SetSoftTargets(v1::REST_NONE, kClasses + 1, 0.01f, 0, &o); }, "open.target_count", "31"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, kClasses + 1, 0.01f, 0, &o); }, "open.target_count",
+        "31"},
        {[](Open& o) {
           SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
           o.add_target_classes(1);
@@ -643,7 +644,8 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
           o.add_target_weights(1.0f);
         },
         "open.target_weights", "25"},
-       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, kClasses, &o); }, "open.target_classes[0]", "30"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, kClasses, &o); }, "open.target_classes[0]",
+        "30"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, -1, &o); }, "open.target_weights[0]", "0.5"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, NAN, 3, &o); }, "open.target_weights[0]", "nan"},
        {[](Open& o) { SetSoftTargets(v1::REST_ONE_CLASS, 2, 0.75f, 3, &o); }, "open.target_weights", "1.5"},
