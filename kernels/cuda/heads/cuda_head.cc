@@ -477,7 +477,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
     job.in.soft = {job.layout.target_count,
                    slot.classes.target_classes(),
                    slot.classes.target_weights(),
-                   rows.logits,
+                   slot.classes.target_logits,
                    slot.device_in.target_total,
                    slot.device_in.target_rest,
                    rows.named};

@@ -281,6 +281,7 @@ RowClassBlock RowClassBlock::Carve(Carver& carver, int64_t capacity) {
   if (block.top_logits != nullptr) {
     block.top_places = reinterpret_cast<int32_t*>(block.top_logits + capacity * kMostTopClasses);
   }
+  block.target_logits = carver.Take<float>(capacity * kMostSoftTargets);
   return block;
 }
 

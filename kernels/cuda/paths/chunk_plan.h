@@ -135,6 +135,7 @@ struct RowClassBlock {
   // ChunkLayout::target_count] each, room for kMostSoftTargets a row.
   int32_t* target_classes() const { return classes; }
   float* target_weights() const { return top_logits; }
+  float* target_logits = nullptr;  // likewise: SoftRowInputs::logits
 
   static RowClassBlock Carve(Carver& carver, int64_t capacity);
   float* class_logits() const { return reinterpret_cast<float*>(classes); }

@@ -486,7 +486,6 @@ void SplitRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
 SoftRows SoftRows::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
   Carver carver(base);
   SoftRows rows;
-  rows.logits = carver.Take<float>(sizes.chunk_rows * kMostSoftTargets);
   rows.named = carver.Take<NamedRow>(sizes.chunk_rows);
   rows.target_dots = carver.Take<float>(sizes.chunk_rows);
   if (bytes != nullptr) *bytes = carver.used();

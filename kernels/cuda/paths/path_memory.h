@@ -347,7 +347,6 @@ struct TopScratch {
 // What is known of the soft targets of the rows of a chunk, from its statistics until its gradients are
 // there.
 struct SoftRows {
-  float* logits = nullptr;       // [chunk_rows, kMostSoftTargets]: SoftRowInputs::logits
   NamedRow* named = nullptr;     // [chunk_rows]
   float* target_dots = nullptr;  // [chunk_rows], where no path claims Region::kTargetDots
 

@@ -166,12 +166,25 @@ absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const Cl
 absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
   if (!job.terms.soft || rows.in.rows == 0) return absl::OkStatus();
   if (context_.sizes.is_split()) {
-    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Sum(ExchangeKind::kRowStatistics, rows.in.soft.logits,
-                                                       rows.in.rows * rows.in.soft.count));
+    LOSSD_RETURN_IF_ERROR(Exchange(rows.in.soft.logits, rows.in.rows * rows.in.soft.count));
   }
   NamedRow* const named = SoftRows::Carve(context_.sizes, context_.memory[Region::kSoftRows]).named;
   return ToStatus(LaunchNameRows(job.terms, rows.in, named + rows.begin, context_.device->compute()),
                   "soft target kernel");
+}
+
+// Each class lies on one device, and the others have 0 for it.
+absl::Status SoftSteps::Exchange(float* logits, int64_t entries) const {
+  float* const scratch = TopScratch::Carve(context_.sizes, context_.memory[Region::kTopClasses]).own;
+  const cudaStream_t stream = context_.device->compute();
+  for (int64_t first = 0; first < entries; first += kTopScratchEntries) {
+    const int64_t n = std::min(kTopScratchEntries, entries - first);
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(float));
+    LOSSD_RETURN_IF_ERROR(Copy(scratch, logits + first, bytes, stream));
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Sum(ExchangeKind::kRowStatistics, scratch, n));
+    LOSSD_RETURN_IF_ERROR(Copy(logits + first, scratch, bytes, stream));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SoftSteps::Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,

@@ -128,6 +128,9 @@ class SoftSteps {
                      const GradientRule* rules) const;
 
  private:
+  // `logits` [entries] become the sums over all devices.
+  absl::Status Exchange(float* logits, int64_t entries) const;
+
   const PathContext& context_;
 };
 
