@@ -414,7 +414,7 @@ void AddSoftTargets(CLI::App* command, const std::string& files, LossFlags& flag
   const std::string group = "Soft targets in the place of one target";
   v1::LossOptions* const loss = &flags.loss.loss;
   CLI::Option* const rest = AddWordFunction(
-      command, "--rest", [loss](v1::Rest rest) { loss->set_rest(rest); }, Words<v1::Rest>(),
+      command, "--rest", [loss](v1::Rest value) { loss->set_rest(value); }, Words<v1::Rest>(),
       "What becomes of the probability that a row's weights leave over [rows have one target]");
   CLI::Option* const classes =
       command->add_option("--target-classes", flags.target_classes, "Classes [N, K]; -1: none");

@@ -293,9 +293,9 @@ void SendMicrobatch(Engine& engine, const StreamSpec& spec, const std::vector<fl
         cut(spec.numbers.advantages, part.numbers.advantages);
         cut(spec.numbers.old_logprobs, part.numbers.old_logprobs);
         cut(spec.numbers.ref_logprobs, part.numbers.ref_logprobs);
-        const int64_t count = spec.soft.count;
+        const int64_t each = spec.soft.count;
         const auto cut_targets = [&](const auto& whole, auto& out) {
-          out.assign(whole.begin() + range.begin * count, whole.begin() + range.end * count);
+          out.assign(whole.begin() + range.begin * each, whole.begin() + range.end * each);
         };
         cut_targets(spec.soft.classes, part.soft.classes);
         cut_targets(spec.soft.weights, part.soft.weights);
@@ -422,7 +422,7 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
           spec.numbers.old_logprobs.push_back(-4.0f + 0.3f * normal(rng));
           spec.numbers.ref_logprobs.push_back(-4.0f + 0.3f * normal(rng));
         }
-        for (int32_t i = 0; i < spec.soft.count; ++i) {
+        for (int32_t entry = 0; entry < spec.soft.count; ++entry) {
           spec.soft.classes.push_back(static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));
           spec.soft.weights.push_back(0.2f / static_cast<float>(1 + rng() % 4));
         }

@@ -424,7 +424,7 @@ class ErrorFieldsTest : public BadInputTest {
 void SetSoftTargets(v1::Rest rest, int64_t count, float weight, int32_t place, v1::OpenMicrobatch* open) {
   open->mutable_options()->set_rest(rest);
   open->set_target_count(static_cast<uint32_t>(count));
-  for (int64_t i = 0; i < count * kRows; ++i) {
+  for (int64_t i = 0; i < count * open->targets_size(); ++i) {
     open->add_target_classes(place);
     open->add_target_weights(weight);
   }
