@@ -352,7 +352,7 @@ class LossHead(torch.nn.Module):
             labels = np.where(largest < 0, self.options.ignore_index, largest)
             targets = torch.from_numpy(labels).reshape(hidden.shape[:-1])
         options = replace(self.options, rest=rest)
-        soft = {"target_classes": classes, "target_weights": weights}
+        soft: dict[str, NDArray[Any]] = {"target_classes": classes, "target_weights": weights}
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            soft=soft))
 
