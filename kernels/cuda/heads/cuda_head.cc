@@ -473,15 +473,10 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   cuda::PlaceClasses(job.layout, slot.host_in, slot.classes);
   if (job.terms.soft) {
     PlaceSoftTargets(job.layout, chunk->options.rest, slot.host_in, slot.classes);
-    const SoftRows rows = SoftRows::Carve(sizes_, workspace_.paths[Region::kSoftRows]);
-    job.in.soft = {job.layout.target_count,
-                   slot.classes.target_classes(),
-                   slot.classes.target_weights(),
-                   slot.classes.target_logits,
-                   slot.device_in.target_total,
-                   slot.device_in.target_rest,
-                   rows.named};
-    if (job.in.target_dots == nullptr) job.in.target_dots = rows.target_dots;
+    job.in.soft = {job.layout.target_count,    slot.classes.target_classes(), slot.classes.target_weights(),
+                   slot.classes.target_logits, slot.device_in.target_total,   slot.device_in.target_rest,
+                   slot.classes.named};
+    if (job.in.target_dots == nullptr) job.in.target_dots = slot.classes.target_dots;
   }
   job.hidden = slot.memory.hidden;
   job.loss_branch = &slot.loss_branch;

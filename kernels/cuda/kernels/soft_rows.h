@@ -8,8 +8,8 @@
 //   LaunchNameRows       when all blocks have been seen: NamedRow, which LaunchFinishRunning needs
 //   LaunchWriteTargets   for each block of classes, over the elements that its gradient kernel has written
 //
-// All enqueue on `stream`; pointers are device memory, but the classes, weights and logits of SoftRowInputs,
-// which lie in pinned memory of the host. Stateless and thread-safe.
+// All enqueue on `stream`; pointers are device memory, but those of SoftRowInputs, `named` and `target_dots`
+// may also be pinned memory of the host. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SOFT_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SOFT_ROWS_H_
 

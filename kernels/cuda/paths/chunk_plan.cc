@@ -282,6 +282,8 @@ RowClassBlock RowClassBlock::Carve(Carver& carver, int64_t capacity) {
     block.top_places = reinterpret_cast<int32_t*>(block.top_logits + capacity * kMostTopClasses);
   }
   block.target_logits = carver.Take<float>(capacity * kMostSoftTargets);
+  block.named = carver.Take<NamedRow>(capacity);
+  block.target_dots = carver.Take<float>(capacity);
   return block;
 }
 

@@ -136,6 +136,8 @@ struct RowClassBlock {
   int32_t* target_classes() const { return classes; }
   float* target_weights() const { return top_logits; }
   float* target_logits = nullptr;  // likewise: SoftRowInputs::logits
+  NamedRow* named = nullptr;       // [rows], of such a chunk
+  float* target_dots = nullptr;    // [rows], where no path claims Region::kTargetDots
 
   static RowClassBlock Carve(Carver& carver, int64_t capacity);
   float* class_logits() const { return reinterpret_cast<float*>(classes); }

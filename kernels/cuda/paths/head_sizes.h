@@ -73,9 +73,8 @@ enum class Region : uint8_t {
   kPopularity,      // HotClasses; kept from chunk to chunk
   kSplitRows,       // SplitRows, of a head that is split by vocabulary
   kTopClasses,      // TopScratch, of a head that is split by vocabulary
-  kSoftRows,        // SoftRows
 };
-inline constexpr size_t kRegions = 12;
+inline constexpr size_t kRegions = 11;
 
 // Bytes by region.
 class PathClaims {

@@ -483,19 +483,28 @@ void SplitRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kSplitRows, bytes);
 }
 
-SoftRows SoftRows::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
-  Carver carver(base);
-  SoftRows rows;
-  rows.named = carver.Take<NamedRow>(sizes.chunk_rows);
-  rows.target_dots = carver.Take<float>(sizes.chunk_rows);
-  if (bytes != nullptr) *bytes = carver.used();
+StoredRows StoredRows::Of(const HeadSizes& sizes, const PathMemory& memory) {
+  if (sizes.is_split()) {
+    return {memory.At<RunningRow>(Region::kRunningRows), memory.At<GradientRule>(Region::kRules)};
+  }
+  Carver carver(memory[Region::kFilter]);
+  StoredRows rows;
+  rows.running = carver.Take<RunningRow>(sizes.chunk_rows);
+  rows.rules = carver.Take<GradientRule>(sizes.chunk_rows);
   return rows;
 }
 
-void SoftRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
-  int64_t bytes = 0;
-  Carve(sizes, nullptr, &bytes);
-  claims.Claim(Region::kSoftRows, bytes);
+void StoredRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
+  const int64_t rows = sizes.chunk_rows;
+  if (sizes.is_split()) {
+    claims.Claim(Region::kRules, rows * static_cast<int64_t>(sizeof(GradientRule)));
+    claims.Claim(Region::kRunningRows, rows * static_cast<int64_t>(sizeof(RunningRow)));
+    return;
+  }
+  Carver carver(nullptr);
+  carver.Take<RunningRow>(rows);
+  carver.Take<GradientRule>(rows);
+  claims.Claim(Region::kFilter, carver.used());
 }
 
 TopScratch TopScratch::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
@@ -533,8 +542,7 @@ void ClaimStaging(const HeadConfig& config, const HeadSizes& sizes, PathClaims& 
 void ClaimStored(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   ClaimGradients(config, sizes, claims);
   ClaimStaging(config, sizes, claims);
-  claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
-  claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
+  StoredRows::Claim(sizes, claims);
   if (config.compute_dtype != DType::kFloat32 || sizes.is_split()) {
     claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
   }
@@ -619,7 +627,6 @@ PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
   }
   SplitRows::Claim(sizes, claims);
   TopScratch::Claim(sizes, claims);
-  SoftRows::Claim(sizes, claims);
   return claims;
 }
 

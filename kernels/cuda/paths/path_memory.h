@@ -328,6 +328,17 @@ struct SplitRows {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
+// Where the rows of a head that stores its logits have statistics and rules, [chunk_rows] each, while a block
+// of them is summed up and becomes a gradient in two steps. Without a split, where only rows with soft
+// targets take these steps, they lie in Region::kFilter, which is free until the loss is there.
+struct StoredRows {
+  RunningRow* running = nullptr;
+  GradientRule* rules = nullptr;
+
+  static StoredRows Of(const HeadSizes& sizes, const PathMemory& memory);
+  static void Claim(const HeadSizes& sizes, PathClaims& claims);
+};
+
 // ---- single classes of rows ----
 
 // Entries that parts exchange at a time; at least the most that a row has.
@@ -341,16 +352,6 @@ struct TopScratch {
   float* all = nullptr;  // [parts, 2, kTopScratchEntries]
 
   static TopScratch Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
-  static void Claim(const HeadSizes& sizes, PathClaims& claims);
-};
-
-// What is known of the soft targets of the rows of a chunk, from its statistics until its gradients are
-// there.
-struct SoftRows {
-  NamedRow* named = nullptr;     // [chunk_rows]
-  float* target_dots = nullptr;  // [chunk_rows], where no path claims Region::kTargetDots
-
-  static SoftRows Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes = nullptr);
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 

@@ -156,10 +156,10 @@ absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const Sel
 
 absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const {
   if (!job.terms.soft) return absl::OkStatus();
-  float* const own_dots = SoftRows::Carve(context_.sizes, context_.memory[Region::kSoftRows]).target_dots;
   const bool needs_dots = context_.memory[Region::kTargetDots] == nullptr;
   return ToStatus(LaunchTakeTargets(block, job.terms, rows.in, context_.config.compute_dtype,
-                                    needs_dots ? own_dots + rows.begin : nullptr, context_.device->compute()),
+                                    needs_dots ? job.classes.target_dots + rows.begin : nullptr,
+                                    context_.device->compute()),
                   "soft target kernel");
 }
 
@@ -168,9 +168,9 @@ absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
   if (context_.sizes.is_split()) {
     LOSSD_RETURN_IF_ERROR(Exchange(rows.in.soft.logits, rows.in.rows * rows.in.soft.count));
   }
-  NamedRow* const named = SoftRows::Carve(context_.sizes, context_.memory[Region::kSoftRows]).named;
-  return ToStatus(LaunchNameRows(job.terms, rows.in, named + rows.begin, context_.device->compute()),
-                  "soft target kernel");
+  return ToStatus(
+      LaunchNameRows(job.terms, rows.in, job.classes.named + rows.begin, context_.device->compute()),
+      "soft target kernel");
 }
 
 // Each class lies on one device, and the others have 0 for it.

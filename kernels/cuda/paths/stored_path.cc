@@ -307,8 +307,7 @@ absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, c
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
-  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
-  auto* const rules = context_.memory.At<GradientRule>(Region::kRules);
+  const auto [running, rules] = StoredRows::Of(context_.sizes, context_.memory);
   const ClassBlock block = {logits, gradient, 0};
   LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),

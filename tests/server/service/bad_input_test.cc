@@ -482,6 +482,12 @@ TEST_F(ErrorFieldsTest, LossOptions) {
        {[](Options& o) { o.set_filter_epsilon(1.0f); }, "open.options.filter_epsilon", "1"},
        {[](Options& o) { o.set_sample_threshold(2.0f); }, "open.options.sample_threshold", "2"},
        {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"},
+       {[](Options& o) { o.set_rest(static_cast<v1::Rest>(7)); }, "open.options.rest", "7"},
+       {[](Options& o) {
+          o.set_rest(v1::REST_NONE);
+          o.set_use_class_weights(true);
+        },
+        "open.options.use_class_weights", "true"},
        {[](Options& o) {
           o.mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
           o.set_label_smoothing(0.5f);
