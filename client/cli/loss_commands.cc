@@ -147,6 +147,7 @@ struct LossFlags {
   std::string grad_out, rows_out;
   std::vector<int32_t> classes;
   uint32_t top_k = 0;
+  std::string target_classes, target_weights;
   client::ComputeOptions loss;
 };
 
@@ -208,6 +209,30 @@ absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
   if (!bytes.ok()) return InFile(file, bytes.status());
   const auto* values = reinterpret_cast<const float*>(bytes->data());
   return std::vector<float>(values, values + bytes->size() / sizeof(float));
+}
+
+// Soft targets of two files.
+struct SoftTargets {
+  std::vector<int32_t> classes;  // [rows, count]
+  std::vector<float> weights;    // [rows, count]
+  uint32_t count = 0;
+};
+
+absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t rows) {
+  SoftTargets soft;
+  if (flags.target_classes.empty()) return soft;
+  LOSSD_TRY(const TensorData classes, LoadTensor(flags.target_classes));
+  LOSSD_TRY(soft.weights, LoadNumbers(flags.target_weights));
+  absl::StatusOr<std::vector<int32_t>> places = ToInt32(classes);
+  if (!places.ok()) return InFile(flags.target_classes, places.status());
+  soft.classes = *std::move(places);
+  soft.count = static_cast<uint32_t>(classes.shape.empty() ? 1 : classes.shape.back());
+  if (soft.classes.size() != rows * soft.count || soft.weights.size() != soft.classes.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        flags.target_classes, " has ", soft.classes.size(), " classes and ", flags.target_weights, " ",
+        soft.weights.size(), " weights; both must have [N, K], with N ", rows));
+  }
+  return soft;
 }
 
 // A vector, or a matrix with `columns` columns.
@@ -469,6 +494,24 @@ absl::StatusOr<HiddenRows> MakeTeacherRows(const Context& context, const LossFla
   return teacher;
 }
 
+// Soft targets in the place of one target.
+void AddSoftTargets(CLI::App* command, const std::string& files, LossFlags& flags) {
+  const std::string group = "Soft targets in the place of one target";
+  v1::LossOptions* const loss = &flags.loss.loss;
+  CLI::Option* const rest = AddWordFunction(
+      command, "--rest", [loss](v1::Rest value) { loss->set_rest(value); }, Words<v1::Rest>(),
+      "What becomes of the probability that a row's weights leave over [rows have one target]");
+  CLI::Option* const classes =
+      command->add_option("--target-classes", flags.target_classes, "Classes [N, K]; -1: none");
+  CLI::Option* const weights =
+      command->add_option("--target-weights", flags.target_weights, "Their weights [N, K]");
+  for (CLI::Option* const option : {rest, classes, weights}) option->group(group);
+  for (CLI::Option* const option : {classes, weights}) option->type_name(files);
+  rest->needs(classes)->needs(weights);
+  classes->needs(rest);
+  weights->needs(rest);
+}
+
 absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& client) {
   LOSSD_RETURN_IF_ERROR(CheckOutputs(flags));
   LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
@@ -480,7 +523,12 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
   LOSSD_TRY(const std::vector<float> old_logprobs, LoadNumbers(flags.old_logprobs));
   LOSSD_TRY(const std::vector<float> ref_logprobs, LoadNumbers(flags.ref_logprobs));
 
+  LOSSD_TRY(const SoftTargets soft, LoadSoftTargets(flags, rows->rows));
+
   client::Microbatch microbatch;
+  microbatch.target_classes = soft.classes;
+  microbatch.target_weights = soft.weights;
+  microbatch.target_count = soft.count;
   microbatch.head = flags.head;
   microbatch.step = flags.step;
   if (flags.accumulate && !flags.step.has_value()) microbatch.step = head.state().step();
@@ -560,6 +608,7 @@ void AddLossCommand(CLI::App* app, Context* context) {
   AddLossOptions(loss, &flags->loss);
   AddObjective(loss, files, *flags);
   AddDistillation(loss, files, *flags);
+  AddSoftTargets(loss, files, *flags);
 
   const std::string training = "Training";
   loss->add_flag("--accumulate", flags->accumulate, "Add the gradients of the head to its accumulators")

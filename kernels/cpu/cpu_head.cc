@@ -984,8 +984,13 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const int64_t block =
       std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
   const WantedClasses wanted = WantedOf(chunk);
-  const auto request_for = [&](int64_t i) {
+  const auto request_for = [&](int64_t i, SoftRow& targets) {
     RowRequest request = RequestFor(chunk, order, i);
+    if (options.has_soft_targets()) {
+      const RowSource& source = buffers_.sources[i];
+      SoftRowOf(options.rest, chunk.slices[static_cast<size_t>(source.slice)], source.row, targets);
+      request.targets = &targets;
+    }
     request.keeps_logits = is_split_ && wanted.any();
     return request;
   };
@@ -996,8 +1001,9 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
     pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
       std::array<RankedClass, kMostTopClasses> ranked;
       std::array<float, kMostGivenClasses> class_logits;
+      SoftRow targets;
       for (int64_t i = first + begin; i < first + end; ++i) {
-        RowRequest request = request_for(i);
+        RowRequest request = request_for(i, targets);
         request.top = ranked.data();
         request.class_logits = class_logits.data();
         if (is_split_) {
@@ -1021,9 +1027,10 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
       ClassMerger(chunk, buffers_, classes_, pool_)
           .Merge(wanted, {0, order.rows}, ClassEntries(chunk_rows_), part_, reports_, *exchange_));
   pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+    SoftRow targets;
     for (int64_t i = begin; i < end; ++i) {
-      buffers_.results[i] = row_loss.Finish(request_for(i), buffers_.statistics[i], buffers_.merged[i],
-                                            buffers_.logits + i * c);
+      buffers_.results[i] = row_loss.Finish(request_for(i, targets), buffers_.statistics[i],
+                                            buffers_.merged[i], buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });

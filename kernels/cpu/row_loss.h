@@ -53,6 +53,7 @@ struct RowRequest {
   float grad_lse = 0.0f;      // dL/dlse
   float grad_entropy = 0.0f;  // dL/dentropy, the objective's bonus included
   ObjectiveNumbers<double> numbers;
+  const SoftRow* targets = nullptr;  // with LossOptions::rest, else null
   bool want_gradient = false;
   bool want_entropy = false;
   bool absent = false;  // IsAbsent(); then want_gradient is false
@@ -81,6 +82,10 @@ struct RowStatistics {
   double moment = 0.0;      // sum of exp(z - reference) (z - reference), if the entropy is needed
   double centred = 0.0;     // sum of u (z - reference), with label smoothing
   double weight_sum = 0.0;  // sum of u, with label smoothing
+  // With soft targets, whose weights are q.
+  double tail_exp = 0.0;     // sum of exp(z - reference) over classes that are not named
+  double soft_dot = 0.0;     // sum of q (z - reference)
+  double soft_weight = 0.0;  // sum of q
 };
 
 // The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
@@ -138,6 +143,11 @@ class RowLoss {
   };
 
   bool Transform(float* logits) const;
+  bool IsHere(int64_t place) const { return place >= 0 && place < context_.classes; }
+  void SummariseTargets(const RowRequest& request, float* logits, RowStatistics& own) const;
+  void MaskTargets(const RowRequest& request, float* logits, float* kept) const;
+  void WriteTargets(const RowRequest& request, const RowResult& row, const Sums& sums, const float* kept,
+                    float* logits) const;
   void NameClasses(const RowRequest& request, const float* logits) const;
   double SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const;
   Others OthersOf(const RowRequest& request, const RowStatistics& own) const;
@@ -146,8 +156,9 @@ class RowLoss {
   double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
                      float* logits) const;
+  // `kept`: what MaskTargets has taken out of the logits.
   void Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums, double target_gradient,
-              RowResult& row, float* logits) const;
+              const float* kept, RowResult& row, float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
   // Of the classes that are here, [classes] or null.
   const float* class_weights() const {

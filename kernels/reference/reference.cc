@@ -259,12 +259,15 @@ Upstream WithDivergence(const LossOptions& options, Upstream upstream, const Row
 }
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-               double row_weight, const ObjectiveRow& objective, const RowDivergence& divergence, size_t n,
+               double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
   const double target_weight = TargetWeight(options);
   const bool absent = row_weight == 0.0 || target_weight == 0.0;
-  const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, objective);
-  result.loss_sensitivity[n] = absent ? 0.0 : objective.sensitivity;
+  const RowLoss row =
+      absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+  result.loss_sensitivity[n] = absent                    ? 0.0
+                               : upstream.targets.used() ? 2.0 * upstream.targets.total
+                                                         : upstream.objective.sensitivity;
   result.loss[n] = row_weight * target_weight * row.loss;
   if (row_weight != 0.0 && options.distillation.used()) {
     result.loss[n] += row_weight * static_cast<double>(options.distillation.weight) * divergence.value;
@@ -350,14 +353,14 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const Softmax soft = ComputeSoftmax(head, options, row.y);
     const RowDivergence divergence = DivergenceOf(head, options, rows, soft, n, result);
     const Upstream upstream = WithDivergence(options, UpstreamOf(options, soft, target, rows, n), divergence);
-    RecordRow(options, u, soft, target, row_weight, upstream.objective, divergence, n, result);
+    RecordRow(options, u, soft, target, row_weight, upstream, divergence, n, result);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     if (options.objective.active()) {
       const ObjectiveRow& row_objective = upstream.objective;
       result.sums.objective +=
           {1, row_objective.clipped ? 1 : 0, row_objective.ratio, row_objective.old_kl, row_objective.ref_kl};
     }
-    result.dropped_mass[n] = DroppedMass(options, soft, target);
+    result.dropped_mass[n] = DroppedMass(options, soft, target, upstream.targets);
     result.sums.dropped_mass += result.dropped_mass[n];
 
     const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
@@ -424,8 +427,10 @@ namespace {
 // 1 - p_v without cancellation when p_v is close to 1.
 double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
 
-bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
-  return options.gradients == Gradients::kFiltered && v != target &&
+bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target,
+               const SoftTargets& targets) {
+  const bool named = targets.used() && targets.named[v] != 0;
+  return options.gradients == Gradients::kFiltered && v != target && !named &&
          std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
 }
 
@@ -434,13 +439,16 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
   const double share = alpha / static_cast<double>(soft.z.size());
-  const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
+  const SoftTargets& targets = upstream.targets;
+  const bool dropped = IsDropped(options, soft, v, target, targets);
+  const double p = dropped ? 0.0 : std::exp(soft.log_p[v]);
   const double hard = v == target ? -OneMinusP(soft, v) : p;
   const ObjectiveRow& objective = upstream.objective;
   const bool active = options.objective.active();
   const double terms[] = {
-      active ? -upstream.loss * objective.policy_slope * hard
-             : upstream.loss * u[target] * (1.0 - alpha) * hard,
+      targets.used() ? (dropped ? 0.0 : upstream.loss * targets.Slope(soft, v))
+      : active       ? -upstream.loss * objective.policy_slope * hard
+                     : upstream.loss * u[target] * (1.0 - alpha) * hard,
       active ? -upstream.loss * objective.kl_slope * hard : 0.0,
       upstream.loss * share * u_sum * p,
       upstream.loss * 2.0 * lambda * soft.lse * p,
@@ -459,6 +467,12 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
     const double more = std::fabs(upstream.loss * hard) * (objective.slope_magnitude - slopes);
     result.magnitude += std::max(0.0, std::fabs(soft.cap_slope[v]) * more);
   }
+  if (targets.used() && !dropped) {
+    const double more =
+        std::fabs(upstream.loss) * (targets.Magnitude(soft, v) - std::fabs(targets.Slope(soft, v)));
+    result.magnitude += std::fabs(soft.cap_slope[v]) * more;
+    result.uncapped += more;
+  }
   result.uniform = -soft.cap_slope[v] * upstream.loss * share * u[v];
   if (upstream.divergence.gradient.empty()) return result;
   const RowDivergence& divergence = upstream.divergence;
@@ -474,7 +488,8 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
   const double share = alpha / static_cast<double>(soft.z.size());
-  const double hard = options.objective.active()
+  const double hard = upstream.targets.used() ? upstream.targets.total
+                      : options.objective.active()
                           ? -(upstream.objective.policy_slope + upstream.objective.kl_slope)
                           : u[target] * (1.0 - alpha);
   const double k = upstream.loss * (hard + share * u_sum + 2.0 * lambda * soft.lse);
@@ -555,7 +570,7 @@ ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t
 }
 
 RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-                       const ObjectiveRow& objective) {
+                       const ObjectiveRow& objective, const SoftTargets& targets) {
   const size_t v_count = soft.z.size();
   const double alpha = static_cast<double>(options.label_smoothing);
   double smooth = 0.0;
@@ -563,6 +578,7 @@ RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const 
     smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
   }
   const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
+  if (targets.used()) return {.loss = targets.Loss(soft) + z_loss, .z_loss = z_loss};
   if (options.objective.active()) {
     const double bonus = double{options.objective.entropy_bonus};
     return {.loss = objective.loss - (bonus == 0.0 ? 0.0 : bonus * soft.entropy) + z_loss, .z_loss = z_loss};
@@ -576,13 +592,14 @@ Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t targ
   const double loss = rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0);
   return {loss, At(rows.grad_lse, n, 0.0),
           At(rows.grad_entropy, n, 0.0) - double{options.objective.entropy_bonus} * loss,
-          ObjectiveOf(options, soft, target, rows, n)};
+          ObjectiveOf(options, soft, target, rows, n), SoftTargetsOf(options, soft, rows, n)};
 }
 
-double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target) {
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target,
+                   const SoftTargets& targets) {
   double mass = 0.0;
   for (size_t v = 0; v < soft.log_p.size(); ++v) {
-    if (IsDropped(options, soft, v, target)) mass += std::exp(soft.log_p[v]);
+    if (IsDropped(options, soft, v, target, targets)) mass += std::exp(soft.log_p[v]);
   }
   return mass;
 }

@@ -43,6 +43,7 @@ absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
 
 // The kinds of both have the same values.
 static_assert(static_cast<int>(kernels::kLastObjective) == v1::ObjectiveKind_MAX);
+static_assert(static_cast<int>(kernels::kLastRest) == v1::Rest_MAX);
 
 absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
   if (!v1::ObjectiveKind_IsValid(objective.kind())) {
@@ -95,6 +96,11 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   result.label_smoothing = options.label_smoothing();
   result.z_loss = options.z_loss();
   result.use_class_weights = options.use_class_weights();
+  if (!v1::Rest_IsValid(options.rest())) {
+    return FieldError("open.options.rest", "be a Rest that the server knows",
+                      static_cast<int>(options.rest()));
+  }
+  result.rest = static_cast<kernels::Rest>(options.rest());
   LOSSD_TRY(result.objective, ToObjective(options.objective()));
   if (options.has_distillation()) {
     LOSSD_TRY(result.distillation, ToDistillation(options.distillation()));
@@ -343,6 +349,9 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.want_rows.class_count = class_count;
   spec.want_rows.top_k = top_k;
   spec.classes.assign(open.classes().begin(), open.classes().end());
+  LOSSD_TRY(spec.soft.count, ToCount("open.target_count", open.target_count()));
+  spec.soft.classes.assign(open.target_classes().begin(), open.target_classes().end());
+  spec.soft.weights.assign(open.target_weights().begin(), open.target_weights().end());
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));

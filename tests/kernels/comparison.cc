@@ -354,7 +354,10 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           /*class_parts=*/1,
           /*class_shares=*/{},
           /*logit_error=*/0.0,
-          ToDouble(slice.teacher_hidden)};
+          ToDouble(slice.teacher_hidden),
+          slice.target_classes,
+          ToDouble(slice.target_weights),
+          slice.target_count};
 }
 
 Problem WithObjective(Problem problem, const Objective& objective, Rng& rng) {

@@ -170,6 +170,7 @@ LossTerms TermsOf(const HeadSizes& sizes, const HeadTensors& tensors, const Chun
           .first_class = sizes.first_class,
           .elsewhere = sizes.all_classes - sizes.vocab,
           .bias_in_targets = sizes.is_split(),
+          .soft = options.has_soft_targets(),
           .objective = options.objective};
 }
 
@@ -469,6 +470,13 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.decision = out.decision;
   job.classes = slot.classes;
   cuda::PlaceClasses(job.layout, slot.host_in, slot.classes);
+  if (job.terms.soft) {
+    PlaceSoftTargets(job.layout, chunk->options.rest, slot.host_in, slot.classes);
+    job.in.soft = {job.layout.target_count,    slot.classes.target_classes(), slot.classes.target_weights(),
+                   slot.classes.target_logits, slot.device_in.target_total,   slot.device_in.target_rest,
+                   slot.classes.named};
+    if (job.in.target_dots == nullptr) job.in.target_dots = slot.classes.target_dots;
+  }
   job.hidden = slot.memory.hidden;
   job.loss_branch = &slot.loss_branch;
   job.weight_branch = &slot.weight_branch;

@@ -214,7 +214,8 @@ StoredPath::StoredPath(const PathContext& context)
       gradients_(context),
       merger_(context),
       gradient_merger_(context),
-      top_(context) {}
+      top_(context),
+      soft_(context) {}
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
@@ -249,7 +250,7 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
 
 absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const LossTerms& terms, const RowBlock& rows,
                                        const LogitMatrix& logits, const LogitMatrix& gradient) const {
-  if (context_.sizes.is_split()) return SplitRowLoss(job, rows, logits, gradient);
+  if (context_.sizes.is_split() || job.terms.soft) return SplitRowLoss(job, rows, logits, gradient);
   const RowLossParams p = {logits, gradient, terms, rows.in, rows.out, !job.plan.uniform_apart};
   return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
 }
@@ -319,16 +320,18 @@ absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
   return merger_.Merge(p, LaunchAddDivergences);
 }
 
-// Statistics of the logits, those of all devices, and the gradient from the same logits.
+// Statistics of the logits, those of all devices, and the gradient from the same logits. Also for rows with
+// soft targets.
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
-  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
-  auto* const rules = context_.memory.At<GradientRule>(Region::kRules);
+  const auto [running, rules] = StoredRows::Of(context_.sizes, context_.memory);
   const ClassBlock block = {logits, gradient, 0};
+  LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, !job.plan.uniform_apart, stream),
                              "row results kernel");
@@ -340,14 +343,18 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
         Zero(rules + rows.in.rows, padding * static_cast<int64_t>(sizeof(GradientRule)), stream));
   }
   if (job.plan.filters_elements) {
-    float* const dropped = gradient_merger_.dropped_mass() + rows.begin;
+    float* const dropped = gradient_merger_.dropped_mass(job) + rows.begin;
     const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
                                 .with_uniform = !job.plan.uniform_apart,
                                 .with_gradient = job.with_gradient + rows.begin,
                                 .dropped_mass = dropped};
-    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
+                               "filter kernel");
+  } else {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
+                               "gradient kernel");
   }
-  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
+  return soft_.Write(job, rows, block, rules);
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {

@@ -174,6 +174,7 @@ class StoredPath final : public ChunkPath {
   const RowMerger merger_;
   const GradientMerger gradient_merger_;
   const TopSelector top_;
+  const SoftSteps soft_;
 };
 
 // Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it

@@ -325,6 +325,21 @@ TEST_F(LossctlServerTest, DistilsFromATeacher) {
   EXPECT_THAT(Run(files + "--teacher-hidden dx.npy", 4), HasSubstr("9 of the teacher"));
 }
 
+// The most probable classes of one call are the soft targets of the next: their loss is the entropy, nearly.
+TEST_F(LossctlServerTest, SoftTargetsComeFromFiles) {
+  Run("create head --hidden 6 --vocab 20");
+  const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
+  Run(rows + "--top-k 20 --rows-out rows.safetensors");
+  const std::string files =
+      "--target-classes rows.safetensors:top_classes --target-weights rows.safetensors:top_classes ";
+  EXPECT_THAT(Run(rows + "--rest renormalized " + files), ContainsRegex("\nloss +[0-9.]+"));
+  EXPECT_THAT(Run(rows + "--rest one-class " + files, 4), HasSubstr("open.target_weights"));
+  EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax --target-weights "
+                         "rows.safetensors:top_classes",
+                  4),
+              HasSubstr("both must have [N, K]"));
+}
+
 TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {
   Start("--cpu_devices=4");
   Run("create head --hidden 6 --vocab 20 --replicas 2 --shares 3,1");

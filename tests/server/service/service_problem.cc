@@ -130,6 +130,10 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
     sent.set_kl_coef(objective.kl_coef);
     sent.set_entropy_bonus(objective.entropy_bonus);
   }
+  options.set_rest(static_cast<v1::Rest>(problem.options.rest));
+  open.set_target_count(static_cast<uint32_t>(data.target_count));
+  open.mutable_target_classes()->Assign(data.target_classes.begin(), data.target_classes.end());
+  open.mutable_target_weights()->Assign(data.target_weights.begin(), data.target_weights.end());
   open.mutable_advantages()->Assign(data.advantages.begin(), data.advantages.end());
   open.mutable_old_logprobs()->Assign(data.old_logprobs.begin(), data.old_logprobs.end());
   open.mutable_ref_logprobs()->Assign(data.ref_logprobs.begin(), data.ref_logprobs.end());
@@ -193,6 +197,13 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
                                        open.classes().begin() + end * data.class_count);
     open.mutable_classes()->Assign(classes.begin(), classes.end());
   }
+  const auto cut = [&](auto* entries, auto example) {
+    const std::vector<decltype(example)> part(entries->begin() + begin * data.target_count,
+                                              entries->begin() + end * data.target_count);
+    entries->Assign(part.begin(), part.end());
+  };
+  cut(open.mutable_target_classes(), int32_t{});
+  cut(open.mutable_target_weights(), float{});
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
   for (const auto& [from, to] : Cut(begin, end, rng)) {

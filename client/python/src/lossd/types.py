@@ -23,6 +23,7 @@ Gradients = Literal["exact", "filtered", "sampled", "auto"]
 ObjectiveKind = Literal["reinforce", "importance_sampling", "ppo", "cispo", "dft"]
 Kl = Literal["k1", "k2", "k3"]
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+Rest = Literal["none", "renormalized", "one_class"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -51,6 +52,8 @@ KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.
 DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
     "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
     "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
+RESTS: Mapping[str, loss_pb2.Rest] = {
+    "none": loss_pb2.REST_NONE, "renormalized": loss_pb2.REST_RENORMALIZED, "one_class": loss_pb2.REST_ONE_CLASS}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -223,6 +226,11 @@ class LossOptions:
     max_gradient_error: float | None = None
     # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
     objective: Objective | None = None
+    # Of rows with soft targets (compute_loss(target_classes=, target_weights=)): what becomes of the probability that a row's
+    # weights leave over. "none": weights count as they are; "renormalized": they are divided by their sum; "one_class": 1 less
+    # their sum is the weight of all other classes together. None: rows have one target each. Otherwise label_smoothing is 0,
+    # use_class_weights False, objective and distillation None.
+    rest: Rest | None = None
     distillation: Distillation | None = None  # of rows that have a teacher, which gradients "filtered" do not go with
 
     def __post_init__(self) -> None:
@@ -247,6 +255,13 @@ class LossOptions:
         if self.max_gradient_error is not None:
             _check("max_gradient_error", self.max_gradient_error, "finite and not negative",
                    0 <= self.max_gradient_error < math.inf)
+        if self.rest is not None:
+            enum_value("rest", RESTS, self.rest)
+            _check("label_smoothing", self.label_smoothing, "0 with rest", self.label_smoothing == 0)
+            for name, value in (("use_class_weights", self.use_class_weights or None), ("objective", self.objective),
+                                ("distillation", self.distillation)):
+                if value is not None:
+                    raise errors.InvalidArgument(f"{name} is {value}; it must be absent with rest")
         if self.objective is not None:
             _check("label_smoothing", self.label_smoothing, "0 with an objective", self.label_smoothing == 0)
             if self.use_class_weights:
@@ -260,6 +275,8 @@ class LossOptions:
         values["use_class_weights"] = bool(self.use_class_weights)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
+        if self.rest is not None:
+            values["rest"] = RESTS[self.rest]
         if self.objective is not None:
             values["objective"] = self.objective.to_proto()
         if self.distillation is not None:
@@ -267,14 +284,15 @@ class LossOptions:
         return loss_pb2.LossOptions(**values)
 
 
-_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "distillation")
+_MAY_BE_NONE = (
+    "gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "rest", "distillation")
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
     """TypeError, naming the option and its value, unless it has the kind of value that the option takes."""
     if value is None and name in _MAY_BE_NONE:
         return
-    if name == "gradients":
+    if name in ("gradients", "rest"):
         kind, ok = "a str", isinstance(value, str)
     elif name == "objective":
         kind, ok = "a lossd.Objective", isinstance(value, Objective)

@@ -171,6 +171,25 @@ TEST(ChunkPlan, OfRowsWithATeacherAllOfTheGradientIsSampled) {
   EXPECT_FALSE(c.Plan().uniform_apart);
 }
 
+TEST(ChunkPlan, RowsWithSoftTargetsAreNotFusedAndListedWhereFiltered) {
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    Case c;
+    c.limits.logits = logits;
+    c.options.rest = Rest::kNone;
+    c.chunk.terms.soft = true;
+    EXPECT_FALSE(c.Plan().fused());
+    EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("rows name"));
+    c.options.gradients = Gradients::kFiltered;
+    EXPECT_TRUE(c.Plan().filtered() && c.Plan().filters_elements);
+    c.options.rest = Rest::kOneClass;
+    EXPECT_TRUE(c.Plan().exact());
+    EXPECT_FALSE(c.Plan().filters_elements);
+    EXPECT_THAT(c.Plan().why_exact, HasSubstr("rest of a row's targets"));
+    c.options.gradients = Gradients::kSampled;
+    EXPECT_TRUE(c.Plan().sampled());
+  }
+}
+
 TEST(ChunkPlan, GradientsOfEntropiesAreFused) {
   Case c;
   c.chunk.terms.any_coef_entropy = true;
@@ -610,6 +629,39 @@ TEST(ChunkLayout, SingleClassesOfEachRow) {
   EXPECT_THAT(top, ElementsAre(0, -7, 0, 0, ::testing::IsNan(), ::testing::IsNan()))
       << "3 - 2 is rounding: 0";
   EXPECT_THAT(top_classes, ElementsAre(24, 25, -1, -1, -1, -1));
+}
+
+// A class once, the smallest first; rows without a target left out; places that are left name none.
+TEST(ChunkLayout, SoftTargetsOfEachRow) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, kIgnoredTarget, 6};
+  const std::vector<int32_t> named = {9, 5, 9, 1, 2, 3, 7, kNoClass, 6};
+  const std::vector<float> weights = {0.25f, 0.125f, 0.25f, 1, 1, 1, 0.5f, 0, 0.25f};
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.target_classes = named.data();
+  slice.target_weights = weights.data();
+  slice.target_count = 3;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  for (const Rest rest : {Rest::kNone, Rest::kRenormalized, Rest::kOneClass}) {
+    chunk.options.rest = rest;
+    const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+    EXPECT_EQ(layout.target_count, 3);
+    std::vector<uint8_t> memory(static_cast<size_t>(ClassBlockBytes(8)));
+    Carver carver(memory.data());
+    const RowClassBlock classes = RowClassBlock::Carve(carver, 8);
+    PlaceSoftTargets(layout, rest, blocks.inputs, classes);
+    EXPECT_THAT(std::vector<int32_t>(classes.target_classes(), classes.target_classes() + 6),
+                ElementsAre(5, 9, kNoClass, 6, 7, kNoClass));
+    const bool whole = rest == Rest::kRenormalized;
+    const float first = whole ? 0.625f : 1.0f, second = whole ? 0.75f : 1.0f;
+    EXPECT_THAT(std::vector<float>(classes.target_weights(), classes.target_weights() + 6),
+                ElementsAre(0.125f / first, 0.5f / first, 0, 0.25f / second, 0.5f / second, 0));
+    EXPECT_EQ(blocks.inputs.target_total[0], rest == Rest::kNone ? 0.625f : 1.0f);
+    EXPECT_EQ(blocks.inputs.target_rest[1], rest == Rest::kOneClass ? 0.25f : 0.0f);
+  }
 }
 
 TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {
