@@ -75,9 +75,7 @@ std::string DescribePlan(const MemoryBytes& plan) {
   return text;
 }
 
-int64_t DeviceTotal(const MemoryBytes& plan) {
-  return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
-}
+int64_t DeviceTotal(const MemoryBytes& plan) { return plan.OnDevice(); }
 
 class CudaBackend : public Backend {
  public:

@@ -31,7 +31,7 @@ MemoryStats MemoryLedger::stats() const {
 
 int64_t MemoryLedger::device_bytes() const {
   absl::MutexLock lock(&mutex_);
-  return stats_.current.Total() - stats_.current[MemoryKind::kStaging] - stats_.current[MemoryKind::kLedger];
+  return stats_.current.OnDevice();
 }
 
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, MemoryKind kind, int64_t bytes) {

@@ -41,7 +41,7 @@ class MemoryLedger {
   void Add(MemoryKind kind, int64_t bytes);
   void Remove(MemoryKind kind, int64_t bytes);
   MemoryStats stats() const;
-  // Bytes of device memory in use (everything but staging and ledger).
+  // Bytes of device memory in use.
   int64_t device_bytes() const;
 
  private:
