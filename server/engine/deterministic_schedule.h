@@ -295,7 +295,8 @@ class DeterministicSchedule final : public Schedule,
  public:
   // The context outlives the schedule. `limits` and `chunk_rows` of streams that come by arrival.
   DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits, int64_t chunk_rows,
-                        std::shared_ptr<OpenStep> step, MemoryReady memory_ready);
+                        std::shared_ptr<OpenStep> step, MemoryReady memory_ready,
+                        WorkQueue::ValuesOf values = nullptr);
 
   Schedule& For(bool accumulates) override {
     if (accumulates) return *this;
@@ -312,6 +313,8 @@ class DeterministicSchedule final : public Schedule,
   std::vector<Operation*> TakeOperations() override { return arrival_.TakeOperations(); }
   int64_t operations() const override { return arrival_.operations(); }
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
+  // Groups have no teacher.
+  ValuesAre Values(const DeviceLoad& load) const override { return arrival_.Values(load); }
   Backlog backlog() const override;
 
   // ---- News of the open step ----

@@ -34,19 +34,22 @@ struct MadeSchedule {
 };
 
 absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels::HeadKernels& kernels,
-                                          const std::shared_ptr<OpenStep>& step, MemoryReady memory_ready) {
+                                          const std::shared_ptr<OpenStep>& step, MemoryReady memory_ready,
+                                          WorkQueue::ValuesOf values) {
   const EngineOptions& options = context->options;
   const kernels::HeadConfig& config = kernels.config();
   const SliceLimits limits = LimitsByArrival(options, config, kernels.slice_rows());
   if (!options.deterministic || !config.trainable) {
     return MadeSchedule{std::make_shared<ArrivalSchedule>(
-        limits, kernels.chunk_rows(), context->staging.get(), &step->ledger(), std::move(memory_ready))};
+        limits, kernels.chunk_rows(), context->staging.get(), &step->ledger(), std::move(memory_ready),
+        std::move(values))};
   }
   absl::StatusOr<GroupAreas> areas =
       GroupAreas::Allocate(context->backend, config.hidden_size, kernels.slice_rows(), options.staging_bytes);
   if (!areas.ok()) return areas.status();
   const auto order = std::make_shared<DeterministicSchedule>(
-      context, *std::move(areas), limits, kernels.chunk_rows(), step, std::move(memory_ready));
+      context, *std::move(areas), limits, kernels.chunk_rows(), step, std::move(memory_ready),
+      std::move(values));
   return MadeSchedule{order, order.get()};
 }
 
@@ -69,6 +72,12 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
                      observer.OnMemory([alive, slice = std::move(slice)]() mutable {
                        alive->CopyAndQueue(std::move(slice));
                      });
+                   },
+                   // Called by the session's own schedule. Not both live in host memory (ValidateTeacher).
+                   [head = session.get()](const SliceWork& slice) {
+                     const std::shared_ptr<HeadSession>& teacher = slice.stream->teacher().session;
+                     const ValuesAre own = head->own_values();
+                     return teacher == nullptr || own != ValuesAre::kHome ? own : teacher->own_values();
                    });
   if (!made.ok()) return made.status();
   session->schedule_ = std::move(made->schedule);
@@ -198,6 +207,10 @@ void HeadSession::MarkWeightsInvalid(absl::Status why) {
 }
 
 void HeadSession::DeleteHead() {
+  {
+    absl::MutexLock lock(&context_->mutex);
+    gone_ = true;
+  }
   head_.reset();
   absl::MutexLock lock(&context_->mutex);
   deferred_.ReleaseIf([](const Binding&) { return true; });
@@ -227,6 +240,13 @@ absl::Status HeadSession::Run(absl::FunctionRef<absl::Status()> operation) {
   }
   context_->runtime->Wait(queued.done);
   return queued.result;
+}
+
+ValuesAre HeadSession::own_values() const {
+  if (config_.residency == kernels::Residency::kDevice || gone_) return ValuesAre::kHome;
+  const std::optional<kernels::PagingStats> paging = teaching.kernels().paging();
+  if (!paging.has_value()) return ValuesAre::kHome;
+  return paging->on_device ? ValuesAre::kHere : ValuesAre::kAway;
 }
 
 DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
@@ -323,6 +343,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .last_chunk_choices = last_chunk_choices_,
           .gradient_error = gradient_error_,
           .devices = divided_ ? DevicesOf(context_->backend, config_) : std::vector<HeadDevice>(),
+          .paging = gone_ ? std::nullopt : teaching.kernels().paging(),
           .open_streams = streams_->size(),
           .queued_slices = backlog.queued_slices,
           .updates = step_->updates(),

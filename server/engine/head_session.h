@@ -103,6 +103,9 @@ class HeadSession final : public DeviceLoop::Source,
   }
   bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
+  ValuesAre Values(const DeviceLoad& load) override { return schedule_->Values(load); }
+  // Where the head's own values are.
+  ValuesAre own_values() const;
 
   // ---- Its flights ----
   Flight::Parts flight_parts() override;
@@ -141,6 +144,7 @@ class HeadSession final : public DeviceLoop::Source,
   double gradient_error_ = 0.0;   // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;  // also those of other heads that this one teaches
   bool deleting_ = false;
+  bool gone_ = false;  // the head has ended
   int64_t total_rows_ = 0;
 };
 

@@ -261,20 +261,26 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
 
 }  // namespace
 
-CudaHead::CudaHead(Device* device, const HeadConfig& config)
+CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config)
     : device_(device),
       config_(config),
       sizes_(SizesOn(*device, config)),
       plan_(PlanMemory(config, sizes_, device->limits().multiprocessors, device->options().replica)),
+      pool_(pool),
       tensors_(device, config, sizes_) {}
 
-CudaHead::~CudaHead() { cudaSetDevice(device_->options().device); }
+CudaHead::~CudaHead() {
+  cudaSetDevice(device_->options().device);
+  if (pooled_.has_value()) pool_->Remove(*pooled_);
+}
 
-absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, const HeadConfig& config) {
-  std::unique_ptr<CudaHead> head(new CudaHead(device, config));
+absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, CudaTeacherPool* pool,
+                                                              const HeadConfig& config) {
+  std::unique_ptr<CudaHead> head(new CudaHead(device, pool, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
-  const bool stored = config.logits == Logits::kStored;  // blocks take the library's first choice
-  const bool tune = stored && device->options().autotune && !device->options().deterministic;
+  // Blocks, and heads that move, take the library's first choice.
+  const bool may_tune = config.logits == Logits::kStored && config.residency == Residency::kDevice;
+  const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   return std::unique_ptr<HeadKernels>(std::move(head));
@@ -283,15 +289,31 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, co
 absl::Status CudaHead::Allocate() {
   MemoryLedger* ledger = &device_->ledger();
   const int sms = device_->limits().multiprocessors;
-  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
   LOSSD_RETURN_IF_ERROR(tensors_.Allocate());
+  LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_));
+  if (config_.residency == Residency::kHost) {
+    const auto moved = [this](const HostedPlaces& places) {
+      tensors_.PlaceValues(places.values);
+      return Place(places.workspace, places.slots);
+    };
+    absl::StatusOr<CudaTeacherPool::Id> id = pool_->Add(HostedBytes::Of(config_, sizes_, sms), moved);
+    if (!id.ok()) return id.status();
+    pooled_ = *id;
+    return device_->Synchronize();
+  }
+  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWorkspace, workspace.bytes), workspace_buffer_));
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kSlots, workspace.slot_bytes), slot_buffer_));
-  workspace_ = Workspace::Carve(config_, sizes_, sms, workspace_buffer_.data(), slot_buffer_.data());
+  LOSSD_RETURN_IF_ERROR(Place(workspace_buffer_.data(), slot_buffer_.data()));
+  return device_->Synchronize();
+}
+
+absl::Status CudaHead::Place(uint8_t* workspace, uint8_t* slots) {
+  workspace_ = Workspace::Carve(config_, sizes_, device_->limits().multiprocessors, workspace, slots);
   tensors_.Use({workspace_.upload_buffer, workspace_.square_sums});
-  LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_, workspace_));
+  slots_.Place(sizes_, workspace_);
   transfers_.emplace(device_, config_, sizes_, workspace_);
   LOSSD_RETURN_IF_ERROR(transfers_->Start());
   norm_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_);
@@ -300,12 +322,12 @@ absl::Status CudaHead::Allocate() {
                              .config = config_,
                              .sizes = sizes_,
                              .memory = workspace_.paths,
-                             .weight = tensors_.values().compute_weight,
+                             .weight_place = &tensors_.values().compute_weight,
                              .accumulators = &tensors_.accumulators(),
                              .keep = workspace_.keep,
                              .download_idle = &transfers_->download_idle(),
                              .link = &link_});
-  return device_->Synchronize();
+  return absl::OkStatus();
 }
 
 absl::Status CudaHead::Tune() {
@@ -350,8 +372,8 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   pending->job.chunk = chunk;
   absl::Status status = CheckChunk(*chunk);
   if (status.ok()) {
-    Prepare(chunk, *pending);
-    if (pending->job.rows() > 0) status = link_.exchange->Watched([&] { return Enqueue(*pending); });
+    status = Prepare(chunk, *pending);
+    if (status.ok() && pending->job.rows() > 0) status = link_.exchange->Watched([&] { return Enqueue(*pending); });
   }
   if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
   Report(pending, std::move(status), std::move(callbacks));
@@ -444,7 +466,20 @@ absl::Status CudaHead::Lesson::Enqueue() const {
   return teacher_->norm_->exists() ? teacher_->norm_->Forward(job_, *slot_) : absl::OkStatus();
 }
 
-void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
+absl::Status CudaHead::BringValues(Pending& pending) {
+  if (pending.job.rows() == 0) return absl::OkStatus();
+  for (CudaHead* head : {this, static_cast<CudaHead*>(pending.job.chunk->teacher)}) {
+    if (head == nullptr || !head->pooled_.has_value()) continue;
+    std::unique_ptr<CudaTeacherPool::Copied> copied;
+    absl::StatusOr<HostedPlaces> places = pool_->Use(*head->pooled_, head->tensors_.home(), copied);
+    if (!places.ok()) return device_->Fail(places.status());
+    head->tensors_.PlaceValues(places->values);
+    if (copied != nullptr) pending.copied.push_back(std::move(copied));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   ChunkSlot& slot = slots_.Next();
   ChunkJob& job = pending.job;
   pending.slot = &slot;
@@ -452,6 +487,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
+  LOSSD_RETURN_IF_ERROR(BringValues(pending));
   job.terms = TermsOf(sizes_, tensors_, *chunk, job.layout);
   job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
   if (sizes_.is_split()) {
@@ -494,6 +530,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                             slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
+  return absl::OkStatus();
 }
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {
@@ -505,6 +542,8 @@ absl::Status CudaHead::Enqueue(const Pending& pending) {
     if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Upload());
     LOSSD_RETURN_IF_ERROR(Loss(pending, path));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
+    LOSSD_RETURN_IF_ERROR(EndUse());
+    if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->EndUse());
     LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
     if (!job.layout.accumulate) return Record(pending.slot->done, device_->compute());
     return device_->InBackground(pending.slot->done, [&] { return path.WeightGradient(job); });
@@ -568,7 +607,7 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   Device* device = device_;
   Device::Completion completion;
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
-                        exchange = link_.exchange.get(), reports = sizes_.part == 0] {
+                        exchange = link_.exchange.get(), reports = sizes_.part == 0, pool = pool_] {
     if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
     // Copies to the slices' memory may be under way, which is the caller's again once it hears of the
     // failure.
@@ -580,6 +619,9 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in, pending->slot->host_out,
                     pending->slot->classes);
       *final_status = device->Fail(ZeroUntouchedGradients(*pending->job.chunk, pending->job.layout, hidden));
+    }
+    if (final_status->ok()) {
+      for (const auto& copied : pending->copied) pool->Count(*copied);
     }
     shared->on_results(*final_status);
   };

@@ -6,6 +6,7 @@
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 
 #include <cstdint>
+#include <optional>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -13,6 +14,7 @@
 #include "absl/types/span.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/heads/host_tensors.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/chunk_path.h"
@@ -39,8 +41,13 @@ class HeadTensors {
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
-  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream.
+  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream. Of a head in host
+  // memory there, and values() are null until PlaceValues.
   absl::Status Allocate();
+  // Of a head in host memory: its values are at `base` on the device for the chunks that follow.
+  void PlaceValues(uint8_t* base) { values_ = ValueBuffer::Carve(config_, sizes_, base); }
+  // The values in host memory; null: the head lives on the device.
+  const uint8_t* home() const { return host_.has_value() ? host_->data() : nullptr; }
   // Before any function below.
   void Use(const Scratch& scratch) { scratch_ = scratch; }
 
@@ -97,12 +104,14 @@ class HeadTensors {
   int64_t FirstRow(TensorId id) const { return StoredRowsOf(config_, id, device_->options().replica).first; }
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
+  void SumClassWeights(absl::Span<const float> weights);
 
   Device* const device_;
   const HeadConfig config_;
   const HeadSizes sizes_;
   const Shard shard_;
   const ShardRanges ranges_;
+  std::optional<HostTensors> host_;
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;
