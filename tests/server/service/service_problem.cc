@@ -87,6 +87,7 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   spec.set_norm_epsilon(problem.config.norm_epsilon);
   spec.set_compute_dtype(v1::DTYPE_FP32);
   spec.set_frozen(!problem.config.trainable);
+  if (problem.config.residency == kernels::Residency::kHost) spec.set_residency(v1::RESIDENCY_HOST);
   const auto created = client.CreateHead(request);
   ASSERT_TRUE(created.ok()) << created.status();
   for (const Param param : kernels::kAllParams) {
