@@ -211,8 +211,8 @@ struct HeadConfig {
   // classes; the copies divide the rows. 0 and 1: one, on all devices. `shares` are of the devices of one
   // copy. kAny with more than one means kVocabulary.
   int32_t replicas = 0;
-  // kHost: every device has all classes. Tensors are rounded to the compute dtype when they are written; bias,
-  // norm and class weights stay fp32.
+  // kHost: every device has all classes. Tensors are rounded to the compute dtype when they are written;
+  // bias, norm and class weights stay fp32.
   Residency residency = Residency::kDevice;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;

@@ -4,8 +4,8 @@
 // backend owns the memory and copies.
 //
 // Members are such heads. A member that is used gets a place of its size. If there is no room for it, others
-// leave the pool, those first whose last use is longest ago, until the room is there. Their values stay in host
-// memory, so nothing is copied back.
+// leave the pool, those first whose last use is longest ago, until the room is there. Their values stay in
+// host memory, so nothing is copied back.
 //
 // Errors leave the pool as it was.
 #ifndef LOSSD_KERNELS_TEACHER_POOL_H_
@@ -77,7 +77,7 @@ class TeacherPool {
 
  private:
   struct Member {
-    int64_t bytes = 0;            // rounded up
+    int64_t bytes = 0;              // rounded up
     std::optional<int64_t> offset;  // of its place, on the device
     PagingStats stats;
   };
@@ -89,7 +89,7 @@ class TeacherPool {
   const int64_t limit_bytes_;
   mutable absl::Mutex mutex_;
   std::map<Id, Member> members_ ABSL_GUARDED_BY(mutex_);
-  std::list<Id> by_use_ ABSL_GUARDED_BY(mutex_);          // on the device; the one used last at the end
+  std::list<Id> by_use_ ABSL_GUARDED_BY(mutex_);             // on the device; the one used last at the end
   std::map<int64_t, Id> by_offset_ ABSL_GUARDED_BY(mutex_);  // the same
   int64_t size_ ABSL_GUARDED_BY(mutex_) = 0;
   Id last_id_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -326,13 +326,13 @@ namespace {
 
 // "host memory, on the device now; copied 3 times (1.2 GiB in 0.05 s), found there 12 times, left 2 times".
 std::string ResidencyText(const v1::Paging& paging, const Style& style) {
-  const std::string where = paging.on_device() ? style.Paint(Tone::kGood, "on the device now") : "not on the device";
+  const std::string where =
+      paging.on_device() ? style.Paint(Tone::kGood, "on the device now") : "not on the device";
   if (paging.copies() == 0) return absl::StrCat("host memory, ", where);
-  return absl::StrCat(
-      "host memory, ", where, "; copied ", HumanCount(paging.copies()), " times (",
-      HumanBytes(static_cast<double>(paging.copied_bytes())), " in ",
-      absl::StrFormat("%.3g s", paging.copy_seconds()), "), found there ", HumanCount(paging.hits()),
-      " times, left ", HumanCount(paging.evictions()), " times");
+  return absl::StrCat("host memory, ", where, "; copied ", HumanCount(paging.copies()), " times (",
+                      HumanBytes(static_cast<double>(paging.copied_bytes())), " in ",
+                      absl::StrFormat("%.3g s", paging.copy_seconds()), "), found there ",
+                      HumanCount(paging.hits()), " times, left ", HumanCount(paging.evictions()), " times");
 }
 
 }  // namespace

@@ -567,7 +567,8 @@ absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& confi
 CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
                  MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
                  std::unique_ptr<CpuPooled> pooled)
-    : config_(config),
+    : CpuPooledKernels(std::move(pooled)),
+      config_(config),
       part_(PlaceOf(config, replica).index),
       has_norm_(config.norm != Norm::kNone),
       is_split_(IsSplitByVocabulary(config, replica)),
@@ -577,7 +578,6 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       pool_(pool),
       reservation_(std::move(reservation)),
       arenas_(std::move(arenas)),
-      pooled_(std::move(pooled)),
       buffers_(buffers),
       params_(config_, replica, pool, buffers),
       guard_(buffers_, config.hidden_size, classes_.rows, pool),
@@ -620,6 +620,22 @@ absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
                             absl::StatusCode::kUnimplemented);
 }
 
+namespace {
+
+// Brings the values of a head in host memory to the pool, where a chunk finds them by `buffers`.
+void BringValues(const CpuPooled& pooled, const CpuParams& params, HeadBuffers& buffers) {
+  // They lie one after the other, the weight first (LayOut).
+  const auto* const home = reinterpret_cast<const uint8_t*>(params.value(Param::kWeight));
+  uint8_t* const here = pooled.Use(home);
+  for (Param param : kAllParams) {
+    const auto* const value = reinterpret_cast<const uint8_t*>(params.value(param));
+    if (value == nullptr) continue;
+    buffers.tensor({param, Role::kValue}) = reinterpret_cast<float*>(here + (value - home));
+  }
+}
+
+}  // namespace
+
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk);
   if (status.ok() && chunk->teacher != nullptr) status = CheckTeacher(*chunk->teacher);
@@ -630,25 +646,15 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
   if (order.rows > 0) {
-    BringValues();
-    if (chunk->teacher != nullptr) static_cast<CpuHead*>(chunk->teacher)->BringValues();  // CheckTeacher
+    for (CpuHead* head : {this, static_cast<CpuHead*>(chunk->teacher)}) {  // CheckTeacher
+      if (head != nullptr && head->pooled_ != nullptr)
+        BringValues(*head->pooled_, head->params_, head->buffers_);
+    }
   }
   status = ComputeResults(*chunk, order);
   callbacks.on_results(status);
   if (status.ok()) AccumulateWeight(order);
   callbacks.on_done(status);
-}
-
-void CpuHead::BringValues() {
-  if (pooled_ == nullptr) return;
-  // The values lie one after the other, the weight first (LayOut).
-  const auto* const home = reinterpret_cast<const uint8_t*>(params_.value(Param::kWeight));
-  uint8_t* const here = pooled_->Use(home);
-  for (Param param : kAllParams) {
-    const auto* const value = reinterpret_cast<const uint8_t*>(params_.value(param));
-    if (value == nullptr) continue;
-    buffers_.tensor({param, Role::kValue}) = reinterpret_cast<float*>(here + (value - home));
-  }
 }
 
 absl::Status CpuHead::ComputeResults(Chunk& chunk, const RowOrder& order) {

@@ -157,9 +157,9 @@ inline void AddToSums(const Objective& objective, const Slice& slice, int64_t ro
   if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 
-// The pool of a CPU backend for heads that live in host memory (teacher_pool.h), with its memory. On a CPU host
-// memory is all that there is, so the pool saves nothing there: it does what a GPU's does, so that the same heads
-// work on both. Driven by the backend's thread; stats() and Check are thread-safe.
+// The pool of a CPU backend for heads that live in host memory (teacher_pool.h), with its memory. On a CPU
+// host memory is all that there is, so the pool saves nothing there: it does what a GPU's does, so that the
+// same heads work on both. Driven by the backend's thread; stats() and Check are thread-safe.
 class CpuTeacherPool {
  public:
   // `limit_bytes` as TeacherPool. The accounting outlives the pool.
@@ -298,12 +298,26 @@ class RowGuard {
   ThreadPool* const pool_;
 };
 
+// A head that may live in host memory: its membership in the pool.
+class CpuPooledKernels : public HeadKernels {
+ public:
+  std::optional<PagingStats> paging() const override {
+    if (pooled_ == nullptr) return std::nullopt;
+    return pooled_->stats();
+  }
+
+ protected:
+  explicit CpuPooledKernels(std::unique_ptr<CpuPooled> pooled) : pooled_(std::move(pooled)) {}
+
+  const std::unique_ptr<CpuPooled> pooled_;  // null: the head lives on the device
+};
+
 // One head. Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
 //
 // Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
 // A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if W x
 // before a softcap is not. A chunk fails with what the exchange of a split head says.
-class CpuHead final : public HeadKernels {
+class CpuHead final : public CpuPooledKernels {
  public:
   // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows). `pooled`: of a head that
   // lives in host memory, with its MemoryKind::kHostValues; else null.
@@ -317,10 +331,6 @@ class CpuHead final : public HeadKernels {
   int64_t chunk_rows() const override { return chunk_rows_; }
   MemoryBytes memory() const override { return reservation_.bytes(); }
   std::vector<Choice> Describe() const override;
-  std::optional<PagingStats> paging() const override {
-    if (pooled_ == nullptr) return std::nullopt;
-    return pooled_->stats();
-  }
 
   // A teacher's workspace is used for its logits. Both heads have all classes here.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
@@ -358,8 +368,6 @@ class CpuHead final : public HeadKernels {
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
           std::unique_ptr<CpuPooled> pooled);
 
-  // Of a head in host memory: brings its values to the pool, where the chunk finds them.
-  void BringValues();
   // All of a chunk but the weight gradient.
   absl::Status ComputeResults(Chunk& chunk, const RowOrder& order);
   // The steps of a chunk, in order.
@@ -387,8 +395,7 @@ class CpuHead final : public HeadKernels {
   ThreadPool* const pool_;
   const MemoryAccounting::Reservation reservation_;
   const HeadArenas arenas_;
-  const std::unique_ptr<CpuPooled> pooled_;  // null: the head lives on the device
-  HeadBuffers buffers_;                      // of a pooled head with the values that the last chunk found
+  HeadBuffers buffers_;  // of a pooled head with the values that the last chunk found
   CpuParams params_;
   const RowGuard guard_;
   std::shared_ptr<ClassExchange> exchange_;

@@ -203,8 +203,8 @@ class CudaBackend : public Backend {
     const int64_t reserve = device_->options().memory_reserve_bytes;
     if (!host.has_value() || bytes <= host->bytes - reserve) return absl::OkStatus();
     return absl::ResourceExhaustedError(
-        absl::StrCat("the head needs ", errors::ExactBytes(bytes), " of host memory for its values; ", host->what,
-                     ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
+        absl::StrCat("the head needs ", errors::ExactBytes(bytes), " of host memory for its values; ",
+                     host->what, ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
   }
 
   // beside: bytes that will be taken before.

@@ -32,8 +32,8 @@ struct CudaBackendOptions {
   // device memory that is free when the backend is created if that is less.
   int64_t workspace_bytes = 0;
   int64_t memory_limit_bytes = 0;  // refuse heads beyond it; 0: what the device has
-  // For the values of heads that live in host memory (kernels/teacher_pool.h); 0: as the largest of them. What
-  // their chunks work in comes on top of it, once.
+  // For the values of heads that live in host memory (kernels/teacher_pool.h); 0: as the largest of them.
+  // What their chunks work in comes on top of it, once.
   int64_t teacher_pool_bytes = 0;
   // Of the memory that the system can give, so much is left to others: values of heads that would take it are
   // refused.

@@ -40,7 +40,7 @@ std::optional<PagingStats> GroupHead::paging() const {
   for (int i = 0; i < heads_.size(); ++i) {
     const std::optional<PagingStats> one = heads_.head(i).paging();
     if (!one.has_value()) return std::nullopt;
-    sum = sum.has_value() ? *sum += *one : *one;
+    sum = sum.has_value() ? * sum += *one : *one;
   }
   return sum;
 }

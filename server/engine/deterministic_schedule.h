@@ -313,8 +313,6 @@ class DeterministicSchedule final : public Schedule,
   std::vector<Operation*> TakeOperations() override { return arrival_.TakeOperations(); }
   int64_t operations() const override { return arrival_.operations(); }
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
-  // Groups have no teacher.
-  ValuesAre Values(const DeviceLoad& load) const override { return arrival_.Values(load); }
   Backlog backlog() const override;
 
   // ---- News of the open step ----

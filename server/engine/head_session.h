@@ -104,8 +104,6 @@ class HeadSession final : public DeviceLoop::Source,
   bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
   ValuesAre Values(const DeviceLoad& load) override { return schedule_->Values(load); }
-  // Where the head's own values are.
-  ValuesAre own_values() const;
 
   // ---- Its flights ----
   Flight::Parts flight_parts() override;
@@ -116,8 +114,6 @@ class HeadSession final : public DeviceLoop::Source,
   void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) override;
 
   HeadSnapshot Snapshot();
-  // Adds the head's share.
-  void AddTo(EngineStats& stats);
 
  private:
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
@@ -144,9 +140,11 @@ class HeadSession final : public DeviceLoop::Source,
   double gradient_error_ = 0.0;   // of the last chunk that was sampled
   int64_t chunks_in_flight_ = 0;  // also those of other heads that this one teaches
   bool deleting_ = false;
-  bool gone_ = false;  // the head has ended
   int64_t total_rows_ = 0;
 };
+
+// Adds the head's share.
+void AddTo(HeadSession& session, EngineStats& stats);
 
 // The limits on slices of a head with this config, whose backend takes slices of at most `slice_rows` rows.
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,

@@ -73,7 +73,10 @@ class Schedule {
   // is on the device.
   virtual ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) = 0;
   // Where the values are that the chunk needs from host memory which would be next; kHome if none is.
-  virtual ValuesAre Values(const DeviceLoad& load) const = 0;
+  virtual ValuesAre Values(const DeviceLoad& load) {
+    Schedule& by_arrival = For(/*accumulates=*/false);  // groups of rows have no teacher
+    return &by_arrival == this ? ValuesAre::kHome : by_arrival.Values(load);
+  }
   virtual Backlog backlog() const = 0;
 };
 
@@ -83,7 +86,8 @@ class Schedule {
 // Threads and locks as in Schedule.
 class ArrivalSchedule final : public Schedule {
  public:
-  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule. `values`: as WorkQueue.
+  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule. `values`: as
+  // WorkQueue.
   ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
                   MemoryReady memory_ready, WorkQueue::ValuesOf values = nullptr);
 
@@ -102,7 +106,7 @@ class ArrivalSchedule final : public Schedule {
   std::vector<Operation*> TakeOperations() override { return queue_.TakeOperations(); }
   int64_t operations() const override { return queue_.operations(); }
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
-  ValuesAre Values(const DeviceLoad& load) const override {
+  ValuesAre Values(const DeviceLoad& load) override {
     return load.accepts_chunk() ? queue_.Values() : ValuesAre::kHome;
   }
   Backlog backlog() const override {

@@ -176,15 +176,16 @@ struct Operation {
 // arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
 // begun. The slices of a peer keep their order, and none passes an operation.
 //
-// With one exception: where the rows of slices have teachers that live in host memory, those whose teacher is on
-// the device go before those whose teacher is not, so that rows of one teacher are computed together. At most
-// kMostPassedOver chunks go before a slice in this way. The slices of one teacher keep their order.
+// With one exception: where the rows of slices have teachers that live in host memory, those whose teacher is
+// on the device go before those whose teacher is not, so that rows of one teacher are computed together. At
+// most kMostPassedOver chunks go before a slice in this way. The slices of one teacher keep their order.
 class WorkQueue {
  public:
   // Where the values are that a slice needs from host memory. Called with the lock held.
   using ValuesOf = std::function<ValuesAre(const SliceWork&)>;
 
-  // `round_rows`: those of a chunk, so that a round of one peer fills one. `values`: null: no slice needs any.
+  // `round_rows`: those of a chunk, so that a round of one peer fills one. `values`: null: no slice needs
+  // any.
   explicit WorkQueue(int64_t round_rows, ValuesOf values = nullptr)
       : round_rows_(round_rows), values_(std::move(values)) {}
 

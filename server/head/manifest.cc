@@ -159,7 +159,8 @@ Json EncodeSubject(const CheckpointSubject& subject) {
                {"split", std::string(Name(config.split))}};
   if (!config.shares.empty()) json["shares"] = config.shares;
   if (config.replicas > 0) json["replicas"] = config.replicas;
-  if (config.residency != kernels::Residency::kDevice) json["residency"] = std::string(Name(config.residency));
+  if (config.residency != kernels::Residency::kDevice)
+    json["residency"] = std::string(Name(config.residency));
   return json;
 }
 

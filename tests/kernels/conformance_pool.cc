@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conformance tests of backends (backend_conformance.h) about heads that live in host memory: they compute the
-// same bits as heads that live on the device, whatever the pool of the device has at that time.
+// Conformance tests of backends (backend_conformance.h) about heads that live in host memory: they compute
+// the same bits as heads that live on the device, whatever the pool of the device has at that time.
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -240,8 +240,9 @@ TEST_P(PoolConformance, TensorsAreThoseInHostMemory) {
   EXPECT_FALSE(PagingOf(*host).on_device);
   ExpectSameBits(RunChunk(*host, problem), RunChunk(*MakeHead(backend(), problem), problem));
   std::vector<uint8_t> none(4);
-  EXPECT_EQ(host->ReadTensor({Param::kWeight, Role::kGradient}, 0, 1, DType::kFloat32, absl::MakeSpan(none)).code(),
-            absl::StatusCode::kNotFound);
+  EXPECT_EQ(
+      host->ReadTensor({Param::kWeight, Role::kGradient}, 0, 1, DType::kFloat32, absl::MakeSpan(none)).code(),
+      absl::StatusCode::kNotFound);
   EXPECT_EQ(host->WriteTensor({Param::kWeight, Role::kValue}, 60, 9, DType::kFloat32, none).code(),
             absl::StatusCode::kInvalidArgument);
 }

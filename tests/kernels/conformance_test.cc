@@ -130,8 +130,7 @@ INSTANTIATE_TEST_SUITE_P(GroupByBoth, GradientsConformance, ::testing::ValuesIn(
                          ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, DistillationConformance, ::testing::ValuesIn(GridCases()),
                          ConformanceName);
-INSTANTIATE_TEST_SUITE_P(GroupByBoth, PoolConformance, ::testing::ValuesIn(GridCases()),
-                         ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByBoth, PoolConformance, ::testing::ValuesIn(GridCases()), ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing::conformance_test

@@ -227,6 +227,22 @@ absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& size
   return GuardRows(job, slot, workspace.keep, stream);
 }
 
+// What the row kernels know of targets: dot products, and where they are.
+absl::Status PlaceTargets(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
+                          const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
+  auto* const dots = memory.At<float>(Region::kTargetDots);
+  if (dots == nullptr) return absl::OkStatus();
+  TargetDotParams p = {job.hidden, weight, compute, sizes.padded_hidden, job.rows(), job.in.targets, dots};
+  if (sizes.is_split()) {
+    p.targets = job.in.all_targets;
+    p.columns = SplitRows::Carve(sizes, memory[Region::kSplitRows]).columns;
+    p.classes = sizes.vocab;
+    p.bias = job.terms.bias;
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device.compute()), "target kernel");
+  return exchange.Sum(ExchangeKind::kRowStatistics, dots, job.rows());
+}
+
 // The logits of the classes that slices name. Each class lies on one device, and the others have 0 for it.
 absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
                           const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
@@ -262,16 +278,19 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
 }  // namespace
 
 CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config)
-    : device_(device),
+    : PooledKernels(pool),
+      device_(device),
       config_(config),
       sizes_(SizesOn(*device, config)),
       plan_(PlanMemory(config, sizes_, device->limits().multiprocessors, device->options().replica)),
-      pool_(pool),
-      tensors_(device, config, sizes_) {}
+      host_(config.residency == Residency::kHost ? std::make_optional<HostTensors>(config, sizes_)
+                                                 : std::nullopt),
+      tensors_(device, config, sizes_, host_.has_value() ? &*host_ : nullptr) {}
 
+// Before the memory that a copy to the pool reads.
 CudaHead::~CudaHead() {
   cudaSetDevice(device_->options().device);
-  if (pooled_.has_value()) pool_->Remove(*pooled_);
+  LeavePool();
 }
 
 absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, CudaTeacherPool* pool,
@@ -291,14 +310,12 @@ absl::Status CudaHead::Allocate() {
   const int sms = device_->limits().multiprocessors;
   LOSSD_RETURN_IF_ERROR(tensors_.Allocate());
   LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_));
-  if (config_.residency == Residency::kHost) {
+  if (host_.has_value()) {
     const auto moved = [this](const HostedPlaces& places) {
       tensors_.PlaceValues(places.values);
       return Place(places.workspace, places.slots);
     };
-    absl::StatusOr<CudaTeacherPool::Id> id = pool_->Add(HostedBytes::Of(config_, sizes_, sms), moved);
-    if (!id.ok()) return id.status();
-    pooled_ = *id;
+    LOSSD_RETURN_IF_ERROR(JoinPool(HostedBytes::Of(config_, sizes_, sms), moved));
     return device_->Synchronize();
   }
   const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
@@ -373,7 +390,8 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   absl::Status status = CheckChunk(*chunk);
   if (status.ok()) {
     status = Prepare(chunk, *pending);
-    if (status.ok() && pending->job.rows() > 0) status = link_.exchange->Watched([&] { return Enqueue(*pending); });
+    if (status.ok() && pending->job.rows() > 0)
+      status = link_.exchange->Watched([&] { return Enqueue(*pending); });
   }
   if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
   Report(pending, std::move(status), std::move(callbacks));
@@ -466,19 +484,6 @@ absl::Status CudaHead::Lesson::Enqueue() const {
   return teacher_->norm_->exists() ? teacher_->norm_->Forward(job_, *slot_) : absl::OkStatus();
 }
 
-absl::Status CudaHead::BringValues(Pending& pending) {
-  if (pending.job.rows() == 0) return absl::OkStatus();
-  for (CudaHead* head : {this, static_cast<CudaHead*>(pending.job.chunk->teacher)}) {
-    if (head == nullptr || !head->pooled_.has_value()) continue;
-    std::unique_ptr<CudaTeacherPool::Copied> copied;
-    absl::StatusOr<HostedPlaces> places = pool_->Use(*head->pooled_, head->tensors_.home(), copied);
-    if (!places.ok()) return device_->Fail(places.status());
-    head->tensors_.PlaceValues(places->values);
-    if (copied != nullptr) pending.copied.push_back(std::move(copied));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   ChunkSlot& slot = slots_.Next();
   ChunkJob& job = pending.job;
@@ -487,7 +492,14 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
-  LOSSD_RETURN_IF_ERROR(BringValues(pending));
+  for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher
+    if (head == nullptr || !head->is_pooled() || job.rows() == 0) continue;
+    std::unique_ptr<CudaTeacherPool::Copied> copied;
+    absl::StatusOr<HostedPlaces> places = head->UsePool(head->host_->data(), copied);
+    if (!places.ok()) return device_->Fail(places.status());
+    head->tensors_.PlaceValues(places->values);
+    if (copied != nullptr) pending.copied.push_back(std::move(copied));
+  }
   job.terms = TermsOf(sizes_, tensors_, *chunk, job.layout);
   job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
   if (sizes_.is_split()) {
@@ -559,33 +571,15 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
-  LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
-  LOSSD_RETURN_IF_ERROR(NamedClasses(*device_, sizes_, workspace_.paths, tensors_.values().compute_weight,
-                                     config_.compute_dtype, *link_.exchange, job));
+  const void* const weight = tensors_.values().compute_weight;
+  for (const auto step : {&PlaceTargets, &NamedClasses}) {
+    LOSSD_RETURN_IF_ERROR(
+        step(*device_, sizes_, workspace_.paths, weight, config_.compute_dtype, *link_.exchange, job));
+  }
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));
   LOSSD_RETURN_IF_ERROR(GuardRows(job, slot, workspace_.keep, stream));
   return Record(slot.row_results, stream);
-}
-
-absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
-  auto* const dots = workspace_.paths.At<float>(Region::kTargetDots);
-  if (dots == nullptr) return absl::OkStatus();
-  TargetDotParams p = {job.hidden,
-                       tensors_.values().compute_weight,
-                       config_.compute_dtype,
-                       sizes_.padded_hidden,
-                       job.rows(),
-                       job.in.targets,
-                       dots};
-  if (sizes_.is_split()) {
-    p.targets = job.in.all_targets;
-    p.columns = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).columns;
-    p.classes = sizes_.vocab;
-    p.bias = job.terms.bias;
-  }
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device_->compute()), "target kernel");
-  return link_.exchange->Sum(ExchangeKind::kRowStatistics, dots, job.rows());
 }
 
 absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {

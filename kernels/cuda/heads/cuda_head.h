@@ -84,10 +84,10 @@ class ChunkPlanner {
   FilterBackoff backoff_;
 };
 
-class CudaHead : public HeadKernels {
+class CudaHead : public PooledKernels {
  public:
-  // `config` is valid and its plan fits; `device` and `pool`, where heads in host memory compute, must outlive
-  // the head.
+  // `config` is valid and its plan fits; `device` and `pool`, where heads in host memory compute, must
+  // outlive the head.
   static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, CudaTeacherPool* pool,
                                                              const HeadConfig& config);
   ~CudaHead() override;
@@ -97,10 +97,6 @@ class CudaHead : public HeadKernels {
   int64_t chunk_rows() const override { return sizes_.chunk_rows; }
   MemoryBytes memory() const override { return plan_; }
   std::vector<Choice> Describe() const override { return choices_; }
-  std::optional<PagingStats> paging() const override {
-    if (!pooled_.has_value()) return std::nullopt;
-    return pool_->stats(*pooled_);
-  }
 
   // Both store their logits and have all classes. The workspace of the teacher is used for its logits.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
@@ -111,7 +107,7 @@ class CudaHead : public HeadKernels {
   }
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                            absl::Span<const uint8_t> in) override {
-    if (pooled_.has_value()) pool_->Invalidate(*pooled_);
+    Invalidate();
     return tensors_.Write(id, row_begin, rows, dtype, in);
   }
   absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
@@ -174,14 +170,10 @@ class CudaHead : public HeadKernels {
   absl::Status CheckChunk(const Chunk& chunk) const;
   // Lays the chunk out and plans it. Of heads in host memory, has their values brought if there are rows.
   absl::Status Prepare(Chunk* chunk, Pending& pending);
-  absl::Status BringValues(Pending& pending);
-  absl::Status EndUse() const { return pooled_.has_value() ? pool_->EndUse(*pooled_) : absl::OkStatus(); }
   // The phases of a chunk; each enqueues its work and returns.
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
-  // What the row kernels know of targets: dot products, and where they are.
-  absl::Status PlaceTargets(const ChunkJob& job);
   void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);
 
   Device* const device_;
@@ -190,8 +182,7 @@ class CudaHead : public HeadKernels {
   const MemoryBytes plan_;
   std::vector<Choice> choices_;
   ClassLink link_;
-  CudaTeacherPool* const pool_;
-  std::optional<CudaTeacherPool::Id> pooled_;  // of a head in host memory
+  std::optional<HostTensors> host_;  // of a head in host memory
   HeadTensors tensors_;
   DeviceBuffer workspace_buffer_, slot_buffer_;
   Workspace workspace_;

@@ -24,7 +24,7 @@ absl::Status CudaTeacherPool::Start() {
   return ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
 }
 
-int64_t CudaTeacherPool::MostOf(int64_t HostedBytes::* part, int64_t more) const {
+int64_t CudaTeacherPool::MostOf(int64_t HostedBytes::*part, int64_t more) const {
   for (const auto& [id, member] : members_) more = std::max(more, member.bytes.*part);
   return more;
 }
@@ -60,9 +60,9 @@ absl::Status CudaTeacherPool::Grow(const HostedBytes& bytes) {
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
   LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   if (!other_memory) return absl::OkStatus();
-  for (auto [buffer, from] : {std::pair{&memory_.values, &grown.values},
-                              std::pair{&memory_.workspace, &grown.workspace},
-                              std::pair{&memory_.slots, &grown.slots}}) {
+  for (auto [buffer, from] :
+       {std::pair{&memory_.values, &grown.values}, std::pair{&memory_.workspace, &grown.workspace},
+        std::pair{&memory_.slots, &grown.slots}}) {
     if (from->bytes() > 0) std::swap(*buffer, *from);
   }
   workspace_of_ = 0;
@@ -145,6 +145,13 @@ absl::StatusOr<HostedPlaces> CudaTeacherPool::Use(Id id, const uint8_t* home,
 }
 
 absl::Status CudaTeacherPool::EndUse(Id id) { return Record(members_.at(id).last_use, device_->compute()); }
+
+absl::Status PooledKernels::JoinPool(const HostedBytes& bytes, CudaTeacherPool::OnMoved moved) {
+  absl::StatusOr<CudaTeacherPool::Id> id = pool_->Add(bytes, std::move(moved));
+  if (!id.ok()) return id.status();
+  id_ = *id;
+  return absl::OkStatus();
+}
 
 void CudaTeacherPool::Count(const Copied& copied) {
   float milliseconds = 0.0f;

@@ -305,8 +305,7 @@ ParamBlock ParamBlock::CarveRanges(const HeadConfig& config, const ShardRanges& 
 
 ValueBuffer ValueBuffer::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
   ValueBuffer values;
-  const bool with_weight =
-      config.residency == Residency::kDevice || config.compute_dtype == DType::kFloat32;
+  const bool with_weight = config.residency == Residency::kDevice || config.compute_dtype == DType::kFloat32;
   values.params = ParamBlock::Carve(config, sizes, base, with_weight);
   Carver carver(base == nullptr ? nullptr : base + values.params.bytes);
   if (config.has_class_weights) values.class_weights = carver.Take<float>(RoundUp(sizes.all_classes, 8));

@@ -67,7 +67,8 @@ struct Workspace {
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
 // What a head takes, by kind, as allocated; of a replica, with the moments of its shard.
-// A head in host memory takes nothing of the device for itself: its values have room in the pool (HostedBytes).
+// A head in host memory takes nothing of the device for itself: its values have room in the pool
+// (HostedBytes).
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
 

@@ -14,7 +14,7 @@ namespace lossd::kernels::cuda {
 
 absl::Status HeadTensors::Allocate() {
   MemoryLedger* ledger = &device_->ledger();
-  if (config_.residency == Residency::kHost) return host_.emplace(config_, sizes_).Allocate(ledger);
+  if (host_ != nullptr) return host_->Allocate(ledger);
   const int64_t block = ParamBlock::Carve(config_, sizes_, nullptr).bytes;
   const int64_t value_bytes = ValueBuffer::Carve(config_, sizes_, nullptr).bytes;
   LOSSD_RETURN_IF_ERROR(
@@ -91,7 +91,7 @@ absl::Status HeadTensors::ForEachBlock(const DeviceMatrix& tensor, int64_t rows,
 absl::Status HeadTensors::Read(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                absl::Span<uint8_t> out) {
   LOSSD_RETURN_IF_ERROR(Begin(id, row_begin, rows, dtype, out.size()));
-  if (host_.has_value()) {
+  if (host_ != nullptr) {
     host_->Read(id.param, row_begin, rows, dtype, out);
     return absl::OkStatus();
   }
@@ -107,11 +107,9 @@ absl::Status HeadTensors::Read(TensorId id, int64_t row_begin, int64_t rows, DTy
 absl::Status HeadTensors::Write(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                 absl::Span<const uint8_t> in) {
   LOSSD_RETURN_IF_ERROR(Begin(id, row_begin, rows, dtype, in.size()));
-  if (host_.has_value()) {
+  if (host_ != nullptr) {
     host_->Write(id.param, row_begin, rows, dtype, in);
-    if (id.param != Param::kClassWeights) return absl::OkStatus();
-    SumClassWeights({host_->class_weights(), static_cast<size_t>(sizes_.all_classes)});
-    return absl::OkStatus();
+    return id.param == Param::kClassWeights ? ReadClassWeights() : absl::OkStatus();
   }
   const cudaStream_t stream = device_->compute();
   const auto write = [&](const TransferBlock& block) {
@@ -152,13 +150,9 @@ absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int6
 
 absl::Status HeadTensors::ReadClassWeights() {
   std::vector<float> weights(static_cast<size_t>(sizes_.all_classes));
-  LOSSD_RETURN_IF_ERROR(CopyAndWait(weights.data(), values_.class_weights,
-                                    static_cast<int64_t>(weights.size() * sizeof(float))));
-  SumClassWeights(weights);
-  return absl::OkStatus();
-}
-
-void HeadTensors::SumClassWeights(absl::Span<const float> weights) {
+  const float* const from = host_ != nullptr ? host_->class_weights() : values_.class_weights;
+  LOSSD_RETURN_IF_ERROR(
+      CopyAndWait(weights.data(), from, static_cast<int64_t>(weights.size() * sizeof(float))));
   double sum = 0.0;
   largest_class_weight_ = 0.0f;
   for (float u : weights) {
@@ -166,6 +160,7 @@ void HeadTensors::SumClassWeights(absl::Span<const float> weights) {
     if (std::isfinite(u)) largest_class_weight_ = std::max(largest_class_weight_, std::fabs(u));
   }
   class_weight_sum_ = static_cast<float>(sum);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<double> HeadTensors::GradNorm() {

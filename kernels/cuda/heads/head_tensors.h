@@ -6,7 +6,6 @@
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 
 #include <cstdint>
-#include <optional>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -32,22 +31,21 @@ class HeadTensors {
     double* square_sums = nullptr;  // [kSquareSumPartials + 1]
   };
 
-  // `device` outlives it.
-  HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes)
-      : device_(device),
+  // `device` outlives it. `host`: the tensors of a head in host memory, which outlive it too; else null.
+  HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes, HostTensors* host)
+      : host_(host),
+        device_(device),
         config_(config),
         sizes_(sizes),
         shard_(OwnShard(config, sizes, device->options().replica)),
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
-  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream. Of a head in host
-  // memory there, and values() are null until PlaceValues.
+  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream. Of a head in
+  // host memory only there, and values() are null until PlaceValues.
   absl::Status Allocate();
   // Of a head in host memory: its values are at `base` on the device for the chunks that follow.
   void PlaceValues(uint8_t* base) { values_ = ValueBuffer::Carve(config_, sizes_, base); }
-  // The values in host memory; null: the head lives on the device.
-  const uint8_t* home() const { return host_.has_value() ? host_->data() : nullptr; }
   // Before any function below.
   void Use(const Scratch& scratch) { scratch_ = scratch; }
 
@@ -104,14 +102,13 @@ class HeadTensors {
   int64_t FirstRow(TensorId id) const { return StoredRowsOf(config_, id, device_->options().replica).first; }
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
-  void SumClassWeights(absl::Span<const float> weights);
 
+  HostTensors* const host_;
   Device* const device_;
   const HeadConfig config_;
   const HeadSizes sizes_;
   const Shard shard_;
   const ShardRanges ranges_;
-  std::optional<HostTensors> host_;
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of a head that lives in host memory, in pinned memory that is laid out as on the device, so that
-// one copy brings them there. The weight is rounded to the compute dtype when it is written, to nearest even as
-// on the device; bias, norm and class weights are fp32.
+// The tensors of a head that lives in host memory, in pinned memory that is laid out as on the device, so
+// that one copy brings them there. The weight is rounded to the compute dtype when it is written, to nearest
+// even as on the device; bias, norm and class weights are fp32.
 //
 // Driven by the backend's thread, while no copy to the device is under way.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HOST_TENSORS_H_

@@ -397,13 +397,14 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
   const DeviceLimits& limits = context_.device->limits();
   const cudaStream_t stream = context_.device->compute();
   const HeadSizes& sizes = context_.sizes;
-  const hopper::FusedLossParams p = {.operands = {job.hidden, context_.weight(), context_.config.compute_dtype,
-                                                  sizes.padded_hidden, sizes.padded_vocab},
-                                     .terms = job.terms,
-                                     .in = job.in,
-                                     .out = job.out,
-                                     .rows = rows_,
-                                     .order = &limits.cluster_order};
+  const hopper::FusedLossParams p = {
+      .operands = {job.hidden, context_.weight(), context_.config.compute_dtype, sizes.padded_hidden,
+                   sizes.padded_vocab},
+      .terms = job.terms,
+      .in = job.in,
+      .out = job.out,
+      .rows = rows_,
+      .order = &limits.cluster_order};
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
   void* const exponentials = job.wants_gradient() ? context_.memory[Region::kLogits] : nullptr;
   LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),

@@ -133,6 +133,7 @@ TEST_F(DeviceLoopTest, WorkWhoseValuesAreAwayLosesSoManyTurns) {
   Stop();
   std::vector<std::string> want(static_cast<size_t>(kMostPassedOver), "b");
   want.push_back("a");
+  want.push_back("b");  // its own turn
   for (int i = 0; i < kMostPassedOver; ++i) want.push_back("b");
   want.push_back("a");
   want.resize(done_.size(), "b");

@@ -156,14 +156,17 @@ class PooledQueueTest : public ::testing::Test {
     spec.peer = peer;
     spec.accumulate_gradients = false;
     spec.options.distillation.teacher = teacher;
-    auto stream = StreamState::Create(spec, {.hidden_size = 3, .vocab_size = 10}, {.incarnation = 1}, {}, nullptr);
+    auto stream =
+        StreamState::Create(spec, {.hidden_size = 3, .vocab_size = 10}, {.incarnation = 1}, {}, nullptr);
     EXPECT_TRUE(stream.ok()) << stream.status();
     auto work = std::make_unique<SliceWork>();
     work->stream = *std::move(stream);
     work->rows = spec.rows;
     return work;
   }
-  void Push(uint64_t teacher, uint64_t id, int64_t rows = kChunkRows) { queue_.Push(Taught(teacher, id, rows)); }
+  void Push(uint64_t teacher, uint64_t id, int64_t rows = kChunkRows) {
+    queue_.Push(Taught(teacher, id, rows));
+  }
   static uint64_t TeacherOf(const SliceWork& slice) {
     return slice.stream->spec().options.distillation.teacher;
   }
