@@ -174,7 +174,7 @@ def test_retained_rows_are_bounded_with_their_targets():
             retain(0, 64)
             with pytest.raises(lossd.ResourceExhausted, match="open.retain"):
                 retain(1, 64)
-            client.release("small", 0)
+            client.release_microbatch("small", 0)
             retain(1, 64)
     finally:
         server.stop()
