@@ -254,11 +254,11 @@ struct Upstream {
   double lse;
   double entropy;  // the objective's bonus included
   ObjectiveRow objective;
+  SoftTargets targets;
   // Of a row with a teacher, whose `loss` then has the factor target_weight: the divergence, and `loss` with
   // the factor `weight` of the divergence instead.
   RowDivergence divergence = {};
   double by_divergence = 0.0;
-  SoftTargets targets;
 };
 Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
                     size_t n);

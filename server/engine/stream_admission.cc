@@ -184,7 +184,7 @@ absl::Status StreamAdmission::ReserveRetained(StreamState& stream) {
   if (auto status = parts_.streams->CheckRetaining(spec.microbatch_id, stream.terms(), spec.rows);
       !status.ok())
     return status;
-  const int64_t bytes = stream.RowBytes(spec.rows.size());
+  const int64_t bytes = stream.RetainedBytes();
   RangeAllocator& ranges = parts_.context->retained_ranges;
   auto block = ranges.Allocate(bytes, spec.peer);
   if (block == nullptr && ranges.used() + bytes <= ranges.size() && ranges.held(spec.peer) > 0) {

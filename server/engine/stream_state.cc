@@ -416,6 +416,11 @@ int64_t StreamRows::RowBytes(int64_t rows) const {
   return rows * hidden_size_ * static_cast<int64_t>(kernels::SizeOf(spec_.hidden_dtype));
 }
 
+int64_t StreamRows::RetainedBytes() const {
+  constexpr int64_t kEntry = sizeof(int32_t) + sizeof(float);
+  return RowBytes(spec_.rows.size()) + static_cast<int64_t>(spec_.soft.classes.size()) * kEntry;
+}
+
 int64_t StreamRows::RetainedOffset(RowRange rows) const {
   for (const RetainedRows& piece : retained_) {
     if (piece.rows.begin <= rows.begin && rows.end <= piece.rows.end) {

@@ -161,6 +161,9 @@ class StreamRows {
   Binding binding() const;
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
+  // Of retained memory, if the rows are retained: of hidden states and, behind them, as much as the soft
+  // targets have, which stay in memory of the host. So that memory is bounded as the hidden states are.
+  int64_t RetainedBytes() const;
 
   int64_t valid_rows() const { return valid_rows_; }  // with a target
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }

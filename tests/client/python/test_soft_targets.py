@@ -12,6 +12,7 @@ import torch  # noqa: E402
 
 import lossd  # noqa: E402
 from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
+from servers import ServerProcess  # noqa: E402
 
 D, V, B, T, K = 20, 130, 3, 40, 9
 RESTS = ["none", "renormalized", "one_class"]
@@ -157,6 +158,26 @@ def test_many_classes_travel_in_several_calls(client, make_head):
                                    target_classes=classes[rows], target_weights=weights[rows]).loss
 
     assert loss(slice(0, 4000)) == pytest.approx(loss(slice(0, 1000)) + loss(slice(1000, 4000)), rel=1e-6)
+
+
+def test_retained_rows_are_bounded_with_their_targets():
+    server = ServerProcess("--retained_bytes=1MiB")
+    try:
+        with lossd.Client(server.target) as client:
+            client.create_head("small", hidden_size=8, vocab_size=300, compute_dtype="fp32")
+            def retain(id: int, count: int) -> None:
+                client.compute_loss(
+                    "small", np.ones((1000, 8), np.float32), np.zeros(1000, int), step=0, id=id, reduction="none", retain=True,
+                    options=lossd.LossOptions(rest="renormalized"), target_classes=np.zeros((1000, count), int),
+                    target_weights=np.ones((1000, count)))
+
+            retain(0, 64)
+            with pytest.raises(lossd.ResourceExhausted, match="open.retain"):
+                retain(1, 64)
+            client.release_microbatch("small", 0)
+            retain(1, 64)
+    finally:
+        server.stop()
 
 
 def test_what_is_refused(client, rows):
