@@ -64,12 +64,13 @@ def pair(folder: Path, name: str) -> tuple[Path, Path]:
     return certificate, key
 
 
-def refused(*flags: str, hidden: int = 64, vocab: int = 4096, save: bool = False) -> str:
+def refused(*flags: str, hidden: int = 64, vocab: int = 4096, save: bool = False, in_host_memory: bool = False) -> str:
     """What a client of a server with these flags is told that creates a head, and saves it."""
     server = ServerProcess("--backend=cpu", *flags)
     try:
         with lossd.Client(server.target) as client, pytest.raises(lossd.LossdError) as caught:
-            client.create_head("lm", hidden_size=hidden, vocab_size=vocab)
+            client.create_head("lm", hidden_size=hidden, vocab_size=vocab, frozen=in_host_memory,
+                               residency="host" if in_host_memory else "device")
             if save:
                 client.save_checkpoint("lm")
         return str(caught.value)
@@ -205,6 +206,7 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "must be the key of the first certificate of tls_cert": tls_mixed_up,
     "stream_priority must be dx, all or none": lambda _: start("--backend=cpu", "--stream_priority=high"),
     "of the limit of … are in use": lambda _: refused("--memory_limit_bytes=2GiB", vocab=10_000_000),
+    "the pool of the device for heads in host memory has …": lambda _: refused("--teacher_pool_bytes=64KiB", in_host_memory=True),
     "memory_reserve_bytes keeps … free": lambda _: refused("--workspace_bytes=1GiB", hidden=8192, vocab=50_000_000),
     "No space left on device": full_disk,
     "leave room for the … of the checkpoint": lambda _: refused("--checkpoint_limit_bytes=64KiB", save=True),

@@ -15,18 +15,12 @@ CudaTeacherPool::~CudaTeacherPool() {
   cudaStreamDestroy(stream_);
 }
 
-// The least of the priorities: a copy takes no multiprocessor.
 absl::Status CudaTeacherPool::Start() {
   if (stream_ != nullptr) return absl::OkStatus();
   for (Event* event : {&copied_, &downloads_end_, &uploads_end_, &workspace_free_}) {
     LOSSD_RETURN_IF_ERROR(Take(Event::Create(), *event));
   }
   return ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-}
-
-int64_t CudaTeacherPool::MostOf(int64_t HostedBytes::*part, int64_t more) const {
-  for (const auto& [id, member] : members_) more = std::max(more, member.bytes.*part);
-  return more;
 }
 
 absl::StatusOr<MemoryBytes> CudaTeacherPool::GrowthWith(const HostedBytes& bytes) const {

@@ -85,7 +85,6 @@ class CudaTeacherPool {
     DeviceBuffer values, workspace, slots;
   };
 
-  int64_t MostOf(int64_t HostedBytes::*part, int64_t more) const;
   absl::Status Start();
   absl::Status Grow(const HostedBytes& bytes);
   HostedPlaces PlacesAt(int64_t offset) const {

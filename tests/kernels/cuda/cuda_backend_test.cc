@@ -200,6 +200,46 @@ TEST(CudaBackend, MemoryFiguresAreWhatTheDeviceLoses) {
 
 // Beside a trainer that takes what it finds free, a head takes nothing more once it is there, but for the
 // code of kernels that are loaded when they are first needed.
+// Heads in host memory take the pool and one workspace, however many there are, and give all of it back.
+TEST(CudaBackend, HeadsInHostMemoryShareTheirMemoryOfTheDevice) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  HeadConfig config = LargeConfig();
+  config.trainable = false;
+  config.residency = Residency::kHost;
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  const auto of_pool = [&] { return (*backend)->memory().current[MemoryKind::kTeacherPool]; };
+  const int64_t before = (*backend)->memory().current.Total();
+  std::vector<std::unique_ptr<HeadKernels>> heads;
+  int64_t of_one = 0;
+  for (int i = 0; i < 3; ++i) {
+    auto head = (*backend)->CreateHead(config);
+    ASSERT_TRUE(head.ok()) << head.status();
+    heads.push_back(*std::move(head));
+    if (i == 0) of_one = of_pool();
+    EXPECT_EQ(of_pool(), of_one);
+    const MemoryBytes held = heads.back()->memory();
+    EXPECT_EQ(held.OnDevice(), 0);
+    EXPECT_EQ((*backend)->memory().current[MemoryKind::kHostValues], (i + 1) * held[MemoryKind::kHostValues]);
+    EXPECT_GT(of_one, held[MemoryKind::kHostValues]);
+    EXPECT_LE(of_one, held[MemoryKind::kHostValues] + (int64_t{256} << 20) + 3 * (int64_t{2} << 20));
+  }
+  heads.clear();
+  EXPECT_EQ((*backend)->memory().current.Total(), before);
+
+  auto small = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .teacher_pool_bytes = 1 << 20});
+  ASSERT_TRUE(small.ok()) << small.status();
+  const absl::Status refused = (*small)->CreateHead(config).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("1048576 bytes (1.00 MiB) (--teacher_pool_bytes)"));
+  EXPECT_EQ((*small)->PlanWholeHead(config, {}).status().code(), absl::StatusCode::kResourceExhausted);
+  auto limited =
+      CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .memory_limit_bytes = int64_t{64} << 20});
+  ASSERT_TRUE(limited.ok()) << limited.status();
+  EXPECT_THAT(std::string((*limited)->CreateHead(config).status().message()), HasSubstr("teacher_pool"));
+  EXPECT_EQ((*limited)->memory().current[MemoryKind::kTeacherPool], 0);
+}
+
 TEST(CudaBackend, ComputingTakesNoMemoryOfTheDevice) {
   LOSSD_SKIP_WITHOUT_GPU();
   Rng rng = FreshRng();

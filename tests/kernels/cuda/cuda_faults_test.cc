@@ -299,17 +299,30 @@ class Scenario {
       EXPECT_TRUE(again.ok() || absl::IsUnavailable(again.status())) << again.status();
       return head.status();
     }
-    return RunHead(**head, outcome);
+    // Teachers that take turns in a pool for one.
+    std::vector<std::unique_ptr<HeadKernels>> teachers;
+    for (const Problem& problem : problem_.teacher) {
+      for (int i = 0; i < 2; ++i) {
+        auto teacher = (*backend)->CreateHead(problem.config);
+        if (!teacher.ok()) return teacher.status();
+        teachers.push_back(*std::move(teacher));
+        absl::Status status = Write(*teachers.back(), Param::kWeight, problem.weight);
+        if (!status.ok()) return status;
+      }
+    }
+    return RunHead(**head, teachers, outcome);
   }
 
-  absl::Status RunHead(HeadKernels& head, Outcome& outcome) {
+  absl::Status RunHead(HeadKernels& head, const std::vector<std::unique_ptr<HeadKernels>>& teachers,
+                       Outcome& outcome) {
     outcome.stage = Stage::kWrite;
     for (const Param param : kAllParams) {
       if (!HasTensor(problem_.config, {param, Role::kValue})) continue;
       if (absl::Status status = Write(head, param, problem_.Values(param)); !status.ok()) return status;
     }
     outcome.stage = Stage::kChunk;
-    const ChunkRun run = RunChunk(head, problem_);
+    const ChunkRun run =
+        RunChunk(head, problem_, {.teacher = teachers.empty() ? nullptr : teachers.front().get()});
     if (!run.results.ok()) {
       // Nothing may have been accumulated, as far as the device can still be asked.
       const auto gradient = Read(head, {Param::kWeight, Role::kGradient});
@@ -321,6 +334,12 @@ class Scenario {
       return run.results;
     }
     if (!run.done.ok()) return run.done;
+    for (const size_t i : {1, 0}) {
+      if (teachers.empty()) break;
+      const ChunkRun other = RunChunk(head, problem_, {.teacher = teachers[i].get()});
+      if (!other.results.ok()) return other.results;
+      if (!other.done.ok()) return other.done;
+    }
     outcome.stage = Stage::kNorm;
     if (auto norm = head.GradNorm(); !norm.ok()) return norm.status();
     auto gradient = Read(head, {Param::kWeight, Role::kGradient});
@@ -365,6 +384,7 @@ struct Case {
   CudaBackendOptions options;
   Logits logits = Logits::kStored;
   Gradients gradients = Gradients::kExact;
+  bool teachers_in_host_memory = false;
 };
 
 class CudaFaultsTest : public ::testing::TestWithParam<Case> {
@@ -384,6 +404,15 @@ class CudaFaultsTest : public ::testing::TestWithParam<Case> {
     spec.options.gradients = GetParam().gradients;
     spec.hidden_dtype = DType::kBFloat16;
     spec.slice_rows = {40, 24};
+    if (GetParam().teachers_in_host_memory) {
+      ProblemSpec teacher = spec;
+      teacher.config.trainable = teacher.config.has_bias = false;
+      teacher.config.norm = Norm::kNone;
+      teacher.config.residency = Residency::kHost;
+      teacher.slice_rows.clear();
+      spec.teacher.push_back(teacher);
+      spec.options.distillation = {.divergence = Divergence::kForwardKl};
+    }
     return MakeProblem(spec, rng_);
   }
 
@@ -443,7 +472,8 @@ INSTANTIATE_TEST_SUITE_P(
         {.name = "Sampled", .gradients = Gradients::kSampled},
         {.name = "Auto", .gradients = Gradients::kAuto},
         {.name = "FilteredHostBranch", .options = {.host_branches = true}, .gradients = Gradients::kFiltered},
-        {.name = "Recomputed", .logits = Logits::kRecomputed}}),
+        {.name = "Recomputed", .logits = Logits::kRecomputed},
+        {.name = "TeachersInHostMemory", .teachers_in_host_memory = true}}),
     [](const auto& way) { return way.param.name; });
 
 // On a machine without a GPU: the calls are wrapped, and an injected failure is what the backend reports.
